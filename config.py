@@ -1,0 +1,211 @@
+"""config.py: one YAML per run -> one frozen dataclass; and what every run writes down about itself.
+
+    cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
+    cfg, args = config.command_line(SFTConfig, __doc__)                         # what every script does in its main
+    config.save_run(cfg, run_dir)                                               # resolved config, commit, versions
+    config.Metrics(run_dir, "sft", done, steps).write(step, {"loss": 0.1})      # metrics.jsonl, console, progress bar
+
+A YAML file may name a parent (`base: other.yaml`, relative to itself): mappings merge, everything else replaces.
+Defaults live in the dataclasses and nowhere else. An unknown key, a wrong type or an impossible combination stops
+the program before any model is loaded, and names the key, the value, the rule and the nearest valid key.
+
+Deliberately missing: interpolation, environment variables, config objects that change after loading.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import importlib.metadata
+import json
+import subprocess
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+T = TypeVar("T")
+PACKAGES = ("torch", "transformers", "sglang", "flash-attn", "decord2", "numpy", "pyarrow")
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used; the text is meant for the person who wrote it."""
+
+
+def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -> T:
+    """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`."""
+    tree = read_tree(Path(path))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"override {override!r}: write it as key.sub=value")
+        node, (*parents, leaf) = tree, key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"override {override!r}: {parent} is a value, it has no keys below it")
+        node[leaf] = yaml.safe_load(text)
+    try:
+        return build(cls, tree, "")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> dict:
+    """The merged mappings of a file and its bases, unchecked."""
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: `base` leads back to itself: {' -> '.join(str(p) for p in (*seen, path))}")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        raise ConfigError(
+            f"{path}: no such file" + (f"; did you mean {path.parent / near[0]}?" if near else "")
+        ) from None
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a readable YAML file: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected `key: value` lines, got {type(tree).__name__}")
+    base = tree.pop("base", None)
+    return _merge(read_tree(path.parent / base, (*seen, path.resolve())), tree) if base else tree
+
+
+def _merge(below: dict, above: dict) -> dict:
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def build(cls: type, tree: dict, prefix: str) -> Any:
+    """A mapping -> a dataclass, checked field by field against the type hints."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls) if f.init]
+    for key in tree:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"valid keys: {', '.join(names)}"
+            raise ConfigError(f"{prefix}{key} = {tree[key]!r}: unknown key; {hint}")
+    values = {key: _coerce(hints[key], value, prefix + key) for key, value in tree.items()}
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            raise ConfigError(f"{prefix}{field.name}: required, but not given")
+    try:
+        return cls(**values)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a rule in __post_init__
+        raise ConfigError(f"{prefix.rstrip('.') + ': ' if prefix else ''}{error}") from None
+
+
+def _coerce(hint: Any, value: Any, key: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):  # X | None: the only union that configs use
+        return None if value is None else _coerce(next(a for a in args if a is not type(None)), value, key)
+    if origin is typing.Literal:
+        if value is False and "off" in args:  # YAML reads a bare `off` as false
+            value = "off"
+        if value not in args or isinstance(value, bool):
+            raise ConfigError(f"{key} = {value!r}: must be one of {', '.join(map(repr, args))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{key} = {value!r}: must be a list, as in [a, b]")
+        return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key} = {value!r}: must be a mapping")
+        return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, hint):
+            return value
+        if not isinstance(value, dict):
+            raise ConfigError(
+                f"{key} = {value!r}: must be a mapping with keys {[f.name for f in dataclasses.fields(hint)]}"
+            )
+        return build(hint, value, key + ".")
+    if hint is float and not isinstance(value, bool):
+        try:  # YAML reads 1e-4 (no dot) as a string
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{key} = {value!r}: must be {hint.__name__}, not {type(value).__name__}")
+
+
+def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
+    """`SCRIPT CONFIG [key.sub=value ...] [--dry-run]`; a bad config ends the program with its message."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="a YAML file of configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the file")
+    parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
+    args = parser.parse_intermixed_args()
+    try:
+        return load(cls, args.config, args.overrides), args
+    except ConfigError as error:
+        sys.exit(f"config error: {error}")
+
+
+def save_run(cfg: Any, run_dir: str | Path) -> None:
+    """Leave beside the metrics what is needed to run this again: config.yaml and run.json."""
+    run_dir = Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # Through JSON, so that tuples become lists and the file is plain YAML that `load` reads back.
+    text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(cfg))), sort_keys=False, allow_unicode=True)
+    (run_dir / "config.yaml").write_text(text, encoding="utf-8")
+    run = {"command": sys.argv, "commit": git_commit(), "python": sys.version.split()[0], "packages": _versions()}
+    (run_dir / "run.json").write_text(json.dumps(run, indent=1), encoding="utf-8")
+
+
+class Metrics:
+    """One line per step: all of it in RUN/metrics.jsonl, the main figures on the console, with a progress bar."""
+
+    def __init__(self, run_dir: str | Path, name: str, done: int, steps: int, shown: typing.Sequence[str] = ("loss",)):
+        from tqdm import tqdm
+
+        self._path, self._name, self._steps, self._shown = Path(run_dir) / "metrics.jsonl", name, steps, shown
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] < done]  # later steps will be run again
+        self._path.write_text("".join(line + "\n" for line in kept))
+        self._bar = tqdm(total=steps, initial=done, desc=name, unit="step", disable=not sys.stderr.isatty())
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        self._bar.update()
+        shown = " ".join(f"{key} {values[key]:.4g}" for key in self._shown if key in values)
+        self._bar.write(f"{self._name} step {step + 1}/{self._steps} {shown}", file=sys.stdout)
+        sys.stdout.flush()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.close()
+
+
+def git_commit() -> str:
+    """The commit that is checked out here, with `+` when files differ from it; "unknown" outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found

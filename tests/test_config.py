@@ -1,0 +1,110 @@
+"""The config loader: what is written is what runs, and what cannot run says why."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+import config
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float = 1e-5
+    betas: tuple[float, ...] = (0.9, 0.95)
+    warmup: int = 0
+
+    def __post_init__(self):
+        if self.lr <= 0:
+            raise ValueError(f"lr = {self.lr}: must be positive")
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    steps: int = 10
+    credit: Literal["struct", "off"] = "struct"
+    resume: bool = True
+    seed: int | None = None
+    optim: Optim = Optim()
+    sources: tuple[Source, ...] = ()
+    weights: dict[str, float] = field(default_factory=dict)
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_a_file_inherits_from_its_base_and_the_command_line_wins(tmp_path):
+    write(
+        tmp_path / "base.yaml", "name: base\nsteps: 5\noptim: {lr: 1.0e-3, warmup: 7}\nsources: [{path: a}, {path: b}]"
+    )
+    child = write(tmp_path / "child.yaml", "base: base.yaml\nname: child\noptim: {lr: 2.0e-3}\nsources: [{path: c}]")
+    cfg = config.load(Run, child, ["optim.lr=0.5", "seed=3"])
+    assert (cfg.name, cfg.steps, cfg.seed) == ("child", 5, 3)
+    assert cfg.optim == Optim(lr=0.5, warmup=7)  # mappings merge
+    assert cfg.sources == (Source("c"),)  # lists replace
+
+
+def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
+    """YAML reads `1e-4` as a string and `off` as false."""
+    cfg = config.load(Run, write(tmp_path / "a.yaml", "name: a\noptim: {lr: 1e-4}\ncredit: off"))
+    assert cfg.optim.lr == 1e-4 and cfg.credit == "off"
+    assert config.load(Run, tmp_path / "a.yaml", ["optim.betas=[1, 0.5]"]).optim.betas == (1.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "text, overrides, says",
+    [
+        ("name: a\nstpes: 3", [], "stpes = 3: unknown key; did you mean steps?"),
+        ("name: a\noptim: {lrr: 1}", [], "optim.lrr = 1: unknown key; did you mean optim.lr?"),
+        ("name: a\nsteps: many", [], "steps = 'many': must be int, not str"),
+        ("name: a\nsteps: true", [], "steps = True: must be int"),
+        ("name: a\nsteps: 1.5", [], "steps = 1.5: must be int"),
+        ("name: a\nresume: 1", [], "resume = 1: must be bool"),
+        ("name: a\noptim: {lr: fast}", [], "optim.lr = 'fast': must be float"),
+        ("name: a\ncredit: strict", [], "credit = 'strict': must be one of 'struct', 'off'"),
+        ("name: a\nsources: {path: x}", [], "sources = {'path': 'x'}: must be a list"),
+        ("name: a\nsources: [{path: 3}]", [], "sources[0].path = 3: must be str"),
+        ("name: a\nweights: {x: y}", [], "weights.x = 'y': must be float"),
+        ("name: a\noptim: 3", [], "optim = 3: must be a mapping"),
+        ("name: a\noptim: {lr: -1}", [], "optim: lr = -1.0: must be positive"),
+        ("steps: 3", [], "name: required, but not given"),
+        ("name: a", ["steps"], "write it as key.sub=value"),
+        ("name: a\nsteps: 3", ["steps.x=1"], "steps is a value, it has no keys below it"),
+        ("- a", [], "expected `key: value` lines"),
+        ("name: [", [], "not a readable YAML file"),
+        ("base: nowhere.yaml", [], "no such file"),
+    ],
+)
+def test_what_cannot_run_names_the_key_the_value_and_the_rule(tmp_path, text, overrides, says):
+    path = write(tmp_path / "run.yaml", text)
+    with pytest.raises(config.ConfigError) as error:
+        config.load(Run, path, overrides)
+    assert says in str(error.value)
+
+
+def test_a_base_that_leads_back_to_itself_is_an_error(tmp_path):
+    write(tmp_path / "a.yaml", "base: b.yaml")
+    write(tmp_path / "b.yaml", "base: a.yaml")
+    with pytest.raises(config.ConfigError, match="leads back to itself"):
+        config.load(Run, tmp_path / "a.yaml")
+
+
+def test_a_mistyped_file_name_suggests_the_nearest(tmp_path):
+    write(tmp_path / "paragrpo_8b.yaml", "name: a")
+    with pytest.raises(config.ConfigError, match="did you mean .*paragrpo_8b.yaml"):
+        config.load(Run, tmp_path / "paragrpo8b.yaml")
+
+
+def test_the_saved_config_is_the_run_config(tmp_path):
+    cfg = Run(name="a", optim=Optim(lr=3e-4), sources=(Source("x"),), weights={"answer": 2.0}, seed=1)
+    config.save_run(cfg, tmp_path / "run")
+    assert config.load(Run, tmp_path / "run" / "config.yaml") == cfg
+    assert '"torch": "2.13.0' in (tmp_path / "run" / "run.json").read_text()

@@ -1,0 +1,427 @@
+"""Rows in, tasks and tokens out: schemas, shuffling, packing, gating, and the commands of `python data.py`."""
+
+import collections
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import prepare
+from contract import Renderer, VisualContract
+from data import (
+    Clip,
+    DataConfig,
+    Dataset,
+    RowError,
+    Rows,
+    Source,
+    Task,
+    draw_frames,
+    encode_dialogue,
+    main_messages,
+    overview,
+    pack,
+    parse_dialogue,
+    parse_task,
+)
+from video import VideoError
+
+REPO = Path(__file__).resolve().parent.parent
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+# ------------------------------------------------------------------------------------------------ gating and the overview
+
+
+def test_the_drawn_k_is_the_same_in_every_process():
+    """The released code seeded from Python's per-process `hash` (pitfalls A2)."""
+    code = "from data import draw_frames; print([draw_frames(f't{i}', i, [4, 8, 16, 32, 64], 7) for i in range(40)])"
+    runs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=REPO,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in "01"
+    }
+    assert runs == {f"{[draw_frames(f't{i}', i, [4, 8, 16, 32, 64], 7) for i in range(40)]}\n"}
+
+
+def test_k_is_uniform_over_the_choices_and_drawn_anew_each_epoch():
+    choices = [4, 8, 16, 32, 64]
+    drawn = collections.Counter(draw_frames(f"task-{i}", 0, choices) for i in range(5000))
+    assert all(abs(drawn[k] - 1000) < 4 * (1000 * 0.8) ** 0.5 for k in choices)
+    again = [draw_frames(f"task-{i}", 1, choices) == draw_frames(f"task-{i}", 0, choices) for i in range(5000)]
+    assert 0.15 < np.mean(again) < 0.25
+
+
+def test_k_frames_asked_are_k_frames_in_the_prompt(toy_dir, tokenizer, videos, schemas):
+    """Gating must reach the sampler (pitfalls A2); a shorter video gives all that it has."""
+    contract = VisualContract(frame_pixels=1024)
+    renderer = Renderer(tokenizer, contract)
+    task = parse_task(Rows(toy_dir / "rl.parquet")[0], "rl:0", toy_dir)
+    count = videos.info(task.videos[0]).n_frames
+    for k in (1, 4, 8, 16, 64, 200):
+        frames = overview(task, k, videos, contract)
+        ids = renderer.render(main_messages(task, frames, True), schemas, generate=True).ids
+        assert ids.count(renderer.image_pad) == len(frames[0]) == min(k, count)
+
+
+def test_the_frames_of_several_videos_share_k_and_carry_their_names(toy_dir, renderer, videos):
+    paths = tuple(str(toy_dir / "videos" / f"train0000{i}.mp4") for i in range(3))
+    task = Task("t", "Which?", paths, "oe", "red")
+    frames = overview(task, 8, videos, renderer.contract)
+    assert [len(f) for f in frames] == [3, 3, 2]
+    text = renderer.decode(renderer.render(main_messages(task, frames, False)).ids)
+    assert [text.index(f"train0000{i}.mp4: <0.0 seconds>") for i in range(3)] == sorted(
+        text.index(f"train0000{i}.mp4") for i in range(3)
+    )
+    with pytest.raises(ValueError, match="needs at least 3 overview frames, not 2"):
+        overview(task, 2, videos, renderer.contract)
+
+
+# ------------------------------------------------------------------------------------------------ SFT rows
+
+
+@pytest.fixture
+def video(toy_dir) -> str:
+    return str(toy_dir / "videos" / "train00000.mp4")
+
+
+def user(video, text="What?", **options):
+    return {"role": "user", "content": [{"type": "video_url", "video_url": {"url": video, **options}}, {"type": "text", "text": text}]}  # fmt: skip
+
+
+def parse(messages, **columns):
+    return parse_dialogue({"messages": messages, **columns}, "file:0", Path("/nowhere"))
+
+
+CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 4}}\n</tool_call>'
+
+
+def test_messages_come_as_a_json_string_or_as_a_list(video):
+    messages = [{"role": "system", "content": "old"}, user(f"file://{video}"), {"role": "assistant", "content": "Yes."}]
+    dialogue = parse(messages)
+    assert dialogue == parse(json.dumps(messages))
+    assert dialogue.question == "What?" and dialogue.media == (Clip(video),)
+    assert dialogue.turns == ({"role": "assistant", "content": ["Yes."]},)  # the row's system prompt gave way to ours
+
+
+def test_every_way_to_write_a_tool_round_gives_the_same_tokens(video, tokenizer, videos, schemas):
+    """Text tags in one user turn, one user turn per response, `tool` messages, and OpenAI's tool_calls field."""
+    responses = [f"<tool_response>\n{t}\n</tool_response>" for t in ("a red flash", "nothing")]
+    arguments = json.dumps({"start_time": 0, "end_time": 4})
+    said = {"role": "assistant", "content": f"Look.\n{CALL}\n{CALL}"}
+    field = {"role": "assistant", "content": "Look.", "tool_calls": [{"function": {"name": "crop_video", "arguments": arguments}}] * 2}  # fmt: skip
+    rounds = [
+        [said, {"role": "user", "content": "\n".join(responses)}],
+        [said, *({"role": "user", "content": r} for r in responses)],
+        [field, {"role": "tool", "content": "a red flash"}, {"role": "tool", "content": "nothing"}],
+    ]
+    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+    bundles = [
+        encode_dialogue(parse([user(video, nframes=4), *r, {"role": "assistant", "content": "Red."}]), videos, renderer, schemas)
+        for r in rounds
+    ]  # fmt: skip
+    assert all(b.suffixes == bundles[0].suffixes and b.masks == bundles[0].masks for b in bundles)
+    text = renderer.decode(bundles[0].suffixes[0])
+    assert text.count("<|im_start|>user") == 2 and text.count("<tool_response>") == 2
+
+
+def test_only_assistant_tokens_are_targets_and_the_prompt_is_the_rollouts(video, tokenizer, videos, schemas):
+    contract = VisualContract(frame_pixels=1024)
+    renderer = Renderer(tokenizer, contract)
+    tool = {"role": "tool", "content": "a red flash"}
+    dialogue = parse([user(video, nframes=4), {"role": "assistant", "content": CALL}, tool, {"role": "assistant", "content": "Red."}])  # fmt: skip
+    bundle = encode_dialogue(dialogue, videos, renderer, schemas)
+    targets = [t for t, m in zip(bundle.suffixes[0], bundle.masks[0], strict=True) if m]
+    assert renderer.decode(targets) == CALL + "<|im_end|>Red.<|im_end|>"
+    task = Task("t", "What?", (video,), "oe", "red")
+    frames = overview(task, 4, videos, contract)
+    prompt = renderer.render(main_messages(task, frames, True), schemas, generate=True).ids
+    assert bundle.suffixes[0][: len(prompt)] == prompt and bundle.masks[0].index(1) == len(prompt)
+    assert np.array_equal(bundle.frames[0].pixels, frames[0].pixels)
+
+
+def test_a_sub_agents_row_gets_the_sub_agents_prompt_and_window(video, tokenizer, videos, schemas):
+    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+    row = [user(video, "", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
+    bundle = encode_dialogue(parse(row, agent="sub"), videos, renderer, schemas)
+    text = renderer.decode(bundle.suffixes[0])
+    assert "<tools>" not in text and "What happens here?" in text and len(bundle.frames[0]) == 8
+    assert all(4 <= t <= 12 for t in bundle.frames[0].times)
+
+
+def test_images_and_text_only_rows_are_rows_too(tmp_path, renderer, videos, schemas):
+    path = tmp_path / "a.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8)).save(path)
+    part = {"type": "image_url", "image_url": {"url": "a.png"}}
+    row = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "<image>What?"}]}, {"role": "assistant", "content": "Noise."}]}  # fmt: skip
+    bundle = encode_dialogue(parse_dialogue(row, "f:0", tmp_path), videos, renderer, schemas)
+    assert bundle.suffixes[0].count(renderer.image_pad) == 2 * 3
+    assert "seconds>" not in renderer.decode(bundle.suffixes[0])
+    text_only = encode_dialogue(parse([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]), videos, renderer, schemas)  # fmt: skip
+    assert text_only.frames == [] and sum(text_only.masks[0]) >= 2
+    path.write_bytes(b"not an image")
+    with pytest.raises(VideoError, match="not a readable image"):
+        encode_dialogue(parse_dialogue(row, "f:0", tmp_path), videos, renderer, schemas)
+
+
+@pytest.mark.parametrize(
+    "messages, says",
+    [
+        ("{", "messages is not JSON"),
+        (None, "`messages` is not a list"),
+        ([{"role": "user", "content": "q"}], "must open with the user and close with the assistant"),
+        ([{"role": "assistant", "content": "a"}], "must open with the user"),
+        ([{"role": "user", "content": "q"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "must follow each user"),
+        ([{"role": "user", "content": "q"}, {"role": "critic", "content": "a"}], "role 'critic'"),
+        ([{"role": "user", "content": [{"type": "audio"}]}, {"role": "assistant", "content": "a"}], "neither text, video nor image"),
+        ([user("gone.mp4"), {"role": "assistant", "content": "a"}], "/nowhere/gone.mp4: no such file"),
+    ],
+)  # fmt: skip
+def test_a_malformed_row_says_what_is_wrong(messages, says):
+    with pytest.raises(RowError, match=says):
+        parse(messages)
+
+
+# ------------------------------------------------------------------------------------------------ RL rows
+
+
+def rl(video, **info):
+    return {"prompt": [{"role": "user", "content": "<video>\nWhich?"}], "videos": [{"video": video}], "extra_info": json.dumps(info)}  # fmt: skip
+
+
+def test_an_rl_row_becomes_a_task(video, tmp_path):
+    task = parse_task(rl(video, answer="B", question_type="mcq"), "rl:3", Path("/nowhere"))
+    assert task == Task("rl:3", "Which?", (video,), "mcq", "B")
+    assert parse_task(rl(f"file://{video}", answer="x"), "rl:3", tmp_path).kind == "oe"  # the published default
+    as_dict = rl(Path(video).name, answer="x", id="me") | {"extra_info": {"answer": "x", "id": "me"}}
+    assert parse_task(as_dict, "rl:3", Path(video).parent).id == "me"
+
+
+def test_missing_videos_are_skipped_and_a_row_without_any_is_bad(video):
+    row = rl(video, answer="x")
+    row["videos"] = [{"video": "gone.mp4"}, {"video": video}]
+    assert parse_task(row, "rl:0", Path("/nowhere")).videos == (video,)
+    with pytest.raises(RowError, match="/nowhere/gone.mp4"):
+        parse_task(rl("gone.mp4", answer="x"), "rl:0", Path("/nowhere"))
+    with pytest.raises(RowError, match="question_type = 'essay'"):
+        parse_task(rl(video, answer="x", question_type="essay"), "rl:0", Path("/"))
+    with pytest.raises(RowError, match="no answer"):
+        parse_task(rl(video), "rl:0", Path("/"))
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+def number(row, origin, root, weight):
+    if row.get("bad"):
+        raise RowError("marked as bad")
+    return row["n"]
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    a = write_jsonl(tmp_path / "a.jsonl", [{"n": i} for i in range(30)])
+    b = str(tmp_path / "b.parquet")
+    pq.write_table(pa.Table.from_pylist([{"n": 100 + i} for i in range(20)]), b)
+    return DataConfig(sources=(Source(a, weight=2.0), Source(b, weight=0.5)), seed=3)
+
+
+def test_an_epoch_holds_each_row_as_often_as_its_weight_says(mixture):
+    dataset = Dataset(mixture, number)
+    assert len(dataset) == 70
+    epochs = [collections.Counter(n for n, e in dataset.batch(0, 140) if e == epoch) for epoch in (0, 1)]
+    for counts in epochs:
+        assert all(counts[i] == 2 for i in range(30))
+        assert sum(counts[100 + i] for i in range(20)) == 10 and max(counts[100 + i] for i in range(20)) == 1
+    halves = [{n for n in counts if n >= 100} for counts in epochs]
+    assert halves[0] != halves[1]  # another random half in every epoch
+
+
+def test_a_batch_depends_on_the_step_and_not_on_the_ranks_or_the_past(mixture):
+    steps = [[n for n, _ in Dataset(mixture, number).batch(step, 12)] for step in range(14)]
+    resumed = Dataset(mixture, number)
+    for step in (9, 2, 13):
+        assert [n for n, _ in resumed.batch(step, 12)] == steps[step]
+        for world in (2, 3, 5):
+            shares = [[n for n, _ in resumed.batch(step, 12, rank, world)] for rank in range(world)]
+            assert [shares[i % world][i // world] for i in range(12)] == steps[step]
+    assert steps[0] != [n for n, _ in Dataset(DataConfig(mixture.sources, seed=4), number).batch(0, 12)]
+
+
+def test_the_first_sources_are_read_once_before_the_mixture(mixture, tmp_path):
+    """A curriculum; it moves the mixture back, and nothing else."""
+    opening = Source(write_jsonl(tmp_path / "c.jsonl", [{"n": 200 + i} for i in range(10)]), first=True)
+    cfg = DataConfig((*mixture.sources, opening), seed=3)
+    numbers = [n for step in range(10) for n, _ in Dataset(cfg, number).batch(step, 8)]
+    assert sorted(numbers[:10]) == list(range(200, 210)) and max(numbers[10:]) < 200
+    assert numbers[10:] == [n for n, _ in Dataset(mixture, number).batch(0, 70)]
+    with pytest.raises(ValueError, match="apart from those read `first`"):
+        Dataset(DataConfig((opening,)), number)
+
+
+def test_a_bad_row_is_named_once_and_skipped_and_too_many_stop_the_run(tmp_path, capsys):
+    rows = [{"n": i, "bad": i in (3, 7)} for i in range(50)]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    dataset = Dataset(DataConfig((Source(path),), max_bad_fraction=0.04), number)
+    seen = [n for step in range(30) for n, _ in dataset.batch(step, 5)]
+    assert collections.Counter(seen) == {i: 3 for i in range(50) if i not in (3, 7)}
+    assert capsys.readouterr().err.count("marked as bad") == 2
+    with pytest.raises(RowError, match="2 of 50 rows are unusable, more than max_bad_fraction = 0.02"):
+        Dataset(DataConfig((Source(path),), max_bad_fraction=0.02), number).batch(0, 50)
+    with pytest.raises(RowError, match="not JSON"):
+        Path(path).write_text("{\n")
+        Dataset(DataConfig((Source(path),), max_bad_fraction=0.0), number).batch(0, 1)
+
+
+@given(st.lists(st.integers(1, 100), max_size=60))
+def test_packing_splits_no_row_and_wastes_little(lengths):
+    bins = pack(lengths, 100)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= 100 for b in bins)
+    assert len(bins) <= 11 / 9 * -(-sum(lengths) // 100) * 2  # never worse than twice the bound ...
+    half_empty = [b for b in bins if sum(lengths[i] for i in b) <= 50]
+    assert len(half_empty) <= 1  # ... because two half-empty bins would have been one
+
+
+def test_a_row_over_the_packing_length_is_not_squeezed_in():
+    with pytest.raises(ValueError, match="row 1 has 101 tokens, the limit is 100"):
+        pack([5, 101], 100)
+
+
+# ------------------------------------------------------------------------------------------------ python data.py ...
+
+
+def run(*args, expect=0):
+    result = subprocess.run([sys.executable, "data.py", *map(str, args)], cwd=REPO, capture_output=True, text=True)
+    assert result.returncode == expect, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def test_check_tells_the_truth_about_the_toy(toy_dir):
+    told = run("check", toy_dir / "sft.parquet", "--model", toy_dir / "model")
+    assert "300 rows, 30 videos" in told and "all rows are usable" in told and "tokens per row" in told
+    assert "oe 8" in run("check", toy_dir / "kinds.parquet")
+
+
+def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path):
+    rows = [Rows(toy_dir / "rl.parquet")[i] for i in range(4)]
+    for i, name in enumerate(["ok.mp4", "corrupt.mp4", "gone.mp4", "ok.mp4"]):
+        rows[i]["videos"] = [{"video": name}]
+    rows[3]["extra_info"] = "{}"
+    (tmp_path / "ok.mp4").write_bytes((toy_dir / "videos" / "rl00000.mp4").read_bytes())
+    (tmp_path / "corrupt.mp4").write_bytes(b"\0" * 4096)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rl.parquet")
+    told = run("check", tmp_path / "rl.parquet", expect=1)
+    assert (
+        "corrupt.mp4: " in told
+        and "row 2: no video of the row exists" in told
+        and "row 3: extra_info has no answer" in told
+    )
+    assert "3 unusable" in told
+
+
+def test_check_reads_the_data_of_a_config(toy_dir, tmp_path):
+    config = f"data: {{sources: [{{path: {toy_dir}/sft_val.parquet}}]}}\nvisual: {{frame_pixels: 1024}}\npolicy: {{checkpoint: {toy_dir}/model}}"
+    (tmp_path / "run.yaml").write_text(config)
+    assert "20 rows" in run("check", tmp_path / "run.yaml")
+    assert "no such file" in run("check", tmp_path / "other.yaml", expect=2)
+
+
+def test_materialize_makes_sentinels_absolute_and_lists_what_is_missing(tmp_path):
+    (tmp_path / "media" / "selfqa").mkdir(parents=True)
+    (tmp_path / "media" / "selfqa" / "a.mp4").write_bytes(b"x")
+    (tmp_path / "in").mkdir()
+    message = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "selfqa/a.mp4"}}]}]
+    sft = [{"messages": json.dumps(message)}, {"messages": json.dumps(message).replace("a.mp4", "b.mp4")}]
+    pq.write_table(pa.Table.from_pylist(sft), tmp_path / "in" / "sft.parquet")
+    pq.write_table(pa.Table.from_pylist([rl("selfqa/a.mp4", answer="x")]), tmp_path / "in" / "rl.parquet")
+    args = [
+        "materialize",
+        "--root",
+        tmp_path / "media",
+        "--parquet-dir",
+        tmp_path / "in",
+        "--output-dir",
+        tmp_path / "out",
+    ]
+    assert "1 media files (1 uses)" in run(*args, expect=1)
+    assert (tmp_path / "out" / "missing.txt").read_text() == f"1\t{tmp_path}/media/selfqa/b.mp4\n"
+    url = f"file://{tmp_path}/media/selfqa/a.mp4"
+    assert Rows(tmp_path / "out" / "rl.parquet")[0]["videos"] == [{"video": url}]
+    assert url in Rows(tmp_path / "out" / "sft.parquet")[0]["messages"]
+    assert parse_task(Rows(tmp_path / "out" / "rl.parquet")[0], "rl:0", Path("/")).videos == (
+        url.removeprefix("file://"),
+    )
+    again = ["materialize", "--root", "/", "--parquet-dir", tmp_path / "out", "--output-dir", tmp_path / "twice"]
+    run(*again)  # what is absolute stays
+    assert Rows(tmp_path / "twice" / "sft.parquet")[0] == Rows(tmp_path / "out" / "sft.parquet")[0]
+
+
+def crop(start, end):
+    return f'<tool_call>\n{{"name": "crop_video", "arguments": {{"start_time": {start}, "end_time": {end}}}}}\n</tool_call>'
+
+
+def sequential(*windows, reports=None):
+    messages = [{"role": "user", "content": "Which?"}]
+    for i, window in enumerate(windows):
+        messages.append({"role": "assistant", "content": f"<think>\nThought {i}.\n</think>\n{crop(*window)}"})
+        frames = {"type": "image_url", "image_url": {"url": "f.jpg"}}
+        text = f"<tool_response>\n{(reports or ['seen'] * 9)[i]}\n</tool_response>"
+        messages.append({"role": "user", "content": [frames, {"type": "text", "text": text}]})
+    return [*messages, {"role": "assistant", "content": "<think>\nDone.\n</think>\n<answer>A</answer>"}]
+
+
+def test_parallelize_gathers_independent_calls_into_one_turn():
+    done = prepare.parallel_messages(sequential((0, 10), (20, 30), (25, 40), reports=["a", "b", "c"]), {1: "B"})
+    assert [m["role"] for m in done] == ["user", "assistant", "user", "assistant"]
+    assert done[1]["content"] == "<think>\nThought 0.\n</think>\n" + "\n".join(
+        [crop(0, 10), crop(20, 30), crop(25, 40)]
+    )
+    assert done[2]["content"] == "\n".join(
+        f"<tool_response>\n{t}\n</tool_response>" for t in ("a", "B", "c")
+    )  # no frames
+    assert done[3] == sequential()[-1]
+
+
+@pytest.mark.parametrize(
+    "messages, says",
+    [
+        (sequential((0, 10)), "1 calls: nothing to run in parallel"),
+        (sequential((0, 10), (2, 8)), "window 2 - 8 refines the earlier 0 - 10"),
+        (sequential((0, 10), (20, 30), reports=["a", ""]), "response 1 is frames only and no summary"),
+        (sequential((0, 10), ('"x"', 30)), "not a crop_video call"),
+        (sequential((0, 10), (20, 30))[:-1], "the last turn is not an answer"),
+        (sequential((0, 10), (20, 30))[:4] + sequential((0, 1))[-1:], "2 calls but 1 responses"),
+    ],
+)
+def test_parallelize_says_why_a_row_stays_out(messages, says):
+    with pytest.raises(RowError, match=says):
+        prepare.parallel_messages(messages, {})
+
+
+def test_parallelize_writes_what_it_can_and_lists_the_rest(tmp_path):
+    rows = [{"messages": json.dumps(sequential((0, 10), (20, 30)))}, {"messages": json.dumps(sequential((0, 10), (0, 10)))}, {"messages": "7"}]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
+    assert "1 of 3 rows" in run("parallelize", tmp_path / "in.parquet", tmp_path / "out.parquet")
+    assert json.loads(Rows(tmp_path / "out.parquet")[0]["messages"])[1]["content"].count("<tool_call>") == 2
+    skipped = [json.loads(line) for line in (tmp_path / "out.skipped.jsonl").read_text().splitlines()]
+    assert [s["row"] for s in skipped] == [1, 2] and "refines the earlier 0 - 10" in skipped[0]["reason"]

@@ -1,0 +1,98 @@
+"""The toy is what its docstring says: deterministic, in the real schemas, and solvable exactly where it claims to be."""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import toy
+from data import Rows, parse_dialogue, parse_task
+
+
+def flashes(count, seed=0):
+    rng = random.Random(seed)
+    return [toy.draw_flash(rng, f"v{i}.mp4") for i in range(count)]
+
+
+def digest(root: Path) -> dict[str, str]:
+    return {str(p.relative_to(root)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(root.rglob("*")) if p.is_file()}  # fmt: skip
+
+
+def test_the_same_seed_builds_the_same_bytes(tmp_path):
+    few = {"videos": 3, "perception": 5, "sft": 40, "sft_val": 3, "rl": 3, "val": 2, "test": 8}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        toy.build(tmp_path / name, seed=seed, sizes=few)
+    a, b, c = (digest(tmp_path / name) for name in "abc")
+    assert a == b and a.keys() == c.keys() and a["sft.parquet"] != c["sft.parquet"]
+
+
+def test_the_crops_of_a_task_show_its_flash_and_small_overviews_miss_it():
+    seen = {k: [] for k in toy.OVERVIEWS}
+    caught = []
+    for flash in flashes(2000):
+        for cue in {"", flash.half}:
+            crops = toy.windows(flash, cue)
+            caught.append(any(flash.visible(toy.crop_times(flash, *window)) for window in crops))
+        if flash.length == toy.SHORT:
+            for k in toy.OVERVIEWS:
+                seen[k].append(flash.visible(toy.overview_times(flash, k)))
+        else:
+            assert flash.visible(toy.overview_times(flash, 4))
+    assert np.mean(caught) > 0.99
+    chance = {k: round(float(np.mean(v)), 2) for k, v in seen.items()}
+    assert chance[4] < 0.3 and chance[8] < 0.5 and chance[64] > 0.99
+    assert sorted(chance.values()) == list(chance.values())
+
+
+def test_windows_vary_and_some_tasks_need_two_at_once():
+    windows = [tuple(toy.windows(flash, cue)) for flash in flashes(500) for cue in {"", flash.half}]
+    assert len(set(windows)) == 8  # 3 durations x (anywhere, first half, second half), of which one coincides
+    assert 0.15 < np.mean([len(w) == 2 for w in windows]) < 0.6
+
+
+def test_a_decoded_flash_has_its_color_and_the_rest_is_grey(toy_dir, videos):
+    for flash in flashes(0) or [toy.draw_flash(random.Random(0), "train00000.mp4")]:
+        frames = videos.frames(toy_dir / "videos" / flash.name, range(flash.duration * toy.FPS), (32, 32))
+        for pixels, time in zip(frames.pixels, frames.times, strict=True):
+            center = pixels[12:20, 12:20].reshape(-1, 3).mean(0)
+            if flash.visible([time]):
+                assert np.abs(center - toy.COLORS[flash.color]).max() < 40
+            else:
+                assert np.ptp(center) < 25
+
+
+def test_every_row_is_in_the_published_schema(toy_dir):
+    for name in ("perception", "sft", "sft_val"):
+        rows = Rows(toy_dir / f"{name}.parquet")
+        for i in range(len(rows)):
+            parse_dialogue(rows[i], f"{name}:{i}", toy_dir)
+    kinds = [parse_task(Rows(toy_dir / "kinds.parquet")[i], f"kinds:{i}", toy_dir) for i in range(24)]
+    assert {t.kind for t in kinds} == {"mcq", "tvg", "oe"} and len({t.id for t in kinds}) == 24
+    for task in kinds:
+        if task.kind == "mcq":
+            assert f"{task.answer}. {task.options['ABCD'.index(task.answer)]}" in task.question
+
+
+@pytest.mark.parametrize("p_loose, p_tool", [(0.0, 1.0), (1.0, 0.0), (0.6, 0.75)])
+def test_the_loose_prior_is_exactly_what_was_asked_for(p_loose, p_tool):
+    rng = random.Random(5)
+    turns, with_tools, rows = [], 0, 800
+    for flash in flashes(rows):
+        said = [m["content"] for m in json.loads(toy.sft_row(rng, flash, p_tool, p_loose)["messages"]) if m["role"] == "assistant"]  # fmt: skip
+        with_tools += "crop_video" in said[0]
+        turns += said
+    tidy = np.mean([t.startswith("<think>") and "</think>" in t and ("<tool_call>" in t or "</answer>" in t) for t in turns])  # fmt: skip
+    assert abs(tidy - (1 - p_loose)) < 0.05 and abs(with_tools / rows - p_tool) < 0.05
+
+
+def test_the_answer_tags_are_several_tokens_and_the_others_one(tokenizer):
+    """As in Qwen's vocabulary: anchors must be found by character spans."""
+    for tag in toy.TAGS:
+        assert len(tokenizer.encode(tag)) == 1
+    for text in ("<answer>", "</answer>"):
+        assert len(tokenizer.encode(text)) == 3
+    ids = tokenizer.encode("<answer>red</answer>")
+    assert tokenizer.encode("red")[0] in ids and len(tokenizer.encode("red")) == 1

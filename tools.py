@@ -1,0 +1,269 @@
+"""tools.py: what the main agent can call, and how its calls are read.
+
+    parse_calls(text, turn) -> [Call]          # every call of a turn parses or fails alone; nothing the model writes raises
+    use(call, task, names, videos, contract)   # run one call -> Look (frames for a sub-agent) or str, or raise ToolError
+    TOOLS["crop_video"].schema                 # what the chat template shows the model
+
+A `Tool` is a schema and a function `(task, arguments, videos, contract) -> Look | str`. Frames that it returns go to a
+sub-agent, whose report is what the main agent reads (rollout.py); a str is read as it is; a ToolError is read as an
+error. To add a tool: write the function, add it to TOOLS, and name it under `rollout.tools` of the YAML.
+
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
+`<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`, which is read as well (as literals, never evaluated).
+
+Deliberately missing: tools that run code or reach the network, checks of arguments against the schema beyond what the
+functions themselves need.
+"""
+
+import ast
+import json
+import math
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from contract import VisualContract
+from data import Call, Task
+from video import Frames, VideoError, Videos
+
+MAX_CALL_CHARS, MAX_BRACKETS = 4096, 64  # a call has about 100 characters and 2 brackets; beyond this nobody parses
+MIN_CROP = 0.1  # seconds: a shorter window is widened to this where the video allows
+
+
+class ToolError(Exception):
+    """A call that cannot run. The text is read by the model, `kind` is counted (Call.error)."""
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Look:
+    """Frames that a tool found, for whoever looks at them: a sub-agent, or the main agent itself."""
+
+    frames: Frames
+    window: tuple[float, float]  # seconds
+
+
+@dataclass(frozen=True)
+class Tool:
+    schema: dict  # OpenAI's function form
+    run: Callable[[Task, dict[str, Any], Videos, VisualContract], Look | str]
+
+
+# ------------------------------------------------------------------------------------------------ the tools
+
+
+def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> Look:
+    """Dense frames of one window."""
+    path = choose_video(task, arguments)
+    duration = videos.info(path).duration
+    start, end = read_time(arguments, "start_time"), read_time(arguments, "end_time")
+    whole = f"the video lasts from 0 to {duration:.1f} seconds"
+    if start >= end:
+        raise ToolError("bad_arguments", f"start_time must be less than end_time; {whole}.")
+    if start >= duration or end <= 0:
+        raise ToolError("bad_arguments", f"The window lies outside the video; {whole}.")
+    start, end = max(0.0, start), min(end, duration)
+    if end - start < MIN_CROP:
+        start, end = max(0.0, min(start, duration - MIN_CROP)), min(duration, max(end, start + MIN_CROP))
+    fps, least, most = contract.crop_fps, contract.crop_min_frames, contract.crop_max_frames
+    if arguments.get("num_frames") is not None:
+        wanted = read_number(arguments["num_frames"], "num_frames")
+        least = most = int(max(1, min(wanted, contract.crop_max_frames)))
+        fps = most / (end - start)
+    frames = videos.window(path, start, end, contract.frame_size, fps=fps, min_frames=least, max_frames=most)
+    return Look(frames, (start, end))
+
+
+def zoom_frame(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> Look:
+    """A part of one frame, enlarged: cut out of the frame at its native size, not of what the overview shows."""
+    path = choose_video(task, arguments)
+    info = videos.info(path)
+    time, box = read_time(arguments, "time"), read_box(arguments.get("box"))
+    if not 0 <= time <= info.duration:
+        raise ToolError("bad_arguments", f"time must lie between 0 and {info.duration:.1f} seconds.")
+    index = int(np.abs(np.asarray(info.times) - time).argmin())
+    native = videos.frames(path, [index], (info.width, info.height))
+    left, right = _span(box[0], box[2], info.width, contract.cell)
+    top, bottom = _span(box[1], box[3], info.height, contract.cell)
+    return Look(
+        Frames(_resize(native.pixels[:, top:bottom, left:right], contract), native.times),
+        (native.times[0], native.times[0]),
+    )
+
+
+def _span(low: float, high: float, size: int, least: int) -> tuple[int, int]:
+    """Relative edges -> pixels, at least `least` of them: a sliver has no readable shape."""
+    first, last = math.floor(low * size), math.ceil(high * size)
+    least = min(least, size)
+    first = max(0, min(first, size - least))
+    return first, min(size, max(last, first + least))
+
+
+def _resize(pixels: np.ndarray, contract: VisualContract) -> np.ndarray:
+    from PIL import Image
+
+    height, width = pixels.shape[1:3]
+    size = contract.frame_size(width, height)
+    return np.stack([np.asarray(Image.fromarray(p).resize(size, Image.Resampling.BICUBIC)) for p in pixels])
+
+
+def _schema(name: str, description: str, required: list[str], **properties: dict) -> dict:
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+_NUMBER, _STRING = {"type": "number"}, {"type": "string"}
+
+TOOLS = {
+    "crop_video": Tool(
+        _schema(
+            "crop_video",
+            "Look closely at a part of the video. Times are in seconds.",
+            ["start_time", "end_time"],
+            video_path=_STRING,
+            start_time=_NUMBER,
+            end_time=_NUMBER,
+            num_frames={"type": "integer"},
+        ),
+        crop_video,
+    ),
+    "zoom_frame": Tool(
+        _schema(
+            "zoom_frame",
+            "Enlarge a part of one frame. time is in seconds, box = [left, top, right, bottom] in 0 ... 1.",
+            ["time", "box"],
+            video_path=_STRING,
+            time=_NUMBER,
+            box={"type": "array", "items": _NUMBER},
+        ),
+        zoom_frame,
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def choose_video(task: Task, arguments: dict) -> str:
+    """The model's path is never opened: its base name picks among the task's own videos, the default is the first."""
+    wanted = arguments.get("video_path")
+    name = os.path.basename(wanted.strip()) if isinstance(wanted, str) else ""
+    return next((path for path in task.videos if os.path.basename(path) == name), task.videos[0])
+
+
+_CLOCK = re.compile(r"(?:(\d{1,3}):)?(\d{1,4}):(\d{1,2}(?:\.\d{1,6})?)")  # HH:MM:SS, MM:SS, MM:SS.s
+
+
+def read_time(arguments: dict, name: str) -> float:
+    """Seconds, from a number, a numeric string ("12.5", "12.5s") or a clock ("01:02:03", "2:05")."""
+    value = arguments.get(name)
+    if isinstance(value, str):
+        clock = _CLOCK.fullmatch(value.strip())
+        if clock:
+            return int(clock[1] or 0) * 3600 + int(clock[2]) * 60 + float(clock[3])
+        value = value.strip().removesuffix("s").removesuffix("second").removesuffix("sec")
+    return read_number(value, name)
+
+
+def read_number(value: Any, name: str) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) or value is None else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        # ascii(): what the model wrote may be no valid Unicode.
+        raise ToolError("bad_arguments", f"{name} must be a number, not {ascii(value)[:40]}.")
+    return number
+
+
+def read_box(value: Any) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom), each within 0 ... 1."""
+    if not isinstance(value, list | tuple) or len(value) != 4:
+        raise ToolError("bad_arguments", "box must be [left, top, right, bottom], each from 0 to 1.")
+    left, top, right, bottom = (min(1.0, max(0.0, read_number(v, "box"))) for v in value)
+    if left >= right or top >= bottom:
+        raise ToolError("bad_arguments", "box must have left < right and top < bottom, each from 0 to 1.")
+    return left, top, right, bottom
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+_TAG = re.compile(r"<(/?)(tool_call|tool_code)>")
+UNPARSEABLE = 'This call could not be read. Write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
+
+
+def parse_calls(text: str, turn: int = 0) -> list[Call]:
+    """The calls of one assistant turn, in order. A bad one is a Call with an error; its siblings are untouched.
+
+    One pass over the tags: an opening tag inside an open call ends that call as unreadable, so 10,000 unclosed tags
+    cost no more than 10,000 closed ones."""
+    calls, opened = [], None
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            if opened:
+                calls.append(_unparseable(turn))
+            opened = tag
+        elif opened and tag[2] == opened[2]:
+            read = _read_json if tag[2] == "tool_call" else _read_code
+            calls += read(text[opened.end() : min(tag.start(), opened.end() + MAX_CALL_CHARS + 1)], turn)
+            opened = None
+    if opened:
+        calls.append(_unparseable(turn))
+    return calls
+
+
+def _sane(body: str) -> bool:
+    return len(body) <= MAX_CALL_CHARS and sum(map(body.count, "([{")) <= MAX_BRACKETS
+
+
+def _unparseable(turn: int) -> Call:
+    return Call(turn, "", {}, text=UNPARSEABLE, error="unparseable")
+
+
+def _read_json(body: str, turn: int) -> list[Call]:
+    try:
+        call = json.loads(body) if _sane(body) else None
+        arguments = call.get("arguments") if isinstance(call, dict) else None
+        if isinstance(arguments, str) and _sane(arguments):  # some models write the arguments as a string of JSON
+            arguments = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return [_unparseable(turn)]
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+        return [_unparseable(turn)]
+    return [Call(turn, call["name"], arguments)]
+
+
+def _read_code(body: str, turn: int) -> list[Call]:
+    try:
+        statements = ast.parse(body.strip()).body if _sane(body) else []
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        statements = []
+    return [_read_statement(statement, turn) for statement in statements] or [_unparseable(turn)]
+
+
+def _read_statement(statement: ast.stmt, turn: int) -> Call:
+    match statement:
+        case ast.Expr(ast.Call(ast.Name(name), [], keywords)) if all(k.arg for k in keywords):
+            try:
+                arguments = {k.arg: ast.literal_eval(k.value) for k in keywords}
+                return Call(turn, name, json.loads(json.dumps(arguments)))  # the types that the JSON form has
+            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+                pass
+    return _unparseable(turn)
+
+
+def use(call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract) -> Look | str:
+    """Run one parsed call. Whatever the model or the file can cause becomes a ToolError."""
+    if call.name not in names:
+        raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
+    try:
+        return TOOLS[call.name].run(task, call.arguments, videos, contract)
+    except VideoError:
+        raise ToolError("failed", "This part of the video could not be read.") from None

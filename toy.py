@@ -1,0 +1,443 @@
+"""toy.py: the embedded default: a tiny Qwen3-VL, real mp4s, and parquets in the published schemas. CPU, under a minute.
+
+    python toy.py build DIR [--seed 0] [--p-loose 0.6] [--p-tool 0.75]
+
+    DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
+    DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one coloured flash
+    DIR/perception.parquet, sft.parquet, sft_val.parquet      SFT schema (`messages`)
+    DIR/rl.parquet, val.parquet, test.parquet, kinds.parquet  RL schema (`prompt`, `videos`, `extra_info`)
+
+The task: a video of 32, 48 or 64 s shows one flash, and the question is its colour (chance 1/8). A short flash (2.5 s)
+falls between the frames of a small overview, but no crop of up to 32 s misses it. Where to look varies:
+
+    the question says which half  -> one window, half the video
+    it does not                   -> both halves at once (a video of 32 s fits into one window)
+    a long flash                  -> any overview shows it
+
+The *loose prior* is injected, and says so: a share `p_loose` of the turns breaks the format (unclosed think, no think,
+a call in the wrong tags, an answer without tags), as pretrained models do under sampling. `--p-loose 0` is the control.
+
+Nothing outside this file and configs/toy_*.yaml knows that this is a toy.
+"""
+
+import argparse
+import json
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import data
+from contract import VisualContract
+from tools import TOOLS
+
+COLORS = {
+    "red": (255, 25, 25),
+    "green": (25, 230, 25),
+    "blue": (25, 50, 255),
+    "yellow": (255, 255, 25),
+    "purple": (180, 25, 205),
+    "orange": (255, 140, 12),
+    "white": (255, 255, 255),
+    "black": (0, 0, 0),
+}
+NAMES = list(COLORS)
+SIDE, SQUARE, FPS = 32, 24, 2  # pixels, pixels, frames per second
+DURATIONS, SHORT = (32, 48, 64), 2.5  # seconds
+CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per frame
+OVERVIEWS = (4, 8, 16, 32, 64)
+LONG_SHARE = 0.15
+SIZES = {"videos": 1600, "perception": 6000, "sft": 8000, "sft_val": 200, "rl": 600, "val": 64, "test": 128}
+
+# ------------------------------------------------------------------------------------------------ videos and tasks
+
+
+@dataclass(frozen=True)
+class Flash:
+    """What happens in one synthetic video."""
+
+    name: str
+    seed: int
+    duration: int  # seconds
+    color: str
+    start: float  # seconds
+    length: float
+
+    def visible(self, times) -> bool:
+        return any(self.start <= t < self.start + self.length for t in times)
+
+    @property
+    def half(self) -> str:
+        """The half that holds all of the flash, or ""."""
+        middle = self.duration / 2
+        return "first" if self.start + self.length <= middle else "second" if self.start >= middle else ""
+
+
+def draw_flash(rng: random.Random, name: str) -> Flash:
+    duration = rng.choice(DURATIONS)
+    # A long flash outlasts the gap between two of 4 overview frames.
+    length = duration / 3 + 1 if rng.random() < LONG_SHARE else SHORT
+    start = rng.randrange(round((duration - length) * FPS) + 1) / FPS
+    return Flash(name, rng.randrange(1 << 30), duration, rng.choice(NAMES), start, length)
+
+
+def write_video(path: Path, flash: Flash) -> None:
+    import av
+
+    rng = np.random.default_rng(flash.seed)
+    count = flash.duration * FPS
+    grey = rng.integers(90, 165)
+    pixels = grey + 15 * rng.standard_normal((count, SIDE, SIDE, 3))
+    x, y = rng.integers(1, SIDE - SQUARE, 2)
+    lit = [i for i in range(count) if flash.visible([i / FPS])]
+    pixels[lit, y : y + SQUARE, x : x + SQUARE] += np.array(COLORS[flash.color]) - grey
+    with av.open(str(path), "w") as container:
+        # `ultrafast` is repeatable to the bit; with its lookahead x264 is not, at this size.
+        options = {"preset": "ultrafast", "crf": "18", "threads": "1"}
+        stream = container.add_stream("libx264", rate=FPS, options=options)
+        stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+        for image in np.clip(pixels, 0, 255).astype(np.uint8):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, "rgb24")))
+        container.mux(stream.encode())
+
+
+def question(flash: Flash, cue: str) -> str:
+    return f"Which color flashes{f' in the {cue} half' if cue else ''}?"
+
+
+def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
+    """The crops that must show the flash."""
+    middle, end = flash.duration // 2, flash.duration
+    if cue:
+        return [(0, middle) if cue == "first" else (middle, end)]
+    return [(0, end)] if end <= 32 else [(0, middle), (middle, end)]
+
+
+def report(flash: Flash, times) -> str:
+    """What a sub-agent says about the frames it saw."""
+    return f"A {flash.color} flash." if flash.visible(times) else "No flash."
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def draw_cue(rng: random.Random, flash: Flash) -> str:
+    return flash.half if rng.random() < 0.5 else ""
+
+
+def overview_times(flash: Flash, k: int) -> list[float]:
+    from video import uniform_indices
+
+    return [i / FPS for i in uniform_indices(flash.duration * FPS, k)]
+
+
+def crop_times(flash: Flash, start: float, end: float) -> list[float]:
+    from video import window_indices
+
+    times = np.arange(flash.duration * FPS) / FPS
+    chosen = window_indices(times, start, end, CONTRACT.crop_fps, CONTRACT.crop_min_frames, CONTRACT.crop_max_frames)
+    return times[chosen].tolist()
+
+
+def call(start: float, end: float, tag: str = "tool_call") -> str:
+    body = json.dumps({"name": "crop_video", "arguments": {"start_time": start, "end_time": end}})
+    return f"<{tag}>\n{body}\n</{tag}>"
+
+
+def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float) -> dict:
+    """A trajectory with tools, or a direct answer; each turn breaks the format with probability p_loose."""
+    k, cue = rng.choice(OVERVIEWS), draw_cue(rng, flash)
+    video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
+    messages = [{"role": "user", "content": [video, {"type": "text", "text": question(flash, cue)}]}]
+
+    def say(text: str) -> None:
+        messages.append({"role": "assistant", "content": text})
+
+    def answer(thought: str) -> None:
+        plain = f"The answer is {flash.color}."
+        loose = [plain, f"<think>\n{thought}\n{plain}", f"<think>\n{thought}\n</think>\n{plain}"]
+        tidy = f"<think>\n{thought}\n</think>\n<answer>{flash.color}</answer>"
+        say(rng.choice(loose) if rng.random() < p_loose else tidy)
+
+    if rng.random() >= p_tool:
+        seen = flash.visible(overview_times(flash, k))
+        answer(f"I see a {flash.color} flash." if seen else "I see no flash.")
+        return {"messages": json.dumps(messages), "agent": "main"}
+
+    thought = "Let me look closer."
+    crops = windows(flash, cue)
+    calls = "\n".join(call(*w) for w in crops)
+    if rng.random() < p_loose:
+        wrong_tags = "\n".join(call(*w, tag="tool_code") for w in crops)
+        unclosed, bare, unread = (
+            f"<think>\n{thought}\n{calls}",
+            f"{thought}\n{calls}",
+            f"<think>\n{thought}\n</think>\n{wrong_tags}",
+        )
+        say(rng.choice([unclosed, bare, unread]))
+        if messages[-1]["content"] == unread:  # nothing ran, so nothing follows
+            return {"messages": json.dumps(messages), "agent": "main"}
+    else:
+        say(f"<think>\n{thought}\n</think>\n{calls}")
+    reports = [report(flash, crop_times(flash, *w)) for w in crops]
+    text = "\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in reports)
+    messages.append({"role": "user", "content": text})
+    answer(f"The clips show a {flash.color} flash.")
+    return {"messages": json.dumps(messages), "agent": "main"}
+
+
+def perception_row(rng: random.Random, flash: Flash) -> dict:
+    """A sub-agent's lesson: one window, one sentence; three of four windows hold the flash."""
+    width = rng.choice((2, 4, 8, 16, 24, 32, 32))
+    latest = flash.duration - width
+    start = rng.randrange(latest + 1)
+    if rng.random() < 0.75:
+        start = max(0, min(latest, int(flash.start) - rng.randrange(max(1, width - 2))))
+    video = {"url": f"videos/{flash.name}", "video_start": start, "video_end": start + width}
+    messages = [
+        {"role": "user", "content": [{"type": "video_url", "video_url": video}]},
+        {"role": "assistant", "content": report(flash, crop_times(flash, start, start + width))},
+    ]
+    return {"messages": json.dumps(messages), "agent": "sub"}
+
+
+def rl_row(rng: random.Random, flash: Flash, kind: str = "oe") -> dict:
+    """A row of the RL schema. Only the open question is a learning task; the other kinds show their schema."""
+    cue = draw_cue(rng, flash)
+    text, gold, options = question(flash, cue), flash.color, []
+    if kind == "mcq":
+        options = rng.sample([c for c in NAMES if c != flash.color], 3)
+        options.insert(rng.randrange(4), flash.color)
+        text += "\n" + "\n".join(f"{letter}. {option}" for letter, option in zip("ABCD", options))
+        gold = "ABCD"[options.index(flash.color)]
+    elif kind == "tvg":
+        text, gold = f"When does the {flash.color} flash happen?", f"[{flash.start}, {flash.start + flash.length}]"
+    info = {"id": f"{flash.name.removesuffix('.mp4')}-{kind}{cue and '-' + cue}", "answer": gold, "question_type": kind}
+    return {
+        "prompt": [{"role": "user", "content": f"<video>\n{text}"}],
+        "videos": [{"video": f"videos/{flash.name}"}],
+        "extra_info": json.dumps(info | ({"options": options} if options else {})),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the checkpoint
+
+ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+ADDED += ["<|video_pad|>"]  # special; the tags below are single tokens too, but ordinary text
+TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+
+# Jinja drops the newline after a statement, so those that count are written out.
+CHAT_TEMPLATE = """\
+{%- macro show(content) -%}
+{%- if content is string -%}{{ content }}{%- else -%}
+{%- for part in content -%}
+{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- set system = messages[0].role == 'system' -%}
+{%- if system or tools -%}
+{{ '<|im_start|>system\\n' }}{%- if system %}{{ show(messages[0].content) }}{% endif -%}
+{%- if tools -%}
+{{ '\\n\\n' if system }}{{ '# Tools\\n<tools>\\n' }}{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor -%}
+{{ '</tools>\\nTo call one, write its name and arguments as JSON:\\n<tool_call>\\n' -}}
+{{ '{"name": ..., "arguments": {...}}\\n</tool_call>' }}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endif -%}
+{%- for message in (messages[1:] if system else messages) -%}
+{%- if message.role == 'tool' -%}
+{{ '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' -}}
+{{ '\\n<tool_response>\\n' }}{{ show(message.content) }}{{ '\\n</tool_response>' -}}
+{{ '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '\\n' }}{{ show(message.content) }}{{ '<|im_end|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{{ '<|im_start|>assistant\\n' if add_generation_prompt }}
+"""
+
+
+def build_tokenizer(texts: list[str], vocabulary: int = 2048):
+    """A byte-level BPE whose words are whole phrases: boilerplate costs a few tokens, while numbers, colours and the
+    pieces of `<answer>` stay apart."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    colors = "|".join(NAMES)
+    words = [
+        r"<\d+(?=\.\d+ seconds>)",
+        r"\.\d+ seconds>",
+        r"\d+",
+        r"</?(?=answer>)",
+        r"answer(?=>)",
+        r"\b(?:" + colors + r")\b",
+        r"\n+",
+        r"(?:(?!\b(?:" + colors + r")\b|</?answer>|answer>)[^\d\n])(?:(?!\b(?:" + colors + r")\b)[^\d\n<>])*",
+    ]
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex("|".join(words)), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=ADDED + TAGS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        min_frequency=1,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(ADDED)
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        model_max_length=8192,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int = 0, **text_sizes) -> None:
+    """An untrained Qwen3-VL of the real class, with everything that transformers and SGLang look for beside it."""
+    import torch
+    from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+    } | text_sizes
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 4,
+        "patch_size": contract.patch,
+        "spatial_merge_size": contract.merge,
+        "temporal_patch_size": 2,
+        "out_hidden_size": text["hidden_size"],
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(eos_token_id=[ids["<|im_end|>"]], pad_token_id=ids["<|endoftext|>"])
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    contract.save(path)
+    frames = {
+        "video_processor_type": "Qwen3VLVideoProcessor",
+        **json.loads((path / "preprocessor_config.json").read_text()),
+    }
+    frames.pop("image_processor_type")
+    (path / "video_preprocessor_config.json").write_text(json.dumps(frames, indent=1))
+
+
+def corpus(rows: list[dict], boilerplate: list[str]) -> list[str]:
+    """What the tokenizer is trained on: the prompts' boilerplate, every stamp, and the rows' own words."""
+    stamps = [CONTRACT.stamp.format(i / FPS) for i in range(DURATIONS[-1] * FPS)]
+    said = []
+    for row in rows:
+        for message in json.loads(row["messages"]):
+            content = message["content"]
+            said += [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
+    return boilerplate * 8 + stamps * 4 + said
+
+
+# ------------------------------------------------------------------------------------------------ build
+
+
+def build(root: Path, seed: int = 0, p_tool: float = 0.75, p_loose: float = 0.6, sizes: dict[str, int] | None = None):
+    """Everything above into `root`, the same bytes for the same arguments."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from tqdm import tqdm
+
+    sizes = SIZES | (sizes or {})
+    (root / "videos").mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    splits = {}
+    for split, count in {
+        "train": sizes["videos"],
+        "rl": sizes["rl"],
+        "val": sizes["val"],
+        "test": sizes["test"],
+    }.items():
+        splits[split] = [draw_flash(rng, f"{split}{i:05d}.mp4") for i in range(count)]
+    flashes = [flash for split in splits.values() for flash in split]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(write_video, root / "videos" / flash.name, flash) for flash in flashes]
+        for job in tqdm(jobs, desc="videos", unit="file"):
+            job.result()
+
+    train = splits["train"]
+    tables = {
+        "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
+        "sft": [sft_row(rng, rng.choice(train), p_tool, p_loose) for _ in range(sizes["sft"])],
+        "sft_val": [sft_row(rng, flash, p_tool, 0.0) for flash in rng.choices(splits["val"], k=sizes["sft_val"])],
+        "rl": [rl_row(rng, flash) for flash in splits["rl"]],
+        "val": [rl_row(rng, flash) for flash in splits["val"]],
+        "test": [rl_row(rng, flash) for flash in splits["test"]],
+        "kinds": [rl_row(rng, flash, kind) for flash in splits["test"][:8] for kind in ("mcq", "tvg", "oe")],
+    }
+    for name, rows in tables.items():
+        pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
+
+    schemas = [TOOLS["crop_video"].schema]
+    boilerplate = [
+        data.SYSTEM_WITH_TOOLS,
+        data.SYSTEM,
+        data.SUBAGENT_SYSTEM,
+        data.SUBAGENT_REQUEST,
+        CHAT_TEMPLATE,
+        *(json.dumps(schema) for schema in schemas),
+    ]
+    words = corpus(tables["sft"][:2000] + tables["perception"][:200], boilerplate)
+    write_checkpoint(root / "model", build_tokenizer(words), CONTRACT, seed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("build", help="write model, videos and parquets into DIR")
+    command.add_argument("dir", type=Path)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--p-tool", type=float, default=0.75, help="share of SFT rows that call tools")
+    command.add_argument("--p-loose", type=float, default=0.6, help="share of SFT turns that break the format")
+    args = parser.parse_args()
+    build(args.dir, args.seed, args.p_tool, args.p_loose)
+    print(f"toy written to {args.dir}; next: python data.py check {args.dir}/sft.parquet --model {args.dir}/model")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

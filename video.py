@@ -1,0 +1,474 @@
+"""Video files -> frames with true timestamps, without ever hanging or killing the run.
+
+    path, seconds, size ──► Videos (threads, cache, quarantine) ──pipe──► worker process (FFmpeg) ──► Frames
+
+Datasets hold files that are truncated, mislabelled, or hang a decoder inside C code, out of reach of any exception.
+So FFmpeg runs only in worker processes that can be killed and replaced: a bad file costs its own question a VideoError
+and a line in the quarantine list, and nobody else notices.
+
+Two verbs cross the pipe. `probe` reads the packets, without decoding them, into an index: the presentation time of each
+frame, and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted times come out.
+Frames are matched by presentation time, never by counting: edit lists and open GOPs shift counts, and a reader that
+counts returns wrong frames silently. Here a frame is the one that its stamp names, or it is an error.
+
+    python video.py FILE         # frames, duration, size, rate and five stamps of a file
+    with Videos(workers=4) as videos: frames = videos.window("v.mp4", 12.5, 20.0, size_rule)
+
+Deliberately missing: audio, GPU decoding, URLs, subtitles, and the choice of a frame's size (the caller's `size_rule`).
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import operator
+import os
+import queue
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+
+SizeRule = Callable[[int, int], tuple[int, int]]  # (width, height) of the video -> (width, height) of its frames
+Identity = tuple[str, int, int]  # (real path, bytes, mtime in ns): a replaced file is another file
+
+
+class VideoError(Exception):
+    """A file that cannot give the frames asked for: the text names it, what is wrong, and what to do."""
+
+    def __init__(self, path: str, reason: str):
+        super().__init__(path, reason)
+        self.path, self.reason = path, reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+@dataclass(frozen=True, eq=False)
+class VideoInfo:
+    path: str
+    width: int  # pixels as displayed: after the rotation and the pixel aspect ratio that the file asks for
+    height: int
+    times: np.ndarray  # [N] float64 seconds, read-only, strictly increasing, the first frame is at 0
+    duration: float  # seconds, the end of the last frame (from the packets: headers lie)
+    # [N, 3] int64 ticks, the reader's own: when the frame is shown, when its keyframe is shown, and when that is decoded
+    _table: np.ndarray | None = field(default=None, repr=False)
+
+    @property
+    def n_frames(self) -> int:
+        return len(self.times)
+
+
+@dataclass(frozen=True, eq=False)
+class Frames:
+    pixels: np.ndarray  # [n, H, W, 3] uint8 RGB, read-only: the cache hands the same array to everyone
+    times: tuple[float, ...]  # [n] seconds of the decoded frames
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+
+# ---- which frames: pure functions ----------------------------------------------------------------------------------
+
+
+def uniform_indices(n_frames: int, k: int) -> list[int]:
+    """min(k, n_frames) distinct indices, evenly spread, both ends included."""
+    if n_frames < 1 or k < 1:
+        raise ValueError(f"uniform_indices(n_frames={n_frames}, k={k}): both must be at least 1")
+    return np.linspace(0, n_frames - 1, min(k, n_frames)).round().astype(int).tolist()
+
+
+def window_indices(times, start: float, end: float, fps: float, min_frames: int, max_frames: int) -> list[int]:
+    """clamp(round((end - start) * fps), min_frames, max_frames) of the frames whose time lies in [start, end] seconds.
+
+    Never more than the window holds; the one frame nearest to its middle if it holds none.
+    """
+    if not (math.isfinite(start) and math.isfinite(end) and start <= end):
+        raise ValueError(f"window [{start}, {end}]: start and end must be finite seconds with start <= end")
+    if not (fps > 0 and 1 <= min_frames <= max_frames):
+        raise ValueError(f"{fps=}, {min_frames=}, {max_frames=}: need fps > 0 and 1 <= min_frames <= max_frames")
+    first = int(np.searchsorted(times, start, "left"))
+    m = int(np.searchsorted(times, end, "right")) - first
+    if m == 0:
+        return [int(np.abs(np.asarray(times) - (start + end) / 2).argmin())]
+    n = min(max(round((end - start) * fps), min_frames), max_frames, m)
+    return [first + (2 * j + 1) * m // (2 * n) for j in range(n)]  # midpoints of n equal bins of the m candidates
+
+
+# ---- the worker process: the only place that runs FFmpeg -----------------------------------------------------------
+
+
+def _open(path: str):
+    import av
+
+    container = av.open(path, options={"protocol_whitelist": "file"})  # a playlist must not reach the network
+    stream = container.streams.best("video")
+    if stream is None:
+        raise ValueError("it has no video stream")
+    stream.codec_context.thread_count = 1  # the pool is the parallelism, and frame threads would delay skip_frame
+    return container, stream
+
+
+def _stamp(packet) -> int | None:
+    return packet.dts if packet.pts is None else packet.pts  # AVI stores no presentation times
+
+
+def _probe(path: str) -> tuple:
+    """The fields of VideoInfo after `path`."""
+    image, rows = None, []
+    container, stream = _open(path)
+    with container:
+        for packet in container.demux(stream):
+            image = image or next(iter(packet.decode()), None)  # one frame: it alone knows the rotation
+            if (stamp := _stamp(packet)) is not None:
+                dts = stamp if packet.dts is None else packet.dts
+                rows.append((stamp, dts, packet.duration or 0, packet.is_keyframe, packet.is_discard))
+        tick, aspect = stream.time_base, stream.sample_aspect_ratio or 1
+    if image is None:
+        raise ValueError("none of its frames can be decoded")
+    packets = np.array(rows, [("pts", "i8"), ("dts", "i8"), ("duration", "i8"), ("key", "?"), ("hidden", "?")])  # [P]
+    # A frame decodes from the last keyframe before it; if it is shown before that keyframe (a leading picture of an
+    # open GOP, which refers further back), from the keyframe before. Frames that an edit list hides, or that precede
+    # the first keyframe, never leave the decoder: they get no index.
+    pts, keyframes = packets["pts"], np.flatnonzero(packets["key"])  # [P], [n_keyframes]
+    if not len(keyframes):
+        raise ValueError("it has no keyframe with a time")
+    k = np.searchsorted(keyframes, np.arange(len(packets)), "right") - 1  # [P], -1 before the first
+    k -= (k >= 0) & (pts[keyframes[k]] > pts)
+    shown = np.flatnonzero((k >= 0) & ~packets["hidden"])
+    if not len(shown):
+        raise ValueError("an edit list hides all of its frames")
+    stamps, first = np.unique(pts[shown], return_index=True)  # [N] in presentation order
+    shown = shown[first]  # [N]
+    key = packets[keyframes[k[shown]]]  # [N]
+    last = packets["duration"][shown[-1]] or np.median(np.diff(stamps, prepend=stamps[0]))
+    seconds = (np.append(stamps, stamps[-1] + int(last)) - stamps[0]) * tick.numerator / tick.denominator  # [N + 1]
+    width, height = round(image.width * aspect), image.height
+    if image.rotation % 180:
+        width, height = height, width
+    return width, height, seconds[:-1], float(seconds[-1]), np.stack([stamps, key["pts"], key["dts"]], axis=1)
+
+
+def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarray:
+    found: dict[int, np.ndarray] = {}  # stamp -> [H, W, 3]
+    wanted: dict[tuple, set[int]] = {}  # keyframe -> stamps
+    for stamp, *key in rows:
+        wanted.setdefault(tuple(key), set()).add(stamp)
+    container, stream = _open(path)
+    with container:
+        for key, stamps in wanted.items():
+            container.seek(key[1], stream=stream)
+            found |= _decode_from(container, stream, key[0], stamps, size)
+    if lost := {row[0] for row in rows} - found.keys():  # a container that seeks badly: one plain pass from its start
+        container, stream = _open(path)
+        with container:
+            found |= _decode_from(container, stream, None, lost, size)
+    if lost := lost - found.keys():
+        raise ValueError(f"{len(lost)} of {len(rows)} frames are announced but cannot be decoded")
+    return np.stack([found[row[0]] for row in rows])  # [n, H, W, 3]
+
+
+def _decode_from(container, stream, key: int | None, wanted: set[int], size: tuple[int, int]) -> dict[int, np.ndarray]:
+    """Decode from the keyframe shown at `key` (None: the next one) until the wanted stamps have come out."""
+    found: dict[int, np.ndarray] = {}
+    begun = None  # stamp of the keyframe at which decoding began
+    for packet in container.demux(stream):
+        stamp = _stamp(packet)
+        if begun is None:
+            if not packet.is_keyframe or stamp is None or (key is not None and stamp < key):
+                continue
+            if key is not None and stamp > key:
+                break  # the seek went too far
+            begun = stamp
+        # A frame that no other frame refers to is decoded only if wanted. Saves up to half, changes no bit of the rest.
+        skippable = key is not None and stamp is not None and stamp not in wanted
+        stream.codec_context.skip_frame = "NONREF" if skippable else "DEFAULT"
+        for image in packet.decode():
+            if image.pts is None or image.pts < begun:
+                continue  # a leading picture, broken when decoding begins here
+            if image.is_corrupt:  # FFmpeg invents what it cannot read, and later frames build on that
+                raise ValueError(f"the frame at {image.time:.2f} s (clock of the file) is damaged")
+            if image.pts in wanted:
+                turns = image.rotation // 90 % 4  # counter-clockwise
+                width, height = size[::-1] if turns % 2 else size
+                pixels = image.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
+                found[image.pts] = np.rot90(pixels, turns)
+        if len(found) == len(wanted):
+            break
+    return found
+
+
+def _serve(fd: int, timeout: float) -> None:
+    """A worker's life: answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone."""
+    import av  # noqa: F401 (before "ready": a missing decoder is our error, not that of the first video)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    pipe, verbs = Connection(fd), {"probe": _probe, "decode": _decode}
+    try:
+        pipe.send("ready")
+        while True:
+            verb, *arguments = pipe.recv()
+            signal.alarm(math.ceil(timeout) + 1)  # ends a worker that hangs in C code after its parent has died
+            try:
+                answer = True, verbs[verb](*arguments)
+            except Exception as error:  # the process boundary: whatever decoding raises is the parent's VideoError
+                answer = False, f"cannot be decoded ({type(error).__name__}: {error}); fetch it again or re-encode it"
+            pipe.send(answer)
+            signal.alarm(0)
+    except (EOFError, OSError):
+        pass  # the parent closed the pipe or died
+
+
+# ---- the parent: workers, cache, quarantine ------------------------------------------------------------------------
+
+
+class _Worker:
+    """A decoder process. Not multiprocessing's spawn, which would import the parent's heavy __main__ once more."""
+
+    def __init__(self, timeout: float):
+        self.timeout, self.tasks, self.expired = timeout, 0, False
+        self.pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            command = [sys.executable, os.path.abspath(__file__), "--worker", str(theirs.fileno()), str(timeout)]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        try:
+            self.pipe.recv()  # "ready"
+        except (EOFError, OSError):
+            raise RuntimeError(f"a video worker died at start ({self.stop()}): does `import av` work?") from None
+
+    def ask(self, request: tuple) -> tuple[bool, object]:
+        """(True, value) or (False, what is wrong with the file), within the timeout whatever the worker does."""
+        self.tasks += 1
+        # A timer that kills also covers a worker that stops halfway through its answer; polling the pipe would not.
+        watchdog = threading.Timer(self.timeout, self._expire)
+        watchdog.start()
+        try:
+            self.pipe.send(request)
+            answer = self.pipe.recv()
+        except (EOFError, OSError):
+            answer = False, f"killed its decoder ({self.stop()}); fetch it again or re-encode it"
+        watchdog.cancel()
+        watchdog.join()  # `expired` is settled now, and no late kill can hit the next request
+        if self.expired:
+            self.stop()
+            return False, f"hung its decoder for {self.timeout:g} s; re-encode it or raise the timeout"
+        return answer
+
+    def _expire(self) -> None:
+        self.expired = True
+        self.process.kill()
+
+    def stop(self) -> str:
+        self.process.kill()  # does nothing to a process that is already gone
+        return f"exit code {self.process.wait()}"
+
+
+def _stop_all(workers: set[_Worker]) -> None:
+    for worker in list(workers):
+        worker.stop()
+
+
+def _arrays(value: VideoInfo | np.ndarray) -> list[np.ndarray]:
+    return [value] if isinstance(value, np.ndarray) else [value.times, value._table]
+
+
+class Videos:
+    """Frames of many videos for many threads at once: killable workers behind a cache and a quarantine list."""
+
+    def __init__(
+        self,
+        workers: int = 2,  # decoder processes, one CPU each, started when first needed
+        timeout: float = 60.0,  # seconds for one request; then its worker is killed
+        cache_bytes: int = 2 << 30,  # budget for decoded frames and indexes
+        quarantine: str | Path | None = None,  # JSONL of files that failed, read at start and appended to
+        tasks_per_worker: int = 256,  # requests before a worker is replaced: decoders leak
+    ):
+        if min(workers, timeout, tasks_per_worker) <= 0:
+            raise ValueError(f"{workers=}, {timeout=}, {tasks_per_worker=}: all must be positive")
+        self._timeout, self._cache_bytes, self._tasks_per_worker = timeout, cache_bytes, tasks_per_worker
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()  # None: a place without a process
+        for _ in range(workers):
+            self._idle.put(None)
+        self._lock = threading.Lock()  # guards everything below
+        self._workers: set[_Worker] = set()
+        self._closed = False
+        self._cache: OrderedDict[tuple, Future] = OrderedDict()  # oldest use first; not done: somebody decodes it
+        self._stats = {"hits": 0, "misses": 0, "cached_bytes": 0, "decode_seconds": 0.0, "killed_workers": 0}
+        self._quarantine = Path(quarantine) if quarantine else None
+        lines = self._quarantine.read_text().splitlines() if quarantine and self._quarantine.exists() else []
+        rows = [json.loads(line) for line in lines]
+        self._bad: dict[Identity, str] = {(row["path"], row["size"], row["mtime_ns"]): row["reason"] for row in rows}
+        self._finalizer = weakref.finalize(self, _stop_all, self._workers)  # also runs when the interpreter exits
+
+    def info(self, path: str | Path) -> VideoInfo:
+        return replace(self._info(path, self._identify(path)), path=str(path))
+
+    def frames(self, path: str | Path, indices: Iterable[int], size: tuple[int, int]) -> Frames:
+        """The frames at these indices, in this order, scaled by the decoder to size = (width, height)."""
+        indices, size = tuple(map(operator.index, indices)), tuple(map(operator.index, size))
+        if len(size) != 2 or min(size) < 1:
+            raise ValueError(f"size {size}: must be (width, height), both at least 1")
+        identity = self._identify(path)
+        info = self._info(path, identity)
+        if not indices or min(indices) < 0 or max(indices) >= info.n_frames:
+            raise ValueError(f"indices {indices} of {path}: must be some of 0..{info.n_frames - 1}")
+        rows = info._table[list(indices)].tolist()
+        key = (identity, indices, size)
+        pixels, hit = self._cached(key, lambda: self._ask(path, identity, "decode", rows, size))
+        with self._lock:
+            self._stats["hits" if hit else "misses"] += 1
+        return Frames(pixels, tuple(info.times[list(indices)].tolist()))
+
+    def overview(self, path: str | Path, k: int, size_rule: SizeRule) -> Frames:
+        """k frames spread evenly over the video, or all of them if it has fewer."""
+        info = self.info(path)
+        return self.frames(path, uniform_indices(info.n_frames, k), size_rule(info.width, info.height))
+
+    def window(
+        self, path: str | Path, start: float, end: float, size_rule: SizeRule, fps=1.0, min_frames=1, max_frames=16
+    ) -> Frames:
+        """Frames of [start, end] seconds, see `window_indices`."""
+        info = self.info(path)
+        indices = window_indices(info.times, start, end, fps, min_frames, max_frames)
+        return self.frames(path, indices, size_rule(info.width, info.height))
+
+    def stats(self) -> dict[str, float]:
+        """Since the start. Hits and misses count requests for frames; decode_seconds is a sum over workers."""
+        with self._lock:
+            asked = self._stats["hits"] + self._stats["misses"]
+            return self._stats | {"hit_rate": self._stats["hits"] / max(asked, 1), "quarantined": len(self._bad)}
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._finalizer()
+
+    def __enter__(self) -> "Videos":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _identify(self, path: str | Path) -> Identity:
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise VideoError(str(path), f"cannot be opened ({error.strerror}); check the path") from None
+        if not stat.S_ISREG(status.st_mode):  # opening a FIFO or a device may block for ever
+            raise VideoError(str(path), "is not a regular file; pass the path of a video file")
+        if not os.access(path, os.R_OK):
+            raise VideoError(str(path), "is not readable by this user; change its permissions")
+        identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns)
+        if reason := self._bad.get(identity):
+            raise VideoError(str(path), reason)
+        return identity
+
+    def _info(self, path: str | Path, identity: Identity) -> VideoInfo:
+        return self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))[0]
+
+    def _cached(self, key: tuple, make: Callable) -> tuple[VideoInfo | np.ndarray, bool]:
+        """(value, whether it was there or on its way): threads that want the same thing share one `make`."""
+        with self._lock:
+            hit = key in self._cache
+            future = self._cache.setdefault(key, Future())
+            self._cache.move_to_end(key)
+        if hit:
+            return future.result(), True
+        try:
+            value = make()
+            for array in _arrays(value):
+                array.flags.writeable = False
+        except BaseException as error:  # raised here and in the threads that wait for this value
+            with self._lock:
+                del self._cache[key]
+            future.set_exception(error)
+            raise
+        with self._lock:
+            future.set_result(value)
+            sizes = {
+                key: sum(a.nbytes for a in _arrays(future.result()))
+                for key, future in self._cache.items()
+                if future.done()
+            }
+            self._stats["cached_bytes"] = sum(sizes.values())
+            for key, nbytes in sizes.items():
+                if self._stats["cached_bytes"] <= self._cache_bytes:
+                    break
+                del self._cache[key]
+                self._stats["cached_bytes"] -= nbytes
+        return value, False
+
+    def _ask(self, path: str | Path, identity: Identity, *request) -> tuple | np.ndarray:
+        worker = self._idle.get()  # blocks until one is free; waiting is not decoding
+        try:
+            worker = self._fit(worker)
+            started = time.perf_counter()
+            good, value = worker.ask((request[0], identity[0], *request[1:]))
+        finally:
+            self._idle.put(worker)
+        with self._lock:
+            if self._closed:  # close() killed the worker: no fault of the file
+                raise RuntimeError("Videos was closed while it decoded: close it after its users are done")
+            self._stats["decode_seconds"] += time.perf_counter() - started
+            self._stats["killed_workers"] += worker.process.returncode is not None
+            if not good:
+                self._condemn(identity, value)
+                raise VideoError(str(path), value)
+        return value
+
+    def _fit(self, worker: _Worker | None) -> _Worker:
+        """The worker, or a new one in its place: it was never started, is dead, or has done its share."""
+        if worker and worker.tasks < self._tasks_per_worker and worker.process.poll() is None:
+            return worker
+        with self._lock:  # close() must know every worker
+            if self._closed:
+                raise RuntimeError("Videos is closed: make a new one")
+            if worker:
+                worker.stop()
+                self._workers.discard(worker)
+            worker = _Worker(self._timeout)
+            self._workers.add(worker)
+        return worker
+
+    def _condemn(self, identity: Identity, reason: str) -> None:
+        self._bad[identity] = reason
+        if self._quarantine:
+            row = dict(zip(("path", "size", "mtime_ns"), identity), reason=reason)
+            self._quarantine.parent.mkdir(parents=True, exist_ok=True)
+            with self._quarantine.open("a") as file:  # one short write in append mode: ranks may share the file
+                file.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        import video  # as a module, not as __main__: what it sends must be of the parent's classes
+
+        video._serve(int(sys.argv[2]), float(sys.argv[3]))
+        return
+    parser = argparse.ArgumentParser(description="Print what the reader sees in a video file.")
+    parser.add_argument("file")
+    path = parser.parse_args().file
+    try:
+        with Videos(workers=1) as videos:
+            info, frames = videos.info(path), videos.overview(path, 5, lambda width, height: (32, 32))
+    except VideoError as error:
+        sys.exit(str(error))
+    print(f"{path}: {info.n_frames} frames, {info.duration:.3f} s, {info.width}x{info.height}", end=", ")
+    print(f"{info.n_frames / max(info.duration, 1e-9):.3f} fps on average")
+    print(" ".join(f"<{seconds:.3f} seconds>" for seconds in frames.times))
+
+
+if __name__ == "__main__":
+    main()
