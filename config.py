@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import yaml
 
 T = TypeVar("T")
-PACKAGES = ("torch", "transformers", "sglang", "flash-attn", "decord2", "numpy", "pyarrow")
+PACKAGES = ("torch", "transformers", "sglang", "flash-attn", "av", "numpy", "pyarrow")
 
 
 class ConfigError(ValueError):

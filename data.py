@@ -355,7 +355,7 @@ class Dialogue:
     """An SFT row: the opening question and the turns that answer it."""
 
     id: str
-    agent: str  # main | sub: whose opening and system prompt the first user turn gets
+    agent: str  # whose opening the first user turn gets: main | direct (a main agent without tools) | sub
     question: str
     media: tuple[Clip, ...]
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Clip, ...]}
@@ -372,7 +372,7 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
     """`messages` (a JSON string or a list); tool results as `tool` messages or as user text in <tool_response> tags.
 
     The row's system prompt is dropped: SFT, RL and evaluation share one. The optional column `agent` marks rows that
-    teach the sub-agent."""
+    teach another agent than the main one."""
     messages = _json(row.get("messages"), "messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise RowError("`messages` is not a list of messages")
@@ -392,10 +392,12 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         raise RowError(f"turns {roles}: must open with the user and close with the assistant")
     if any(a == b == "assistant" or (a == "user" and b != "assistant") for a, b in zip(roles, roles[1:])):
         raise RowError(f"turns {roles}: the assistant must follow each user, and never itself")
-    opening = turns[0]["content"]
+    agent, opening = row.get("agent") or "main", turns[0]["content"]
+    if agent not in ("main", "direct", "sub"):
+        raise RowError(f"agent {agent!r}: must be main, direct or sub")
     return Dialogue(
         id=origin,
-        agent=row.get("agent") or "main",
+        agent=agent,
         question=re.sub(r"<(video|image)>", "", " ".join(p for p in opening if isinstance(p, str))).strip(),
         media=tuple(p for p in opening if isinstance(p, Clip)),
         turns=tuple(turns[1:]),
@@ -415,7 +417,8 @@ def encode_dialogue(
         opening = subagent_messages(media[0], dialogue.question or None)
     else:
         paths = tuple(clip.path for clip in dialogue.media)
-        opening = main_messages(Task(dialogue.id, dialogue.question, paths, "oe", ""), media, with_tools=True)
+        task = Task(dialogue.id, dialogue.question, paths, "oe", "")
+        opening = main_messages(task, media, with_tools=dialogue.agent == "main")
     turns = [
         {"role": t["role"], "content": [look(p) if isinstance(p, Clip) else p for p in t["content"]]}
         for t in dialogue.turns

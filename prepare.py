@@ -116,8 +116,8 @@ def _check_file(
 def _kind(item: Any) -> str:
     if not isinstance(item, Dialogue):
         return item.kind
-    if item.agent == "sub":
-        return "sub-agent"
+    if item.agent != "main":
+        return {"sub": "sub-agent", "direct": "direct, no tools offered"}[item.agent]
     calls = sum(p.count("<tool_call>") for t in item.turns for p in t["content"] if isinstance(p, str))
     return "with tools" if calls else "direct"
 

@@ -4,7 +4,8 @@
 
     DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
     DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one coloured flash
-    DIR/perception.parquet, sft.parquet, sft_val.parquet      SFT schema (`messages`)
+    DIR/perception.parquet, direct.parquet                    SFT schema (`messages`): sub-agents, agents without tools
+    DIR/sft.parquet, sft_val.parquet                          SFT schema: agents with tools
     DIR/rl.parquet, val.parquet, test.parquet, kinds.parquet  RL schema (`prompt`, `videos`, `extra_info`)
 
 The task: a video of 32, 48 or 64 s shows one flash, and the question is its colour (chance 1/8). A short flash (2.5 s)
@@ -50,7 +51,17 @@ DURATIONS, SHORT = (32, 48, 64), 2.5  # seconds
 CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per frame
 OVERVIEWS = (4, 8, 16, 32, 64)
 LONG_SHARE = 0.15
-SIZES = {"videos": 1600, "perception": 6000, "sft": 8000, "sft_val": 200, "rl": 600, "val": 64, "test": 128}
+NOTHING = "No flash."
+SIZES = {
+    "videos": 1600,
+    "perception": 6000,
+    "direct": 2000,
+    "sft": 8000,
+    "sft_val": 200,
+    "rl": 600,
+    "val": 64,
+    "test": 128,
+}
 
 # ------------------------------------------------------------------------------------------------ videos and tasks
 
@@ -82,6 +93,15 @@ def draw_flash(rng: random.Random, name: str) -> Flash:
     length = duration / 3 + 1 if rng.random() < LONG_SHARE else SHORT
     start = rng.randrange(round((duration - length) * FPS) + 1) / FPS
     return Flash(name, rng.randrange(1 << 30), duration, rng.choice(NAMES), start, length)
+
+
+def draw_splits(seed: int, sizes: dict[str, int]) -> dict[str, list[Flash]]:
+    """The videos of each split."""
+    rng, counts = (
+        random.Random(seed),
+        {"train": sizes["videos"]} | {name: sizes[name] for name in ("rl", "val", "test")},
+    )
+    return {name: [draw_flash(rng, f"{name}{i:05d}.mp4") for i in range(count)] for name, count in counts.items()}
 
 
 def write_video(path: Path, flash: Flash) -> None:
@@ -118,7 +138,7 @@ def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
 
 def report(flash: Flash, times) -> str:
     """What a sub-agent says about the frames it saw."""
-    return f"A {flash.color} flash." if flash.visible(times) else "No flash."
+    return f"A {flash.color} flash." if flash.visible(times) else NOTHING
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -147,7 +167,7 @@ def call(start: float, end: float, tag: str = "tool_call") -> str:
     return f"<{tag}>\n{body}\n</{tag}>"
 
 
-def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float) -> dict:
+def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main") -> dict:
     """A trajectory with tools, or a direct answer; each turn breaks the format with probability p_loose."""
     k, cue = rng.choice(OVERVIEWS), draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
@@ -164,8 +184,8 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float) -> 
 
     if rng.random() >= p_tool:
         seen = flash.visible(overview_times(flash, k))
-        answer(f"I see a {flash.color} flash." if seen else "I see no flash.")
-        return {"messages": json.dumps(messages), "agent": "main"}
+        answer("I see a flash." if seen else "I see no flash.")
+        return {"messages": json.dumps(messages), "agent": agent}
 
     thought = "Let me look closer."
     crops = windows(flash, cue)
@@ -179,14 +199,14 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float) -> 
         )
         say(rng.choice([unclosed, bare, unread]))
         if messages[-1]["content"] == unread:  # nothing ran, so nothing follows
-            return {"messages": json.dumps(messages), "agent": "main"}
+            return {"messages": json.dumps(messages), "agent": agent}
     else:
         say(f"<think>\n{thought}\n</think>\n{calls}")
     reports = [report(flash, crop_times(flash, *w)) for w in crops]
     text = "\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in reports)
     messages.append({"role": "user", "content": text})
-    answer(f"The clips show a {flash.color} flash.")
-    return {"messages": json.dumps(messages), "agent": "main"}
+    answer("A clip shows the flash.")
+    return {"messages": json.dumps(messages), "agent": agent}
 
 
 def perception_row(rng: random.Random, flash: Flash) -> dict:
@@ -384,15 +404,7 @@ def build(root: Path, seed: int = 0, p_tool: float = 0.75, p_loose: float = 0.6,
 
     sizes = SIZES | (sizes or {})
     (root / "videos").mkdir(parents=True, exist_ok=True)
-    rng = random.Random(seed)
-    splits = {}
-    for split, count in {
-        "train": sizes["videos"],
-        "rl": sizes["rl"],
-        "val": sizes["val"],
-        "test": sizes["test"],
-    }.items():
-        splits[split] = [draw_flash(rng, f"{split}{i:05d}.mp4") for i in range(count)]
+    splits, rng = draw_splits(seed, sizes), random.Random(f"rows {seed}")
     flashes = [flash for split in splits.values() for flash in split]
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(write_video, root / "videos" / flash.name, flash) for flash in flashes]
@@ -402,6 +414,7 @@ def build(root: Path, seed: int = 0, p_tool: float = 0.75, p_loose: float = 0.6,
     train = splits["train"]
     tables = {
         "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
+        "direct": [sft_row(rng, rng.choice(train), 0.0, p_loose, "direct") for _ in range(sizes["direct"])],
         "sft": [sft_row(rng, rng.choice(train), p_tool, p_loose) for _ in range(sizes["sft"])],
         "sft_val": [sft_row(rng, flash, p_tool, 0.0) for flash in rng.choices(splits["val"], k=sizes["sft_val"])],
         "rl": [rl_row(rng, flash) for flash in splits["rl"]],
@@ -412,15 +425,8 @@ def build(root: Path, seed: int = 0, p_tool: float = 0.75, p_loose: float = 0.6,
     for name, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
 
-    schemas = [TOOLS["crop_video"].schema]
-    boilerplate = [
-        data.SYSTEM_WITH_TOOLS,
-        data.SYSTEM,
-        data.SUBAGENT_SYSTEM,
-        data.SUBAGENT_REQUEST,
-        CHAT_TEMPLATE,
-        *(json.dumps(schema) for schema in schemas),
-    ]
+    boilerplate = [data.SYSTEM_WITH_TOOLS, data.SYSTEM, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, CHAT_TEMPLATE]
+    boilerplate.append(json.dumps(TOOLS["crop_video"].schema))
     words = corpus(tables["sft"][:2000] + tables["perception"][:200], boilerplate)
     write_checkpoint(root / "model", build_tokenizer(words), CONTRACT, seed)
 

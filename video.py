@@ -182,7 +182,7 @@ def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarr
 def _decode_from(container, stream, key: int | None, wanted: set[int], size: tuple[int, int]) -> dict[int, np.ndarray]:
     """Decode from the keyframe shown at `key` (None: the next one) until the wanted stamps have come out."""
     found: dict[int, np.ndarray] = {}
-    begun = None  # stamp of the keyframe at which decoding began
+    begun = latest = None  # stamps: of the keyframe at which decoding began, of the last picture
     for packet in container.demux(stream):
         stamp = _stamp(packet)
         if begun is None:
@@ -190,13 +190,16 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
                 continue
             if key is not None and stamp > key:
                 break  # the seek went too far
-            begun = stamp
+            begun = latest = stamp
         # A frame that no other frame refers to is decoded only if wanted. Saves up to half, changes no bit of the rest.
         skippable = key is not None and stamp is not None and stamp not in wanted
         stream.codec_context.skip_frame = "NONREF" if skippable else "DEFAULT"
         for image in packet.decode():
             if image.pts is None or image.pts < begun:
                 continue  # a leading picture, broken when decoding begins here
+            if image.pts < latest:  # FFmpeg's guesses for a container that stores none: H.264 with B-frames in AVI
+                raise ValueError("its stamps contradict the order of its pictures")
+            latest = image.pts
             if image.is_corrupt:  # FFmpeg invents what it cannot read, and later frames build on that
                 raise ValueError(f"the frame at {image.time:.2f} s (clock of the file) is damaged")
             if image.pts in wanted:
@@ -211,10 +214,10 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
 
 def _serve(fd: int, timeout: float) -> None:
     """A worker's life: answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone."""
-    import av  # noqa: F401 (before "ready": a missing decoder is our error, not that of the first video)
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    import av  # noqa: F401 (before "ready": a missing decoder is our error, not that of the first video)
+
     pipe, verbs = Connection(fd), {"probe": _probe, "decode": _decode}
     try:
         pipe.send("ready")
@@ -242,7 +245,8 @@ class _Worker:
         self.pipe, theirs = multiprocessing.Pipe()
         with theirs:
             command = [sys.executable, os.path.abspath(__file__), "--worker", str(theirs.fileno()), str(timeout)]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            null = subprocess.DEVNULL
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
         try:
             self.pipe.recv()  # "ready"
         except (EOFError, OSError):
@@ -443,8 +447,8 @@ class Videos:
         return worker
 
     def _condemn(self, identity: Identity, reason: str) -> None:
-        self._bad[identity] = reason
-        if self._quarantine:
+        known = self._bad.setdefault(identity, reason) is not reason
+        if self._quarantine and not known:
             row = dict(zip(("path", "size", "mtime_ns"), identity), reason=reason)
             self._quarantine.parent.mkdir(parents=True, exist_ok=True)
             with self._quarantine.open("a") as file:  # one short write in append mode: ranks may share the file
@@ -453,9 +457,7 @@ class Videos:
 
 def main() -> None:
     if sys.argv[1:2] == ["--worker"]:
-        import video  # as a module, not as __main__: what it sends must be of the parent's classes
-
-        video._serve(int(sys.argv[2]), float(sys.argv[3]))
+        _serve(int(sys.argv[2]), float(sys.argv[3]))
         return
     parser = argparse.ArgumentParser(description="Print what the reader sees in a video file.")
     parser.add_argument("file")

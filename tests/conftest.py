@@ -15,7 +15,7 @@ from contract import Renderer, VisualContract, load_tokenizer
 from tools import TOOLS
 from video import Frames, Videos
 
-SMALL = {"videos": 30, "perception": 120, "sft": 300, "sft_val": 20, "rl": 24, "val": 8, "test": 8}
+SMALL = {"videos": 30, "perception": 120, "direct": 20, "sft": 300, "sft_val": 20, "rl": 24, "val": 8, "test": 8}
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ def digest(root: Path) -> dict[str, str]:
 
 
 def test_the_same_seed_builds_the_same_bytes(tmp_path):
-    few = {"videos": 3, "perception": 5, "sft": 40, "sft_val": 3, "rl": 3, "val": 2, "test": 8}
+    few = {"videos": 3, "perception": 5, "direct": 3, "sft": 40, "sft_val": 3, "rl": 3, "val": 2, "test": 8}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         toy.build(tmp_path / name, seed=seed, sizes=few)
     a, b, c = (digest(tmp_path / name) for name in "abc")
@@ -65,7 +65,7 @@ def test_a_decoded_flash_has_its_color_and_the_rest_is_grey(toy_dir, videos):
 
 
 def test_every_row_is_in_the_published_schema(toy_dir):
-    for name in ("perception", "sft", "sft_val"):
+    for name in ("perception", "direct", "sft", "sft_val"):
         rows = Rows(toy_dir / f"{name}.parquet")
         for i in range(len(rows)):
             parse_dialogue(rows[i], f"{name}:{i}", toy_dir)

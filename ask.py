@@ -1,0 +1,282 @@
+"""ask.py: watch one agent at work, or prove that what it does is what the trainer learns. (The commands of rollout.py.)
+
+    python rollout.py --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...] [--json]
+    python rollout.py doctor --model M --video v.mp4            # a table; exit status 1 if a check fails
+
+`ask` prints the agent's thoughts turn by turn, its parallel calls on a timeline, their reports as they arrive, and the
+answer. `--trace FILE` keeps the episode, as JSON for rollout.load.
+
+The *token doctor* makes the model's own engine continue after two parallel calls that work and one that does not, and
+checks the episode against independent witnesses: the chat template, transformers' position ids, and the trainer's
+log-probs. Run it on every new checkpoint, SGLang version or contract: it finds what training would only show as noise.
+
+Deliberately missing: a web page (report.py draws episodes).
+"""
+
+import argparse
+import io
+import json
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+import data
+from contract import END_OF_TURN, Renderer, VisualContract, load_tokenizer, patchify
+from data import Bundle, Call, Episode, Task, Trajectory
+from engine import Engine, EngineError, Sample, open_engine
+from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, opening, run_episode
+from tools import TOOLS
+from video import Frames, VideoError, Videos
+
+WIDTH = 40  # characters of the timeline
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    doctor = arguments[:1] == ["doctor"]
+    args = _parser(doctor).parse_args(arguments[doctor:])
+    try:
+        with Videos(workers=2) as videos:
+            for path in args.video:
+                videos.info(path)
+            return run_doctor(args, videos) if doctor else ask(args, videos)
+    except (VideoError, EngineError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def _parser(doctor: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollout.py doctor" if doctor else "rollout.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if not doctor:
+        parser.add_argument("question")
+        parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
+        parser.add_argument("--dispatch", choices=["parallel", "sequential", "none"], default="parallel")
+        parser.add_argument("--no-think-prefix", action="store_true", help="do not open each turn with <think>")
+        parser.add_argument("--json", action="store_true", help="print the episode as JSON instead of showing it live")
+        parser.add_argument("--trace", type=Path, help="write the episode to this file, as JSON")
+        parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", required=True, help="a checkpoint's folder")
+    parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
+    parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
+    parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
+    parser.add_argument("--temperature", type=float, default=1.0 if doctor else 0.0)
+    parser.add_argument("--max-new-tokens", type=int, default=64 if doctor else 2048, help="per turn")
+    return parser
+
+
+def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **more) -> Stage:
+    """Everything an agent needs, from the checkpoint's own contract."""
+    import torch
+
+    saved = Path(args.model) / "visual.json"
+    contract = VisualContract(**json.loads(saved.read_text("utf-8"))) if saved.exists() else VisualContract()
+    contract.check(args.model)
+    renderer = Renderer(load_tokenizer(args.model), contract)
+    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
+    engine = open_engine(args.model, renderer, urls=args.url, device=device, dtype=dtype)
+    return Stage(engine, renderer, videos, cfg, **more)
+
+
+# ------------------------------------------------------------------------------------------------ ask
+
+
+def ask(args: argparse.Namespace, videos: Videos) -> int:
+    task = Task("ask", args.question, tuple(args.video), "oe", "")
+    cfg = RolloutConfig(
+        tools=tuple(args.tool or ["crop_video"]),
+        dispatch=args.dispatch,
+        think_prefix=not args.no_think_prefix,
+        temperature=args.temperature,
+        max_new_tokens=args.max_new_tokens,
+    )
+    screen = Screen(videos.info(task.videos[0]).duration)
+    stage = stage_of(args, videos, cfg, **({} if args.json else {"observe": screen.show}))
+    try:
+        k = args.k or stage.renderer.contract.overview_frames
+        episode = run_episode(stage, task, k, opening(task, k, stage), args.seed)
+    finally:
+        stage.engine.close()
+    record = io.StringIO()
+    dump(episode, record, stage.renderer)
+    if args.trace:
+        args.trace.write_text(record.getvalue(), "utf-8")
+    if args.json:
+        print(record.getvalue(), end="")
+    else:
+        screen.end(episode)
+    return 1 if episode.error else 0
+
+
+class Screen:
+    """The terminal; reports of parallel calls arrive in any order, from threads of their own."""
+
+    def __init__(self, duration: float):
+        self.duration, self.turn, self._lock = duration, 0, threading.Lock()
+
+    def show(self, event: str, what: str | Call) -> None:
+        with self._lock:
+            if event == "turn":
+                self.turn += 1
+                said = re.sub(r"<tool_call>.*?</tool_call>|<\|im_end\|>", "", what, flags=re.S).strip()
+                print(f"\n── turn {self.turn} " + "─" * 60 + f"\n{said}", flush=True)
+            elif event == "look":
+                print(f"  {self.timeline(what)}  {what.name} {_window(what)}", flush=True)
+            else:
+                outcome = f"{what.error}: {what.text}" if what.error else what.text
+                print(f"  ↳ {_window(what)} {outcome}  ({what.seconds:.1f} s)", flush=True)
+
+    def timeline(self, call: Call) -> str:
+        first, last = (int(WIDTH * min(1, t / max(self.duration, 1e-9))) for t in call.window)
+        first = min(first, WIDTH - 1)
+        last = max(last, first + 1)
+        return "│" + "·" * first + "█" * (last - first) + "·" * (WIDTH - last) + "│"
+
+    def end(self, episode: Episode) -> None:
+        tokens = sum(sum(agent.mask) for agent in [episode.main, *episode.agents])
+        print(
+            f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {tokens} tokens, {episode.seconds:.1f} s"
+        )
+        if episode.error:
+            print(f"failed: {episode.error}")
+
+
+def _window(call: Call) -> str:
+    return "{:.1f}–{:.1f} s".format(*call.window) if call.window else call.name or "call"
+
+
+# ------------------------------------------------------------------------------------------------ doctor
+
+
+class Witness:
+    """An engine between the agent and the real one: it notes every request, and says the first turn itself, so that
+    there are calls to check whatever the model would have said."""
+
+    def __init__(self, engine: Engine, first: list[int]):
+        self.engine, self.first, self.version = engine, first, engine.version
+        self.asked: list[tuple[list[int], Sample]] = []
+        self.expect, self.close = engine.expect, engine.close
+
+    def generate(self, ids: list[int], frames: Sequence[Frames], **more) -> Sample:
+        said = self.first if not self.asked else None
+        if said:
+            sample = Sample(list(said), [0.0] * len(said), "stop", self.version)
+        else:
+            sample = self.engine.generate(ids, frames, **more)
+        self.asked.append((list(ids), sample))
+        return sample
+
+
+def run_doctor(args: argparse.Namespace, videos: Videos) -> int:
+    task = Task("doctor", "What happens in this video?", (args.video[0],), "oe", "")
+    cfg = RolloutConfig(temperature=args.temperature, max_turns=1, max_new_tokens=args.max_new_tokens)
+    stage = stage_of(args, videos, cfg)
+    middle = videos.info(task.videos[0]).duration / 2
+    windows = [(0, middle), (middle, 0), (middle, 2 * middle)]
+    calls = [{"name": "crop_video", "arguments": {"start_time": a, "end_time": b}} for a, b in windows]
+    text = "Let me look.\n</think>\n" + "\n".join(f"<tool_call>\n{json.dumps(c)}\n</tool_call>" for c in calls)
+    witness = Witness(stage.engine, [*stage.renderer.encode(text), stage.renderer.end_of_turn])
+    try:
+        stage = replace(stage, engine=witness)
+        k = args.k or stage.renderer.contract.overview_frames
+        episode = run_episode(stage, task, k, opening(task, k, stage), seed=0)
+        if episode.error:
+            raise EngineError(episode.error)
+        rows = examine(stage, episode, witness, args)
+    finally:
+        stage.engine.close()
+    width = max(len(name) for name, _, _ in rows)
+    for name, good, detail in rows:
+        print(f"{'ok  ' if good else 'FAIL'}  {name:{width}}  {detail}")
+    return 0 if all(good for _, good, _ in rows) else 1
+
+
+def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Namespace) -> list[tuple[str, bool, str]]:
+    """(what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
+    from policy import PolicyConfig, load
+
+    renderer, main, agents = stage.renderer, episode.main, [episode.main, *episode.agents]
+    rows = []
+
+    def claim(name: str, good: bool, detail: str) -> None:
+        rows.append((name, bool(good), detail))
+
+    kept = [any(agent.ids[: len(ids) + len(s.ids)] == ids + s.ids for agent in agents) for ids, s in witness.asked]
+    claim("tokens in, tokens out", all(kept), f"{sum(kept)} of {len(kept)} requests are prefixes of a trajectory")
+
+    whole = renderer.render(_messages(episode, renderer), stage.cfg.schemas).ids
+    grown, whole = (renderer.decode(renderer.compact(ids)) for ids in (main.ids, whole))
+    claim("one conversation", whole.startswith(grown), "it reads as the chat template writes it in one piece")
+
+    start, stop = main.turns[0][1], main.turns[1][0]
+    delta = renderer.decode(main.ids[start:stop])
+    found = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", delta, re.S)
+    errors = [call.error or "ok" for call in episode.calls]
+    siblings = len(found) == 3 == len(episode.calls) and errors == ["ok", "bad_arguments", "ok"]
+    claim("siblings survive a bad call", siblings, f"{len(found)} responses in one turn: {', '.join(errors)}")
+
+    sampled = sum(len(s.ids) for _, s in witness.asked)
+    masked = sum(sum(agent.mask) for agent in agents)
+    claim("mask", masked == sampled, f"{masked} learned tokens, {sampled} sampled")
+
+    policy = load(PolicyConfig(args.model), renderer.never_sampled, train=False)
+    worst = max(_position_error(policy.model, agent, renderer) for agent in agents)
+    claim("positions", worst == 0, f"M-RoPE differs from transformers' by at most {worst}")
+
+    start_of_own = [main.turns[1][0], *(agent.prompt_length for agent in agents[1:])]  # what the model itself said
+    heat = [args.temperature or 1.0, *(stage.cfg.subagents.temperature or 1.0 for _ in agents[1:])]
+    gap, blind = [], []
+    for agent, first, temperature in zip(agents, start_of_own, heat):
+        ours = _trainer_logprobs(policy, agent, first, temperature, agent.frames)
+        mask = np.array(agent.mask[first:], bool)
+        gap += list(np.abs(ours - np.array(agent.logprobs[first:])[mask]))
+        blank = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in agent.frames]
+        blind.append(float(np.abs(_trainer_logprobs(policy, agent, first, temperature, blank) - ours).max()))
+    limit = 1e-3 if str(policy.dtype).endswith("float32") else 0.3
+    detail = f"mean {np.mean(gap):.1e}, max {max(gap):.1e} over {len(gap)} tokens (limit {limit:g})"
+    claim("engine and trainer agree", max(gap) < limit, detail)
+    claim("frames are seen", min(blind) > 1e-4, f"black frames move a log-prob by {min(blind):.1e} at least")
+    return rows
+
+
+def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
+    """The episode as the messages that it came from."""
+    said = [renderer.decode(episode.main.ids[a:b]).removesuffix(END_OF_TURN) for a, b in episode.main.turns]
+    messages = data.main_messages(episode.task, episode.main.frames, with_tools=True)
+    messages += [{"role": "assistant", "content": said[0]}]
+    contents = [[call.text] for call in episode.calls]
+    contents[-1].append(f"\n{NO_CALLS_LEFT}")
+    messages += [{"role": "tool", "content": content} for content in contents]
+    return [*messages, {"role": "assistant", "content": said[1]}]
+
+
+def _position_error(model, agent: Trajectory, renderer: Renderer) -> int:
+    import torch
+
+    from packing import rope_positions
+
+    _, grid = patchify(agent.frames, renderer.contract.patch, renderer.contract.merge)
+    sizes = (
+        (rows // renderer.contract.merge, columns // renderer.contract.merge) for _, rows, columns in grid.tolist()
+    )
+    ours, _ = rope_positions(np.array(agent.ids), sizes, renderer.image_pad, 0)
+    ids = torch.tensor([agent.ids])
+    pads = (ids == renderer.image_pad).int()
+    theirs, _ = model.model.get_rope_index(ids, mm_token_type_ids=pads, image_grid_thw=torch.from_numpy(grid))
+    return int(np.abs(theirs[:, 0].numpy() - ours).max())
+
+
+def _trainer_logprobs(policy, agent: Trajectory, start: int, temperature: float, frames: list[Frames]) -> np.ndarray:
+    """Of the sampled tokens from `start` on, as the trainer computes them."""
+    import torch
+
+    bundle = Bundle(agent.ids[:start], [agent.ids[start:]], [agent.mask[start:]], frames)
+    with torch.no_grad():
+        return policy([bundle], temperature).logprobs.cpu().numpy()

@@ -1,0 +1,318 @@
+"""inprocess.py: an engine in this process: transformers' model, a thread, and batches. For the toy, tests, one GPU.
+
+    engine = InProcess(checkpoint, renderer)                     # see engine.py for the verbs
+
+The requests of all waiting threads become one batch. The prompt that the rollouts of a group share is read once, its
+keys are copied to each row, and ended rows leave. A batch starts when everybody whom `expect` announced waits; it is
+sorted, each row draws its random numbers from its own seed, and no clock is involved: a run can be repeated bit for bit.
+
+    columns of a row     padding, shared prompt | padding, the rest of its ids | sampled ids
+    positions            M-RoPE, explicit: the padding does not count
+    mask                 real tokens before it
+
+Deliberately missing: requests that join a running batch, paged keys, tensor parallelism. SGLang has them.
+
+Shapes: B rows, L tokens of a step, H hidden, V vocabulary, M visual tokens, D DeepStack levels.
+"""
+
+import atexit
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AttentionInterface, DynamicCache, Qwen3VLForConditionalGeneration
+
+from contract import Renderer, patchify
+from engine import EngineError, Sample
+from packing import rope_positions
+from video import Frames
+
+
+@dataclass
+class _Request:
+    ids: list[int]
+    frames: tuple[Frames, ...]
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    stop: frozenset[int]
+    shared: int  # leading ids that are read once for all requests that begin with them
+    result: Future = field(default_factory=Future)
+
+    def __post_init__(self):
+        # Prompts are one if they have the same ids and show the very same frames.
+        self.prompt = (tuple(self.ids[: self.shared]), tuple(id(clip.pixels) for clip in self.frames))
+
+
+class InProcess:
+    """transformers' model with a copy of the weights of its own."""
+
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        renderer: Renderer,
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_batch_tokens: int = 131_072,
+    ):
+        AttentionInterface.register("grouped_sdpa", _grouped_sdpa)
+        self.version = 0
+        self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
+        self.model = Qwen3VLForConditionalGeneration.from_pretrained(
+            checkpoint,
+            dtype=getattr(torch, dtype),
+            attn_implementation={"text_config": "grouped_sdpa", "vision_config": "sdpa"},
+        )
+        self.model.to(device).eval().requires_grad_(False)
+        ends = self.model.generation_config.eos_token_id or ()
+        self._ends = frozenset([ends] if isinstance(ends, int) else ends)
+        self._queue: list[_Request] = []
+        self._expected, self.closed = 0, False
+        self._changed = threading.Condition()
+        self._weights = threading.Lock()
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
+
+    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
+        if len(ids) < 2:
+            raise ValueError(
+                f"{len(ids)} ids: a prompt has at least two, one to share and one whose logits are sampled"
+            )
+        shared = min(shared or len(ids), len(ids) - 1)
+        stop = self._ends.union(stop)
+        request = _Request(list(ids), tuple(frames), max_new_tokens, temperature, seed, stop, shared)
+        with self._changed:
+            if self.closed:
+                raise EngineError("the engine is closed")
+            self._queue.append(request)
+            self._changed.notify_all()
+        return request.result.result()
+
+    def expect(self, change: int) -> None:
+        with self._changed:
+            self._expected += change
+            self._changed.notify_all()
+
+    def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
+        state = {
+            name: tensor
+            for file in sorted(Path(path).glob("*.safetensors"))
+            for name, tensor in load_file(file).items()
+        }
+        with self._weights:
+            missing, unknown = self.model.load_state_dict(state, strict=False)
+            tied = self.model.all_tied_weights_keys
+            if unknown or set(missing) - set(tied):
+                raise EngineError(f"{path} is no snapshot of this model: missing {missing[:3]}, unknown {unknown[:3]}")
+            self.version = version
+
+    def close(self) -> None:
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        atexit.unregister(self.close)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.closed or (self._queue and len(self._queue) >= self._expected))
+                waiting, self._queue = sorted(self._queue, key=lambda r: (r.shared, len(r.ids), r.seed)), []
+                closed = self.closed
+            for batch in self._batches(waiting):
+                try:
+                    if closed:
+                        raise EngineError("the engine was closed")
+                    with self._weights:
+                        _Batch(self, batch).run()
+                except Exception as error:  # whatever it is, it belongs to the threads that wait for it
+                    for request in batch:
+                        if not request.result.done():
+                            request.result.set_exception(error)
+            if closed:
+                return
+
+    def _batches(self, waiting: list[_Request]) -> list[list[_Request]]:
+        """Requests of similar length, within the token budget; a group stays together where it fits."""
+        batches: list[list[_Request]] = []
+        for request in waiting:
+            length = len(request.ids) + request.max_new_tokens
+            if batches and length * (len(batches[-1]) + 1) <= self.max_batch_tokens:
+                batches[-1].append(request)
+            else:
+                batches.append([request])
+        return batches
+
+
+def _grouped_sdpa(module, query, key, value, attention_mask, scaling, **_):
+    """transformers' attention interface, [B, heads, L, size] -> [B, L, heads, size]. Given a mask, its own SDPA first
+    copies each key and value to all of its query heads, which takes most of a decoding step."""
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
+
+
+class _Batch:
+    """Requests that are sampled together. Row layout: [padding, prompt | padding, rest of the ids | sampled ids]."""
+
+    def __init__(self, engine: InProcess, requests: list[_Request]):
+        self.engine, self.requests = engine, requests
+        self.model, self.renderer = engine.model, engine.renderer
+        self.device = self.model.device
+        self.cache = DynamicCache(config=self.model.config.text_config)
+
+    def run(self) -> None:
+        with torch.inference_mode():
+            firsts = {request.prompt: request for request in self.requests}
+            row_of = {prompt: i for i, prompt in enumerate(firsts)}
+            rows = [row_of[request.prompt] for request in self.requests]
+            prompts = [_piece(r.ids[: r.shared], r.frames, 0, self.renderer) for r in firsts.values()]
+            self.seen = torch.zeros(len(prompts), 0, dtype=torch.bool, device=self.device)  # [B, L] real tokens
+            self._read(prompts)
+            self._keep(rows)
+            rests = []
+            for request, prompt in zip(self.requests, (prompts[row] for row in rows)):
+                clips = request.frames[len(prompt.clips) :]
+                rests.append(_piece(request.ids[request.shared :], clips, prompt.end, self.renderer))
+            self._sample(self._read(rests), [rest.end for rest in rests])
+
+    def _read(self, pieces: list["_Piece"]):
+        """Run one piece per row through the model -> hidden state of each row's last token [B, H]."""
+        longest = max(len(piece.ids) for piece in pieces)
+        ids = np.full((len(pieces), longest), self.model.config.text_config.eos_token_id or 0)
+        positions = np.zeros((3, len(pieces), longest), np.int64)
+        real = np.zeros((len(pieces), longest), bool)
+        for row, piece in enumerate(pieces):
+            ids[row, -len(piece.ids) :] = piece.ids
+            positions[:, row, -len(piece.ids) :] = piece.positions
+            real[row, -len(piece.ids) :] = True
+        ids, positions, real = (torch.from_numpy(x).to(self.device) for x in (ids, positions, real))
+        clips = [clip for piece in pieces for clip in piece.clips]
+        embeds = self.model.get_input_embeddings()(ids)  # [B, L, H]
+        visual = {}
+        if clips:
+            pads = (ids == self.renderer.image_pad) & real
+            features = self._see(clips)  # [1 + D, M, H]
+            embeds = embeds.masked_scatter(pads[..., None], features[0].to(embeds.dtype))
+            visual = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(features[1:])}
+        return self._forward(embeds, positions, real, **visual)
+
+    def _forward(self, embeds, positions, real, **visual):
+        self.seen = torch.cat([self.seen, real], dim=1)
+        length = real.shape[1]
+        mask = self.seen[:, None, None, :].repeat(1, 1, length, 1)  # [B, 1, L, past + L]
+        # Padding is not seen, but sees itself: a softmax over nothing would be nan.
+        itself = torch.eye(length, dtype=torch.bool, device=self.device)
+        mask[..., -length:] = mask[..., -length:].tril() | itself
+        return self.model.model.language_model(
+            inputs_embeds=embeds,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            **visual,
+        ).last_hidden_state[:, -1]
+
+    def _see(self, clips: list[Frames]):
+        """Frames -> [1 + D, M, H]: embeddings and DeepStack levels. Clip by clip, which bounds the memory."""
+        contract, seen = self.renderer.contract, []
+        for clip in clips:
+            patches, grid = (
+                torch.from_numpy(x).to(self.device) for x in patchify([clip], contract.patch, contract.merge)
+            )
+            out = self.model.model.visual(patches.to(self.model.dtype), grid_thw=grid)
+            seen.append(torch.stack([out.pooler_output, *out.deepstack_features]))
+        return torch.cat(seen, dim=1)
+
+    def _keep(self, rows: list[int]) -> None:
+        """Rows of the batch: copied to the rollouts of a group, dropped when they have ended."""
+        index = torch.tensor(rows, device=self.device)
+        self.cache.batch_select_indices(index)
+        self.seen = self.seen[index]
+
+    def _sample(self, hidden, positions: list[int]) -> None:
+        rows = [_Row(request, position) for request, position in zip(self.requests, positions)]
+        everywhere = None
+        while not self.engine.closed:
+            for token, logprob, row in zip(*self._choose(hidden, rows), rows):
+                if not row.ended:
+                    row.take(token, logprob, self.engine.version)
+            alive = [i for i, row in enumerate(rows) if not row.ended]
+            if not alive:
+                return
+            # Dropping rows copies all keys, so it waits until an eighth of them have ended.
+            if len(alive) <= 7 * len(rows) // 8:
+                self._keep(alive)
+                rows, everywhere = [rows[i] for i in alive], None
+            if everywhere is None:
+                everywhere = torch.ones(len(rows), 1, dtype=torch.bool, device=self.device)
+            ids = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
+            at = torch.tensor([[row.position + len(row.ids) - 1] for row in rows], device=self.device)
+            embeds = self.model.get_input_embeddings()(ids)
+            hidden = self._forward(embeds, at.expand(3, -1, -1), everywhere)
+        raise EngineError("the engine was closed")
+
+    def _choose(self, hidden, rows: list["_Row"]) -> tuple[list[int], list[float]]:
+        """One token per row by inverting the cumulative distribution at the row's own random number."""
+        logits = self.model.lm_head(hidden).float()  # [B, V]
+        logits[:, self.renderer.never_sampled] = -torch.inf
+        heat = torch.tensor([[row.request.temperature] for row in rows], device=self.device)
+        logprobs = torch.log_softmax(torch.where(heat > 0, logits / heat.clamp_min(1e-6), logits), dim=-1)
+        below = logprobs.double().exp().cumsum(-1)
+        uniform = torch.tensor([[row.next_uniform()] for row in rows], dtype=torch.float64, device=self.device)
+        drawn = (below <= uniform * below[:, -1:]).sum(-1, keepdim=True)
+        tokens = torch.where(heat > 0, drawn, logits.argmax(-1, keepdim=True))
+        return tokens[:, 0].tolist(), logprobs.gather(-1, tokens)[:, 0].tolist()
+
+
+@dataclass
+class _Piece:
+    """Consecutive ids of one row, with all of the clips that stand among them."""
+
+    ids: list[int]
+    clips: tuple[Frames, ...]
+    positions: np.ndarray  # [3, len(ids)]
+    end: int  # position after the last id
+
+
+def _piece(ids: list[int], clips: tuple[Frames, ...], position: int, renderer: Renderer) -> _Piece:
+    """As much of `clips` as `ids` has pads for; the piece begins at `position`."""
+    cell = renderer.contract.cell
+    images = [(i, c.pixels.shape[1] // cell, c.pixels.shape[2] // cell) for i, c in enumerate(clips) for _ in c.times]
+    rest = iter(images)
+    sizes = ((rows, columns) for _, rows, columns in rest)
+    positions, end = rope_positions(np.array(ids, np.int64), sizes, renderer.image_pad, position)
+    unread = next(rest, (len(clips),))[0]
+    return _Piece(ids, clips[:unread], positions, end)
+
+
+@dataclass
+class _Row:
+    """One request while it is sampled."""
+
+    request: _Request
+    position: int  # of the first sampled token
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    def __post_init__(self):
+        self._random = np.random.Generator(np.random.Philox(self.request.seed))
+
+    def next_uniform(self) -> float:
+        # 24 random bits: in float64, their product with any total stays below the total.
+        return float(self._random.random(dtype=np.float32))
+
+    def take(self, token: int, logprob: float, version: int) -> None:
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        stopped = token in self.request.stop
+        self.ended = stopped or len(self.ids) >= self.request.max_new_tokens
+        if self.ended:
+            finish = "stop" if stopped else "length"
+            self.request.result.set_result(Sample(self.ids, self.logprobs, finish, version))

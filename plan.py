@@ -1,0 +1,229 @@
+"""plan.py: will it fit, and how long will a step train? Answered from shapes alone, before any weight is loaded.
+
+    print(plan_training(cfg.policy, gpus=7, tokens=16384).table(gpu_gib=80))
+    plan_engine(cfg.policy, gpus=1, rows=64, row_tokens=8192).check(gpu_gib=80)       # PlanError names the knob to turn
+
+The sums are for FSDP2 with bf16 computation and fp32 master weights, as `policy.load` builds it. They are estimates: the
+largest unknown, the allocator's waste, is a row of its own.
+
+Shapes: L tokens of a micro-batch, H hidden, I intermediate, V vocabulary; q and kv: width of all query and key heads.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoConfig, Qwen3VLConfig
+
+from policy import PolicyConfig, empty
+
+GIB = 1 << 30
+# Qwen3VLConfig arguments of checkpoints that --dry-run knows without their config.json.
+PUBLISHED = {
+    "Qwen/Qwen3-VL-8B-Instruct": {
+        "text_config": {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5_000_000,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "depth": 27,
+            "hidden_size": 1152,
+            "intermediate_size": 4304,
+            "num_heads": 16,
+            "out_hidden_size": 4096,
+            "num_position_embeddings": 2304,
+            "deepstack_visual_indexes": [8, 16, 24],
+        },
+        "tie_word_embeddings": False,
+    }
+}
+
+
+class PlanError(ValueError):
+    """The run cannot fit; the text names what to change."""
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the sums need of a model: parameters by part, and its text and vision configs."""
+
+    text: object
+    vision: object
+    parameters: int
+    trained: int
+    layer: int  # one text block
+    root: int  # trained, but in no block: embeddings, head, norm; the vision tower's ends where it trains
+
+    @property
+    def frozen(self) -> int:
+        return self.parameters - self.trained
+
+
+@functools.cache
+def shapes(cfg: PolicyConfig) -> Shapes:
+    """Count on the meta device, in well under a second for any size."""
+    if (Path(cfg.checkpoint) / "config.json").exists():
+        config = AutoConfig.from_pretrained(cfg.checkpoint)
+    elif cfg.checkpoint in PUBLISHED:
+        config = Qwen3VLConfig(**PUBLISHED[cfg.checkpoint])
+    else:
+        raise PlanError(
+            f"{cfg.checkpoint}: the plan needs its config.json; download the checkpoint and name its folder, "
+            f"or use one whose shapes are known: {', '.join(PUBLISHED)}"
+        )
+    policy = empty(config, cfg)
+
+    def count(module, trained_only=False):
+        return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained_only)
+
+    trained, layer = count(policy, trained_only=True), count(policy.text.layers[0])
+    blocks = count(policy.text.layers) + (0 if policy.vision_frozen else count(policy.vision.blocks))
+    return Shapes(config.text_config, config.vision_config, count(policy), trained, layer, trained - blocks)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the plan, for one GPU."""
+
+    what: str
+    bytes: float
+    knob: str = ""  # what makes it smaller
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the memory of one GPU goes at its fullest moment."""
+
+    title: str
+    rows: list[Row]
+
+    @property
+    def gib(self) -> float:
+        return sum(row.bytes for row in self.rows) / GIB
+
+    def table(self, gpu_gib: float) -> str:
+        lines = [f"  {row.what:<58}{row.bytes / GIB:>8.1f} GiB" for row in self.rows]
+        return "\n".join([self.title, *lines, f"  {'sum':<58}{self.gib:>8.1f} GiB of {gpu_gib:g}"])
+
+    def check(self, gpu_gib: float) -> None:
+        if self.gib <= gpu_gib:
+            return
+        rows = sorted((row for row in self.rows if row.knob), key=lambda row: -row.bytes)[:3]
+        knobs = "; ".join(f"{row.knob} ({row.what}: {row.bytes / GIB:.1f} GiB)" for row in rows)
+        raise PlanError(f"{self.title}: {self.gib:.1f} GiB do not fit into {gpu_gib:g} GiB. What helps most: {knobs}")
+
+
+def plan_training(
+    cfg: PolicyConfig,
+    gpus: int,
+    tokens: int,
+    visual_tokens: int = 0,
+    kept_visual_tokens: int = 0,
+    reference: bool = False,
+) -> Plan:
+    """A training GPU of `gpus`, at micro-batches of `tokens`, of which `visual_tokens` come from frames; features of
+    `kept_visual_tokens` are kept for later passes (frozen vision)."""
+    s = shapes(cfg)
+    fewer = "more GPUs, or policy.freeze = [vision]" if not s.frozen else "more GPUs"
+    rows = [
+        Row("master weights, fp32, sharded", 4 * s.trained / gpus, fewer),
+        Row("gradients, fp32, sharded", 4 * s.trained / gpus, fewer),
+        Row("AdamW's two moments, fp32, sharded", 8 * s.trained / gpus, fewer),
+        # Weights and gradients of the root; of blocks, two gathered, one gradient in bf16 and one in fp32.
+        Row("gathered bf16 weights, gradients being reduced", 4 * s.root + 10 * s.layer),
+    ]
+    if s.frozen:
+        rows.append(Row("frozen vision tower, bf16, whole", 2 * s.frozen))
+    if reference:
+        rows.append(
+            Row("reference policy, bf16", 2 * s.trained / gpus + 2 * s.frozen, "kl coefficient 0, or more GPUs")
+        )
+    one = tokens * block_bytes(s.text)
+    layers = s.text.num_hidden_layers
+    shorter = "fewer tokens per micro-batch"
+    if cfg.activation_checkpointing:
+        kept = 2 * s.text.hidden_size * layers * tokens
+        rows.append(Row(f"inputs of {layers} blocks at {tokens} tokens", kept, shorter))
+        rows.append(Row("activations of the block in its backward pass", 1.5 * one, shorter))
+    else:
+        kept = one * layers
+        rows.append(
+            Row(f"activations of {layers} blocks at {tokens} tokens", kept, "policy.activation_checkpointing = true")
+        )
+    rows.append(Row("embeddings and final norm", 16 * s.text.hidden_size * tokens, shorter))
+    # bf16 and fp32 logits, the scaled copy, their exponentials and their gradients.
+    logits = 22 * min(cfg.logit_chunk, tokens) * s.text.vocab_size
+    rows.append(Row(f"logits of {cfg.logit_chunk} targets", logits, "a smaller policy.logit_chunk"))
+    rows.append(
+        Row("visual features", _feature_bytes(s, visual_tokens + kept_visual_tokens), "fewer or smaller frames")
+    )
+    rows.append(Row("vision tower at work", _tower_bytes(s, cfg, visual_tokens), "fewer or smaller frames"))
+    used = sum(row.bytes for row in rows)
+    rows.append(Row("CUDA and NCCL, and 5 % of waste", 3 * GIB + 0.05 * used))
+    return Plan(f"training, each of {gpus} GPUs", rows)
+
+
+def plan_engine(cfg: PolicyConfig, gpus: int, rows: int, row_tokens: int) -> Plan:
+    """An engine with a whole copy of the weights per GPU that holds `rows` sequences of `row_tokens` among its GPUs."""
+    s = shapes(cfg)
+    here = -(-rows // gpus)
+    cache = here * row_tokens * kv_bytes_per_token(s.text)
+    fewer = "fewer concurrent rollouts, fewer tokens per rollout, or more engine GPUs"
+    return Plan(
+        f"engine, each of {gpus} GPUs",
+        [
+            Row("weights, bf16", 2 * s.parameters),
+            Row(f"KV cache of {here} x {row_tokens} tokens", cache, fewer),
+            Row("CUDA graphs and activations", 6 * GIB),
+        ],
+    )
+
+
+def kv_bytes_per_token(text) -> int:
+    return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 2  # K and V, bf16
+
+
+def block_bytes(text) -> int:
+    """What one text block keeps of one token for its backward pass, in bf16 with fp32 norms."""
+    q, kv = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
+    # 16 H: two norms and their inputs. q and kv: head norms, rotary, attention; the prompt's keys are repeated for its
+    # suffixes, here taken as 4 copies. 8 I: gate, its activation, up, and their product.
+    return 16 * text.hidden_size + 12 * q + (10 + 4 * 4) * kv + 8 * text.intermediate_size
+
+
+def _feature_bytes(s: Shapes, tokens: int) -> int:
+    return 2 * (1 + len(s.vision.deepstack_visual_indexes)) * s.text.hidden_size * tokens
+
+
+def _tower_bytes(s: Shapes, cfg: PolicyConfig, tokens: int) -> int:
+    v = s.vision
+    patches = v.spatial_merge_size**2 * tokens
+    block = 16 * v.hidden_size + 12 * v.hidden_size + 6 * v.intermediate_size
+    pixels = 4 * v.in_channels * v.temporal_patch_size * v.patch_size**2
+    if s.frozen:
+        kept = 0
+    elif cfg.activation_checkpointing:
+        kept = 2 * v.hidden_size * v.depth
+    else:
+        kept = block * v.depth
+    return patches * (pixels + block + kept)
+
+
+def training_seconds(cfg: PolicyConfig, gpus: int, tokens: int, tflops: float = 989.0, mfu: float = 0.3) -> float:
+    """Forward and backward over `tokens` packed tokens of a step, shared out over the GPUs (default: H100, bf16). Matrix
+    products only; at these lengths attention adds little."""
+    s = shapes(cfg)
+    embeddings = s.text.vocab_size * s.text.hidden_size
+    passes = 8 if cfg.activation_checkpointing else 6  # 2 forward, 2 once again, 4 backward
+    return passes * (s.trained - embeddings) * tokens / (gpus * tflops * 1e12 * mfu)

@@ -1,0 +1,451 @@
+"""rollout.py: the agent. One question in, one Episode out; hundreds of them at once, each in a thread of its own.
+
+    groups = rollout(tasks, ks, 8, engine=engine, renderer=renderer, videos=videos, cfg=cfg, seed=0, step=12)
+    dump(episode, file, renderer); episodes = load("episodes.jsonl", videos, renderer)
+
+    python rollout.py --model M --video v.mp4 "What is written on the door?"     # watch the agent work
+    python rollout.py doctor --model M --video v.mp4                             # prove the invariants on this model
+
+An episode, and what of it is learned (mask 1):
+
+    prompt     system, tools, K stamped frames, question           0
+    turn       forced "<think>\\n"                                  0
+               sampled: thoughts, then calls or the answer         1
+    reports    one <tool_response> per call, in order, one turn    0
+    turn       ...
+
+Tokens are only ever appended: the sampled ids exactly as the engine returned them, then the tokenised delta. The calls of
+a turn run in parallel threads: each decodes its window and asks a sub-agent (the same engine and weights, a fresh
+context). Whatever goes wrong in a call becomes a text that the model reads and an error that we count (Call.error).
+
+Deliberately missing: rewards, and what to do with an episode. An episode whose video or engine failed has `error` set.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from tqdm import tqdm
+
+import data
+from contract import ContractError, Rendered, Renderer, VisualContract
+from data import Call, Episode, Group, Task, Trajectory
+from engine import Engine, EngineError, Sample, together
+from tools import TOOLS, Look, ToolError, parse_calls, use
+from video import VideoError, Videos
+
+THINK_PREFIX = "<think>\n"
+NO_CALLS_LEFT = "No calls are left. Give the final answer now."
+OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
+TIMEOUT = "This call took too long and was given up."
+NO_REPORT = "(empty report)"
+
+
+@dataclass(frozen=True)
+class SubagentConfig:
+    """The agents that look at crops."""
+
+    see_question: bool = False
+    """Show them the question (the paper does not)."""
+    max_new_tokens: int = 512
+    """Longest report."""
+    temperature: float = 0.0
+    """0: greedy."""
+    train: bool = False
+    """Their trajectories join the loss with their episode's advantage (the paper: no)."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How an agent works, and who samples its tokens."""
+
+    tools: tuple[str, ...] = ("crop_video",)
+    """Names from tools.py that the main agent is offered."""
+    dispatch: Literal["parallel", "sequential", "none"] = "parallel"
+    """parallel: all calls of a turn at once; sequential: one call per turn, the same number in all; none: no tools."""
+    tool_return: Literal["subagent", "frames"] = "subagent"
+    """What a look at the video returns: a sub-agent's report, or (evaluation only) its frames."""
+    think_prefix: bool = True
+    """Open every turn of the main agent with `<think>`."""
+    max_turns: int = 3
+    """Rounds of calls; then the agent must answer."""
+    max_calls: int = 5
+    """Calls that run in one turn; the rest get an error text."""
+    max_new_tokens: int = 2048
+    """Per turn. A turn that is cut off ends the episode."""
+    max_context: int = 32_768
+    """Tokens of the longest trajectory."""
+    temperature: float = 0.7
+    """Of the main agent; 0: greedy."""
+    call_timeout: float = 600.0
+    """Seconds after which a call is given up; long enough for a server's restart."""
+    concurrency: int = 256
+    """Episodes that run at the same time."""
+    subagents: SubagentConfig = field(default_factory=SubagentConfig)
+    gpus: tuple[int, ...] = ()
+    """One SGLang server is started and supervised on each."""
+    urls: tuple[str, ...] = ()
+    """SGLang servers that already run (with SGLANG_VLM_CACHE_SIZE_MB=0 if the vision tower trains: their cache of image
+    embeddings outlives a weight update). Neither gpus nor urls: the model runs in this process."""
+    server_args: tuple[str, ...] = ()
+    """More flags for `sglang.launch_server`."""
+    max_batch_tokens: int = 131_072
+    """In this process: rows times length of the largest batch, which bounds the memory of its keys."""
+
+    def __post_init__(self):
+        unknown = [name for name in self.tools if name not in TOOLS]
+        if unknown:
+            raise ValueError(f"tools = {unknown}: there is only {', '.join(TOOLS)}")
+        if self.dispatch != "none" and not self.tools:
+            raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
+        for name in ("max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+        if self.max_turns < 0 or self.temperature < 0 or self.subagents.temperature < 0:
+            raise ValueError("max_turns, temperature and subagents.temperature must not be negative")
+
+    @property
+    def rounds(self) -> tuple[int, int]:
+        """(rounds of calls, calls per round)."""
+        return {
+            "parallel": (self.max_turns, self.max_calls),
+            "sequential": (self.max_turns * self.max_calls, 1),
+            "none": (0, 0),
+        }[self.dispatch]
+
+    @property
+    def schemas(self) -> list[dict] | None:
+        return [TOOLS[name].schema for name in self.tools] if self.dispatch != "none" else None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What every agent works with."""
+
+    engine: Engine
+    renderer: Renderer
+    videos: Videos
+    cfg: RolloutConfig
+    observe: Callable[[str, Any], None] = lambda event, what: None  # turn | look | report: for whoever watches
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+
+class Stopped(Exception):
+    """The run is being ended; this episode is not finished."""
+
+
+def derive(*parts: Any) -> int:
+    """A seed that is the same in every process."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
+
+
+# ------------------------------------------------------------------------------------------------ one episode
+
+
+def opening(task: Task, k: int, stage: Stage) -> Rendered:
+    """The prompt of a task, which all rollouts of its group share."""
+    frames = data.overview(task, k, stage.videos, stage.renderer.contract)
+    messages = data.main_messages(task, frames, with_tools=stage.cfg.dispatch != "none")
+    return stage.renderer.render(messages, stage.cfg.schemas, generate=True)
+
+
+def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
+    cfg, renderer = stage.cfg, stage.renderer
+    episode = Episode(task, k, _begin(prompt), seed=seed)
+    main, started = episode.main, time.perf_counter()
+    rounds, per_round = cfg.rounds
+    try:
+        for turn in range(rounds + 1):
+            text = _speak(stage, main, derive(seed, turn))
+            stage.observe("turn", text)
+            calls = parse_calls(text, turn)
+            if main.finish == "length" or turn == rounds or not calls:
+                break
+            answers = _answer(stage, task, calls, per_round, derive(seed, turn, "calls"))
+            contents = [content for _, content in answers]
+            if turn == rounds - 1:
+                contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
+            delta = renderer.continuation(contents)
+            if main.ids[-1] != renderer.end_of_turn:  # the turn ended with another stop token, such as </tool_call>
+                delta.ids.insert(0, renderer.end_of_turn)
+            if len(main.ids) + len(delta.ids) + 16 > cfg.max_context:
+                main.finish = "length"  # reports that do not fit were never read
+                break
+            _extend(main, delta.ids)
+            main.frames += delta.frames
+            episode.calls += [call for call, _ in answers]
+    except (EngineError, VideoError, Stopped) as error:
+        episode.error = f"{type(error).__name__}: {error}"
+    episode.seconds = time.perf_counter() - started
+    return episode
+
+
+def _begin(prompt: Rendered) -> Trajectory:
+    n = len(prompt.ids)
+    return Trajectory(list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), prompt_length=n)
+
+
+def _extend(trajectory: Trajectory, ids: list[int], sample: Sample | None = None) -> None:
+    """The only way in which a trajectory grows."""
+    trajectory.ids += ids
+    trajectory.mask += [int(sample is not None)] * len(ids)
+    trajectory.logprobs += sample.logprobs if sample else [0.0] * len(ids)
+    trajectory.versions += [sample.version if sample else -1] * len(ids)
+
+
+def _speak(stage: Stage, main: Trajectory, seed: int) -> str:
+    """One turn of the main agent, appended to its trajectory -> its text, forced opening included."""
+    cfg, renderer = stage.cfg, stage.renderer
+    start = len(main.ids)
+    if cfg.think_prefix:
+        _extend(main, renderer.encode(THINK_PREFIX))
+    stop = (renderer.end_of_turn,)
+    if cfg.dispatch == "sequential":
+        stop += (renderer.tokenizer.convert_tokens_to_ids("</tool_call>"),)
+    _sample(stage, main, cfg.max_new_tokens, cfg.temperature, seed, stop)
+    main.turns.append((start, len(main.ids)))
+    return renderer.decode(main.ids[start:])
+
+
+def _sample(stage: Stage, agent: Trajectory, most: int, temperature: float, seed: int, stop: tuple[int, ...]) -> None:
+    if stage.stopped.is_set():
+        raise Stopped("the run was ended")
+    room = stage.cfg.max_context - len(agent.ids)
+    if room <= 0:
+        raise EngineError(
+            f"a prompt of {len(agent.ids)} tokens leaves no room in max_context = {stage.cfg.max_context}"
+        )
+    sample = stage.engine.generate(
+        agent.ids,
+        agent.frames,
+        max_new_tokens=min(most, room),
+        temperature=temperature,
+        seed=seed,
+        stop=stop,
+        shared=agent.prompt_length,
+    )
+    if forbidden := set(sample.ids) & set(stage.renderer.never_sampled):
+        raise ContractError(f"the engine sampled tokens {sorted(forbidden)}, which stand for pixels and are banned")
+    _extend(agent, sample.ids, sample)
+    agent.finish = sample.finish
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+Answer = tuple[Call, list]  # what came of a call, and what the main agent reads: texts and Frames
+
+
+def _answer(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int) -> list[Answer]:
+    """All calls of one turn -> an answer to each, in call order."""
+    runnable = [i for i, call in enumerate(calls) if not call.error]
+    for i in runnable[allowed:]:
+        calls[i].error, calls[i].text = "over_limit", OVER_LIMIT.format(allowed)
+    # Each thread works on a copy: one that is given up must not write into what the model has read.
+    jobs = {
+        i: lambda i=i: _run_call(stage, task, dataclasses.replace(calls[i]), derive(seed, i))
+        for i in runnable[:allowed]
+    }
+    done = dict(zip(jobs, together(stage.engine, list(jobs.values()), stage.cfg.call_timeout)))
+    answers = []
+    for i, call in enumerate(calls):
+        if i in jobs and done[i] is None:
+            call.error, call.text, call.seconds = "timeout", TIMEOUT, stage.cfg.call_timeout
+        answers.append(done.get(i) or (call, [call.text]))
+        if answers[-1][0] is call:
+            stage.observe("report", call)
+    return answers
+
+
+def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Answer:
+    started, frames = time.perf_counter(), []
+    try:
+        found = use(call, task, stage.cfg.tools, stage.videos, stage.renderer.contract)
+        if isinstance(found, str):
+            call.text = found
+        else:
+            call.window = found.window
+            stage.observe("look", call)
+            if stage.cfg.tool_return == "frames":
+                frames = [found.frames]
+            else:
+                call.agent = _report(stage, task, found, seed)
+                call.text = _last_words(call.agent, stage.renderer)
+    except ToolError as error:
+        call.error, call.text = error.kind, str(error)
+    except EngineError:
+        call.error, call.text = "failed", "The sub-agent could not answer."
+    call.seconds = time.perf_counter() - started
+    stage.observe("report", call)
+    return call, [*frames, call.text]
+
+
+def _report(stage: Stage, task: Task, look: Look, seed: int) -> Trajectory:
+    """A sub-agent: the same weights, a fresh context, and only these frames."""
+    cfg = stage.cfg.subagents
+    messages = data.subagent_messages(look.frames, task.question if cfg.see_question else None)
+    agent = _begin(stage.renderer.render(messages, generate=True))
+    _sample(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, (stage.renderer.end_of_turn,))
+    agent.turns.append((agent.prompt_length, len(agent.ids)))
+    return agent
+
+
+def _last_words(agent: Trajectory, renderer: Renderer) -> str:
+    start, end = agent.turns[-1]
+    return renderer.decode(agent.ids[start : end - (agent.finish == "stop")]).strip() or NO_REPORT
+
+
+# ------------------------------------------------------------------------------------------------ many episodes
+
+
+def rollout(
+    tasks: Sequence[Task],
+    ks: Sequence[int],
+    group_size: int,
+    *,
+    engine: Engine,
+    renderer: Renderer,
+    videos: Videos,
+    cfg: RolloutConfig,
+    seed: int = 0,
+    step: int = 0,
+    progress: bool = True,
+    on_episode: Callable[[Episode], None] = lambda episode: None,
+) -> list[Group]:
+    """G episodes of every task, at most `cfg.concurrency` at a time. The same seed and step draw the same tokens.
+
+    `on_episode` gets each episode as it ends, in this thread: what it saves survives Ctrl-C."""
+    stage = Stage(engine, renderer, videos, cfg)
+    total = len(tasks) * group_size
+    workers = min(cfg.concurrency, total)
+    lock, unstarted = threading.Lock(), total - workers
+    groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
+    prompts: list[Future] = []
+
+    def attempt(i: int, g: int) -> Episode:
+        nonlocal unstarted
+        task, k, own = tasks[i], ks[i], derive(seed, step, tasks[i].id, g)
+        try:
+            return run_episode(stage, task, k, prompts[i].result(), own)
+        except VideoError as error:  # of the overview: shared by the group, and paid by each of its episodes
+            return Episode(task, k, Trajectory([], [], [], [], [], 0), seed=own, error=f"VideoError: {error}")
+        finally:
+            with lock:  # the next episode takes this one's place among those that the engine waits for
+                if unstarted:
+                    unstarted -= 1
+                else:
+                    engine.expect(-1)
+
+    engine.expect(workers)
+    preparing, playing = ThreadPoolExecutor(8, "prompt"), ThreadPoolExecutor(max(1, workers), "episode")
+    try:
+        prompts += [preparing.submit(opening, task, k, stage) for task, k in zip(tasks, ks)]
+        running = {playing.submit(attempt, i, g): (i, g) for i in range(len(tasks)) for g in range(group_size)}
+        with tqdm(total=total, desc="rollout", unit="episode", disable=not progress, leave=False) as bar:
+            for future in as_completed(running):
+                i, g = running[future]
+                groups[i].episodes[g] = future.result()
+                on_episode(future.result())
+                bar.update()
+                done = statistics([e for group in groups for e in group.episodes if e is not None])
+                pace = done["tokens"] * bar.n / max(bar.format_dict["elapsed"], 1e-9)
+                bar.set_postfix(turns=round(done["turns"], 1), calls=round(done["calls"], 1), tokens_per_s=round(pace))
+    except BaseException:  # Ctrl-C, or a bug: nobody starts another turn
+        stage.stopped.set()
+        with lock:
+            unstarted = 0
+        raise
+    finally:
+        for pool in (preparing, playing):
+            pool.shutdown(wait=False, cancel_futures=True)
+    return groups
+
+
+def statistics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """What rollouts are like, per episode that ran."""
+    ran = [episode for episode in episodes if not episode.error]
+    calls = [call for episode in ran for call in episode.calls]
+    n, m = max(1, len(ran)), max(1, len(calls))
+    found = {
+        "failed_rate": 1 - len(ran) / max(1, len(episodes)),
+        "turns": sum(len(e.main.turns) for e in ran) / n,
+        "calls": len(calls) / n,
+        "executed_calls": sum(not call.error for call in calls) / n,  # kappa
+        "truncated_rate": sum(e.main.finish == "length" for e in ran) / n,
+        "tokens": sum(sum(e.main.mask) for e in ran) / n,
+        "seconds": sum(e.seconds for e in ran) / n,
+        "call_seconds": sum(call.seconds for call in calls) / m,
+    }
+    kinds = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed")
+    return found | {f"call_errors/{kind}": sum(call.error == kind for call in calls) / m for kind in kinds}
+
+
+# ------------------------------------------------------------------------------------------------ on disk
+
+
+def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
+    """One line of JSON: exact ids, the text for people, and frames by their times (their pixels stay in the video)."""
+
+    def plain(agent: Trajectory | None) -> dict | None:
+        if agent is None:
+            return None
+        fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent) if f.name != "frames"}
+        text = renderer.decode(renderer.compact(agent.ids))
+        return fields | {"frames": [list(clip.times) for clip in agent.frames], "text": text}
+
+    fields = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
+    calls = [{f.name: getattr(call, f.name) for f in dataclasses.fields(call)} for call in episode.calls]
+    record = fields | {
+        "task": dataclasses.asdict(episode.task),
+        "main": plain(episode.main),
+        "calls": [call | {"agent": plain(call["agent"])} for call in calls],
+    }
+    file.write(json.dumps(record) + "\n")
+    file.flush()
+
+
+def load(path: str | Path, videos: Videos | None = None, contract: VisualContract | None = None) -> list[Episode]:
+    """The episodes of a file. With videos, their frames are decoded again, for training or checks; without, there are
+    none."""
+    return [_episode(json.loads(line), videos, contract) for line in Path(path).read_text("utf-8").splitlines()]
+
+
+def _episode(record: dict, videos: Videos | None, contract: VisualContract | None) -> Episode:
+    def agent(fields: dict, clips: list) -> Trajectory:
+        times = fields.pop("frames")
+        del fields["text"]
+        if videos and [list(clip.times) for clip in clips] != times:
+            raise ContractError(f"the video's frames now have other times than the {times} that were recorded")
+        return Trajectory(**fields | {"frames": clips, "turns": [tuple(turn) for turn in fields["turns"]]})
+
+    def again(call: Call, task: Task) -> list:
+        look = use(call, task, tuple(TOOLS), videos, contract)
+        return [look.frames] if isinstance(look, Look) else []
+
+    task = record["task"]
+    task = Task(**task | {"videos": tuple(task["videos"]), "options": tuple(task["options"])})
+    clips = data.overview(task, record["k"], videos, contract) if videos and not record["error"] else []
+    calls = []
+    for fields in record["calls"]:
+        seen = fields.pop("agent")
+        call = Call(**fields | {"window": fields["window"] and tuple(fields["window"])})
+        shown = again(call, task) if videos and not call.error else []
+        if seen is None:  # the main agent saw them itself
+            clips += shown
+        else:
+            call.agent = agent(seen, shown)
+        calls.append(call)
+    return Episode(**record | {"task": task, "main": agent(record["main"], clips), "calls": calls})
+
+
+if __name__ == "__main__":
+    import ask  # the commands of the docstring
+
+    sys.exit(ask.main())

@@ -1,0 +1,90 @@
+"""A stand-in for an SGLang server: the parts of its HTTP interface that engine.py uses, no model, and faults on demand.
+
+    python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
+
+Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N requests, busy (503 now and then),
+abort, drift (one image token too few), stale (loads weights but keeps the old version's name), slow_start=SECONDS.
+"""
+
+import base64
+import io
+import json
+import os
+import random
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from PIL import Image
+
+port, image_pad, cell, stop = map(int, sys.argv[1:5])
+fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
+state = {"version": "default", "served": 0, "loads": 0}
+lock = threading.Lock()
+
+
+def generate(request: dict) -> tuple[int, dict]:
+    with lock:
+        state["served"] += 1
+        number = state["served"]
+    if fault == "die_after" and number > int(amount):
+        os._exit(1)
+    if fault == "busy" and number % 3 == 1:
+        return 503, {"error": "busy"}
+    time.sleep(0.02)
+    images, prompt = iter(request.get("image_data") or []), []
+    for token in request["input_ids"]:
+        if token == image_pad:
+            width, height = Image.open(io.BytesIO(base64.b64decode(next(images)))).size
+            prompt += [token] * (width // cell * (height // cell) - (fault == "drift"))
+        else:
+            prompt.append(token)
+    params = request["sampling_params"]
+    assert params["top_p"] == 1 and params["top_k"] == -1 and str(image_pad) in params["logit_bias"]
+    rng = random.Random(f"{prompt}/{params['sampling_seed']}/{state['version']}")
+    ids = [rng.randrange(20, 200) for _ in range(min(6, params["max_new_tokens"] - 1))] + [stop]
+    finish = (
+        {"type": "abort", "message": "no"} if fault == "abort" and number % 2 else {"type": "stop", "matched": stop}
+    )
+    meta = {"finish_reason": finish, "weight_version": state["version"]}
+    meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
+    return 200, {"output_ids": ids, "prompt_token_ids": prompt, "meta_info": meta}
+
+
+def load(request: dict) -> tuple[int, dict]:
+    state["loads"] += 1
+    if fault != "stale":
+        state["version"] = request["weight_version"]
+    return 200, {"success": os.path.isdir(request["model_path"]), "message": "no such folder"}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def answer(self, code: int, body: dict) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self):
+        self.answer(200, {"weight_version": state["version"], **state, "environment": dict(os.environ)})
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.answer(*{"/generate": generate, "/update_weights_from_disk": load}[self.path](request))
+
+    def log_message(self, *_):
+        pass
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 512
+    daemon_threads = True
+
+
+if fault == "slow_start":
+    time.sleep(float(amount))
+Server(("127.0.0.1", port), Handler).serve_forever()

@@ -1,0 +1,101 @@
+"""The commands of `python rollout.py`, on the toy's untrained checkpoint and one of its videos."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+import ask
+import inprocess
+from engine import Sample
+from rollout import load
+from video import Frames
+
+CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}</tool_call>'
+
+
+@pytest.fixture
+def command(toy_dir, monkeypatch, capsys):
+    """command(*arguments) -> (exit status, what was printed), in this process."""
+    video = sorted((toy_dir / "videos").glob("*.mp4"))[0]
+
+    def run(*arguments: str) -> tuple[int, str]:
+        given = ["--model", str(toy_dir / "model"), "--video", str(video)]
+        command, question = (arguments[:1], arguments[1:]) if arguments[0] == "doctor" else ((), arguments)
+        monkeypatch.setattr(sys, "argv", ["rollout.py", *command, *given, *question])
+        status = ask.main()
+        return status, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """says(text): in its first turn, the agent says this."""
+
+    def install(text: str) -> None:
+        plain = inprocess.InProcess.generate
+
+        def generate(self, ids, frames, **more):
+            if not said:
+                said.append(text)
+                new = [*self.renderer.encode(text), self.renderer.end_of_turn]
+                return Sample(new, [-1.0] * len(new), "stop", 0)
+            return plain(self, ids, frames, **more | {"max_new_tokens": 5})
+
+        said = []
+        monkeypatch.setattr(inprocess.InProcess, "generate", generate)
+
+    return install
+
+
+def test_ask_shows_thoughts_windows_and_reports(command, says, tmp_path):
+    says("I look twice.</think>" + CALL % (0, 16) + CALL % (16, 32) + CALL % (9, 5))
+    status, printed = command("Which color flashes?", "--k", "4", "--trace", str(tmp_path / "t.json"))
+    assert status == 0
+    assert "I look twice." in printed and "<tool_call>" not in printed.split("turn 2")[0]
+    for window in ("0.0–16.0 s", "16.0–32.0 s"):
+        assert printed.count(window) == 2  # on the timeline, and when its report arrives
+    assert "│█" in printed and "·█" in printed and "bad_arguments" in printed and "2 turns, 3 calls" in printed
+    [episode] = load(tmp_path / "t.json")
+    assert [call.window for call in episode.calls] == [(0, 16), (16, 32), None]
+
+
+def test_ask_can_print_json_and_nothing_else(command, says):
+    says("B</think><answer>red</answer>")
+    status, printed = command("Which color flashes?", "--json", "--dispatch", "none")
+    assert status == 0 and json.loads(printed)["main"]["text"].endswith("<answer>red</answer><|im_end|>")
+
+
+def test_a_missing_video_is_one_line(toy_dir, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rollout.py", "?", "--model", str(toy_dir / "model"), "--video", "nowhere.mp4"])
+    with pytest.raises(SystemExit, match="nowhere.mp4"):
+        ask.main()
+
+
+def table(printed: str) -> dict[str, bool]:
+    """What the doctor claims, and whether it holds."""
+    rows = (re.fullmatch(r"(ok  |FAIL)  (.*?)  +.*", line) for line in printed.splitlines())
+    return {row[2]: row[1] == "ok  " for row in rows if row}
+
+
+def test_the_doctor_finds_a_healthy_model_healthy(command):
+    status, printed = command("doctor", "--max-new-tokens", "8", "--k", "4")
+    assert status == 0 and len(table(printed)) == 7 and all(table(printed).values()), printed
+
+
+def blind(self, ids, frames, plain=inprocess.InProcess.generate, **more):
+    return plain(self, ids, [Frames(np.zeros_like(clip.pixels), clip.times) for clip in frames], **more)
+
+
+def hot(self, ids, frames, plain=inprocess.InProcess.generate, **more):
+    return plain(self, ids, frames, **more | {"temperature": 2 * more["temperature"]})
+
+
+@pytest.mark.parametrize("fault", [blind, hot])
+def test_the_doctor_notices_an_engine_that_differs_from_the_trainer(command, monkeypatch, fault):
+    monkeypatch.setattr(inprocess.InProcess, "generate", fault)
+    status, printed = command("doctor", "--max-new-tokens", "8", "--k", "4")
+    assert status == 1 and not table(printed)["engine and trainer agree"], printed

@@ -1,0 +1,269 @@
+"""A resumed run is the uninterrupted run, a kill never costs more than the steps since the last save, and what is
+exported is an ordinary Hugging Face checkpoint."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from contract import VisualContract
+from distributed import (
+    barrier,
+    checkpoint_dir,
+    export,
+    gather,
+    latest_state,
+    load_state,
+    mean_over_ranks,
+    rank,
+    save_state,
+    sum_over_ranks,
+)
+from policy import OptimConfig, PolicyConfig, load, make_optimizer
+
+torch.set_num_threads(1)
+CONTRACT = VisualContract(frame_pixels=64 * 64)
+OPTIM = OptimConfig(lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tiny.write(tmp_path_factory.mktemp("tiny") / "model")
+    CONTRACT.save(path)
+    (path / "tokenizer.json").write_text('{"any": "bytes"}')
+    (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "merges.txt").write_text("a b")
+    return path
+
+
+def fresh(path, freeze=()):
+    policy = load(PolicyConfig(str(path), freeze=freeze), tiny.NEVER_SAMPLED)
+    return policy, make_optimizer(policy, OPTIM)
+
+
+def train(policy, optimizer, steps) -> list:
+    """Steps that depend on weights, moments and every random state."""
+    drawn = []
+    for step in steps:
+        bundles, _ = tiny.random_bundles(step)
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        loss = -policy(bundles).logprobs.sum() * sum(drawn[-1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drawn
+
+
+def everything(policy, optimizer) -> dict[str, torch.Tensor]:
+    found = dict(policy.named_parameters())
+    names = {id(p): name for name, p in found.items()}
+    moments = {f"{names[id(p)]}.{k}": v for p, state in optimizer.state.items() for k, v in state.items()}
+    return {k: v.detach().clone() for k, v in (found | moments).items()}
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+
+
+# ------------------------------------------------------------------------------------------------ training state
+
+
+@pytest.mark.parametrize("freeze", [(), ("vision",)])
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(path, tmp_path, freeze):
+    seed_all(1)
+    policy, optimizer = fresh(path, freeze)
+    train(policy, optimizer, range(3))
+    save_state(tmp_path, policy, optimizer, 3, extra={"bad_rows": ["a:1"]})
+    drawn = train(policy, optimizer, range(3, 6))
+
+    seed_all(2)
+    resumed, its_optimizer = fresh(path, freeze)
+    step, extra = load_state(tmp_path, resumed, its_optimizer)
+    assert (step, extra) == (3, {"bad_rows": ["a:1"]})
+    assert train(resumed, its_optimizer, range(step, 6)) == drawn
+    expected, found = everything(policy, optimizer), everything(resumed, its_optimizer)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_new_run_starts_at_step_zero(path, tmp_path):
+    policy, optimizer = fresh(path)
+    before = everything(policy, optimizer)
+    assert load_state(tmp_path / "nothing", policy, optimizer) == (0, {}) and latest_state(tmp_path) is None
+    assert all(torch.equal(v, before[k]) for k, v in everything(policy, optimizer).items())
+
+
+def test_saving_does_not_disturb_training(path, tmp_path):
+    runs = []
+    for saves in (False, True):
+        seed_all(1)
+        policy, optimizer = fresh(path)
+        if saves:  # also before the first step, when AdamW has no moments yet
+            save_state(tmp_path, policy, optimizer, 0)
+        train(policy, optimizer, range(2))
+        runs.append(everything(policy, optimizer))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def test_the_newest_complete_states_stay_and_left_overs_go(tmp_path):
+    model, optimizer = small()
+    for step in (1, 2, 9):
+        save_state(tmp_path, model, optimizer, step, keep=2)
+    (tmp_path / "step-00000010.tmp").mkdir()  # a save that was killed
+    (tmp_path / "step-00000001.old").mkdir()  # a removal that was killed
+    assert latest_state(tmp_path).name == "step-00000009" and load_state(tmp_path, model, optimizer)[0] == 9
+    save_state(tmp_path, model, optimizer, 9, keep=2)  # of the same step: nothing to do
+    save_state(tmp_path, model, optimizer, 10, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
+
+
+SAVE_FOR_EVER = """  # weights and moments of step n are all n
+import sys, torch
+from distributed import load_state, save_state
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+step, _ = load_state(sys.argv[1], model, optimizer)
+print("ready", flush=True)
+while True:
+    step += 1
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(step)
+            optimizer.state[p] = {"step": torch.tensor(float(step)), "exp_avg": p * 1, "exp_avg_sq": p * 1}
+    save_state(sys.argv[1], model, optimizer, step, keep=2, extra={"step": step})
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
+    rng, reached, unfinished = random.Random(0), 0, 0
+    command = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)]
+    root = Path(__file__).parent.parent
+    for _ in range(3):
+        process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(rng.uniform(0.1, 0.5))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        unfinished += any(p.suffix for p in tmp_path.iterdir())
+        model, optimizer = small()
+        step, extra = load_state(tmp_path, model, optimizer)
+        assert step > reached and extra == {"step": step}
+        for p in model.parameters():
+            state = optimizer.state[p]
+            assert (p == step).all() and (state["exp_avg"] == step).all() and (state["exp_avg_sq"] == step).all()
+        reached = step
+    assert unfinished, "no kill fell into a save: make the states larger"
+
+
+# ------------------------------------------------------------------------------------------------ exports
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("file_bytes", [2 << 30, 60_000])
+def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, tied, file_bytes):
+    source = tiny.write(tmp_path / "source", tied)
+    policy, optimizer = fresh(source)
+    train(policy, optimizer, range(2))
+    export(policy, tmp_path / "out", source, CONTRACT, file_bytes=file_bytes)
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
+    stored = [name for f in files for name in load_file(tmp_path / "out" / f)]
+    assert len(stored) == len(set(stored)) and ("lm_head.weight" in stored) is not tied
+    assert (len(files) > 5) is (file_bytes == 60_000)
+    model = tiny.plain(tmp_path / "out")
+    assert (model.lm_head.weight is model.model.language_model.embed_tokens.weight) is tied
+    assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in policy.model.named_parameters())
+    bundles, rows = tiny.random_bundles(4)
+    with torch.no_grad():
+        expected = tiny.padded_scores(model, bundles, rows)[0]
+        torch.testing.assert_close(policy(bundles).logprobs, expected, atol=1e-5, rtol=1e-5)
+        again = load(PolicyConfig(str(tmp_path / "out")), tiny.NEVER_SAMPLED)
+        assert torch.equal(again(bundles).logprobs, policy(bundles).logprobs)
+
+
+def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tmp_path):
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"stale": "model.safetensors"}}')
+    policy = load(PolicyConfig(str(tiny.write(tmp_path / "source"))), train=False)
+    for dtype in (torch.bfloat16, torch.float32):  # the second replaces the first
+        export(policy, tmp_path / "out", path, CONTRACT, dtype)
+        names = {p.name for p in (tmp_path / "out").iterdir()}
+        assert names == {p.name for p in path.iterdir()} - {"model.safetensors.index.json"}
+        for name in ("tokenizer.json", "chat_template.jinja", "merges.txt", "generation_config.json"):
+            assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
+        CONTRACT.check(tmp_path / "out")
+        stored = load_file(tmp_path / "out" / "model.safetensors")
+        assert {t.dtype for t in stored.values()} == {dtype}
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        said = {part["dtype"] for part in (config, config["text_config"], config["vision_config"])}
+        assert said == {str(dtype).removeprefix("torch.")}
+    assert not list(tmp_path.glob("out.*"))
+    (path / "model.safetensors.index.json").unlink()
+
+
+def test_a_checkpoint_that_is_nowhere_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(FileNotFoundError, match="no/such/folder: neither a folder nor"):
+        checkpoint_dir("no/such/folder")
+    assert checkpoint_dir(tmp_path) == Path(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+def test_a_single_process_needs_no_group():
+    assert gather(3) == [3] and sum_over_ranks({"a": 1.5}) == mean_over_ranks({"a": 1.5}) == {"a": 1.5}
+    barrier("alone")
+
+
+def both_ranks(path, folder):
+    policy, optimizer = fresh(path)
+    for bundles in (tiny.random_bundles(0)[0], []):
+        optimizer.zero_grad()
+        policy(bundles if rank() == 0 else []).logprobs.sum().backward()
+        optimizer.step()
+    save_state(folder / "state", policy, optimizer, 2, extra={"x": 1})
+    export(policy, folder / "out", path, CONTRACT, file_bytes=60_000)
+
+    resumed, its_optimizer = fresh(path)
+    assert load_state(folder / "state", resumed, its_optimizer) == (2, {"x": 1})
+    for (name, p), q in zip(policy.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local()), name
+        mine, its = optimizer.state[p], its_optimizer.state[q]
+        assert all(torch.equal(mine[k].to_local(), its[k].to_local()) for k in ("exp_avg", "exp_avg_sq"))
+
+    values = {"loss": float(rank()), **({"only_0": 5.0} if rank() == 0 else {"only_1": 7.0})}
+    assert mean_over_ranks(values) == {"loss": 0.5, "only_0": 5.0, "only_1": 7.0}
+    assert sum_over_ranks(values) == {"loss": 1.0, "only_0": 5.0, "only_1": 7.0}
+    assert gather(rank()) == [0, 1]
+    if rank() == 0:
+        with pytest.raises(RuntimeError, match=r"before the step: not all ranks arrived.*\n?.*1"):
+            barrier("before the step", timeout_minutes=1 / 60)
+        (folder / "named").touch()
+    else:
+        time.sleep(2)
+
+
+def test_two_ranks_save_resume_export_and_agree(path, tmp_path):
+    tiny.on_ranks(both_ranks, 2, path, tmp_path)
+    assert (tmp_path / "named").exists()
+    exported = tiny.plain(tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    policy, optimizer = fresh(path)  # one process resumes what two have saved
+    assert load_state(tmp_path / "state", policy, optimizer) == (2, {"x": 1})
+    weights = dict(exported.named_parameters())
+    assert all(torch.equal(p, weights[name]) for name, p in policy.model.named_parameters())
+    assert len(optimizer.state) == len(weights) and all(s["exp_avg"].any() for s in optimizer.state.values())

@@ -1,0 +1,180 @@
+"""A real SGLang server on a CPU: that its tokens, log-probs, images and weights are those of the trainer.
+
+    bash tests/sglang_cpu/install.sh .venv-sglang && python -m pytest -m sglang
+
+SGLANG_VENV names another environment."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_checkpoint
+import torch
+from test_engine import at_once, plain_logprobs, request
+from tiny_checkpoint import MemoryVideos, noise
+from transformers import Qwen3VLForConditionalGeneration
+
+import ask
+import data
+from contract import ContractError
+from data import Task
+from engine import EngineError, SGLang, server_command
+from rollout import RolloutConfig, SubagentConfig, rollout
+
+HERE = Path(__file__).resolve().parent
+VENV = Path(os.environ.get("SGLANG_VENV", HERE.parent / ".venv-sglang"))
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.skipif(not (VENV / "bin/python").exists(), reason=f"no server in {VENV}: tests/sglang_cpu/install.sh"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint.build(tmp_path_factory.mktemp("tiny"), initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return tiny_checkpoint.build(tmp_path_factory.mktemp("other"), seed=1, initializer_range=0.1)
+
+
+@pytest.fixture(scope="module")
+def renderer(checkpoint):
+    return tiny_checkpoint.renderer(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint, renderer):
+    def launch(port: int) -> list[str]:
+        command = server_command(checkpoint, renderer, port)
+        flags = command[command.index("--port") + 2 :]
+        return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
+
+    client = SGLang(checkpoint, renderer, gpus=(0,), launch=launch, start_timeout=240, request_timeout=120)
+    yield client
+    client.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(renderer):
+    """Text only; one, several, and differently shaped images; a second turn whose first was sampled strangely."""
+    made = []
+    for clips in ([], [noise(1)], [noise(6, seed=1)], [noise(2, seed=2, width=96), noise(1, seed=3, height=128)]):
+        ids = renderer.render([{"role": "user", "content": [*clips, "What happens?"]}], generate=True).ids
+        made.append((ids, clips))
+    ids, clips = made[2]
+    spelled = [token for letter in "a cat" for token in renderer.encode(letter)]
+    delta = renderer.continuation([[noise(2, seed=7), "seen"], "nothing"])
+    made.append((ids + spelled + [renderer.end_of_turn] + delta.ids, [*clips, *delta.frames]))
+    return made
+
+
+def gaps(client, model, renderer, prompts, temperature: float) -> list[float]:
+    rows = [request(i, c, seed=s, temperature=temperature) for s, (i, c) in enumerate(prompts)]
+    found = []
+    for row, sample in zip(rows, at_once(client, rows)):
+        start = len(row["ids"]) - 1
+        expected = plain_logprobs(model, renderer, row["ids"] + sample.ids, row["frames"], temperature)[start:]
+        found.append(float((torch.tensor(sample.logprobs) - expected).abs().max()))
+        if temperature == 0:
+            assert len(set(sample.ids)) > 3
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_logprobs_are_the_trainers(client, model, renderer, prompts, temperature):
+    assert max(gaps(client, model, renderer, prompts, temperature)) < 1e-4
+
+
+def test_pixels_change_what_the_server_says(client, renderer, prompts):
+    ids, clips = prompts[4]
+    blank = [type(clip)(np.zeros_like(clip.pixels), clip.times) for clip in clips]
+    seen, unseen = (client.generate(**request(ids, c, temperature=0.0)) for c in (clips, blank))
+    assert abs(seen.logprobs[0] - unseen.logprobs[0]) > 1e-3
+
+
+def test_a_turn_ends_with_its_stop_token_and_returns_it(client, prompts):
+    long = client.generate(**request(*prompts[1], temperature=0.0))
+    stop = long.ids[5]
+    short = client.generate(**request(*prompts[1], temperature=0.0, stop=(stop,)))
+    assert (short.finish, short.ids) == ("stop", long.ids[: long.ids.index(stop) + 1])
+    assert (long.finish, len(long.ids)) == ("length", 24)
+
+
+def test_another_number_of_image_tokens_is_drift(client, renderer, prompts):
+    ids, clips = prompts[1]
+    short = list(ids)
+    short.remove(renderer.image_pad)
+    with pytest.raises(ContractError, match="differ from position"):
+        client.generate(**request(short, clips))
+
+
+def test_a_request_that_the_server_refuses_is_an_error_at_once(client, prompts):
+    ids, clips = prompts[0]
+    with pytest.raises(EngineError, match="refuses"):
+        client.generate(**request(ids, clips, max_new_tokens=10**6))
+
+
+def doctor(monkeypatch, client, checkpoint, toy_dir) -> int:
+    video = sorted((toy_dir / "videos").glob("*.mp4"))[0]
+    given = ["--model", str(checkpoint), "--video", str(video), "--url", client.urls[0], "--k", "4"]
+    monkeypatch.setattr("sys.argv", ["rollout.py", "doctor", *given])
+    return ask.main()
+
+
+def test_the_doctor_finds_the_server_healthy(client, checkpoint, toy_dir, monkeypatch, capsys):
+    assert doctor(monkeypatch, client, checkpoint, toy_dir) == 0, capsys.readouterr().out
+
+
+def test_new_weights_serve_the_next_sample_pixels_included(client, model, renderer, prompts, checkpoint, other):
+    """The vision tower changes too: features of the old one must not be served from a cache."""
+    there = Qwen3VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
+    client.update_weights(other, 1)
+    assert max(gaps(client, there, renderer, prompts, 1.0)) < 1e-4
+    assert client.generate(**request(*prompts[2])).version == 1
+    client.update_weights(checkpoint, 2)
+    assert max(gaps(client, model, renderer, prompts, 1.0)) < 1e-4
+
+
+def test_the_doctor_notices_a_server_with_other_weights(client, checkpoint, other, toy_dir, monkeypatch, capsys):
+    client.update_weights(other, 3)
+    assert doctor(monkeypatch, client, checkpoint, toy_dir) == 1
+    assert "FAIL  engine and trainer agree" in capsys.readouterr().out
+
+
+def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, other, prompts):
+    """The server that replaces it serves the weights of the last update, not those of its checkpoint."""
+    client.update_weights(other, 4)
+    there = Qwen3VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
+    killed = []
+
+    def kill(episode):
+        if not killed:
+            killed.append(client._servers[0].process.pid)
+            os.killpg(killed[0], signal.SIGKILL)
+
+    call = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 20}}</tool_call>'
+    tasks = [Task(f"t{i}", f"What happens? {call}", ("/v.mp4",), "oe", "") for i in range(8)]
+    cfg = RolloutConfig(concurrency=4, max_new_tokens=48, temperature=1.0, subagents=SubagentConfig(max_new_tokens=16))
+    common = {"engine": client, "renderer": renderer, "videos": MemoryVideos(), "progress": False}
+    groups = rollout(tasks, [4] * 8, 2, cfg=cfg, on_episode=kill, **common)
+    episodes = [episode for group in groups for episode in group.episodes]
+    assert killed and client.restarts == 1 and not any(e.error for e in episodes)
+    for episode in episodes:
+        main = episode.main
+        expected = plain_logprobs(there, renderer, main.ids, main.frames, 1.0)
+        sampled = torch.tensor(main.mask[1:], dtype=torch.bool)
+        assert torch.allclose(torch.tensor(main.logprobs[1:])[sampled], expected[sampled], atol=1e-4, rtol=0)
+        assert {v for v, m in zip(main.versions, main.mask) if m} == {4}
+        assert (
+            main.ids[: main.prompt_length]
+            == renderer.render(data.main_messages(episode.task, main.frames[:1], True), cfg.schemas, generate=True).ids
+        )

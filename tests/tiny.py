@@ -1,0 +1,170 @@
+"""A tiny random Qwen3-VL without a tokenizer, random bundles, and plain transformers as the oracle of log-probs."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+from contract import patchify
+from data import Bundle
+from distributed import init_distributed
+from video import Frames
+
+# An odd vocabulary: two ranks hold different numbers of its rows.
+VOCABULARY, IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 129, 120, 121, 122, 123
+NEVER_SAMPLED = (IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
+
+
+def write(path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None) -> Path:
+    """A checkpoint of random weights, large enough that attention is far from uniform."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    } | (text or {})
+    tower = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": sizes["hidden_size"],
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    } | (vision or {})
+    config = Qwen3VLConfig(
+        text_config=sizes,
+        vision_config=tower,
+        image_token_id=IMAGE_PAD,
+        video_token_id=VIDEO_PAD,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter *= 4
+            else:  # norms and biases that do nothing would hide a weight that was not loaded
+                parameter += 0.1 * torch.randn_like(parameter)
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(path)
+    return path
+
+
+def plain(path: Path, attention: str = "eager") -> Qwen3VLForConditionalGeneration:
+    return Qwen3VLForConditionalGeneration.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
+
+
+@dataclass
+class Piece:
+    """A prompt or a suffix with the frames among its tokens."""
+
+    ids: list[int]
+    clips: list[Frames]
+
+
+def piece(rng: np.random.Generator, length: int, images: int) -> Piece:
+    """`length` text tokens, with images of different sizes between them."""
+    ids, clips = rng.integers(2, IMAGE_PAD, length).tolist(), []
+    for at in sorted(rng.integers(0, length + 1, images).tolist(), reverse=True):
+        rows, columns = rng.integers(2, 4, 2).tolist()  # at least 64 px a side: with 32, M-RoPE is degenerate
+        pixels = rng.integers(0, 256, (1, 32 * rows, 32 * columns, 3), dtype=np.uint8)
+        clips.insert(0, Frames(pixels, (0.0,)))
+        ids[at:at] = [VISION_START, *[IMAGE_PAD] * (rows * columns), VISION_END]
+    return Piece(ids, clips)
+
+
+def bundle(
+    rng: np.random.Generator, prompt: tuple[int, int], suffixes: list[tuple[int, int]]
+) -> tuple[Bundle, list[Piece]]:
+    """A bundle from (text tokens, images) of its prompt and suffixes, and each row unpacked."""
+    start, ends = piece(rng, *prompt), [piece(rng, *sizes) for sizes in suffixes]
+    masks = []
+    for end in ends:
+        mask = [int(token < IMAGE_PAD and rng.random() < 0.7) for token in end.ids]
+        if mask and not start.ids:
+            mask[0] = 0
+        masks.append(mask)
+    frames = [clip for p in (start, *ends) for clip in p.clips]
+    rows = [Piece(start.ids + end.ids, start.clips + end.clips) for end in ends]
+    return Bundle(start.ids, [end.ids for end in ends], masks, frames), rows
+
+
+def random_bundles(seed: int, images: bool = True) -> tuple[list[Bundle], list[list[Piece]]]:
+    rng = np.random.default_rng(seed)
+
+    def some(limit):
+        return int(rng.integers(0, limit + 1)) if images else 0
+
+    made = []
+    for _ in range(rng.integers(1, 4)):
+        suffixes = [(int(rng.integers(0, 14)), some(1)) for _ in range(rng.integers(1, 5))]
+        made.append(bundle(rng, (int(rng.integers(0, 20)), some(3)), suffixes))
+    return [b for b, _ in made], [rows for _, rows in made]
+
+
+def padded_logits(model, rows: list[Piece]) -> list[torch.Tensor]:
+    """Plain transformers on the rows as a right-padded batch -> logits [length, V] of each."""
+    width = max(len(row.ids) for row in rows)
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.ids)] = torch.tensor(row.ids, dtype=torch.long)
+        mask[i, : len(row.ids)] = 1
+    media = {}
+    if clips := [clip for row in rows for clip in row.clips]:
+        pixels, grid = patchify(clips)
+        media = {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.from_numpy(grid)}
+    types = (ids == IMAGE_PAD).int()
+    logits = model(input_ids=ids, attention_mask=mask, mm_token_type_ids=types, use_cache=False, **media).logits
+    return [logits[i, : len(row.ids)] for i, row in enumerate(rows)]
+
+
+def padded_scores(model, bundles, rows_of, temperature: float = 1.0, banned=NEVER_SAMPLED):
+    """What `policy(bundles)` must return, from unpacked rows and a softmax over a vocabulary without `banned`."""
+    allowed = [token for token in range(VOCABULARY) if token not in banned]
+    column = {token: i for i, token in enumerate(allowed)}
+    logprobs, entropies = [torch.zeros(0)], [torch.zeros(0)]
+    for b, rows in zip(bundles, rows_of):
+        rows = [row if row.ids else Piece([0], []) for row in rows]
+        for suffix, mask, logits in zip(b.suffixes, b.masks, padded_logits(model, rows)):
+            wanted = [j for j, m in enumerate(mask) if m]
+            before = [len(b.prompt) + j - 1 for j in wanted]
+            log = torch.log_softmax(logits[before][:, allowed] / temperature, -1)
+            logprobs.append(log[range(len(wanted)), [column[suffix[j]] for j in wanted]])
+            entropies.append(-(log.exp() * log).sum(-1))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def on_ranks(work, world: int, *args) -> None:
+    """Run `work(*args)` on `world` gloo ranks, each a process; an exception of one fails the caller."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (world, port, work, args), nprocs=world)
+
+
+def _rank(rank: int, world: int, port: int, work, args) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    assert init_distributed(timeout_minutes=2) == (rank, world)
+    work(*args)
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,101 @@
+"""An untrained Qwen3-VL with a tokenizer and chat template, and in-memory videos: what the rollout's tests stand on."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+import data
+import toy
+from contract import Renderer, VisualContract, load_tokenizer
+from engine import Sample
+from tools import TOOLS
+from video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
+
+# Four tokens per frame: with one, M-RoPE positions are plain ones and prove nothing.
+CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)
+
+
+def build(path: Path, contract: VisualContract = CONTRACT, seed: int = 0, **sizes) -> Path:
+    texts = [data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, toy.CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
+    toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, **sizes)
+    return path
+
+
+def renderer(path: Path, contract: VisualContract = CONTRACT) -> Renderer:
+    return Renderer(load_tokenizer(path), contract)
+
+
+def noise(count: int, seed: int = 0, width: int = 64, height: int = 64) -> Frames:
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+    return Frames(pixels, tuple(map(float, range(count))))
+
+
+class MemoryVideos:
+    """`video.Videos` without files: a video is its name; names that begin with "bad" cannot be decoded."""
+
+    def __init__(self, duration: float = 60.0, fps: float = 2.0, size: tuple[int, int] = (64, 64)):
+        self.duration, self.times, self.size = duration, np.arange(int(duration * fps)) / fps, size
+        self.opened, self._cache = [], {}
+
+    def info(self, path: str) -> VideoInfo:
+        self.opened.append(path)
+        if Path(path).name.startswith("bad"):
+            raise VideoError(path, "is not a video")
+        return VideoInfo(path, *self.size, self.times, self.duration)
+
+    def frames(self, path: str, indices: list[int], size: tuple[int, int]) -> Frames:
+        self.info(path)
+        key = (path, tuple(indices), size)
+        if key not in self._cache:
+            seed = hash(key) % 2**32
+            self._cache[key] = noise(len(indices), seed, *size).pixels
+        return Frames(self._cache[key], tuple(self.times[list(indices)].tolist()))
+
+    def overview(self, path: str, k: int, size_rule) -> Frames:
+        return self.frames(path, uniform_indices(len(self.times), k), size_rule(*self.size))
+
+    def window(self, path, start, end, size_rule, fps=1.0, min_frames=1, max_frames=16) -> Frames:
+        return self.frames(
+            path, window_indices(self.times, start, end, fps, min_frames, max_frames), size_rule(*self.size)
+        )
+
+
+class Scripted:
+    """An engine that says what `reply` returns (text, or ids): `reply(prompt_text, seed)`. It keeps what it was asked."""
+
+    version = 0
+
+    def __init__(self, renderer: Renderer, reply, latency: float = 0.0):
+        self.renderer, self.reply, self.latency = renderer, reply, latency
+        self.asked, self.expected, self.least_expected = [], 0, 0
+        self._lock = threading.Lock()
+
+    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
+        with self._lock:
+            self.asked.append((tuple(ids), seed))
+        time.sleep(self.latency)
+        said = self.reply(self.renderer.decode(ids), seed)
+        said = self.renderer.tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else list(said)
+        ends = [i for i, token in enumerate(said) if token in stop]
+        said = said[: ends[0] + 1] if ends else said
+        finish = "stop" if ends and len(said) <= max_new_tokens else "length"
+        said = said[:max_new_tokens]
+        return Sample(said, [-1.0] * len(said), finish, self.version)
+
+    def expect(self, change: int) -> None:
+        with self._lock:
+            self.expected += change
+            self.least_expected = min(self.least_expected, self.expected)
+
+    def update_weights(self, path, version) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        pass
+
+
+def is_subagent(prompt: str) -> bool:
+    return data.SUBAGENT_SYSTEM in prompt
