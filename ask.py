@@ -76,8 +76,7 @@ def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **mor
     """Everything an agent needs, from the checkpoint's own contract."""
     import torch
 
-    saved = Path(args.model) / "visual.json"
-    contract = VisualContract(**json.loads(saved.read_text("utf-8"))) if saved.exists() else VisualContract()
+    contract = VisualContract.load(args.model)
     contract.check(args.model)
     renderer = Renderer(load_tokenizer(args.model), contract)
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")

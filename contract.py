@@ -100,6 +100,11 @@ class VisualContract:
         """The image processor's limits under which our frames pass unchanged (Qwen names areas "edges")."""
         return {"shortest_edge": self.frame_pixels, "longest_edge": max(16_777_216, self.frame_pixels)}
 
+    @classmethod
+    def load(cls, checkpoint: str | Path) -> "VisualContract":
+        """The contract that a checkpoint carries; the default one of a stock checkpoint."""
+        return cls(**(_read_json(Path(checkpoint) / "visual.json") or {}))
+
     def save(self, checkpoint: str | Path) -> None:
         """Write the contract beside the weights, and the same limits where transformers and SGLang read them."""
         checkpoint = Path(checkpoint)

@@ -41,7 +41,7 @@ from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLF
 from contract import patchify
 from data import Bundle
 from distributed import checkpoint_dir, device
-from packing import KeyLayout, group_packed_attention, pack_bundles, pick_kernel, rope_positions  # noqa: F401
+from packing import KeyLayout, group_packed_attention, pack_bundles, pick_kernel
 from video import Frames
 
 # Keep the inputs, compute the rest again in the backward pass; nothing here draws random numbers.

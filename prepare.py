@@ -34,19 +34,22 @@ THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.S)
 # ------------------------------------------------------------------------------------------------ check
 
 
-def check(target: str, model: str, decode: bool, tools: list[dict]) -> int:
+def check(target: str, model: str, decode: bool) -> int:
     """Print the truth about a data file, or about all files of a run's config."""
+    from tools import TOOLS
+
+    names = ["crop_video"]
     if target.endswith((".yaml", ".yml")):
         tree = config.read_tree(Path(target))
         cfg = config.build(DataConfig, tree.get("data") or {}, "data.")
         contract = config.build(VisualContract, tree.get("visual") or {}, "visual.")
         model = model or (tree.get("policy") or {}).get("checkpoint", "")
+        names = tree.get("tools", names)
     else:
-        cfg, contract = DataConfig(sources=(Source(target),)), VisualContract()
-        saved = Path(model) / "visual.json"
-        if model and saved.exists():
-            contract = VisualContract(**json.loads(saved.read_text()))
+        cfg = DataConfig(sources=(Source(target),))
+        contract = VisualContract.load(model) if model else VisualContract()
     renderer = Renderer(load_tokenizer(model), contract) if model else None
+    tools = [TOOLS[name].schema for name in names]
     problems = 0
     with Videos() as videos:
         for source in cfg.sources:
@@ -327,9 +330,7 @@ def main() -> int:
             return materialize(args.root, args.parquet_dir, args.output_dir)
         if args.command == "parallelize":
             return parallelize(args.source, args.target, args.summaries)
-        from tools import TOOLS
-
-        return check(args.target, args.model, args.decode, [tool.schema for tool in TOOLS.values()])
+        return check(args.target, args.model, args.decode)
     except (config.ConfigError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

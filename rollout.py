@@ -412,8 +412,7 @@ def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
 
 
 def load(path: str | Path, videos: Videos | None = None, contract: VisualContract | None = None) -> list[Episode]:
-    """The episodes of a file. With videos, their frames are decoded again, for training or checks; without, there are
-    none."""
+    """The episodes of a file. With videos, their frames are decoded again; without, there are none."""
     return [_episode(json.loads(line), videos, contract) for line in Path(path).read_text("utf-8").splitlines()]
 
 

@@ -153,10 +153,12 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
     rng, reached, unfinished = random.Random(0), 0, 0
     command = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)]
     root = Path(__file__).parent.parent
-    for _ in range(3):
+    for attempt in range(20):
         process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
         assert process.stdout.readline() == "ready\n"
-        time.sleep(rng.uniform(0.1, 0.5))
+        while not (tmp_path / f"step-{reached + 1:08d}").exists():  # a busy machine may be slow to get here
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)
         process.wait()
         unfinished += any(p.suffix for p in tmp_path.iterdir())
@@ -167,7 +169,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
             state = optimizer.state[p]
             assert (p == step).all() and (state["exp_avg"] == step).all() and (state["exp_avg_sq"] == step).all()
         reached = step
-    assert unfinished, "no kill fell into a save: make the states larger"
+        if attempt >= 2 and unfinished:
+            return
+    raise AssertionError("no kill fell into a save: make the states larger")
 
 
 # ------------------------------------------------------------------------------------------------ exports

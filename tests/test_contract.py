@@ -256,3 +256,9 @@ def test_random_ids_have_offsets_too(renderer):
         assert len(spans) == 30 and all(a <= b for a, b in spans)
         # Broken bytes decode differently alone and together; the clean tokens still tile the text in order.
         assert [a for a, _ in spans] == sorted(a for a, _ in spans)
+
+
+def test_a_checkpoint_tells_its_contract(tmp_path):
+    assert VisualContract.load(tmp_path) == VisualContract()  # a stock checkpoint
+    VisualContract(frame_pixels=4096, crop_fps=2.0).save(tmp_path)
+    assert VisualContract.load(tmp_path) == VisualContract(frame_pixels=4096, crop_fps=2.0)

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 import config
 import sft
 from contract import Renderer, VisualContract, load_tokenizer, patchify
-from data import Bundle
+from data import Bundle, Rows, main_messages, overview, parse_task
+from engine import open_engine
 from policy import load
 from sft import KINDS, SFTConfig, accumulate, target_kinds
 
@@ -187,6 +188,33 @@ def test_the_exported_policy_is_a_checkpoint_like_any_other(uninterrupted, toy_d
     assert any((after[name] != value).any() for name, value in before.items())
     assert plain.lm_head.weight is plain.model.language_model.embed_tokens.weight
     assert load_tokenizer(uninterrupted / "model").encode("<answer>red") == load_tokenizer(toy_dir / "model").encode("<answer>red")  # fmt: skip
+
+
+def test_the_exported_policy_answers_as_in_plain_transformers(uninterrupted, videos, toy_dir):
+    """Greedy, through the project's own prompts and engine on one side, and transformers' `generate` on the other."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    model = uninterrupted / "model"
+    renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
+    plain, engine = Qwen3VLForConditionalGeneration.from_pretrained(model).eval(), open_engine(model, renderer)
+    for i in range(4):
+        task = parse_task(Rows(toy_dir / "test.parquet")[i], f"test:{i}", toy_dir)
+        frames = overview(task, 8, videos, renderer.contract)
+        prompt = renderer.render(main_messages(task, frames, False), generate=True).ids
+        ours = engine.generate(prompt, frames, max_new_tokens=24, temperature=0.0, seed=0)
+        pixels, grid = map(torch.from_numpy, patchify(frames))
+        ids = torch.tensor([prompt])
+        theirs = plain.generate(
+            input_ids=ids,
+            mm_token_type_ids=(ids == renderer.image_pad).int(),
+            pixel_values=pixels,
+            image_grid_thw=grid,
+            suppress_tokens=renderer.never_sampled,
+            max_new_tokens=24,
+            do_sample=False,
+        )
+        assert theirs[0, len(prompt) :].tolist() == ours.ids
+    engine.close()
 
 
 def test_two_processes_have_the_losses_of_one(uninterrupted, toy_dir, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ class MemoryVideos:
         self.info(path)
         key = (path, tuple(indices), size)
         if key not in self._cache:
-            seed = hash(key) % 2**32
+            seed = zlib.crc32(repr(key).encode())
             self._cache[key] = noise(len(indices), seed, *size).pixels
         return Frames(self._cache[key], tuple(self.times[list(indices)].tolist()))
 
