@@ -24,7 +24,7 @@ import numpy as np
 
 import config
 from contract import Renderer, VisualContract, load_tokenizer
-from data import Clip, DataConfig, Dialogue, RowError, Rows, Source, encode_dialogue, parse_dialogue, parse_task
+from dataset import Clip, DataConfig, Dialogue, RowError, Rows, Source, encode_dialogue, parse_dialogue, parse_task
 from video import Frames, VideoError, Videos, uniform_indices, window_indices
 
 MEDIA_KEYS = ("video", "video_url", "image", "image_url", "url")

@@ -31,7 +31,8 @@ import torch
 
 import config
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
-from data import Bundle, DataConfig, Dataset, Dialogue, RowError, encode_dialogue, pack, parse_dialogue
+from data import Bundle
+from dataset import DataConfig, Dataset, Dialogue, RowError, encode_dialogue, pack, parse_dialogue
 from distributed import checkpoint_dir, export, gather, init_distributed, load_state, print0, save_state, sum_over_ranks
 from plan import Plan, PlanError, plan_training
 from policy import OptimConfig, PolicyConfig, clip_gradients, load, make_optimizer, set_lr

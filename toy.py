@@ -169,7 +169,8 @@ def call(start: float, end: float, tag: str = "tool_call") -> str:
 
 def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main") -> dict:
     """A trajectory with tools, or a direct answer; each turn breaks the format with probability p_loose."""
-    k, cue = rng.choice(OVERVIEWS), draw_cue(rng, flash)
+    # With tools, small overviews prevail: only where the overview shows nothing must the reports be read.
+    k, cue = rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if agent == "main" else None)[0], draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(flash, cue)}]}]
 

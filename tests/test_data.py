@@ -17,18 +17,15 @@ from PIL import Image
 
 import prepare
 from contract import Renderer, VisualContract
-from data import (
+from data import Task, draw_frames, main_messages, overview
+from dataset import (
     Clip,
     DataConfig,
     Dataset,
     RowError,
     Rows,
     Source,
-    Task,
-    draw_frames,
     encode_dialogue,
-    main_messages,
-    overview,
     pack,
     parse_dialogue,
     parse_task,

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 import config
 import sft
 from contract import Renderer, VisualContract, load_tokenizer, patchify
-from data import Bundle, Rows, main_messages, overview, parse_task
+from data import Bundle, main_messages, overview
+from dataset import Rows, parse_task
 from engine import open_engine
 from policy import load
 from sft import KINDS, SFTConfig, accumulate, target_kinds

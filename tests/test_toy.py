@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import toy
-from data import Rows, parse_dialogue, parse_task
+from dataset import Rows, parse_dialogue, parse_task
 
 
 def flashes(count, seed=0):

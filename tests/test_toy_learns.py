@@ -11,7 +11,7 @@ import pytest
 import rewards
 import toy
 from contract import Renderer, load_tokenizer
-from data import Rows, parse_task
+from dataset import Rows, parse_task
 from engine import open_engine
 from rollout import RolloutConfig, rollout
 from video import Videos
