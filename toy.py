@@ -173,6 +173,7 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
     k, cue = rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if agent == "main" else None)[0], draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(flash, cue)}]}]
+    shown = report(flash, [flash.start])  # in a sub-agent's words: what is to be learned here is to read them
 
     def say(text: str) -> None:
         messages.append({"role": "assistant", "content": text})
@@ -185,7 +186,7 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
 
     if rng.random() >= p_tool:
         seen = flash.visible(overview_times(flash, k))
-        answer("I see a flash." if seen else "I see no flash.")
+        answer(f"I see it.\n{shown}" if seen else "I see no flash.")
         return {"messages": json.dumps(messages), "agent": agent}
 
     thought = "Let me look closer."
@@ -206,7 +207,7 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
     reports = [report(flash, crop_times(flash, *w)) for w in crops]
     text = "\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in reports)
     messages.append({"role": "user", "content": text})
-    answer("A clip shows the flash.")
+    answer(f"A clip shows it.\n{shown}")
     return {"messages": json.dumps(messages), "agent": agent}
 
 
