@@ -71,7 +71,7 @@ class RewardConfig:
     """`sampled` leaves out the forced prefix, as the released code did (its <think> is invisible then)."""
     open_answer: Literal["f1", "exact", "judge"] = "f1"
     untagged_answer: bool = False
-    """Accept the last turn's text as the answer if it has no <answer>. Off in training; its use is stated."""
+    """Without an <answer>, accept what follows "the answer is". Off in training, but for runs that say so."""
     judge: Judge = field(default_factory=Judge)
 
     def __post_init__(self):
@@ -92,8 +92,8 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, 
     if spam := tag_spam(turns):
         return {"reward": 0.0, "acc": 0.0, "fmt": 0.0, "tool": 0.0, "anchor": 0.0, "strict": 0.0, f"spam_{spam}": 1.0}
     answer = final_answer(turns)
-    if answer is None and cfg.untagged_answer:
-        answer = TAG.sub(" ", turns[-1]).replace(END_OF_TURN, "").strip() if turns else None
+    if answer is None and cfg.untagged_answer and turns:
+        answer = untagged_answer(turns[-1])
     acc = accuracy(answer, episode.task, cfg)
     anchor = anchor_reward(turns, cfg.anchor)
     parsed = {call.turn for call in episode.calls if call.error != "unparseable"}
@@ -136,6 +136,12 @@ def final_answer(turns: list[str]) -> str | None:
         if found := ANSWER.findall(turn):
             return found[-1].strip()
     return None
+
+
+def untagged_answer(turn: str) -> str | None:
+    """What follows the last "answer is" or "answer:" on its line."""
+    found = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", turn.replace(END_OF_TURN, ""), re.I | re.S)
+    return found[1] if found else None
 
 
 # ------------------------------------------------------------------------------------------------ R_acc

@@ -34,7 +34,7 @@ from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Bundle
 from dataset import DataConfig, Dataset, Dialogue, RowError, encode_dialogue, pack, parse_dialogue
 from distributed import checkpoint_dir, export, gather, init_distributed, load_state, print0, save_state, sum_over_ranks
-from plan import Plan, PlanError, plan_training
+from plan import Plan, PlanError, plan_training, training_seconds
 from policy import OptimConfig, PolicyConfig, clip_gradients, load, make_optimizer, set_lr
 from tools import TOOLS
 from video import VideoError, Videos
@@ -270,6 +270,8 @@ def dry_run(cfg: SFTConfig) -> int:
     """The memory plan, then the data; exit status 1 if the run could not start."""
     memory = memory_plan(cfg, cfg.gpus)
     print(memory.table(cfg.gpu_gib))
+    seconds = training_seconds(cfg.policy, cfg.gpus, cfg.gpus * cfg.pack_tokens)
+    print(f"one full micro-batch on every GPU: about {seconds:.1f} s (H100, 30 % of its peak)")
     memory.check(cfg.gpu_gib)
     dataset = Dataset(cfg.data, parse_dialogue)
     first = dataset.batch(0, cfg.batch_rows)

@@ -147,6 +147,14 @@ def test_accuracy_only_pays_nothing_else_and_f_is_logged_all_the_same():
     assert struct["reward"] == pytest.approx(1 + 0.8) and struct["fmt"] == pytest.approx(1.0)
 
 
+def test_an_untagged_answer_counts_only_where_the_config_says_so():
+    said = f"<think>\nI see it.\nThe answer is A. No, the answer is B.{END_OF_TURN}"
+    lenient = RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True)
+    assert earned([said])["acc"] == 0 and earned([said], cfg=lenient)["acc"] == 1
+    assert earned([DONE.replace("B<", "A<").replace("shows", "answer is B: shows")], cfg=lenient)["acc"] == 0
+    assert earned([f"I do not know.{END_OF_TURN}"], cfg=lenient)["acc"] == 0
+
+
 def test_the_plain_weights_without_the_answer_suffix():
     parts = earned([DONE], cfg=RewardConfig(answer_suffix=False, anchor=Anchor(credit="off")))
     assert parts["reward"] == pytest.approx(1 + 0.3 + 0.2 + 0.1 + 0.1)

@@ -23,6 +23,7 @@ from contract import Renderer, VisualContract, load_tokenizer, patchify
 from data import Bundle, main_messages, overview
 from dataset import Rows, parse_task
 from engine import open_engine
+from plan import PlanError
 from policy import load
 from sft import KINDS, SFTConfig, accumulate, target_kinds
 
@@ -297,6 +298,26 @@ def test_what_cannot_run_says_so(toy_dir, tmp_path, change, says):
     with pytest.raises((ValueError, FileNotFoundError)) as error:
         sft.main(config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, **change)))
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*sft*.yaml")), ids=lambda path: path.stem)
+def test_every_config_loads(path):
+    assert config.load(SFTConfig, path).run.startswith("runs/")
+
+
+def test_a_dry_run_plans_the_8b_model_for_the_node_and_names_what_is_missing(capsys):
+    cfg = config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml")
+    with pytest.raises(FileNotFoundError, match="paravt_sft_charades_12k4.parquet: no such data file"):
+        sft.dry_run(cfg)
+    told = capsys.readouterr().out
+    assert "training, each of 8 GPUs" in told and "GiB of 80" in told
+    with pytest.raises(PlanError, match="do not fit into 24 GiB. What helps most: "):
+        sft.dry_run(config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["gpu_gib=24"]))
+
+
+def test_a_dry_run_of_the_toy_counts_its_rows(toy_dir, tmp_path, capsys):
+    assert sft.dry_run(config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))) == 0
+    assert "data: 420 rows, 420 per epoch; 4 of the first 4 are usable" in capsys.readouterr().out
 
 
 def test_a_mistake_ends_the_script_with_one_line_and_not_with_a_traceback(toy_dir, tmp_path):
