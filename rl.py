@@ -490,7 +490,8 @@ def dry_run(cfg: RLConfig) -> int:
     """The memory plan of trainer and engine, then the data; exit status 1 if the run could not start."""
     training = plan_training(cfg.policy, cfg.gpus, cfg.train_tokens, cfg.train_tokens, reference=cfg.kl > 0)
     rows = min(cfg.rollout.concurrency, cfg.batch_tasks * cfg.group_size)
-    context = min(cfg.rollout.max_context, cfg.visual.overview_frames * 80 + 2 * cfg.rollout.max_new_tokens)
+    # A group shares its prompt's keys (about 80 tokens a frame); each episode is given two full turns.
+    context = cfg.visual.overview_frames * 80 // cfg.group_size + 2 * cfg.rollout.max_new_tokens
     plans = [training, *([plan_engine(cfg.policy, len(cfg.rollout.gpus), rows, context)] if cfg.rollout.gpus else [])]
     for plan in plans:
         print(plan.table(cfg.gpu_gib))

@@ -357,6 +357,14 @@ def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
         config.load(RLConfig, path)
 
 
+def test_a_dry_run_plans_trainer_and_engine_for_the_node(capsys):
+    cfg = config.load(RLConfig, REPO / "configs" / "paragrpo_8b.yaml", ["policy.checkpoint=Qwen/Qwen3-VL-8B-Instruct"])
+    with pytest.raises(FileNotFoundError, match="paravt_rl_diverse_4k4.parquet: no such data file"):
+        rl.dry_run(cfg)
+    told = capsys.readouterr().out
+    assert "training, each of 7 GPUs" in told and "reference policy" in told and "engine, each of 1 GPUs" in told
+
+
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*grpo*.yaml")), ids=lambda path: path.stem)
 def test_every_config_loads(path):
     assert config.load(RLConfig, path).run.startswith("runs/")
