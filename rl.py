@@ -7,16 +7,9 @@
 A step: B tasks -> one K each (nFrames gating) -> G episodes each -> rewards -> advantages -> loss -> AdamW -> weights to
 the engine. RUN/metrics.jsonl, RUN/episodes/ (what was said), RUN/state/ (to resume from), RUN/model/ (the result).
 
-    A_i    = (R_i - mean_group R) / max(std_group R, floor)                    group-normalised advantage of episode i
-    A_i,t  = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]                   Selective Anchoring (credit: struct)
-    l_i,t  = -w * min(r A, clip(r, 1 - eps, 1 + eps_high) A) + beta * KL       r = pi / pi_prox, w = pi_prox / pi_behaviour
-    KL     = exp(d) - d - 1, d = log pi_ref - log pi                           (k3; the release puts its KL into the reward)
-    L      = sum of l over all sampled tokens of all ranks / their number      (aggregation: token)
+The equations are in grpo.py; plain GRPO is the same loop without anchor, prefix and gating.
 
-With one minibatch per batch (the paper), pi_prox is pi itself, so r = 1 and the clip is inert; with more, pi_prox is
-computed before the first update. Tokens with w above `behaviour_cap` are left out, as in the release.
-
-Deliberately missing: a value model, rewards on parts of an episode, generation that overlaps training.
+Deliberately missing: generation that overlaps training.
 """
 
 import math
@@ -29,12 +22,11 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 import config
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
-from data import Bundle, Episode, Group, Trajectory, draw_frames
-from dataset import DataConfig, Dataset, RowError, pack, parse_task
+from data import Group, draw_frames
+from dataset import DataConfig, Dataset, RowError, parse_task
 from distributed import (
     barrier,
     checkpoint_dir,
@@ -47,15 +39,16 @@ from distributed import (
     sum_over_ranks,
 )
 from engine import Engine, EngineError, open_engine
+from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
 from plan import PlanError, plan_engine, plan_training
-from policy import OptimConfig, Policy, PolicyConfig, Scores, clip_gradients, load, make_optimizer, set_lr
-from rewards import JudgeError, RewardConfig, score, structural_mask
+from policy import OptimConfig, Policy, PolicyConfig, clip_gradients, load, make_optimizer, set_lr
+from rewards import JudgeError, RewardConfig, score
 from rollout import RolloutConfig, dump, rollout
 from video import Videos
 
 
-@dataclass(frozen=True)
-class RLConfig:
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(GRPOConfig):
     """One RL run."""
 
     run: str
@@ -64,32 +57,14 @@ class RLConfig:
     """Where the policy starts; the reference of the KL is the same checkpoint."""
     data: DataConfig
     visual: VisualContract = VisualContract()
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
     optim: OptimConfig = OptimConfig()
     gating: tuple[int, ...] = (4, 8, 16, 32, 64)
     """nFrames gating: K is drawn from these, once per task and epoch. [] switches it off: visual.overview_frames."""
     steps: int = 54
     batch_tasks: int = 56
     """B: tasks of a step, over all ranks."""
-    group_size: int = 8
-    """G: episodes per task."""
-    kl: float = 0.01
-    """beta; 0 loads no reference."""
-    clip: float = 0.2
-    clip_high: float | None = None
-    """eps_high; null: the same as clip."""
-    std_floor: float = 1e-3
-    """A group whose rewards vary less is flat. Fractional rewards leave a residue of rounding."""
-    normalise: Literal["group", "mean", "batch"] = "group"
-    """group: mean and std of the group; mean: its mean alone; batch: group, then mean and std of the batch."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """token: mean over all tokens; sequence: mean over episodes of their tokens' mean."""
     minibatches: int = 1
     """Updates per batch."""
-    behaviour_cap: float = 5.0
-    train_tokens: int = 16_384
-    """Tokens of a micro-batch. A group over it is split, and its prompt repeated."""
     gap_limit: float = 0.5
     """The first batch stops the run if log pi of trainer and engine differ more than this on average."""
     save_every: int = 10
@@ -250,128 +225,7 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig)
     return lost
 
 
-# ------------------------------------------------------------------------------------------------ advantages
-
-
-def group_advantage(rewards: Sequence[float], floor: float, by_std: bool = True) -> np.ndarray:
-    """A_i = (R_i - mean R) / max(std R, floor); all 0 where the group is flat. The std is the sample's (G - 1)."""
-    r = np.asarray(rewards, np.float64)  # [G]
-    spread = r.std(ddof=1) if len(r) > 1 else 0.0
-    if spread < floor:
-        return np.zeros(len(r))
-    return (r - r.mean()) / (spread if by_std else 1.0)
-
-
-@dataclass
-class Lesson:
-    """A bundle, and what the loss needs of each of its N target tokens."""
-
-    bundle: Bundle
-    advantage: np.ndarray  # float32 [N]
-    behaviour: np.ndarray  # float32 [N]: the engine's log-probs
-    weight: np.ndarray  # float32 [N]: share in the mean over the batch
-    anchor: np.ndarray  # float32 [N]: share in the objective of credit `logp`
-
-
-def make_lessons(groups: Sequence[Group], renderer: Renderer, cfg: RLConfig) -> list[Lesson]:
-    """Advantages of this rank's groups, and their bundles. Normalisers are those of all ranks.
-
-    A group is left out if nothing in it can be learned: R and R_anchor are flat, and no KL pulls. Its tokens still count
-    in the mean."""
-    anchor = cfg.reward.anchor
-    ran = [[e for e in group.episodes if not e.error] for group in groups]
-    advantages = [
-        group_advantage([e.reward["reward"] for e in es], cfg.std_floor, cfg.normalise != "mean") for es in ran
-    ]
-    anchors = [group_advantage([e.reward["anchor"] for e in es], cfg.std_floor) for es in ran]
-    if cfg.normalise == "batch":
-        everyone = np.concatenate([a for rank in gather(advantages) for a in rank] or [np.zeros(1)])
-        advantages = [(a - everyone.mean()) / max(everyone.std(), cfg.std_floor) for a in advantages]
-
-    spoken = [[learned(e, cfg) for e in es] for es in ran]  # per group and episode: trajectories in the loss
-    every = [t for es in spoken for ts in es for t in ts]
-    tidy = sum(e.reward["strict"] for es in ran for e in es)
-    mine = {"tokens": sum(sum(t.mask) for t in every), "agents": len(every), "tidy": tidy}
-    total = sum_over_ranks({name: float(value) for name, value in mine.items()})
-
-    lessons = []
-    for es, a, r, trajectories in zip(ran, advantages, anchors, spoken):
-        if not (a.any() or (anchor.credit == "struct" and r.any()) or (anchor.credit == "logp" and es) or cfg.kl):
-            continue
-        rows = []
-        for episode, own, structural, agents in zip(es, a, r, trajectories):
-            for trajectory in agents:
-                main = trajectory is episode.main
-                mask = np.array(trajectory.mask, bool)
-                struct = (
-                    np.array(structural_mask(trajectory, renderer), np.float32)[mask] if main else np.zeros(mask.sum())
-                )
-                advantage = np.full(mask.sum(), own)
-                if anchor.credit == "struct":
-                    advantage = advantage + anchor.scale * structural * struct
-                pulled = anchor.credit == "logp" and episode.reward["strict"] and struct.any()
-                pull = anchor.scale * struct / struct.sum() / total["tidy"] if pulled else np.zeros(len(struct))
-                share = total["tokens"] if cfg.aggregation == "token" else total["agents"] * max(1, mask.sum())
-                behaviour = np.array(trajectory.logprobs)[mask]
-                rows.append((trajectory, [advantage, behaviour, np.full(mask.sum(), 1 / share), pull]))
-        lessons += [make_lesson(part) for part in split_by_prompt(rows, cfg.train_tokens)]
-    return lessons
-
-
-def learned(episode: Episode, cfg: RLConfig) -> list[Trajectory]:
-    return [episode.main, *(episode.agents if cfg.rollout.subagents.train else [])]
-
-
-def split_by_prompt(rows: list, budget: int) -> list[list]:
-    """Rows that share a prompt, in parts of at most `budget` tokens (a single row may exceed it)."""
-    parts, room = [], {}
-    for row in rows:
-        trajectory = row[0]
-        key = tuple(trajectory.ids[: trajectory.prompt_length])
-        suffix = len(trajectory.ids) - trajectory.prompt_length
-        if room.get(key, (0, -1))[1] < suffix:
-            parts.append([])
-            room[key] = (len(parts) - 1, budget - trajectory.prompt_length)
-        place, left = room[key]
-        parts[place].append(row)
-        room[key] = (place, left - suffix)
-    return parts
-
-
-def make_lesson(rows: list) -> Lesson:
-    first = rows[0][0]
-    p = first.prompt_length
-    suffixes, masks = ([getattr(t, name)[p:] for t, _ in rows] for name in ("ids", "mask"))
-    bundle = Bundle(first.ids[:p], suffixes, masks, list(first.frames))
-    return Lesson(
-        bundle, *(np.concatenate(column).astype(np.float32) for column in zip(*(values for _, values in rows)))
-    )
-
-
-# ------------------------------------------------------------------------------------------------ the loss
-
-
-def token_losses(
-    logprobs: Tensor, prox: Tensor, behaviour: Tensor, reference: Tensor | None, advantage: Tensor, cfg: RLConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """l per token [N], as at the top of the file, and what is worth watching (no gradient), per token [N]."""
-    ratio = (logprobs - prox).exp()
-    low, high = 1 - cfg.clip, 1 + (cfg.clip if cfg.clip_high is None else cfg.clip_high)
-    surrogate = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    w = (prox - behaviour).exp()
-    kept = w <= cfg.behaviour_cap
-    losses = -torch.where(kept, w * surrogate, 0.0)
-    watched = {
-        "clip_fraction": ((ratio < low) & (advantage < 0) | (ratio > high) & (advantage > 0)).float(),
-        "capped_fraction": (~kept).float(),
-        "gap": (prox - behaviour).abs(),
-    }
-    if reference is not None:
-        d = reference - logprobs
-        kl = d.exp() - d - 1
-        losses = losses + cfg.kl * kl
-        watched["kl"] = kl.detach()
-    return losses, watched
+# ------------------------------------------------------------------------------------------------ the update
 
 
 def update(
@@ -409,35 +263,6 @@ def update(
     means = {"gap": 0.0, "kl": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
     lr = optimizer.param_groups[0]["lr"]
     return means | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0])), "lr": lr}, bad
-
-
-def lessons_loss(
-    scores: Scores, lessons: list[Lesson], prox: Tensor | None, reference: Tensor | None, cfg: RLConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The micro-batch's part of L, and per token [N] what is worth watching."""
-    logprobs = scores.logprobs  # [N]
-
-    def column(name: str) -> Tensor:
-        values = [getattr(lesson, name) for lesson in lessons]
-        return torch.from_numpy(np.concatenate(values)).to(logprobs) if values else logprobs.detach()  # N = 0
-
-    prox = logprobs.detach() if prox is None else prox
-    losses, watched = token_losses(logprobs, prox, column("behaviour"), reference, column("advantage"), cfg)
-    # Credit `logp`: + lambda * mean over struct(o) of log pi, averaged over the rollouts that parse.
-    loss = (column("weight") * losses).sum() - (column("anchor") * logprobs).sum()
-    return loss, watched | {"entropy": scores.entropies}
-
-
-def bundles(lessons: list[Lesson]) -> list[Bundle]:
-    return [lesson.bundle for lesson in lessons]
-
-
-def micro_batches(lessons: list[Lesson], budget: int) -> list[list[Lesson]]:
-    """Lessons that share a forward pass. Every rank gets as many as the one with the most: the rest are empty, since all
-    ranks run the same collectives."""
-    lengths = [len(lesson.bundle) for lesson in lessons]
-    mine = [[lessons[i] for i in members] for members in pack(lengths, max([budget, *lengths]))]
-    return mine + [[] for _ in range(max(gather(len(mine))) - len(mine))]
 
 
 # ------------------------------------------------------------------------------------------------ what happened

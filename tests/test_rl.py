@@ -18,13 +18,15 @@ import yaml
 from safetensors.torch import load_file
 
 import config
+import grpo
 import rl
 import sft
 from contract import END_OF_TURN, Renderer, VisualContract, patchify
 from data import Group, Task
+from grpo import group_advantage, make_lessons, token_losses
 from policy import PolicyConfig, load
 from rewards import Anchor, RewardConfig, score, stage
-from rl import RLConfig, group_advantage, make_lessons, token_losses
+from rl import RLConfig
 
 REPO = Path(__file__).resolve().parent.parent
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
@@ -115,6 +117,16 @@ def test_the_mean_is_over_the_tokens_of_the_whole_batch_flat_groups_included(toy
     assert lesson.weight == pytest.approx(np.repeat([1 / (4 * n) for n in lengths], lengths))
 
 
+def test_batch_normalisation_leaves_flat_groups_flat(toy_renderer):
+    cfg = settings(reward=RewardConfig(w_fmt=0, w_tool=0, anchor=Anchor(credit="off")), normalise="batch", kl=0.1)
+    groups = [group(toy_renderer, cfg, turns, name) for turns, name in (([TIDY, WRONG, WRONG], "a"), ([TIDY] * 3, "b"))]
+    varied, flat = make_lessons(groups, toy_renderer, cfg)  # with a KL, a flat group is trained on too
+    own = group_advantage([1, 0, 0], 1e-3)
+    lengths = [sum(e.main.mask) for e in groups[0].episodes]
+    assert varied.advantage == pytest.approx(np.repeat((own - own.mean()) / own.std(), lengths).astype(np.float32))
+    assert not flat.advantage.any()
+
+
 def test_credit_logp_is_a_mean_over_the_structure_of_rollouts_that_parse(toy_renderer):
     cfg = settings(reward=RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True, anchor=Anchor(credit="logp")))
     (lesson,) = make_lessons([group(toy_renderer, cfg, [TIDY, LOOSE, TIDY])], toy_renderer, cfg)
@@ -183,7 +195,7 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
             episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
     lessons = make_lessons(groups, toy_renderer, cfg)
     scores = policy([lesson.bundle for lesson in lessons], 0.7)
-    loss, watched = rl.lessons_loss(scores, lessons, None, None, cfg)
+    loss, watched = grpo.lessons_loss(scores, lessons, None, None, cfg)
     loss.backward()
     assert watched["gap"].max() < 1e-5
 
@@ -193,7 +205,7 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
         tags = group_advantage([e.reward["anchor"] for e in g.episodes], 1e-3)
         for episode, a, t in zip(g.episodes, own, tags, strict=True):
             main = episode.main
-            struct = torch.tensor(rl.structural_mask(main, toy_renderer), dtype=torch.float32)
+            struct = torch.tensor(grpo.structural_mask(main, toy_renderer), dtype=torch.float32)
             advantage = (a + 0.5 * t * struct) * torch.tensor(main.mask)
             expected = expected - (advantage[1:] * logprobs_of(main)).sum() / n
     expected.backward()
@@ -208,11 +220,11 @@ def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_di
     for budget in (40, 10_000):
         cfg = replace(cfg, train_tokens=budget)
         policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
-        micro = rl.micro_batches(make_lessons(groups, toy_renderer, cfg), budget)
+        micro = grpo.micro_batches(make_lessons(groups, toy_renderer, cfg), budget)
         sizes.append(len(micro))
         for part in micro:
-            assert sum(len(b) for b in rl.bundles(part)) <= budget
-            rl.lessons_loss(policy(rl.bundles(part), cfg.rollout.temperature), part, None, None, cfg)[0].backward()
+            assert sum(len(b) for b in grpo.bundles(part)) <= budget
+            grpo.lessons_loss(policy(grpo.bundles(part), cfg.rollout.temperature), part, None, None, cfg)[0].backward()
         gradients.append({name: p.grad for name, p in policy.named_parameters() if p.grad is not None})
     assert sizes[0] > sizes[1] == 1
     for name, expected in gradients[1].items():
