@@ -13,6 +13,7 @@ Deliberately missing: generation that overlaps training.
 """
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from distributed import (
     init_distributed,
     load_state,
     print0,
+    rank,
     save_state,
     sum_over_ranks,
 )
@@ -106,7 +108,7 @@ SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "ga
 
 def main(cfg: RLConfig) -> None:
     """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
-    rank, world = init_distributed()
+    me, world = init_distributed()
     torch.manual_seed(cfg.seed)
     run, source = Path(cfg.run), checkpoint_dir(cfg.policy.checkpoint)
     cfg.visual.check(source)
@@ -117,21 +119,21 @@ def main(cfg: RLConfig) -> None:
     optimizer = make_optimizer(policy, cfg.optim)
     done, counted = load_state(run / "state", policy, optimizer) if cfg.resume == "auto" else (0, {})
     bad_steps = counted.get("bad_steps", 0)
-    engine = shared_engine(source, renderer, cfg.rollout, rank)
+    engine = shared_engine(source, renderer, cfg.rollout)
     if done:
-        publish(policy, engine, run, source, cfg.visual, done)
+        publish(policy, engine, cfg, source, done)
     metrics = None
-    if rank == 0:
+    if me == 0:
         config.save_run(cfg, run)
         metrics = config.Metrics(run, "rl", done, cfg.steps, SHOWN)
     with Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl") as videos:
         for step in range(done, cfg.steps):
             clock = Clock()
-            drawn = dataset.batch(step, cfg.batch_tasks, rank, world)
+            drawn = dataset.batch(step, cfg.batch_tasks, me, world)
             tasks, ks = [task for task, _ in drawn], [choose_k(cfg, task.id, epoch) for task, epoch in drawn]
             stage = {"engine": engine, "renderer": renderer, "videos": videos, "cfg": cfg.rollout}
             groups = rollout(
-                tasks, ks, cfg.group_size, **stage, seed=cfg.seed, step=step, progress=rank == 0 and sys.stderr.isatty()
+                tasks, ks, cfg.group_size, **stage, seed=cfg.seed, step=step, progress=me == 0 and sys.stderr.isatty()
             )
             clock.lap("rollout")
 
@@ -143,7 +145,7 @@ def main(cfg: RLConfig) -> None:
             bad_steps += bad
             clock.lap("train")
 
-            publish(policy, engine, run, source, cfg.visual, step + 1)
+            publish(policy, engine, cfg, source, step + 1)
             clock.lap("publish")
 
             measured |= describe(groups) | clock.seconds | {"bad_steps": bad_steps}
@@ -164,6 +166,8 @@ def main(cfg: RLConfig) -> None:
             if step + 1 == cfg.steps or (step + 1) % cfg.save_every == 0:
                 save_state(run / "state", policy, optimizer, step + 1, cfg.keep, {"bad_steps": bad_steps})
     engine.close()
+    if me == 0:
+        shutil.rmtree(snapshot_folder(run), ignore_errors=True)
     export(policy, run / "model", source, cfg.visual)
     print0(f"done: {run}/model")
 
@@ -188,26 +192,34 @@ def choose_k(cfg: RLConfig, task_id: str, epoch: int) -> int:
     return draw_frames(task_id, epoch, cfg.gating, cfg.seed) if cfg.gating else cfg.visual.overview_frames
 
 
-def shared_engine(source: Path, renderer: Renderer, cfg: RolloutConfig, rank: int) -> Engine:
+def shared_engine(source: Path, renderer: Renderer, cfg: RolloutConfig) -> Engine:
     """In this process, or servers: rank 0 starts and supervises them, the other ranks connect to the same."""
     if not cfg.gpus:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         options = {"device": device, "max_batch_tokens": cfg.max_batch_tokens}
         return open_engine(source, renderer, urls=cfg.urls, **options)
-    engine = open_engine(source, renderer, gpus=cfg.gpus, server_args=cfg.server_args) if rank == 0 else None
+    engine = open_engine(source, renderer, gpus=cfg.gpus, server_args=cfg.server_args) if rank() == 0 else None
     urls = gather(engine.urls if engine else None)[0]
     return engine or open_engine(source, renderer, urls=urls)
 
 
-def publish(policy: Policy, engine: Engine, run: Path, source: Path, contract: VisualContract, version: int) -> None:
-    """The policy's weights become the engine's: safetensors in memory where there is /dev/shm, then one load.
+def publish(policy: Policy, engine: Engine, cfg: RLConfig, source: Path, version: int) -> None:
+    """The policy's weights become the engines': safetensors in memory where there is /dev/shm, then one load each.
 
     The snapshot stays until the next one, since a server that restarts reads it again."""
+    snapshot = snapshot_folder(Path(cfg.run))
+    export(policy, snapshot, source, cfg.visual)
+    servers = bool(cfg.rollout.gpus or cfg.rollout.urls)  # which all ranks share: rank 0 loads, the others take note
+    if rank() == 0 or not servers:
+        engine.update_weights(snapshot, version)
+    barrier("the engines have the new weights")
+    if rank() > 0 and servers:
+        engine.update_weights(snapshot, version, push=False)
+
+
+def snapshot_folder(run: Path) -> Path:
     memory = Path("/dev/shm")
-    snapshot = (memory if memory.is_dir() else run) / f"minparavt{run.resolve().as_posix().replace('/', '-')}"
-    export(policy, snapshot, source, contract)
-    engine.update_weights(snapshot, version)
-    barrier("the engines have the new weights")  # before the folder is written again
+    return memory / f"minparavt{run.resolve().as_posix().replace('/', '-')}" if memory.is_dir() else run / "snapshot"
 
 
 def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig) -> int:
