@@ -122,7 +122,7 @@ def _kind(item: Any) -> str:
     if item.agent != "main":
         return {"sub": "sub-agent", "direct": "direct, no tools offered"}[item.agent]
     calls = sum(p.count("<tool_call>") for t in item.turns for p in t["content"] if isinstance(p, str))
-    return "with tools" if calls else "direct"
+    return "with calls" if calls else "without calls"
 
 
 def _video_paths(item: Any) -> list[str]:

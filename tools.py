@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -240,9 +241,14 @@ def _read_json(body: str, turn: int) -> list[Call]:
     return [Call(turn, call["name"], arguments)]
 
 
+# CPython's parser keeps its depth per interpreter, not per thread: two at once may raise a SystemError.
+_PARSING = threading.Lock()
+
+
 def _read_code(body: str, turn: int) -> list[Call]:
     try:
-        statements = ast.parse(body.strip()).body if _sane(body) else []
+        with _PARSING:
+            statements = ast.parse(body.strip()).body if _sane(body) else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         statements = []
     return [_read_statement(statement, turn) for statement in statements] or [_unparseable(turn)]

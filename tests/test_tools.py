@@ -1,9 +1,11 @@
 """Calls as models really write them, and tools that survive them."""
 
+import gc
 import json
 import math
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -289,3 +291,23 @@ def test_schemas_are_short_and_name_what_the_functions_need():
         assert function["name"] == name and len(json.dumps(tool.schema)) < 450
         assert set(function["parameters"]["required"]) <= set(function["parameters"]["properties"])
     assert TOOLS["crop_video"].schema["function"]["parameters"]["required"] == ["start_time", "end_time"]
+
+
+def test_many_threads_may_read_code_calls_at_once():
+    """Episodes run in threads, and CPython 3.11's parser raised `SystemError: AST constructor recursion depth mismatch`
+    where the garbage collector let a second thread in while one was reading a <tool_code>."""
+    text = "<tool_code>crop_video(start_time=1, end_time=9)</tool_code>" * 20
+    threshold = gc.get_threshold()
+    gc.callbacks.append(yield_to_others)
+    gc.set_threshold(20)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(parse_calls, [text] * 40))
+    finally:
+        gc.callbacks.remove(yield_to_others)
+        gc.set_threshold(*threshold)
+    assert all(len(calls) == 20 and not any(call.error for call in calls) for calls in found)
+
+
+def yield_to_others(*_) -> None:
+    time.sleep(0)
