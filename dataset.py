@@ -208,7 +208,8 @@ class Clip:
             return _still(self.path, contract)
         if self.start is None:
             return videos.overview(self.path, self.nframes or contract.overview_frames, contract.frame_size)
-        return crop(videos, contract, self.path, self.start, self.end)
+        limits = contract.crop_fps, contract.crop_min_frames, contract.crop_max_frames
+        return videos.window(self.path, self.start, self.end, contract.frame_size, *limits)
 
 
 @dataclass(frozen=True)
@@ -221,12 +222,6 @@ class Dialogue:
     media: tuple[Clip, ...]
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Clip, ...]}
     weight: float = 1.0
-
-
-def crop(videos: Videos, contract: VisualContract, path: str, start: float, end: float) -> Frames:
-    """The dense frames of a window: what a sub-agent sees of it, in rollouts and in its SFT rows."""
-    limits = contract.crop_fps, contract.crop_min_frames, contract.crop_max_frames
-    return videos.window(path, start, end, contract.frame_size, *limits)
 
 
 def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> Dialogue:

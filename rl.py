@@ -41,7 +41,7 @@ from distributed import (
     sum_over_ranks,
 )
 from engine import Engine, EngineError, open_engine
-from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
+from grpo import GRPOConfig, Lesson, bundles, group_advantage, lessons_loss, make_lessons, micro_batches
 from plan import PlanError, plan_engine, plan_training
 from policy import OptimConfig, Policy, PolicyConfig, clip_gradients, load, make_optimizer, set_lr
 from rewards import JudgeError, RewardConfig, score
@@ -148,7 +148,7 @@ def main(cfg: RLConfig) -> None:
             publish(policy, engine, cfg, source, step + 1)
             clock.lap("publish")
 
-            measured |= describe(groups) | clock.seconds | {"bad_steps": bad_steps}
+            measured |= describe(groups, cfg.std_floor) | clock.seconds | {"bad_steps": bad_steps}
             measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(dataset.bad)})
             if metrics:
                 keep_episodes(groups, renderer, run, step, cfg.dump_groups)
@@ -280,7 +280,7 @@ def update(
 # ------------------------------------------------------------------------------------------------ what happened
 
 
-def describe(groups: Sequence[Group]) -> dict[str, float]:
+def describe(groups: Sequence[Group], floor: float) -> dict[str, float]:
     """Means over the episodes of all ranks that ran; kappa is executed calls per episode, fmt the paper's f."""
     episodes = [episode for group in groups for episode in group.episodes]
     ran = [episode for episode in episodes if not episode.error]
@@ -304,7 +304,7 @@ def describe(groups: Sequence[Group]) -> dict[str, float]:
     for group in groups:
         note(f"share/K={group.k}", 1)
         rewards = [episode.reward["reward"] for episode in group.episodes if not episode.error]
-        note("flat_groups", np.ptp(rewards) < 1e-3 if rewards else True)
+        note("flat_groups", not group_advantage(rewards, floor).any())
     totals = sum_over_ranks(
         {f"{what} {name}": f(v) for name, v in seen.items() for what, f in (("sum", sum), ("n", len))}
     )

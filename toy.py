@@ -34,6 +34,7 @@ import numpy as np
 import data
 from contract import VisualContract
 from tools import TOOLS
+from video import uniform_indices, window_indices
 
 COLORS = {
     "red": (255, 25, 25),
@@ -149,14 +150,10 @@ def draw_cue(rng: random.Random, flash: Flash) -> str:
 
 
 def overview_times(flash: Flash, k: int) -> list[float]:
-    from video import uniform_indices
-
     return [i / FPS for i in uniform_indices(flash.duration * FPS, k)]
 
 
 def crop_times(flash: Flash, start: float, end: float) -> list[float]:
-    from video import window_indices
-
     times = np.arange(flash.duration * FPS) / FPS
     chosen = window_indices(times, start, end, CONTRACT.crop_fps, CONTRACT.crop_min_frames, CONTRACT.crop_max_frames)
     return times[chosen].tolist()
