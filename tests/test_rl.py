@@ -5,10 +5,9 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from scripts import REPO, finish, metrics, start
 
 import config
 import grpo
@@ -28,7 +28,7 @@ from policy import PolicyConfig, load
 from rewards import Anchor, RewardConfig, score, stage
 from rl import RLConfig
 
-REPO = Path(__file__).resolve().parent.parent
+run = partial(start, "rl.py")
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
 TIDY = f"<think>\nI see it.\n</think>\n<answer>red</answer>{END_OF_TURN}"
 LOOSE = f"<think>\nI see it.\nThe answer is red.{END_OF_TURN}"
@@ -271,25 +271,6 @@ def write_config(path: Path, toy_dir: Path, checkpoint: Path, **changes) -> Path
     }
     path.write_text(yaml.safe_dump(tree | changes))
     return path
-
-
-def run(cfg: Path, ranks: int = 1, **popen) -> subprocess.Popen:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*launcher, "rl.py", str(cfg)], cwd=REPO, env=environment, **pipes, **popen)
-
-
-def finish(process: subprocess.Popen, code: int = 0) -> str:
-    told, _ = process.communicate(timeout=300)
-    assert process.returncode == code, told
-    return told
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

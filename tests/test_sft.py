@@ -5,9 +5,8 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from safetensors.torch import load_file
+from scripts import REPO, finish, metrics, start
 
 import config
 import sft
@@ -27,7 +27,7 @@ from plan import PlanError
 from policy import load
 from sft import KINDS, SFTConfig, accumulate, target_kinds
 
-REPO = Path(__file__).resolve().parent.parent
+run = partial(start, "sft.py")
 
 
 def write_config(path: Path, toy_dir: Path, **changes) -> Path:
@@ -51,31 +51,6 @@ def write_config(path: Path, toy_dir: Path, **changes) -> Path:
     }
     path.write_text(yaml.safe_dump(tree | changes))
     return path
-
-
-def run(cfg: Path, *overrides: str, ranks: int = 1, **popen) -> subprocess.Popen:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return subprocess.Popen(
-        [*launcher, "sft.py", str(cfg), *overrides],
-        cwd=REPO,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **popen,
-    )
-
-
-def finish(process: subprocess.Popen, code: int = 0) -> str:
-    told, _ = process.communicate(timeout=300)
-    assert process.returncode == code, told
-    return told
-
-
-def metrics(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
