@@ -55,6 +55,9 @@ class Trajectory:
     finish: str = ""  # why the last turn ended: stop | length
 
 
+CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed")
+
+
 @dataclass
 class Call:
     """One tool call of the main agent and what came of it."""
@@ -63,7 +66,7 @@ class Call:
     name: str
     arguments: dict[str, Any]
     text: str = ""  # what the model read: a report or an error text
-    error: str = ""  # "" = executed; else unparseable | unknown_tool | bad_arguments | over_limit | timeout | failed
+    error: str = ""  # "" = executed; else one of CALL_ERRORS
     window: tuple[float, float] | None = None  # seconds, after clamping
     seconds: float = 0.0
     agent: Trajectory | None = None  # the sub-agent that answered
@@ -81,6 +84,8 @@ class Episode:
     seconds: float = 0.0
     error: str = ""  # the episode could not run (video, engine): it earns nothing and is not trained on
     reward: dict[str, float] = field(default_factory=dict)  # parts by name
+    advantage: float = 0.0  # A_i, of every sampled token ...
+    anchor_advantage: float = 0.0  # ... and A_anchor_i, of its structural ones (credit: struct)
 
     @property
     def agents(self) -> list[Trajectory]:

@@ -70,7 +70,10 @@ class Rows:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_file():
-            raise FileNotFoundError(f"{path}: no such data file; `python toy.py build DIR` makes the toy's")
+            raise FileNotFoundError(
+                f"{path}: no such data file; `python data.py materialize` prepares the published ones, "
+                "`python toy.py build DIR` makes the toy's"
+            )
         if self.path.suffix == ".parquet":
             import pyarrow.parquet as pq  # 0.3 s that `--help` does not need
 

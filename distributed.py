@@ -1,7 +1,7 @@
 """distributed.py: what the processes of a run do together: start, talk, save and resume, publish weights.
 
     rank, world = init_distributed()                          # under torchrun, or as a single process
-    metrics = mean_over_ranks(metrics)                        # dicts of floats; ranks may lack keys
+    means = mean_over_ranks({"turns": [2, 3, 2]})             # over all values of all ranks; a rank may lack names
     save_state(run / "state", policy, optimizer, step)        # everything that training needs to go on
     step, extra = load_state(run / "state", policy, optimizer)        # (0, {}) at the start of a run
     export(policy, run / "model", source, contract)           # Hugging Face format: a result, or the engine's snapshot
@@ -22,6 +22,7 @@ import json
 import math
 import os
 import random
+import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -98,17 +99,27 @@ def gather(value: Any) -> list[Any]:
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    return {key: math.fsum(found) for key, found in _by_key(values).items()}
+    return {name: math.fsum(found) for name, found in _by_name(values).items()}
 
 
-def mean_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Per key, the mean over the ranks that have it."""
-    return {key: math.fsum(found) / len(found) for key, found in _by_key(values).items()}
+def mean_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
+    """Per name, the mean over all values that all ranks have of it."""
+    pooled = {name: list(itertools.chain(*found)) for name, found in _by_name(values).items()}
+    return {name: math.fsum(found) / len(found) for name, found in pooled.items() if found}
 
 
-def _by_key(values: dict[str, float]) -> dict[str, list[float]]:
+def _by_name(values: dict[str, Any]) -> dict[str, list[Any]]:
     ranks = gather(values)
-    return {key: [v[key] for v in ranks if key in v] for key in dict.fromkeys(itertools.chain(*ranks))}
+    return {name: [v[name] for v in ranks if name in v] for name in dict.fromkeys(itertools.chain(*ranks))}
+
+
+def peak_memory() -> float:
+    """GiB that the most loaded rank has held so far: of its GPU, or of its process where there is none."""
+    if torch.cuda.is_available():
+        mine = torch.cuda.max_memory_allocated()
+    else:
+        mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return max(gather(mine)) / 2**30
 
 
 # ------------------------------------------------------------------------------------------------ training state

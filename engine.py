@@ -154,6 +154,7 @@ class _Server:
     process: subprocess.Popen | None = None
     busy: int = 0  # requests under way
     healthy: bool = True
+    ours: bool = False  # it has loaded a snapshot of this run; another run's may bear the same number
     healing: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -239,6 +240,9 @@ class SGLang:
             self.snapshot, self.version = str(path), version
             if push:
                 self._everywhere(self._heal)
+            else:
+                for server in self._servers:
+                    server.ours = True
         finally:
             self._current.set()
 
@@ -324,11 +328,12 @@ class SGLang:
                 if server.gpu is not None and (server.process is None or server.process.poll() is not None):
                     self._start(server)
                 time.sleep(0.5)
-            if self.snapshot and _number(info["weight_version"]) != self.version:
+            if self.snapshot and not (server.ours and _number(info["weight_version"]) == self.version):
                 load = {"model_path": self.snapshot, "weight_version": str(self.version), "flush_cache": True}
                 reply = self._post(server, "/update_weights_from_disk", load, self.start_timeout)
                 if not reply["success"]:
                     raise EngineError(f"{server.url} did not load {self.snapshot}: {reply['message']}")
+                server.ours = True
             server.healthy = True
         except _Lost as error:
             log.warning("%s; it is tried again with the next request", error)

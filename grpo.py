@@ -52,7 +52,11 @@ class GRPOConfig:
     """group: mean and std of the group; mean: its mean alone; batch: group, then mean and std of the batch."""
     aggregation: Literal["token", "sequence"] = "token"
     """token: mean over all tokens; sequence: mean over episodes of their tokens' mean."""
+    flat_groups: Literal["count", "drop"] = "count"
+    """Groups in which all did equally well teach nothing. count: their tokens still count in the mean of the loss, so a
+    batch with few lively groups moves the policy little; drop: they are left out of everything, the KL too."""
     behaviour_cap: float = 5.0
+    """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
     train_tokens: int = 16_384
     """Tokens of a micro-batch. A group over it is split, and its prompt repeated."""
 
@@ -83,8 +87,7 @@ class Lesson:
 def make_lessons(groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig) -> list[Lesson]:
     """Advantages of this rank's groups, and their bundles. Normalisers are those of all ranks.
 
-    A group is left out if nothing in it can be learned: R and R_anchor are flat, and no KL pulls. Its tokens still count
-    in the mean."""
+    A group is left out if nothing in it can be learned: R and R_anchor are flat, and no KL pulls."""
     anchor = cfg.reward.anchor
     ran = [[e for e in group.episodes if not e.error] for group in groups]
     advantages = [
@@ -97,14 +100,20 @@ def make_lessons(groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig) -
             advantages = [(a - varied.mean()) / max(varied.std(), cfg.std_floor) if a.any() else a for a in advantages]
 
     spoken = [[learned(e, cfg) for e in es] for es in ran]  # per group and episode: trajectories in the loss
-    every = [t for es in spoken for ts in es for t in ts]
+    lively = [
+        bool(a.any() or (anchor.credit == "struct" and r.any()) or (anchor.credit == "logp" and es))
+        for es, a, r in zip(ran, advantages, anchors)
+    ]
+    every = [t for ts, alive in zip(spoken, lively) for e in ts for t in e if alive or cfg.flat_groups == "count"]
     tidy = sum(e.reward["strict"] for es in ran for e in es)
     mine = {"tokens": sum(sum(t.mask) for t in every), "agents": len(every), "tidy": tidy}
     total = sum_over_ranks({name: float(value) for name, value in mine.items()})
 
     lessons = []
-    for es, a, r, trajectories in zip(ran, advantages, anchors, spoken):
-        if not (a.any() or (anchor.credit == "struct" and r.any()) or (anchor.credit == "logp" and es) or cfg.kl):
+    for es, a, r, trajectories, alive in zip(ran, advantages, anchors, spoken, lively):
+        for episode, own, structural in zip(es, a, r):  # for whoever reads the episode later
+            episode.advantage, episode.anchor_advantage = float(own), float(structural)
+        if not alive and not (cfg.kl and cfg.flat_groups == "count"):
             continue
         rows = []
         for episode, own, structural, agents in zip(es, a, r, trajectories):

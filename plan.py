@@ -13,41 +13,56 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, Qwen3VLConfig
 
 from policy import PolicyConfig, empty
 
 GIB = 1 << 30
 # Qwen3VLConfig arguments of checkpoints that --dry-run knows without their config.json.
-PUBLISHED = {
-    "Qwen/Qwen3-VL-8B-Instruct": {
-        "text_config": {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 5_000_000,
-                "mrope_section": [24, 20, 20],
-                "mrope_interleaved": True,
-            },
+
+
+def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: dict, tied: bool) -> dict:
+    """Qwen3VLConfig's arguments for one size of the family."""
+    text = {
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5_000_000,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
         },
-        "vision_config": {
-            "depth": 27,
-            "hidden_size": 1152,
-            "intermediate_size": 4304,
-            "num_heads": 16,
-            "out_hidden_size": 4096,
-            "num_position_embeddings": 2304,
-            "deepstack_visual_indexes": [8, 16, 24],
-        },
-        "tie_word_embeddings": False,
     }
+    vision = tower | {"num_heads": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+
+
+_LARGE_TOWER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "deepstack_visual_indexes": [8, 16, 24],
 }
+_SMALL_TOWER = {
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "deepstack_visual_indexes": [5, 11, 17],
+}
+# Checkpoints that --dry-run knows without their config.json.
+PUBLISHED = {
+    "Qwen/Qwen3-VL-8B-Instruct": _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False),
+    "Qwen/Qwen3-VL-4B-Instruct": _published(2560, 9728, 36, 32, _SMALL_TOWER, tied=True),
+    "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
+}
+# Dense bf16 TFLOPS of a GPU, by a part of the name that CUDA gives it.
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312}
 
 
 class PlanError(ValueError):
@@ -73,14 +88,17 @@ class Shapes:
 @functools.cache
 def shapes(cfg: PolicyConfig) -> Shapes:
     """Count on the meta device, in well under a second for any size."""
-    if (Path(cfg.checkpoint) / "config.json").exists():
-        config = AutoConfig.from_pretrained(cfg.checkpoint)
-    elif cfg.checkpoint in PUBLISHED:
-        config = Qwen3VLConfig(**PUBLISHED[cfg.checkpoint])
+    for name in filter(None, (cfg.checkpoint, cfg.family)):
+        if (Path(name) / "config.json").exists():
+            config = AutoConfig.from_pretrained(name)
+            break
+        if name in PUBLISHED:
+            config = Qwen3VLConfig(**PUBLISHED[name])
+            break
     else:
         raise PlanError(
-            f"{cfg.checkpoint}: the plan needs its config.json; download the checkpoint and name its folder, "
-            f"or use one whose shapes are known: {', '.join(PUBLISHED)}"
+            f"{cfg.checkpoint}: the plan needs its config.json; name a folder that has one, or set policy.family to a "
+            f"checkpoint whose shapes are known: {', '.join(PUBLISHED)}"
         )
     policy = empty(config, cfg)
 
@@ -220,10 +238,21 @@ def _tower_bytes(s: Shapes, cfg: PolicyConfig, tokens: int) -> int:
     return patches * (pixels + block + kept)
 
 
-def training_seconds(cfg: PolicyConfig, gpus: int, tokens: int, tflops: float = 989.0, mfu: float = 0.3) -> float:
-    """Forward and backward over `tokens` packed tokens of a step, shared out over the GPUs (default: H100, bf16). Matrix
-    products only; at these lengths attention adds little."""
+def training_flops(cfg: PolicyConfig, tokens: int, passes: int = 6) -> float:
+    """Of `tokens` packed tokens: 2 N forward, 4 N backward, 2 N more for each further forward pass. Matrix products
+    only; at these lengths attention adds little."""
     s = shapes(cfg)
-    embeddings = s.text.vocab_size * s.text.hidden_size
-    passes = 8 if cfg.activation_checkpointing else 6  # 2 forward, 2 once again, 4 backward
-    return passes * (s.trained - embeddings) * tokens / (gpus * tflops * 1e12 * mfu)
+    return passes * (s.trained - s.text.vocab_size * s.text.hidden_size) * tokens
+
+
+def training_seconds(cfg: PolicyConfig, gpus: int, tokens: int, tflops: float = 989.0, mfu: float = 0.3) -> float:
+    """Forward and backward of a step, shared out over the GPUs (default: H100, bf16); `mfu` counts what is computed."""
+    passes = 8 if cfg.activation_checkpointing else 6
+    return training_flops(cfg, tokens, passes) / (gpus * tflops * 1e12 * mfu)
+
+
+def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:
+    """MFU: the useful share of the GPUs' peak, where that peak is known; nothing on a CPU."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak = next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+    return {"mfu": training_flops(cfg, tokens) / (gpus * peak * 1e12 * seconds)} if peak else {}

@@ -54,6 +54,8 @@ class PolicyConfig:
 
     checkpoint: str
     """A Hugging Face folder of a dense Qwen3-VL, or its name on the hub."""
+    family: str = ""
+    """What --dry-run plans with as long as `checkpoint` is not there: another folder, or a published name."""
     freeze: tuple[Literal["vision"], ...] = ("vision",)
     """`[vision]` keeps the vision tower as it is: whole on every rank, run without gradient. `[]` trains everything."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"

@@ -18,12 +18,13 @@ import json
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from contract import END_OF_TURN, Renderer
-from data import Episode, Task, Trajectory
+from data import Episode, Group, Task, Trajectory
 
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
@@ -109,7 +110,29 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, 
         "tool": tool,
         "anchor": anchor,
         "strict": float(strict(turns)),
+        **closure(turns),
     }
+
+
+def closure(turns: list[str]) -> dict[str, float]:
+    """Per tag that was opened, the share that was closed: what Format Fragility loses first."""
+    counts = collections.Counter(TAG.findall("".join(turns)))
+    return {f"closure/{tag}": min(1.0, counts[f"</{tag}>"] / n) for tag in SPAM if (n := counts[f"<{tag}>"])}
+
+
+def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig) -> int:
+    """Score every episode that ran; returns how many the judge failed on. Those earn nothing, not zero."""
+    lost = 0
+    for group in groups:
+        for episode in group.episodes:
+            if episode.error:
+                continue
+            try:
+                episode.reward = score(episode, renderer, cfg)
+            except JudgeError as error:
+                lost += 1
+                episode.error = f"JudgeError: {error}"
+    return lost
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer, scored: str = "full") -> list[str]:
@@ -166,25 +189,38 @@ def accuracy(answer: str | None, task: Task, cfg: RewardConfig) -> float:
 def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
     """The one option that the text names, A to J; None if it names none or several."""
     allowed = "ABCDEFGHIJ"[: len(options) or 10]
-    exact = [letter for letter, option in zip(allowed, options) if normalise(option) == normalise(text)]
-    if len(exact) == 1:
-        return exact[0]
     text = re.sub(r"\\(?:boxed|text)\{([^{}]*)\}", r"\1", text)
+    named_by = {x: normalise(option) for x, option in zip(allowed, options)}
+    # "B) Vitamin C": a letter and the text that it stands for, which may hold letters of its own.
+    label = re.fullmatch(r"\W*([A-Ja-j])\W{0,3}(?:[.:)]\W{0,3}\s|\n)(.*)", text, re.S)
+    if label and named_by.get(label[1].upper()) == normalise(label[2]):
+        return label[1].upper()
+    exact = [x for x in named_by if named_by[x] == normalise(text)]
+    if len(exact) == 1 and not (label and label[1] in "Aa"):  # `normalise` took that label for an article
+        return exact[0]
     if alone := re.fullmatch(r"\W*([A-Ja-j])\W*", text):
         letter = alone[1].upper()
         return letter if letter in allowed else None
-    # The article "A" and the pronoun "I" are words where a lower-case word (but no "or", "and") follows.
-    named = set(re.findall(r"(?<![A-Za-z0-9'])(?!(?:A|I) (?!or\b|and\b)[a-z])([A-J])(?![A-Za-z0-9'])", text))
+    # The article "A" and the pronoun "I" are words where a lower-case word (but no "or", "is", ...) follows.
+    word = r"(?!(?:A|I) (?!(?:or|and|is|as|because|since)\b)[a-z])"
+    named = set(re.findall(rf"(?<![A-Za-z0-9']){word}([A-J])(?![A-Za-z0-9'])", text))
     return named.pop() if len(named) == 1 and named <= set(allowed) else None
 
 
 _TIME = r"(?:\d+:)?\d+:\d+(?:\.\d+)?|\d+(?:\.\d+)?"
-_SPAN = re.compile(rf"({_TIME})\s*(?:s|sec|secs|seconds)?\s*(?:-|–|—|,|to|and|until)\s*({_TIME})", re.I)
+_SPAN = re.compile(
+    rf"(?<!\d)({_TIME})[\s\])>\"']*(?:(?:s|secs?|seconds?)\b[\s\])>\"']*)?"  # 12.5 | 12.5s | <12.5 seconds>
+    rf"(?:-|–|—|~|,|to|and|until|till)\W*(?:(?:it )?end(?:s|ing|_time)?\b\W*(?:(?:at|time|is)\b\W*)*)?({_TIME})",
+    re.I,
+)
 
 
 def parse_span(text: str) -> tuple[float, float] | None:
-    """The first "12.5 - 20.1", "[12.5, 20.1]" or "00:12 to 00:20" of the text, in seconds and in order."""
-    match = _SPAN.search(text)
+    """The first "12.5 - 20.1", "[12.5, 20.1]" or "00:12 to 00:20" of the last sentence that has one; seconds, in order."""
+    match = None
+    for found in _SPAN.finditer(text):
+        if match is None or re.search(r"[.!?]\s|\n", text[match.end() : found.start()]):
+            match = found
     if not match:
         return None
     start, end = sorted(sum(float(p) * 60**i for i, p in enumerate(reversed(t.split(":")))) for t in match.groups())

@@ -7,17 +7,19 @@
 A step: B tasks -> one K each (nFrames gating) -> G episodes each -> rewards -> advantages -> loss -> AdamW -> weights to
 the engine. RUN/metrics.jsonl, RUN/episodes/ (what was said), RUN/state/ (to resume from), RUN/model/ (the result).
 
-The equations are in grpo.py; plain GRPO is the same loop without anchor, prefix and gating.
+The equations are in grpo.py; plain GRPO is the same loop without anchor, prefix and gating. With `staleness: 1` the
+episodes of the next step are sampled, by the weights of the last one, while this one trains.
 
-Deliberately missing: generation that overlaps training.
+Deliberately missing: batches that are more than one update old, trainers that come and go.
 """
 
 import math
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,18 +37,20 @@ from distributed import (
     gather,
     init_distributed,
     load_state,
+    peak_memory,
     print0,
     rank,
     save_state,
     sum_over_ranks,
 )
 from engine import Engine, EngineError, open_engine
-from grpo import GRPOConfig, Lesson, bundles, group_advantage, lessons_loss, make_lessons, micro_batches
-from plan import PlanError, plan_engine, plan_training
+from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
+from plan import Plan, PlanError, plan_engine, plan_training
 from policy import OptimConfig, Policy, PolicyConfig, clip_gradients, load, make_optimizer, set_lr
-from rewards import JudgeError, RewardConfig, score
-from rollout import RolloutConfig, dump, rollout
+from rewards import give_rewards
+from rollout import RolloutConfig, rollout
 from video import Videos
+from watch import Clock, describe, evaluate, keep_episodes, self_check, speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +71,16 @@ class RLConfig(GRPOConfig):
     """B: tasks of a step, over all ranks."""
     minibatches: int = 1
     """Updates per batch."""
+    staleness: Literal[0, 1] = 0
+    """0: sample, then train. 1: the next batch is sampled while this one trains, by weights that are one update old."""
     gap_limit: float = 0.5
     """The first batch stops the run if log pi of trainer and engine differ more than this on average."""
+    val: DataConfig | None = None
+    """Held-out tasks, answered greedily with tools and without, every `eval_every` steps and at the end."""
+    eval_every: int = 10
+    val_tasks: int = 64
+    val_frames: tuple[int, ...] = ()
+    """Each of them is asked once with every one of these K; []: with visual.overview_frames."""
     save_every: int = 10
     keep: int = 2
     resume: Literal["auto", "never"] = "auto"
@@ -97,8 +109,18 @@ class RLConfig(GRPOConfig):
             )
         if self.group_size < 2:
             raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
-        if min(self.steps, self.batch_tasks, self.minibatches, self.train_tokens, self.save_every, self.keep) < 1:
-            raise ValueError("steps, batch_tasks, minibatches, train_tokens, save_every, keep: must be at least 1")
+        counts = (
+            "steps",
+            "batch_tasks",
+            "minibatches",
+            "train_tokens",
+            "eval_every",
+            "val_tasks",
+            "save_every",
+            "keep",
+        )
+        if small := [f"{name} = {getattr(self, name)}" for name in counts if getattr(self, name) < 1]:
+            raise ValueError(f"{', '.join(small)}: must be at least 1")
         if self.rollout.tool_return == "frames":
             raise ValueError("rollout.tool_return = 'frames' is for evaluation: rewards and credit assume reports")
 
@@ -113,57 +135,63 @@ def main(cfg: RLConfig) -> None:
     run, source = Path(cfg.run), checkpoint_dir(cfg.policy.checkpoint)
     cfg.visual.check(source)
     renderer = Renderer(load_tokenizer(source), cfg.visual)
+    every_frame = (cfg.visual.overview_frames,)
     dataset = Dataset(cfg.data, parse_task)
+    held_out = [task for task, _ in Dataset(cfg.val, parse_task).batch(0, cfg.val_tasks, me, world)] if cfg.val else []
     policy = load(cfg.policy, renderer.never_sampled)
     reference = load(cfg.policy, renderer.never_sampled, train=False) if cfg.kl else None
     optimizer = make_optimizer(policy, cfg.optim)
     done, counted = load_state(run / "state", policy, optimizer) if cfg.resume == "auto" else (0, {})
     bad_steps = counted.get("bad_steps", 0)
     engine = shared_engine(source, renderer, cfg.rollout)
-    if done:
+    if done or cfg.rollout.urls:  # servers that already run may hold the weights of another run
         publish(policy, engine, cfg, source, done)
     metrics = None
     if me == 0:
         config.save_run(cfg, run)
         metrics = config.Metrics(run, "rl", done, cfg.steps, SHOWN)
-    with Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl") as videos:
+    with (
+        Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl") as videos,
+        Sampler(cfg, dataset, (engine, renderer, videos), me, world) as sampler,
+    ):
         for step in range(done, cfg.steps):
             clock = Clock()
-            drawn = dataset.batch(step, cfg.batch_tasks, me, world)
-            tasks, ks = [task for task, _ in drawn], [choose_k(cfg, task.id, epoch) for task, epoch in drawn]
-            stage = {"engine": engine, "renderer": renderer, "videos": videos, "cfg": cfg.rollout}
-            groups = rollout(
-                tasks, ks, cfg.group_size, **stage, seed=cfg.seed, step=step, progress=me == 0 and sys.stderr.isatty()
-            )
+            groups, sampling = sampler.take(step)
             clock.lap("rollout")
 
             lost = give_rewards(groups, renderer, cfg.reward)
             lessons = make_lessons(groups, renderer, cfg)
             clock.lap("reward")
 
+            if step == done:
+                self_check(policy, groups, cfg, cfg.gap_limit)
             measured, bad = update(policy, reference, optimizer, lessons, cfg, step)
-            bad_steps += bad
             clock.lap("train")
 
+            sampler.settle()
+            clock.lap("rollout")
             publish(policy, engine, cfg, source, step + 1)
             clock.lap("publish")
 
-            measured |= describe(groups, cfg.std_floor) | clock.seconds | {"bad_steps": bad_steps}
-            measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(dataset.bad)})
+            bad_steps += bad
+            measured |= describe(groups, cfg.gating or every_frame, cfg.std_floor, step)
+            measured |= speed(groups, lessons, replace(cfg.policy, checkpoint=str(source)), clock, sampling)
+            measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(dataset.bad)}) | clock.seconds
+            measured |= {"bad_steps": bad_steps, "peak_memory_gib": peak_memory()}
+            last = step + 1 == cfg.steps
+            if cfg.val and (last or (step + 1) % cfg.eval_every == 0):
+                measured |= evaluate(held_out, cfg.val_frames or every_frame, engine, renderer, videos, cfg)
             if metrics:
-                keep_episodes(groups, renderer, run, step, cfg.dump_groups)
+                keep_episodes(groups[: cfg.dump_groups], renderer, run / "episodes" / f"step-{step:06d}.jsonl")
                 metrics.write(step, measured)
-            if step == done and measured["gap"] > cfg.gap_limit:
-                raise EngineError(
-                    f"trainer and engine disagree: their log-probs differ by {measured['gap']:.3f} on average, more than "
-                    f"gap_limit = {cfg.gap_limit}. `python rollout.py doctor` finds the reason"
-                )
+            if bad:  # all there is to run this update again: exact tokens, log-probs, rewards, advantages
+                keep_episodes(groups, renderer, run / "bad_steps" / f"step-{step:06d}-rank{me}.jsonl")
             if bad_steps > cfg.max_bad_steps:
                 raise FloatingPointError(
                     f"loss or gradient not finite in {bad_steps} steps, more than max_bad_steps = {cfg.max_bad_steps}: "
-                    f"lower optim.lr; the episodes are in {run}/episodes"
+                    f"lower optim.lr; the batches are in {run}/bad_steps, and rollout.load reads them"
                 )
-            if step + 1 == cfg.steps or (step + 1) % cfg.save_every == 0:
+            if last or (step + 1) % cfg.save_every == 0:
                 save_state(run / "state", policy, optimizer, step + 1, cfg.keep, {"bad_steps": bad_steps})
     engine.close()
     if me == 0:
@@ -172,20 +200,47 @@ def main(cfg: RLConfig) -> None:
     print0(f"done: {run}/model")
 
 
-class Clock:
-    """Seconds per phase, on this rank."""
-
-    def __init__(self):
-        self.seconds, self._last = {"seconds": 0.0}, time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[f"{phase}_seconds"] = now - self._last
-        self.seconds["seconds"] += now - self._last
-        self._last = now
-
-
 # ------------------------------------------------------------------------------------------------ rollouts
+
+
+class Sampler:
+    """Batches of episodes by step number: sampled when they are asked for, or (staleness 1) one step ahead."""
+
+    def __init__(self, cfg: RLConfig, dataset: Dataset, stage: tuple[Engine, Renderer, Videos], me: int, world: int):
+        self.cfg, self.dataset, self.stage, self.me, self.world = cfg, dataset, stage, me, world
+        self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
+        self.ahead: Future | None = None
+
+    def take(self, step: int) -> tuple[list[Group], float]:
+        """This rank's groups of a step, and the seconds that sampling them took; begins the next where it may."""
+        batch = self.ahead.result() if self.ahead else self._sample(step)
+        go_on = self.cfg.staleness and step + 1 < self.cfg.steps
+        self.ahead = self.thread.submit(self._sample, step + 1) if go_on else None
+        return batch
+
+    def settle(self) -> None:
+        """Nobody samples any more, so the weights may change: all tokens of a batch are of one version."""
+        if self.ahead:
+            wait([self.ahead])
+
+    def _sample(self, step: int) -> tuple[list[Group], float]:
+        cfg, started = self.cfg, time.perf_counter()
+        drawn = self.dataset.batch(step, cfg.batch_tasks, self.me, self.world)
+        tasks, ks = [task for task, _ in drawn], [choose_k(cfg, task.id, epoch) for task, epoch in drawn]
+        engine, renderer, videos = self.stage
+        shown = self.me == 0 and not cfg.staleness and sys.stderr.isatty()
+        groups = rollout(
+            tasks, ks, cfg.group_size, engine=engine, renderer=renderer, videos=videos, cfg=cfg.rollout,
+            seed=cfg.seed, step=step, progress=shown, stopped=self.stopped,
+        )  # fmt: skip
+        return groups, time.perf_counter() - started
+
+    def __enter__(self) -> "Sampler":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stopped.set()  # after an error, nobody waits for a batch that is not wanted
+        self.thread.shutdown()
 
 
 def choose_k(cfg: RLConfig, task_id: str, epoch: int) -> int:
@@ -222,21 +277,6 @@ def snapshot_folder(run: Path) -> Path:
     return memory / f"minparavt{run.resolve().as_posix().replace('/', '-')}" if memory.is_dir() else run / "snapshot"
 
 
-def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig) -> int:
-    """Score every episode that ran; returns how many the judge failed on. Those earn nothing, not zero."""
-    lost = 0
-    for group in groups:
-        for episode in group.episodes:
-            if episode.error:
-                continue
-            try:
-                episode.reward = score(episode, renderer, cfg)
-            except JudgeError as error:
-                lost += 1
-                episode.error = f"JudgeError: {error}"
-    return lost
-
-
 # ------------------------------------------------------------------------------------------------ the update
 
 
@@ -244,22 +284,24 @@ def update(
     policy: Policy, reference: Policy | None, optimizer, lessons: list[Lesson], cfg: RLConfig, step: int
 ) -> tuple[dict[str, float], int]:
     """One AdamW step per minibatch, over the lessons of all ranks; returns what was measured and the steps skipped."""
-    micro = micro_batches(lessons, cfg.train_tokens)
-    prox = [None] * len(micro)  # with one minibatch, pi itself
-    if cfg.minibatches > 1:
+    minibatches = [micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens) for i in range(cfg.minibatches)]
+    minibatches = [micro for micro in minibatches if micro]  # empty on all ranks or on none
+    tau = cfg.rollout.temperature
+    prox = {}  # with one minibatch, pi itself
+    if len(minibatches) > 1:
         with torch.no_grad():
-            prox = [policy(bundles(part), cfg.rollout.temperature).logprobs for part in micro]
+            prox = {id(part): policy(bundles(part), tau).logprobs for micro in minibatches for part in micro}
     sums, norms, bad = {"tokens": 0.0, "loss": 0.0}, [], 0
-    for first in range(min(cfg.minibatches, len(micro))):
-        for part, before in list(zip(micro, prox))[first :: cfg.minibatches]:
+    for micro in minibatches:
+        for part in micro:
             features = policy.encode(bundles(part)) if policy.vision_frozen else None
-            scores = policy(bundles(part), cfg.rollout.temperature, features)
+            scores = policy(bundles(part), tau, features)
             pulled_to = None
             if reference is not None:
                 with torch.no_grad():
-                    pulled_to = reference(bundles(part), cfg.rollout.temperature, features).logprobs
-            loss, watched = lessons_loss(scores, part, before, pulled_to, cfg)
-            (loss * cfg.minibatches).backward()
+                    pulled_to = reference(bundles(part), tau, features).logprobs
+            loss, watched = lessons_loss(scores, part, prox.get(id(part)), pulled_to, cfg)
+            (loss * len(minibatches)).backward()
             for name, values in (watched | {"loss": loss.detach()}).items():
                 sums[name] = sums.get(name, 0.0) + values.sum().item()
             sums["tokens"] += len(scores.logprobs)
@@ -277,52 +319,6 @@ def update(
     return means | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0])), "lr": lr}, bad
 
 
-# ------------------------------------------------------------------------------------------------ what happened
-
-
-def describe(groups: Sequence[Group], floor: float) -> dict[str, float]:
-    """Means over the episodes of all ranks that ran; kappa is executed calls per episode, fmt the paper's f."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    ran = [episode for episode in episodes if not episode.error]
-    seen: dict[str, list[float]] = {"failed_rate": [float(bool(episode.error)) for episode in episodes]}
-
-    def note(name: str, value: float) -> None:
-        seen.setdefault(name, []).append(float(value))
-
-    for episode in ran:
-        executed = sum(not call.error for call in episode.calls)
-        for name, value in episode.reward.items():
-            note(name, value)
-        note("kappa", executed)
-        note(f"kappa/K={episode.k}", executed)
-        note(f"acc/K={episode.k}/{'called' if executed else 'skipped'}", episode.reward["acc"])
-        note("truncated_rate", episode.main.finish == "length")
-        note("turns", len(episode.main.turns))
-        note("sampled_tokens", sum(episode.main.mask))
-        for call in episode.calls:
-            note("call_error_rate", bool(call.error))
-    for group in groups:
-        note(f"share/K={group.k}", 1)
-        rewards = [episode.reward["reward"] for episode in group.episodes if not episode.error]
-        note("flat_groups", not group_advantage(rewards, floor).any())
-    totals = sum_over_ranks(
-        {f"{what} {name}": f(v) for name, v in seen.items() for what, f in (("sum", sum), ("n", len))}
-    )
-    names = [name.removeprefix("sum ") for name in totals if name.startswith("sum ")]
-    means = {name: totals[f"sum {name}"] / max(1, totals[f"n {name}"]) for name in names}
-    drawn = totals.get("n flat_groups", 0.0)
-    return means | {name: totals[f"n {name}"] / drawn for name in names if name.startswith("share/")}
-
-
-def keep_episodes(groups: Sequence[Group], renderer: Renderer, run: Path, step: int, count: int) -> None:
-    folder = run / "episodes"
-    folder.mkdir(exist_ok=True)
-    with (folder / f"step-{step:06d}.jsonl").open("w", encoding="utf-8") as file:
-        for group in groups[:count]:
-            for episode in group.episodes:
-                dump(episode, file, renderer)
-
-
 def dry_run(cfg: RLConfig) -> int:
     """The memory plan of trainer and engine, then the data; exit status 1 if the run could not start."""
     training = plan_training(cfg.policy, cfg.gpus, cfg.train_tokens, cfg.train_tokens, reference=cfg.kl > 0)
@@ -330,12 +326,17 @@ def dry_run(cfg: RLConfig) -> int:
     # A group shares its prompt's keys (about 80 tokens a frame); each episode is given two full turns.
     context = cfg.visual.overview_frames * 80 // cfg.group_size + 2 * cfg.rollout.max_new_tokens
     plans = [training, *([plan_engine(cfg.policy, len(cfg.rollout.gpus), rows, context)] if cfg.rollout.gpus else [])]
+    if set(cfg.rollout.gpus) & set(range(cfg.gpus)):
+        plans = [Plan("training and engine on the same GPU", [row for plan in plans for row in plan.rows])]
     for plan in plans:
         print(plan.table(cfg.gpu_gib))
         plan.check(cfg.gpu_gib)
     dataset = Dataset(cfg.data, parse_task)
     first = dataset.batch(0, cfg.batch_tasks)
     print(f"data: {dataset.total} rows; {len(first)} of the first {cfg.batch_tasks} are usable")
+    if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
+        print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
+        return 1
     return 0
 
 

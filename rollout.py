@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import data
 from contract import ContractError, Rendered, Renderer, VisualContract
-from data import Call, Episode, Group, Task, Trajectory
+from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory
 from engine import Engine, EngineError, Sample, together
 from tools import TOOLS, Look, ToolError, parse_calls, use
 from video import VideoError, Videos
@@ -318,11 +318,13 @@ def rollout(
     step: int = 0,
     progress: bool = True,
     on_episode: Callable[[Episode], None] = lambda episode: None,
+    stopped: threading.Event | None = None,
 ) -> list[Group]:
     """G episodes of every task, at most `cfg.concurrency` at a time. The same seed and step draw the same tokens.
 
-    `on_episode` gets each episode as it ends, in this thread: what it saves survives Ctrl-C."""
-    stage = Stage(engine, renderer, videos, cfg)
+    `on_episode` gets each episode as it ends, in this thread: what it saves survives Ctrl-C. Once `stopped` is set, no
+    agent starts another turn."""
+    stage = Stage(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
     total = len(tasks) * group_size
     workers = min(cfg.concurrency, total)
     lock, unstarted = threading.Lock(), total - workers
@@ -383,8 +385,7 @@ def statistics(episodes: Sequence[Episode]) -> dict[str, float]:
         "seconds": sum(e.seconds for e in ran) / n,
         "call_seconds": sum(call.seconds for call in calls) / m,
     }
-    kinds = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed")
-    return found | {f"call_errors/{kind}": sum(call.error == kind for call in calls) / m for kind in kinds}
+    return found | {f"call_errors/{kind}": sum(call.error == kind for call in calls) / m for kind in CALL_ERRORS}
 
 
 # ------------------------------------------------------------------------------------------------ on disk

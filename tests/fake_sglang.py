@@ -3,7 +3,8 @@
     python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
 
 Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N requests, busy (503 now and then),
-abort, drift (one image token too few), stale (loads weights but keeps the old version's name), slow_start=SECONDS.
+abort, drift (one image token too few), stale (loads weights but keeps the old version's name), slow_start=SECONDS,
+slow=SECONDS for every request.
 """
 
 import base64
@@ -32,7 +33,7 @@ def generate(request: dict) -> tuple[int, dict]:
         os._exit(1)
     if fault == "busy" and number % 3 == 1:
         return 503, {"error": "busy"}
-    time.sleep(0.02)
+    time.sleep(float(amount) if fault == "slow" else 0.02)
     images, prompt = iter(request.get("image_data") or []), []
     for token in request["input_ids"]:
         if token == image_pad:

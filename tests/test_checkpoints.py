@@ -229,7 +229,7 @@ def test_a_checkpoint_that_is_nowhere_is_named(tmp_path, monkeypatch):
 
 
 def test_a_single_process_needs_no_group():
-    assert gather(3) == [3] and sum_over_ranks({"a": 1.5}) == mean_over_ranks({"a": 1.5}) == {"a": 1.5}
+    assert gather(3) == [3] and sum_over_ranks({"a": 1.5}) == mean_over_ranks({"a": [1.0, 2.0], "b": []}) == {"a": 1.5}
     barrier("alone")
 
 
@@ -250,7 +250,8 @@ def both_ranks(path, folder):
         assert all(torch.equal(mine[k].to_local(), its[k].to_local()) for k in ("exp_avg", "exp_avg_sq"))
 
     values = {"loss": float(rank()), **({"only_0": 5.0} if rank() == 0 else {"only_1": 7.0})}
-    assert mean_over_ranks(values) == {"loss": 0.5, "only_0": 5.0, "only_1": 7.0}
+    means = mean_over_ranks({"turns": [1.0, 2.0] if rank() else [6.0], **({} if rank() else {"only_0": [5.0]})})
+    assert means == {"turns": 3.0, "only_0": 5.0}  # over values, not over ranks
     assert sum_over_ranks(values) == {"loss": 1.0, "only_0": 5.0, "only_1": 7.0}
     assert gather(rank()) == [0, 1]
     if rank() == 0:

@@ -450,3 +450,17 @@ def test_an_unserved_image_is_no_reason_to_encode_it_again(serve, prompts, monke
     for seed in range(5):
         client.generate(**request(*prompts[2], seed=seed))
     assert len(encoded) == 3
+
+
+def test_weights_of_another_run_are_replaced_even_if_they_bear_the_same_number(serve, prompts, renderer, tmp_path):
+    """A new run on a server of an old one began with the old run's weights."""
+    first = serve()
+    first.update_weights(tmp_path, 3)
+    second = SGLang("", renderer, urls=first.urls)
+    for loads, client in ((1, first), (2, second), (2, second)):
+        client.update_weights(tmp_path, 3)
+        assert requests.get(first.urls[0] + "/model_info").json()["loads"] == loads
+    other_rank = SGLang("", renderer, urls=first.urls)
+    other_rank.update_weights(tmp_path, 3, push=False)
+    other_rank.generate(**request(*prompts[0]))
+    assert requests.get(first.urls[0] + "/model_info").json()["loads"] == 2

@@ -5,6 +5,9 @@ import math
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -21,12 +24,19 @@ import config
 import grpo
 import rl
 import sft
-from contract import END_OF_TURN, Renderer, VisualContract, patchify
-from data import Group, Task
+from contract import END_OF_TURN, Renderer, VisualContract, load_tokenizer, patchify
+from data import Bundle, Call, Group, Task
+from dataset import Dataset, parse_task
+from engine import EngineError, open_engine
 from grpo import group_advantage, make_lessons, token_losses
-from policy import PolicyConfig, load
+from plan import PlanError
+from policy import OptimConfig, PolicyConfig, Scores, clip_gradients, load, make_optimizer
 from rewards import Anchor, RewardConfig, score, stage
 from rl import RLConfig
+from rollout import RolloutConfig, rollout
+from rollout import load as load_episodes
+from video import Videos
+from watch import flaw_of, self_check
 
 run = partial(start, "rl.py")
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
@@ -231,6 +241,135 @@ def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_di
         assert (gradients[0][name] - expected).norm() <= 1e-4 * expected.norm() + 1e-8, name
 
 
+def test_structural_credit_reaches_the_logits_of_structural_tokens_only(toy_renderer):
+    """One row of logits per token: all answers are right, so whatever gradient there is, is the anchor's."""
+    cfg = settings()
+    one = group(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
+    (lesson,) = make_lessons([one], toy_renderer, cfg)
+    targets = torch.tensor([t for e in one.episodes for t, m in zip(e.main.ids, e.main.mask) if m])
+    logits = torch.zeros(len(targets), 600, requires_grad=True)
+    logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    grpo.lessons_loss(Scores(logprobs, logprobs.detach(), []), [lesson], None, None, cfg)[0].backward()
+    moved = logits.grad.abs().sum(-1) > 0
+    struct = [s for e in one.episodes for s, m in zip(grpo.structural_mask(e.main, toy_renderer), e.main.mask) if m]
+    assert moved.tolist() == struct and 0 < sum(struct) < len(struct)
+
+
+def test_training_sub_agents_makes_good_reports_likelier_and_bad_ones_less_likely(toy_renderer, toy_dir):
+    subagents = replace(settings().rollout.subagents, train=True, temperature=0.7)
+    cfg = settings(rollout=replace(settings().rollout, subagents=subagents), reward=RewardConfig(anchor=Anchor(credit="off")))  # fmt: skip
+    one = group(toy_renderer, cfg, [TIDY, WRONG])
+    for episode, report in zip(one.episodes, ["A red flash at 12 s.", "Nothing flashes."], strict=True):
+        agent = group(toy_renderer, cfg, [report + END_OF_TURN], prompt=(50, 51)).episodes[0].main
+        episode.calls = [Call(0, "crop_video", {}, agent=agent)]
+    policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+
+    def likelihoods():
+        rows = [Bundle([], [a.ids], [a.mask], []) for e in one.episodes for a in e.agents]
+        with torch.no_grad():
+            return [sum(row[0].tolist()) for row in policy(rows, 0.7).split()]
+
+    for train in (False, True):
+        cfg = replace(cfg, rollout=replace(cfg.rollout, subagents=replace(subagents, train=train)))
+        lessons = make_lessons([one], toy_renderer, cfg)
+        spoken = [toy_renderer.decode(s) for lesson in lessons for s in lesson.bundle.suffixes]
+        assert any("A red flash" in text for text in spoken) == train
+    before = likelihoods()
+    own = [lesson for lesson in lessons if lesson.bundle.prompt == [50, 51]]  # so that nothing else moves the weights
+    grpo.lessons_loss(policy(grpo.bundles(own), 0.7), own, None, None, cfg)[0].backward()
+    torch.optim.SGD(policy.parameters(), lr=1e-2).step()
+    after = likelihoods()
+    assert after[0] > before[0] and after[1] < before[1]
+
+
+def test_further_minibatches_are_clipped_against_the_policy_before_the_first(toy_renderer, toy_dir):
+    groups = [group(toy_renderer, settings(), [TIDY, WRONG, LOOSE], name, (40, 41, i)) for i, name in enumerate("abcd")]
+    clipped = {}
+    for minibatches in (1, 2):
+        cfg = settings(minibatches=minibatches, optim=OptimConfig(lr=0.05), rollout=RolloutConfig(temperature=1.0))
+        policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+        optimizer = make_optimizer(policy, cfg.optim)
+        for g in groups:  # the engine is exact
+            for e in g.episodes:
+                with torch.no_grad():
+                    found = policy([Bundle([], [e.main.ids], [e.main.mask], [])]).logprobs.tolist()
+                e.main.logprobs = [found.pop(0) if m else 0.0 for m in e.main.mask]
+        lessons = make_lessons(groups, toy_renderer, cfg)
+        measured, bad = rl.update(policy, None, optimizer, lessons, cfg, 0)
+        assert not bad and measured["gap"] < 1e-4  # behaviour and prox are the policy before the first update
+        clipped[minibatches] = measured["clip_fraction"]
+        assert {int(s["step"]) for s in optimizer.state.values()} == {minibatches}
+    assert clipped[1] == 0 < clipped[2]
+
+
+def test_flat_groups_count_in_the_mean_or_not_at_all(toy_renderer):
+    reward = RewardConfig(w_fmt=0, w_tool=0, anchor=Anchor(credit="off"))
+    for kl in (0.0, 0.1):
+        weights = {}
+        for policy in ("count", "drop"):
+            cfg = settings(reward=reward, flat_groups=policy, kl=kl)
+            groups = [group(toy_renderer, cfg, [TIDY, WRONG], "a"), group(toy_renderer, cfg, [TIDY, TIDY], "b")]
+            lessons = make_lessons(groups, toy_renderer, cfg)
+            weights[policy] = lessons[0].weight[0]
+            assert len(lessons) == (2 if kl and policy == "count" else 1)
+        tokens = [sum(sum(e.main.mask) for e in g.episodes) for g in groups]
+        assert weights["count"] == pytest.approx(1 / sum(tokens)) and weights["drop"] == pytest.approx(1 / tokens[0])
+
+
+# ------------------------------------------------------------------------------------------------ the first batch
+
+
+@pytest.fixture
+def exact_group(toy_renderer, toy_dir):
+    """A group whose log-probs are the policy's own at temperature 1, and that policy."""
+    policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+    one = group(toy_renderer, settings(), [TIDY, WRONG])
+    for episode in one.episodes:
+        main = episode.main
+        with torch.no_grad():
+            found = policy([Bundle([], [main.ids], [main.mask], [])]).logprobs.tolist()
+        main.logprobs = [found.pop(0) if m else 0.0 for m in main.mask]
+        main.versions = [0 if m else -1 for m in main.mask]
+    return one, policy
+
+
+def test_the_first_batch_is_checked_against_the_trainer(exact_group):
+    one, policy = exact_group
+    cfg = settings(rollout=RolloutConfig(temperature=1.0))
+    self_check(policy, [one], cfg, 1e-3)
+    self_check(policy, [], cfg, 1e-3)  # a rank without episodes
+    with pytest.raises(
+        EngineError, match=r"more than gap_limit = 0.001; its log-probs are those of temperature 1, not 0.3"
+    ):
+        self_check(policy, [one], settings(rollout=RolloutConfig(temperature=0.3)), 1e-3)
+    one.episodes[0].main.logprobs = [2 * p for p in one.episodes[0].main.logprobs]
+    with pytest.raises(EngineError, match="its images, its weights or its banned tokens are others"):
+        self_check(policy, [one], cfg, 1e-3)
+
+
+def broken(trajectory, column, where, value):
+    at = {"sampled": trajectory.mask.index(1), "prompt": 0}[where]
+    getattr(trajectory, column)[at] = value
+
+
+@pytest.mark.parametrize(
+    "breaks, says",
+    [
+        (lambda t, pad: t.logprobs.pop(), "have different lengths"),
+        (lambda t, pad: broken(t, "mask", "prompt", 1), "outside the assistant's turns has mask 1"),
+        (lambda t, pad: broken(t, "versions", "sampled", -1), "mask and versions disagree"),
+        (lambda t, pad: broken(t, "logprobs", "sampled", math.nan), "positive or not a number"),
+        (lambda t, pad: broken(t, "ids", "sampled", pad), "a token that stands for pixels was sampled"),
+    ],
+)
+def test_a_trajectory_that_breaks_an_invariant_is_named(exact_group, toy_renderer, breaks, says):
+    one, policy = exact_group
+    trajectory = one.episodes[1].main
+    assert flaw_of(trajectory, policy) == ""
+    breaks(trajectory, toy_renderer.image_pad)
+    assert says in flaw_of(trajectory, policy)
+
+
 # ------------------------------------------------------------------------------------------------ whole runs
 
 
@@ -328,9 +467,90 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
     assert kills
     expected, got = (load_file(folder / "model" / "model.safetensors") for folder in (uninterrupted, tmp_path / "run"))
     assert all(torch.equal(expected[name], got[name]) for name in expected)
-    timed = ("seconds", "_seconds")
     for a, b in zip(metrics(uninterrupted), metrics(tmp_path / "run"), strict=True):
-        assert {k: v for k, v in a.items() if not k.endswith(timed)} == {k: v for k, v in b.items() if not k.endswith(timed)}  # fmt: skip
+        measured = [name for name in a if "second" not in name and name != "peak_memory_gib"]
+        assert a.keys() == b.keys() and {k: a[k] for k in measured} == {k: b[k] for k in measured}
+
+
+def test_a_run_evaluates_itself_greedily_with_tools_and_without(toy_dir, cold_start, tmp_path):
+    val = {"val": {"sources": [{"path": str(toy_dir / "val.parquet")}]}, "val_tasks": 4, "val_frames": [4, 8]}
+    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, cold_start, eval_every=2, steps=3, **val))
+    rl.main(cfg)
+    lines = metrics(tmp_path / "run")
+    assert ["eval/acc" in line for line in lines] == [False, True, True]  # every 2 steps, and at the end
+    trained = tmp_path / "run" / "model"
+    renderer = Renderer(load_tokenizer(trained), cfg.visual)
+    engine = open_engine(trained, renderer)
+    tasks = [task for task, _ in Dataset(cfg.val, parse_task).batch(0, 4)]
+    with Videos(1) as videos:
+        for name, dispatch in (("eval", "parallel"), ("eval_no_tools", "none")):
+            agent = replace(cfg.rollout, temperature=0.0, dispatch=dispatch)
+            stage = {"engine": engine, "renderer": renderer, "videos": videos, "cfg": agent, "progress": False}
+            found = {k: [score(group.episodes[0], renderer, cfg.reward) for group in rollout(tasks, [k] * 4, 1, **stage)] for k in (4, 8)}  # fmt: skip
+            for part in ("acc", "strict"):
+                for k in (4, 8):
+                    assert lines[-1][f"{name}/{part}/K={k}"] == pytest.approx(np.mean([r[part] for r in found[k]]))
+                assert lines[-1][f"{name}/{part}"] == pytest.approx(
+                    np.mean([r[part] for k in (4, 8) for r in found[k]])
+                )
+            assert lines[-1][f"{name}/failed_rate"] == 0
+    engine.close()
+    assert "eval_no_tools/kappa" not in lines[-1] and lines[-1]["eval/kappa"] >= 0
+
+
+def test_a_batch_whose_gradient_is_not_finite_changes_nothing_and_can_be_replayed(
+    toy_dir, cold_start, tmp_path, monkeypatch
+):
+    def clip(policy, largest):
+        norms.append(clip_gradients(policy, largest))
+        return math.nan if len(norms) > 1 else norms[-1]
+
+    norms, taught = [], []
+    monkeypatch.setattr(rl, "clip_gradients", clip)
+    monkeypatch.setattr(rl, "make_lessons", lambda *args: taught.append(make_lessons(*args)) or taught[-1])
+    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, cold_start, max_bad_steps=1, save_every=1))
+    with pytest.raises(FloatingPointError, match=r"not finite in 2 steps, more than max_bad_steps = 1.*bad_steps"):
+        rl.main(cfg)
+    assert [line["bad_steps"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+    kept = sorted((tmp_path / "run" / "bad_steps").iterdir())
+    assert [path.name for path in kept] == ["step-000001-rank0.jsonl", "step-000002-rank0.jsonl"]
+    with Videos(1) as videos:
+        episodes = load_episodes(kept[0], videos, cfg.visual)
+    groups = [Group(e.task, e.k, [x for x in episodes if x.task == e.task]) for e in episodes[:: cfg.group_size]]
+    again = make_lessons(groups, Renderer(load_tokenizer(cold_start), cfg.visual), cfg)
+    for ours, theirs in zip(again, taught[1], strict=True):
+        assert ours.bundle.suffixes == theirs.bundle.suffixes
+        assert all(np.array_equal(a.pixels, b.pixels) for a, b in zip(ours.bundle.frames, theirs.bundle.frames))
+        for column in ("advantage", "behaviour", "weight", "anchor"):
+            assert np.array_equal(getattr(ours, column), getattr(theirs, column))
+
+
+def test_sampling_overlaps_training_and_its_tokens_are_one_update_old(toy_dir, cold_start, tmp_path):
+    """A server that takes its time; a KL, so that its random words are trained on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    renderer = Renderer(load_tokenizer(cold_start), VisualContract(frame_pixels=1024))
+    command = [sys.executable, "fake_sglang.py", port, renderer.image_pad, 32, renderer.end_of_turn, "slow=0.6"]
+    server = subprocess.Popen(list(map(str, command)), cwd=REPO / "tests")
+    try:
+        for staleness in (0, 1):
+            path = tmp_path / f"{staleness}.yaml"
+            write_config(path, toy_dir, cold_start, run=str(path.with_suffix("")), staleness=staleness, gap_limit=100,
+                steps=4, rollout={"max_new_tokens": 8, "urls": [f"http://127.0.0.1:{port}"]}, batch_tasks=4)  # fmt: skip
+            rl.main(config.load(RLConfig, path))
+            lines = metrics(path.with_suffix(""))
+            assert [line["staleness"] for line in lines] == [0, *[staleness] * 3]
+            # The first has nothing to overlap with, the last samples nothing ahead.
+            sampled = lines[2:] if staleness else lines[1:-1]
+            apart = sum(line["sampling_seconds"] for line in sampled) + sum(
+                line["train_seconds"] for line in lines[1:-1]
+            )
+            together = sum(line["rollout_seconds"] + line["train_seconds"] for line in lines[1:-1])
+            trained = sum(line["train_seconds"] for line in lines[1:-1])
+            assert together < apart - 0.5 * trained if staleness else together >= apart
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize(
@@ -350,14 +570,70 @@ def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
         config.load(RLConfig, path)
 
 
-def test_a_dry_run_plans_trainer_and_engine_for_the_node(capsys):
-    cfg = config.load(RLConfig, REPO / "configs" / "paragrpo_8b.yaml", ["policy.checkpoint=Qwen/Qwen3-VL-8B-Instruct"])
-    with pytest.raises(FileNotFoundError, match="paravt_rl_diverse_4k4.parquet: no such data file"):
-        rl.dry_run(cfg)
+def on_node(name: str, toy_dir: Path) -> RLConfig:
+    """A config of configs/ whose data are there, before its cold start is."""
+    return config.load(RLConfig, REPO / "configs" / name, [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]"])
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*_[28]b*.yaml")), ids=lambda path: path.stem)
+def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
+    if path.stem.startswith("sft"):
+        cfg = config.load(sft.SFTConfig, path, [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]"])
+        assert sft.dry_run(cfg) == 0
+    else:
+        cfg = on_node(path.name, toy_dir)
+        assert rl.dry_run(cfg) == 1  # all is there but the cold start
+    told = capsys.readouterr().out
+    used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
+    assert used and all(20 < gib < 80 for gib in used)
+    assert f"training, each of {cfg.gpus} GPUs" in told or "training and engine on the same GPU" in told
+    if cfg.policy.checkpoint.startswith("runs"):
+        assert f"{cfg.policy.checkpoint} is not there yet; the plan is that of Qwen/Qwen3-VL" in told
+
+
+def test_a_dry_run_plans_trainer_and_engine_for_the_node(toy_dir, capsys):
+    rl.dry_run(on_node("paragrpo_8b.yaml", toy_dir))
     told = capsys.readouterr().out
     assert "training, each of 7 GPUs" in told and "reference policy" in told and "engine, each of 1 GPUs" in told
 
 
-@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*grpo*.yaml")), ids=lambda path: path.stem)
-def test_every_config_loads(path):
-    assert config.load(RLConfig, path).run.startswith("runs/")
+def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
+    cfg = on_node("paragrpo_2b_1gpu.yaml", toy_dir)
+    rl.dry_run(cfg)
+    told = capsys.readouterr().out
+    assert "training and engine on the same GPU" in told and "KV cache" in told and told.count("sum") == 1
+    with pytest.raises(PlanError, match="do not fit into 60 GiB"):
+        rl.dry_run(replace(cfg, gpu_gib=60))
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_loads_and_names_its_run_after_itself(path):
+    cfg = config.load(sft.SFTConfig if "sft" in path.stem else RLConfig, path)
+    assert cfg.run.replace("/toy/", "/toy_").removeprefix("runs/") in (path.stem, path.stem.removesuffix("_1gpu"))
+
+
+ABLATIONS = {  # what differs from PARA-GRPO: (think prefix, answer suffix, credit, gamma, w_tool, gating)
+    "paragrpo": (True, True, "struct", 0.3, 1, True),
+    "grpo": (False, False, "off", 0.3, 1, False),
+    "anchoring": (True, True, "struct", 0.3, 1, False),
+    "gating": (False, False, "off", 0.3, 1, True),
+    "no_tool_reward": (True, True, "struct", 0.3, 0, True),
+    "no_gamma": (True, True, "struct", 0, 1, True),
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_differs_from_the_whole_in_what_it_says(name):
+    cfg, whole = (config.load(RLConfig, REPO / "configs" / f"{n}_8b.yaml") for n in (name, "paragrpo"))
+    reward = cfg.reward
+    found = (cfg.rollout.think_prefix, reward.answer_suffix, reward.anchor.credit, reward.anchor.gamma, reward.w_tool)
+    assert (*found, bool(cfg.gating)) == ABLATIONS[name]
+    anchor = replace(reward.anchor, credit="struct", gamma=0.3)
+    same = replace(
+        cfg,
+        run=whole.run,
+        gating=whole.gating,
+        rollout=replace(cfg.rollout, think_prefix=True),
+        reward=replace(reward, answer_suffix=True, w_tool=1, anchor=anchor),
+    )
+    assert same == whole

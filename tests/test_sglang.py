@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 import torch
+import yaml
+from scripts import metrics
 from test_engine import at_once, plain_logprobs, request
 from tiny_checkpoint import MemoryVideos, noise
 from transformers import Qwen3VLForConditionalGeneration
 
 import ask
+import config
 import data
-from contract import ContractError
+import rl
+from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Task
 from engine import EngineError, SGLang, server_command
 from rollout import RolloutConfig, SubagentConfig, rollout
@@ -51,14 +55,18 @@ def model(checkpoint):
     return Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def client(checkpoint, renderer):
+def serve(checkpoint, renderer) -> SGLang:
     def launch(port: int) -> list[str]:
         command = server_command(checkpoint, renderer, port)
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
-    client = SGLang(checkpoint, renderer, gpus=(0,), launch=launch, start_timeout=240, request_timeout=120)
+    return SGLang(checkpoint, renderer, gpus=(0,), launch=launch, start_timeout=240, request_timeout=120)
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint, renderer):
+    client = serve(checkpoint, renderer)
     yield client
     client.close()
 
@@ -178,3 +186,37 @@ def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, oth
             main.ids[: main.prompt_length]
             == renderer.render(data.main_messages(episode.task, main.frames[:1], True), cfg.schemas, generate=True).ids
         )
+
+
+def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, tmp_path):
+    """rl.py's loop, staleness 1: the seconds of a step are less than those of sampling and training it."""
+    tree = {
+        "run": str(tmp_path / "run"),
+        "policy": {"checkpoint": str(toy_dir / "model")},
+        "data": {"sources": [{"path": str(toy_dir / "rl.parquet")}]},
+        "visual": {"frame_pixels": 1024},
+        "optim": {"lr": 1e-4},
+        "gating": [4, 8],
+        "steps": 6,
+        "batch_tasks": 8,
+        "group_size": 4,
+        "staleness": 1,
+        "gap_limit": 1e-4,
+        "decoders": 1,
+    }
+    client = serve(toy_dir / "model", Renderer(load_tokenizer(toy_dir / "model"), VisualContract(frame_pixels=1024)))
+    tree["rollout"] = {"max_turns": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    try:
+        rl.main(config.load(rl.RLConfig, tmp_path / "c.yaml"))  # its first batch is checked against gap_limit
+    finally:
+        client.close()
+    lines = metrics(tmp_path / "run")
+    assert [line["staleness"] for line in lines] == [0, 1, 1, 1, 1, 1] and not any(
+        line["failed_rate"] for line in lines
+    )
+    assert all(0 < line["gap"] < 0.1 for line in lines[1:])  # one small update between the two policies
+    trained, sampled = (sum(line[f"{what}_seconds"] for line in part) for what, part in (("train", lines[1:-1]), ("sampling", lines[2:])))  # fmt: skip
+    assert sum(line["rollout_seconds"] + line["train_seconds"] for line in lines[1:-1]) < trained + sampled - 0.3 * min(
+        trained, sampled
+    )
