@@ -13,8 +13,8 @@ A message is {"role": system|user|assistant|tool, "content": str | list of str a
 stamp followed by an image: `<12.5 seconds><|vision_start|><|image_pad|>...<|vision_end|>`.
 
 Text from outside (users and tools: questions, options, subtitles, summaries) can never become a control token: every
-added token that it spells is tokenised as ordinary characters. Assistant text may hold the tags (`<think>`, ...), which
-are not special tokens, but cannot end its own turn.
+added token that it spells is tokenised as ordinary characters, unless the text is our own (`Live`). Assistant text may
+hold the tags (`<think>`, ...), which are not special tokens, but cannot end its own turn.
 
 Deliberately missing: the video channel of Qwen3-VL (frame pairs), torchvision, the Hugging Face processor classes.
 """
@@ -60,7 +60,8 @@ class VisualContract:
     channel: Literal["image"] = "image"
     """Frames are images, each preceded by its stamp; the same for overview and crops."""
     stamp: str = "<{:.1f} seconds>"
-    """The text before each frame: the true time of the decoded frame."""
+    """The text before each frame: the true time of the decoded frame. Other models read `{clock}` (HH:MM:SS) or `{i}`
+    (the frame's place in its clip); empty: no stamps."""
     overview_frames: int = 64
     """K: frames of the overview unless gating draws another number."""
     crop_fps: float = 1.0
@@ -78,6 +79,10 @@ class VisualContract:
             )
         if self.overview_frames < 1 or self.crop_fps <= 0:
             raise ValueError(f"overview_frames = {self.overview_frames}, crop_fps = {self.crop_fps}: must be positive")
+        try:
+            self.stamp.format(0.0, i=0, clock="")
+        except (LookupError, ValueError):
+            raise ValueError(f"stamp = {self.stamp!r}: may hold seconds as {{:.1f}}, {{clock}} and {{i}}") from None
 
     @property
     def cell(self) -> int:
@@ -202,6 +207,16 @@ _BEGIN, _END, _LITERAL = (
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
 
+class Live(str):
+    """Text of our own in a user's or a tool's turn: the tags that it names are tokens."""
+
+
+def clock(seconds: float) -> str:
+    """HH:MM:SS."""
+    whole = int(seconds)
+    return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
 class Renderer:
     """Messages -> tokens, through the checkpoint's own chat template."""
 
@@ -235,10 +250,11 @@ class Renderer:
                 mask[-len(tokens)] = 1
         return Rendered(*self._expand(ids, mask, frames), frames)
 
-    def continuation(self, tool_contents: list[str | list]) -> Rendered:
+    def continuation(self, contents: list[str | list], role: str = "tool") -> Rendered:
         """What follows a sampled assistant turn that called tools: one user turn with a response per call, then the
-        opening of the next assistant turn. Only this delta is tokenised; earlier ids stay as they were sampled."""
-        messages = [{"role": "assistant", "content": ""}, *({"role": "tool", "content": c} for c in tool_contents)]
+        opening of the next assistant turn. Only this delta is tokenised; earlier ids stay as they were sampled.
+        With role = "user": plain user turns."""
+        messages = [{"role": "assistant", "content": ""}, *({"role": role, "content": c} for c in contents)]
         text, frames = self._text(messages, None, generate=True)
         ids = self.encode(text.partition(_END + END_OF_TURN)[2])
         return Rendered(*self._expand(ids, [0] * len(ids), frames), frames)
@@ -295,11 +311,12 @@ class Renderer:
             for part in parts:
                 if isinstance(part, Frames):
                     frames += [part]
-                    for time in part.times:  # None: a still image, which has no time
-                        stamp = "" if time is None else self.contract.stamp.format(time)
+                    for i, time in enumerate(part.times):  # None: a still image, which has no time
+                        stamp = "" if time is None else self.contract.stamp.format(time, i=i, clock=clock(time))
                         rendered += [{"type": "text", "text": stamp}, {"type": "image"}]
                 else:
-                    text = self.inert(part, role) if role in self._inert else part
+                    ours = isinstance(part, Live) or role not in self._inert
+                    text = part if ours else self.inert(part, role)
                     rendered += [{"type": "text", "text": text}]
             if role == "assistant":
                 rendered = [{"type": "text", "text": _BEGIN}, *rendered, {"type": "text", "text": _END}]

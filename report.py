@@ -37,7 +37,7 @@ from config import ConfigError, build, read_tree
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Call, Episode, Task, Trajectory
 from rewards import final_answer, structural_mask, turn_texts, untagged_answer
-from rollout import _episode as episode_of
+from rollout import episode_of
 from tools import ToolError, choose_video
 from video import Frames, VideoError, Videos, uniform_indices
 

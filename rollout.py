@@ -159,7 +159,7 @@ def opening(task: Task, k: int, stage: Stage) -> Rendered:
 
 def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
     cfg, renderer = stage.cfg, stage.renderer
-    episode = Episode(task, k, _begin(prompt), seed=seed)
+    episode = Episode(task, k, open_trajectory(prompt), seed=seed)
     main, started = episode.main, time.perf_counter()
     rounds, per_round = cfg.rounds
     try:
@@ -173,14 +173,8 @@ def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -
             contents = [content for _, content in answers]
             if turn == rounds - 1:
                 contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
-            delta = renderer.continuation(contents)
-            if main.ids[-1] != renderer.end_of_turn:  # the turn ended with another stop token, such as </tool_call>
-                delta.ids.insert(0, renderer.end_of_turn)
-            if len(main.ids) + len(delta.ids) + 16 > cfg.max_context:
-                main.finish = "length"  # reports that do not fit were never read
+            if not append(stage, main, renderer.continuation(contents)):  # reports that do not fit were never read
                 break
-            _extend(main, delta.ids)
-            main.frames += delta.frames
             episode.calls += [call for call, _ in answers]
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"
@@ -188,7 +182,7 @@ def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -
     return episode
 
 
-def _begin(prompt: Rendered) -> Trajectory:
+def open_trajectory(prompt: Rendered) -> Trajectory:
     n = len(prompt.ids)
     return Trajectory(list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), prompt_length=n)
 
@@ -201,6 +195,18 @@ def _extend(trajectory: Trajectory, ids: list[int], sample: Sample | None = None
     trajectory.versions += [sample.version if sample else -1] * len(ids)
 
 
+def append(stage: Stage, agent: Trajectory, delta: Rendered) -> bool:
+    """What the agent reads next. False, with nothing appended, if its context has no room: the turn counts as cut off."""
+    end = stage.renderer.end_of_turn
+    close = [] if agent.ids[-1] == end else [end]  # the turn ended with another stop token, such as </tool_call>
+    if len(agent.ids) + len(close) + len(delta.ids) + 16 > stage.cfg.max_context:
+        agent.finish = "length"
+        return False
+    _extend(agent, close + delta.ids)
+    agent.frames += delta.frames
+    return True
+
+
 def _speak(stage: Stage, main: Trajectory, seed: int) -> str:
     """One turn of the main agent, appended to its trajectory -> its text, forced opening included."""
     cfg, renderer = stage.cfg, stage.renderer
@@ -210,12 +216,14 @@ def _speak(stage: Stage, main: Trajectory, seed: int) -> str:
     stop = (renderer.end_of_turn,)
     if cfg.dispatch == "sequential":
         stop += (renderer.tokenizer.convert_tokens_to_ids("</tool_call>"),)
-    _sample(stage, main, cfg.max_new_tokens, cfg.temperature, seed, stop)
+    sample_turn(stage, main, cfg.max_new_tokens, cfg.temperature, seed, stop)
     main.turns.append((start, len(main.ids)))
     return renderer.decode(main.ids[start:])
 
 
-def _sample(stage: Stage, agent: Trajectory, most: int, temperature: float, seed: int, stop: tuple[int, ...]) -> None:
+def sample_turn(
+    stage: Stage, agent: Trajectory, most: int, temperature: float, seed: int, stop: tuple[int, ...]
+) -> None:
     if stage.stopped.is_set():
         raise Stopped("the run was ended")
     room = stage.cfg.max_context - len(agent.ids)
@@ -291,8 +299,8 @@ def _report(stage: Stage, task: Task, look: Look, seed: int) -> Trajectory:
     """A sub-agent: the same weights, a fresh context, and only these frames."""
     cfg = stage.cfg.subagents
     messages = data.subagent_messages(look.frames, task.question if cfg.see_question else None)
-    agent = _begin(stage.renderer.render(messages, generate=True))
-    _sample(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, (stage.renderer.end_of_turn,))
+    agent = open_trajectory(stage.renderer.render(messages, generate=True))
+    sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, (stage.renderer.end_of_turn,))
     agent.turns.append((agent.prompt_length, len(agent.ids)))
     return agent
 
@@ -414,10 +422,10 @@ def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
 
 def load(path: str | Path, videos: Videos | None = None, contract: VisualContract | None = None) -> list[Episode]:
     """The episodes of a file. With videos, their frames are decoded again; without, there are none."""
-    return [_episode(json.loads(line), videos, contract) for line in Path(path).read_text("utf-8").splitlines()]
+    return [episode_of(json.loads(line), videos, contract) for line in Path(path).read_text("utf-8").splitlines()]
 
 
-def _episode(record: dict, videos: Videos | None, contract: VisualContract | None) -> Episode:
+def episode_of(record: dict, videos: Videos | None, contract: VisualContract | None) -> Episode:
     def agent(fields: dict, clips: list) -> Trajectory:
         times = fields.pop("frames")
         del fields["text"]
