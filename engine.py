@@ -33,7 +33,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,6 +136,40 @@ def together(engine: Engine, jobs: Sequence[Callable[[], Any]], timeout: float) 
         finished = [future.done() for future in futures]
     pool.shutdown(wait=False)
     return [future.result() if done else None for future, done in zip(futures, finished)]
+
+
+def run_all(
+    engine: Engine, jobs: Sequence[Callable[[], Any]], at_once: int, on_done: Callable[[int, Any], None]
+) -> None:
+    """Run jobs, `at_once` at a time -> on_done(index, result) as each ends, in this thread.
+
+    The engine is told how many threads may ask it for something: a job that ends leaves its place to the next."""
+    workers = min(at_once, len(jobs))
+    lock, unstarted = threading.Lock(), len(jobs) - workers
+
+    def run(job):
+        nonlocal unstarted
+        try:
+            return job()
+        finally:
+            with lock:
+                if unstarted:
+                    unstarted -= 1
+                else:
+                    engine.expect(-1)
+
+    engine.expect(workers)
+    pool = ThreadPoolExecutor(max(1, workers), "episode")
+    try:
+        running = {pool.submit(run, job): i for i, job in enumerate(jobs)}
+        for future in as_completed(running):
+            on_done(running[future], future.result())
+    except BaseException:  # Ctrl-C, or a bug: no further job begins
+        with lock:
+            unstarted = 0
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 # ------------------------------------------------------------------------------------------------ SGLang over HTTP

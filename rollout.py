@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -38,7 +38,7 @@ from tqdm import tqdm
 import data
 from contract import ContractError, Rendered, Renderer, VisualContract
 from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory
-from engine import Engine, EngineError, Sample, together
+from engine import Engine, EngineError, Sample, run_all, together
 from tools import TOOLS, Look, ToolError, parse_calls, use
 from video import VideoError, Videos
 
@@ -333,48 +333,35 @@ def rollout(
     `on_episode` gets each episode as it ends, in this thread: what it saves survives Ctrl-C. Once `stopped` is set, no
     agent starts another turn."""
     stage = Stage(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
-    total = len(tasks) * group_size
-    workers = min(cfg.concurrency, total)
-    lock, unstarted = threading.Lock(), total - workers
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
-    prompts: list[Future] = []
+    preparing, prompts = ThreadPoolExecutor(8, "prompt"), []
+    bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
 
     def attempt(i: int, g: int) -> Episode:
-        nonlocal unstarted
         task, k, own = tasks[i], ks[i], derive(seed, step, tasks[i].id, g)
         try:
             return run_episode(stage, task, k, prompts[i].result(), own)
         except VideoError as error:  # of the overview: shared by the group, and paid by each of its episodes
             return Episode(task, k, Trajectory([], [], [], [], [], 0), seed=own, error=f"VideoError: {error}")
-        finally:
-            with lock:  # the next episode takes this one's place among those that the engine waits for
-                if unstarted:
-                    unstarted -= 1
-                else:
-                    engine.expect(-1)
 
-    engine.expect(workers)
-    preparing, playing = ThreadPoolExecutor(8, "prompt"), ThreadPoolExecutor(max(1, workers), "episode")
+    def done(n: int, episode: Episode) -> None:
+        groups[n // group_size].episodes[n % group_size] = episode
+        on_episode(episode)
+        bar.update()
+        so_far = statistics([e for group in groups for e in group.episodes if e is not None])
+        pace = so_far["tokens"] * bar.n / max(bar.format_dict["elapsed"], 1e-9)
+        bar.set_postfix(turns=round(so_far["turns"], 1), calls=round(so_far["calls"], 1), tokens_per_s=round(pace))
+
     try:
         prompts += [preparing.submit(opening, task, k, stage) for task, k in zip(tasks, ks)]
-        running = {playing.submit(attempt, i, g): (i, g) for i in range(len(tasks)) for g in range(group_size)}
-        with tqdm(total=total, desc="rollout", unit="episode", disable=not progress, leave=False) as bar:
-            for future in as_completed(running):
-                i, g = running[future]
-                groups[i].episodes[g] = future.result()
-                on_episode(future.result())
-                bar.update()
-                done = statistics([e for group in groups for e in group.episodes if e is not None])
-                pace = done["tokens"] * bar.n / max(bar.format_dict["elapsed"], 1e-9)
-                bar.set_postfix(turns=round(done["turns"], 1), calls=round(done["calls"], 1), tokens_per_s=round(pace))
-    except BaseException:  # Ctrl-C, or a bug: nobody starts another turn
-        stage.stopped.set()
-        with lock:
-            unstarted = 0
+        jobs = [lambda i=i, g=g: attempt(i, g) for i in range(len(tasks)) for g in range(group_size)]
+        run_all(engine, jobs, cfg.concurrency, done)
+    except BaseException:
+        stage.stopped.set()  # nobody starts another turn
         raise
     finally:
-        for pool in (preparing, playing):
-            pool.shutdown(wait=False, cancel_futures=True)
+        bar.close()
+        preparing.shutdown(wait=False, cancel_futures=True)
     return groups
 
 

@@ -1,0 +1,331 @@
+"""eval.py: one model, asked under one protocol, on any of the splits of benchmarks.py.
+
+    python eval.py configs/eval/toy.yaml                    # the toy, with tools and without, at every K
+    python eval.py configs/eval/paravt_8b.yaml              # called again, it goes on where it was stopped
+    python eval.py configs/eval/paravt_8b.yaml --dry-run    # what is there, what is missing, what fits
+    python eval.py table runs/eval/* [--csv FILE]           # compare.py: our numbers beside the published ones
+
+RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was asked, predicted and scored, the
+calls with their windows, turns, tokens, seconds, and the error if there was one. Its first line holds the settings that
+shape a result: weights, prompts, contract, data. A file made under others is refused, so a run of a few items never
+passes as the whole. Items that ended in an error are asked again by the next call, and count as wrong until then.
+
+Deliberately missing: several checkpoints in a run, ensembles, majority votes.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tqdm import tqdm
+
+import compare
+import config
+import data
+from benchmarks import SPLITS, Item, SplitError, ask_with_subtitles, grade, load_split
+from contract import ContractError, Renderer, VisualContract, load_tokenizer
+from engine import EngineError, open_engine, run_all
+from protocols import Outcome, Prompting, look_over, play
+from rewards import JudgeError, RewardConfig, turn_texts, untagged_answer
+from rollout import RolloutConfig, Stage, derive
+from video import VideoError, Videos
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """One model on some splits."""
+
+    run: str
+    """Folder of the results."""
+    name: str
+    """The row of the table; the names in configs/eval/published.yaml bring the published numbers along."""
+    checkpoint: str
+    """A Hugging Face folder, or its name on the hub."""
+    family: str = ""
+    """What --dry-run plans with as long as `checkpoint` is not there."""
+    splits: dict[str, str]
+    """Split -> the folder of its dataset."""
+    frames: tuple[int, ...] = (64,)
+    """K: overview frames. Every split is asked once with each."""
+    arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
+    """How the agent may call tools; every split is asked once in each way. Only of the protocol `agent`."""
+    prompting: Prompting = Prompting()
+    rollout: RolloutConfig = RolloutConfig(temperature=0.0)
+    visual: VisualContract | None = None
+    """null: the checkpoint's own."""
+    grading: RewardConfig = RewardConfig(open_answer="exact")
+    """Of this, only how answers are read: open_answer, untagged_answer, judge."""
+    limit: int = 0
+    """Only the first so many items of each split; 0: all."""
+    seed: int = 0
+    decoders: int = 8
+    gpu_gib: float = 80.0
+    """What --dry-run plans for."""
+
+    def __post_init__(self):
+        if unknown := [name for name in self.splits if name not in SPLITS]:
+            raise ValueError(f"splits = {unknown}: there is only {', '.join(SPLITS)}")
+        if self.prompting.protocol != "agent" and self.arms != ("parallel",):
+            raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has them")
+        if not self.splits or not self.frames or not self.arms or min(self.frames) < 1:
+            raise ValueError("splits, frames and arms must not be empty, and K not below 1")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One file of results: a split, asked in one way."""
+
+    split: str
+    k: int
+    arm: str  # of the agent; of others, the protocol
+    items: list[Item]
+    total: int  # items of the whole split
+    path: Path
+
+
+def main(cfg: EvalConfig) -> None:
+    from distributed import checkpoint_dir  # torch, which `table` does not need
+
+    source = checkpoint_dir(cfg.checkpoint)
+    contract = cfg.visual or VisualContract.load(source)
+    contract.check(source)
+    renderer = Renderer(load_tokenizer(source), contract)
+    todo = [(cell, unfinished(cell, settings(cfg, cell, contract, source))) for cell in cells(cfg)]
+    config.save_run(cfg, cfg.run)
+    if any(items for _, items in todo):
+        engine = open_engine(source, renderer, **place(cfg.rollout))
+        try:
+            with Videos(cfg.decoders, quarantine=Path(cfg.run) / "bad_videos.jsonl") as videos:
+                for cell, items in todo:
+                    dispatch = cell.arm if cfg.prompting.protocol == "agent" else cfg.rollout.dispatch
+                    stage = Stage(engine, renderer, videos, replace(cfg.rollout, dispatch=dispatch))
+                    work(cell, items, stage, cfg)
+        finally:
+            engine.close()
+    compare.report([cfg.run])
+
+
+def cells(cfg: EvalConfig) -> Iterator[Cell]:
+    arms = cfg.arms if cfg.prompting.protocol == "agent" else (cfg.prompting.protocol,)
+    for split, root in cfg.splits.items():
+        items = load_split(split, root)
+        for k in cfg.frames:
+            for arm in arms:
+                yield Cell(split, k, arm, items[: cfg.limit or None], len(items), Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl")  # fmt: skip
+
+
+def place(cfg: RolloutConfig) -> dict[str, Any]:
+    """Where the model runs."""
+    import torch
+
+    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
+    return {
+        "gpus": cfg.gpus,
+        "urls": cfg.urls,
+        "server_args": cfg.server_args,
+        "device": device,
+        "dtype": dtype,
+        "max_batch_tokens": cfg.max_batch_tokens,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ one cell
+
+
+def work(cell: Cell, items: list[Item], stage: Stage, cfg: EvalConfig) -> None:
+    """Ask the items, many at a time; each leaves its line as it ends."""
+    scores = [record["score"] for record in compare.read_results(cell.path).records]
+    title = f"{cell.split} K={cell.k} {cell.arm}"
+    stage = replace(stage, stopped=threading.Event())
+    with (
+        cell.path.open("a", encoding="utf-8") as file,
+        tqdm(total=len(cell.items), initial=len(cell.items) - len(items), desc=title, unit="item") as bar,
+    ):
+
+        def done(_: int, record: dict) -> None:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
+            scores.append(record["score"])
+            bar.set_postfix(score=f"{100 * sum(scores) / len(scores):.1f}", refresh=False)
+            bar.update()
+
+        try:
+            jobs = [lambda item=item: ask(item, cell.k, stage, cfg) for item in items]
+            run_all(stage.engine, jobs, cfg.rollout.concurrency, done)
+        except BaseException:
+            stage.stopped.set()  # nobody starts another turn
+            raise
+
+
+def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
+    """One item -> its line."""
+    task, episode, answer, verdict = item.task, None, None, None
+    try:
+        if item.subtitles:
+            task = ask_with_subtitles(item, look_over(stage, task.videos[0], k, cfg.prompting.fps or 0.0).times)
+        outcome = play(stage, task, k, derive(cfg.seed, task.id), cfg.prompting)
+        episode, error = outcome.episode, outcome.episode.error
+        if not error:
+            answer = answer_of(outcome, stage.renderer, cfg)
+            verdict = grade(item, answer, cfg.grading)
+    except (VideoError, JudgeError) as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    calls = episode.calls if episode else []
+    agents = [agent for call in calls if (agent := call.agent)]
+    return {
+        "id": task.id,
+        "videos": [Path(path).name for path in task.videos],
+        "kind": task.kind,
+        "groups": item.groups,
+        "gold": task.answer,
+        "answer": answer,
+        "prediction": verdict.prediction if verdict else None,
+        "score": verdict.score if verdict else 0.0,
+        "judged": bool(verdict and verdict.judged),
+        "calls": [{"name": c.name, "window": c.window, "error": c.error, "seconds": c.seconds} for c in calls],
+        "turns": len(episode.main.turns) if episode else 0,
+        "tokens": sum(episode.main.mask) if episode else 0,
+        "agent_tokens": sum(sum(agent.mask) for agent in agents),
+        "truncated": bool(episode and episode.main.finish == "length"),
+        "seconds": episode.seconds if episode else 0.0,
+        "error": error,
+    }
+
+
+def answer_of(outcome: Outcome, renderer: Renderer, cfg: EvalConfig) -> str | None:
+    turns = turn_texts(outcome.episode.main, renderer)
+    if outcome.answer is None and cfg.grading.untagged_answer and turns:
+        return untagged_answer(turns[-1])
+    return outcome.answer
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, source: Path) -> dict[str, Any]:
+    """All that shapes a result; where and how fast it is computed does not."""
+    rollout, grading = dataclasses.asdict(cfg.rollout), dataclasses.asdict(cfg.grading)
+    elsewhere = ("gpus", "urls", "server_args", "max_batch_tokens", "concurrency", "call_timeout", "dispatch")
+    asked = [(i.task.id, i.task.question, i.task.answer, _sizes(i.task.videos), repr(i.subtitles)) for i in cell.items]
+    prompts = [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, cfg.prompting.texts]
+    return {
+        "name": cfg.name,
+        "split": cell.split,
+        "k": cell.k,
+        "arm": cell.arm,
+        "items": len(cell.items),
+        "total": cell.total,
+        "weights": weights_digest(source),
+        "data": _digest(asked),
+        "prompts": _digest(prompts),
+        "prompting": dataclasses.asdict(cfg.prompting),
+        "rollout": {name: value for name, value in rollout.items() if name not in elsewhere},
+        "visual": dataclasses.asdict(contract),
+        "grading": {"open_answer": grading["open_answer"], "untagged_answer": grading["untagged_answer"]},
+        "judge": grading["judge"]["model"],
+        "seed": cfg.seed,
+    }
+
+
+def unfinished(cell: Cell, wanted: dict[str, Any]) -> list[Item]:
+    """The items without a result, after a file of these settings was opened or begun."""
+    wanted = json.loads(json.dumps(wanted))
+    if not cell.path.exists():
+        cell.path.parent.mkdir(parents=True, exist_ok=True)
+        unborn = cell.path.with_suffix(".new")
+        unborn.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
+        unborn.rename(cell.path)
+        return cell.items
+    results = compare.read_results(cell.path, repair=True)
+    if wrong := [f"{name}: {was!r}, now {wanted.get(name)!r}" for name, was in results.settings.items() if was != wanted.get(name)]:  # fmt: skip
+        raise config.ConfigError(
+            f"{cell.path} was made under other settings ({'; '.join(wrong)}): choose another `run`, or delete the file"
+        )
+    answered = {record["id"] for record in results.records if not record["error"]}
+    return [item for item in cell.items if item.task.id not in answered]
+
+
+def weights_digest(folder: Path) -> str:
+    """Of a checkpoint: names and sizes of its files, and 1 MiB from each end of them (training changes every weight)."""
+    whole = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+        size = path.stat().st_size
+        whole.update(f"{path.name}/{size}/".encode())
+        with path.open("rb") as file:
+            whole.update(file.read(1 << 20))
+            file.seek(max(0, size - (1 << 20)))
+            whole.update(file.read())
+    return whole.hexdigest()[:16]
+
+
+def _sizes(paths: tuple[str, ...]) -> list[tuple[str, int]]:
+    return [(Path(path).name, Path(path).stat().st_size) for path in paths]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------ before it runs
+
+
+def dry_run(cfg: EvalConfig) -> int:
+    """What is there and what is missing, all of it at once; exit status 1 if the run could not start."""
+    missing = 0
+
+    def check(what: str, found: str, good: bool) -> None:
+        nonlocal missing
+        missing += not good
+        print(f"  {'ok     ' if good else 'MISSING'} {what}: {found}")
+
+    print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
+    folder = Path(cfg.checkpoint)
+    here = "there" if folder.is_dir() else "no folder: a name on the hub is downloaded, a path must be made first"
+    check(f"checkpoint {cfg.checkpoint}", here, folder.is_dir())
+    if cfg.prompting.protocol != "agent" and not cfg.prompting.prompt_file:
+        print("  note    prompting.prompt_file is empty: our own words, so scores differ from the authors'")
+    for split, root in cfg.splits.items():
+        try:
+            items = load_split(split, root)
+        except SplitError as error:
+            check(split, str(error), False)
+        else:
+            asked = len(items[: cfg.limit or None]) * len(cfg.frames) * len(cfg.arms)
+            check(split, f"{len(items)} items, {asked} episodes", True)
+    if cfg.rollout.gpus:
+        missing += not plan(cfg)
+    for url in cfg.rollout.urls:
+        print(f"  note    {url} must serve {cfg.checkpoint}")
+    return int(missing > 0)
+
+
+def plan(cfg: EvalConfig) -> bool:
+    """Memory of the servers, if the shapes of the model are known."""
+    from plan import PlanError, plan_engine
+    from policy import PolicyConfig
+
+    rows = cfg.rollout.concurrency
+    context = max(cfg.frames) * 80 + (cfg.rollout.max_turns + 1) * cfg.rollout.max_new_tokens // 2
+    try:
+        found = plan_engine(PolicyConfig(cfg.checkpoint, family=cfg.family), len(cfg.rollout.gpus), rows, context)
+        print(found.table(cfg.gpu_gib))
+        found.check(cfg.gpu_gib)
+    except PlanError as error:
+        print(f"  note    {error}")
+    return True
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["table"]:
+        sys.exit(compare.main(sys.argv[2:]))
+    cfg, args = config.command_line(EvalConfig, __doc__)
+    try:
+        sys.exit(dry_run(cfg) if args.dry_run else main(cfg))
+    except (config.ConfigError, ContractError, EngineError, FileNotFoundError, SplitError) as error:
+        sys.exit(f"error: {error}")
