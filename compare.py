@@ -240,11 +240,13 @@ def costs(r: Results) -> dict[str, float]:
         "no_frames_rate": rate(lambda x: x["error"].startswith("VideoError")),
         "unparsed_rate": rate(lambda x: not x["error"] and x["prediction"] is None),
         "truncated_rate": rate(lambda x: x["truncated"]),
+        "fmt": mean(lambda x: x.get("fmt", 0.0)),  # 0 where the protocol has another format
+        "strict": mean(lambda x: x.get("strict", 0.0)),
     }
 
 
 def costs_table(results: Sequence[Results]) -> str:
-    rows = [[*r.row, r.split, len(r.records), *(f"{value:.1f}" for value in costs(r).values())] for r in results]
+    rows = [[*r.row, r.split, len(r.records), *(f"{value:.2f}" for value in costs(r).values())] for r in results]
     names = [name.removesuffix("_rate") + (" %" if name.endswith("_rate") else "") for name in costs(results[0])]
     return markdown("### Per item", ["model", "arm", "K", "split", "items", *names], rows)
 

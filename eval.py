@@ -32,7 +32,7 @@ from benchmarks import SPLITS, Item, SplitError, ask_with_subtitles, grade, load
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from engine import EngineError, open_engine, run_all
 from protocols import Outcome, Prompting, look_over, play
-from rewards import JudgeError, RewardConfig, turn_texts, untagged_answer
+from rewards import JudgeError, RewardConfig, score, turn_texts, untagged_answer
 from rollout import RolloutConfig, Stage, derive
 from video import VideoError, Videos
 
@@ -103,7 +103,7 @@ def main(cfg: EvalConfig) -> None:
         try:
             with Videos(cfg.decoders, quarantine=Path(cfg.run) / "bad_videos.jsonl") as videos:
                 for cell, items in todo:
-                    dispatch = cell.arm if cfg.prompting.protocol == "agent" else cfg.rollout.dispatch
+                    dispatch = cell.arm if agentic(cfg) else cfg.rollout.dispatch
                     stage = Stage(engine, renderer, videos, replace(cfg.rollout, dispatch=dispatch))
                     work(cell, items, stage, cfg)
         finally:
@@ -112,12 +112,17 @@ def main(cfg: EvalConfig) -> None:
 
 
 def cells(cfg: EvalConfig) -> Iterator[Cell]:
-    arms = cfg.arms if cfg.prompting.protocol == "agent" else (cfg.prompting.protocol,)
+    arms = cfg.arms if agentic(cfg) else (cfg.prompting.protocol,)
     for split, root in cfg.splits.items():
         items = load_split(split, root)
         for k in cfg.frames:
             for arm in arms:
                 yield Cell(split, k, arm, items[: cfg.limit or None], len(items), Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl")  # fmt: skip
+
+
+def agentic(cfg: EvalConfig) -> bool:
+    """Asked as our own agent is: it has arms, and the format that the rewards speak of."""
+    return cfg.prompting.protocol == "agent"
 
 
 def place(cfg: RolloutConfig) -> dict[str, Any]:
@@ -176,6 +181,7 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
             verdict = grade(item, answer, cfg.grading)
     except (VideoError, JudgeError) as problem:
         error = f"{type(problem).__name__}: {problem}"
+    form = score(episode, stage.renderer, replace(cfg.grading, open_answer="exact")) if verdict and agentic(cfg) else {}
     calls = episode.calls if episode else []
     agents = [agent for call in calls if (agent := call.agent)]
     return {
@@ -188,6 +194,7 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
         "prediction": verdict.prediction if verdict else None,
         "score": verdict.score if verdict else 0.0,
         "judged": bool(verdict and verdict.judged),
+        **{name: form[name] for name in ("fmt", "strict") if name in form},
         "calls": [{"name": c.name, "window": c.window, "error": c.error, "seconds": c.seconds} for c in calls],
         "turns": len(episode.main.turns) if episode else 0,
         "tokens": sum(episode.main.mask) if episode else 0,

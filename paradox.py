@@ -1,0 +1,381 @@
+"""paradox.py: the Tool Prior Paradox on the toy: trainings, evaluations, and the paper's tables with the toy's numbers.
+
+    python paradox.py demo      # one seed: cold start, plain GRPO, PARA-GRPO, evaluation, runs/demo/report.html
+    python paradox.py study     # every row and control, three seeds; the tables of results/paradox.md
+
+All rows of a seed start from the same cold start and have the same budget. Each training or evaluation is a process of
+its own, as a user would start it; those that are done are not run again, so that the study may be stopped at any time.
+
+What the rows are called, and which reward they have:
+
+    grpo, paragrpo           R = R_acc: accuracy-only GRPO, and what anchoring and gating make of it
+    grpo_full, ...           the paper's full reward, which pays for tags and for calls at every K
+
+Deliberately missing: tuning. No row has settings of its own beyond what its name says.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from tqdm import tqdm
+
+from compare import PUBLISHED, Results, costs, difference, markdown, read_results
+from config import git_commit
+
+LAST = 10  # steps at the end of a training that its figures are means of
+GREEDY, SAMPLED = (4, 8, 16, 32, 64), (4, 16, 64)  # K of the evaluations
+LIMIT = 64  # test tasks of each
+
+
+@dataclass(frozen=True)
+class Row:
+    """One training."""
+
+    name: str
+    config: str
+    changes: tuple[str, ...] = ()
+    start: str = "sft"
+    prefix: bool = True  # as trained
+
+    @property
+    def title(self) -> str:
+        return TITLES.get(self.name, self.name)
+
+
+MAIN = (Row("grpo", "toy_grpo", prefix=False), Row("paragrpo", "toy_paragrpo"))
+COMPONENTS = (
+    Row("anchoring", "toy_anchoring"),
+    Row("gating", "toy_gating", prefix=False),
+    Row("no_gamma", "toy_no_gamma"),
+    Row("grpo_full", "toy_grpo_full", prefix=False),
+    Row("paragrpo_full", "toy_paragrpo_full"),
+    Row("no_tool_reward", "toy_no_tool_reward"),
+)
+CONTROLS = (
+    Row("prefix_only", "toy_paragrpo", ("reward.anchor.credit=off",)),
+    Row("anchor_only", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
+    Row("credit_sequence", "toy_paragrpo_full", ("reward.anchor.credit=sequence",)),
+    Row("credit_logp", "toy_paragrpo_full", ("reward.anchor.credit=logp",)),
+    Row("grpo_tidy_start", "toy_grpo", start="sft_tidy", prefix=False),
+    Row("paragrpo_tidy_start", "toy_paragrpo", start="sft_tidy"),
+    Row("grpo_no_tool_start", "toy_grpo_full", start="sft_no_tools", prefix=False),
+    Row("paragrpo_no_tool_start", "toy_paragrpo_full", start="sft_no_tools"),
+)
+# Cold starts: the data that they are made from.
+STARTS = {"sft": (), "sft_tidy": ("--p-loose", "0"), "sft_no_tools": ("--p-loose", "0", "--p-tool", "0")}
+TITLES = {
+    "base": "untrained",
+    "sft": "cold start",
+    "grpo": "GRPO, accuracy only",
+    "paragrpo": "PARA-GRPO",
+    "anchoring": "+ Exploration Anchoring",
+    "gating": "+ nFrames Gating",
+    "no_gamma": "PARA-GRPO, - gamma",
+    "grpo_full": "GRPO, full reward",
+    "paragrpo_full": "PARA-GRPO, full reward",
+    "no_tool_reward": "PARA-GRPO, full reward, - R_tool",
+    "prefix_only": "prefix and gating, no anchor",
+    "anchor_only": "anchor and gating, no prefix",
+    "credit_sequence": "full reward, credit: sequence",
+    "credit_logp": "full reward, credit: logp",
+    "sft_tidy": "cold start without loose formats",
+    "grpo_tidy_start": "GRPO from there",
+    "paragrpo_tidy_start": "PARA-GRPO from there",
+    "sft_no_tools": "cold start without tools and loose formats",
+    "grpo_no_tool_start": "GRPO, full reward, from there",
+    "paragrpo_no_tool_start": "PARA-GRPO, full reward, from there",
+}
+PAPER = {"base": "Qwen3-VL-8B", "sft": "+SFT", "grpo": "SFT+GRPO", "paragrpo": "Full PARA-GRPO"}
+PAPER |= {"anchoring": "+Exploration Anchoring", "gating": "+nFrames Gating"}
+PAPER |= {"no_gamma": "-gamma penalty", "no_tool_reward": "-R_tool", "grpo_full": "SFT+GRPO", "paragrpo_full": "Full PARA-GRPO"}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ the jobs
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process of the study."""
+
+    name: str
+    command: tuple[str, ...]
+    needs: str = ""  # the job that must have ended well before
+    run: Path | None = None  # whose metrics tell how far it is
+
+
+def data_of(root: Path, start: str) -> Path:
+    return root / "data" / start
+
+
+def plan(root: Path, seeds: Iterable[int], rows: Sequence[Row], controls: Sequence[Row] = ()) -> list[Job]:
+    """All jobs, in the order of their importance."""
+    jobs = []
+    for part, everything in ((rows, True), (controls, False)):
+        for seed in seeds:
+            folder = root / f"seed{seed}"
+            for start in dict.fromkeys(row.start for row in part):
+                jobs += [build(root, start), cold_start(root, folder, start, seed)]
+                jobs += evaluations(folder, Row(start, "", prefix=False), folder / start / "model")
+            if everything and seed == 0:
+                jobs.append(evaluate(folder, "base", data_of(root, "sft") / "model", (4, 64), ("parallel",), False, 0))
+            for row in part:
+                jobs.append(train(root, folder, row, seed))
+                jobs += evaluations(folder, row, folder / row.name / "model")
+    return list(dict.fromkeys(jobs))
+
+
+def build(root: Path, start: str) -> Job:
+    target = data_of(root, start)
+    return Job(f"data-{start}", ("toy.py", "build", str(target), *STARTS[start]))
+
+
+def cold_start(root: Path, folder: Path, start: str, seed: int) -> Job:
+    run, where = folder / start, data_of(root, start)
+    tree = yaml.safe_load(Path("configs/toy_sft.yaml").read_text())
+    sources = [source | {"path": str(where / Path(source["path"]).name)} for source in tree["data"]["sources"]]
+    changes = [f"run={run}", f"seed={seed}", f"policy.checkpoint={where}/model", f"data.sources={json.dumps(sources)}"]
+    changes += [f"data.seed={seed}", f"val.sources=[{{path: {where}/sft_val.parquet}}]"]
+    return Job(f"{folder.name}-{start}", ("sft.py", "configs/toy_sft.yaml", *changes), f"data-{start}", run)
+
+
+def train(root: Path, folder: Path, row: Row, seed: int) -> Job:
+    run, start, where = folder / row.name, folder / row.start / "model", data_of(root, row.start)
+    changes = [f"run={run}", f"policy.checkpoint={start}", f"seed={seed}", "val=null", *row.changes]
+    changes += [f"data.sources=[{{path: {where}/rl.parquet}}]", f"data.seed={seed}"]
+    command = ("rl.py", f"configs/{row.config}.yaml", *changes)
+    return Job(f"{folder.name}-{row.name}", command, f"{folder.name}-{row.start}", run)
+
+
+def evaluations(folder: Path, row: Row, model: Path) -> list[Job]:
+    """Greedy at every K with tools and without; sampled as in training; sampled without the prefix it was trained with."""
+    arms = ("parallel", "sequential", "none") if row.name == "paragrpo" else ("parallel", "none")
+    jobs = [
+        evaluate(folder, row.name, model, GREEDY, arms, row.prefix, 0),
+        evaluate(folder, row.name, model, SAMPLED, ("parallel",), row.prefix, 1),
+    ]
+    return jobs + ([evaluate(folder, row.name, model, SAMPLED, ("parallel",), False, 1)] if row.prefix else [])
+
+
+def evaluate(folder: Path, name: str, model: Path, ks: tuple, arms: tuple, prefix: bool, temperature: float) -> Job:
+    run = folder / "eval" / evaluation(name, prefix, temperature)
+    changes = [f"run={run}", f"name={name}", f"checkpoint={model}", f"frames={list(ks)}", f"arms=[{', '.join(arms)}]"]
+    changes += [f"rollout.think_prefix={str(prefix).lower()}", f"rollout.temperature={temperature}", f"limit={LIMIT}"]
+    # The same reading of answers for every row: that of the accuracy-only reward.
+    changes += ["grading.untagged_answer=true", f"splits.toy={folder.parent}/data/sft"]
+    command = ("eval.py", "configs/eval/toy.yaml", *changes)
+    made_by = "data-sft" if name == "base" else f"{folder.name}-{name}"
+    return Job(f"{folder.name}-eval-{run.name}", command, made_by)
+
+
+def evaluation(name: str, prefix: bool, temperature: float) -> str:
+    return f"{name}-{'sampled' if temperature else 'greedy'}{'' if prefix else '-bare'}"
+
+
+def work(jobs: Sequence[Job], at_once: int, root: Path) -> bool:
+    """Run what is not done, as soon as what it needs is there. False if something failed; its log says why."""
+    done, logs = root / "done", root / "logs"
+    for folder in (done, logs):
+        folder.mkdir(parents=True, exist_ok=True)
+    waiting, running, good = [job for job in jobs if not (done / job.name).exists()], {}, True
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    with tqdm(total=len(jobs), initial=len(jobs) - len(waiting), desc="paradox", unit="job") as bar:
+        try:
+            while waiting or running:
+                for job, process in list(running.items()):
+                    if process.poll() is not None:
+                        del running[job]
+                        if process.returncode == 0:
+                            (done / job.name).write_text(git_commit())
+                            bar.update()
+                        else:
+                            good = False
+                            bar.write(f"failed: {job.name}, see {logs / job.name}.log")
+                ready = [job for job in waiting if not job.needs or (done / job.needs).exists()]
+                if not ready and not running:  # what they need has failed
+                    return False
+                for job in ready[: at_once - len(running)]:
+                    waiting.remove(job)
+                    with (logs / f"{job.name}.log").open("ab") as log:
+                        command = [sys.executable, *job.command]
+                        running[job] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+                bar.set_postfix_str("; ".join(f"{job.name}{progress(job)}" for job in running))
+                time.sleep(0.5)
+        finally:
+            for process in running.values():
+                process.kill()
+    return good
+
+
+def progress(job: Job) -> str:
+    """How many steps a training has done."""
+    lines = job.run / "metrics.jsonl" if job.run else None
+    return f" {len(lines.read_bytes().splitlines())}" if lines and lines.exists() else ""
+
+
+# ------------------------------------------------------------------------------------------------ the numbers
+
+
+class Seeds:
+    """What the runs of some seeds say."""
+
+    def __init__(self, root: Path):
+        self.folders, self.done = sorted(root.glob("seed*")), root / "done"
+
+    def trained(self, name: str, key: str) -> list[float]:
+        """A metric's mean over the last steps, for every seed that has finished."""
+        found = []
+        for folder in self.folders:
+            if (self.done / f"{folder.name}-{name}").exists():
+                lines = [
+                    json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()[-LAST:]
+                ]
+                found += [statistics.fmean(line[key] for line in lines)] if key in lines[0] else []
+        return found
+
+    def evaluated(
+        self, name: str, arm: str = "parallel", prefix: bool | None = None, sampled=False
+    ) -> list[dict[int, Results]]:
+        """Results by K, for every seed that has them. `prefix` None: as trained."""
+        found = []
+        for folder in self.folders:
+            kinds = [True, False] if prefix is None else [prefix]
+            runs = [folder / "eval" / evaluation(name, kind, sampled) for kind in kinds]
+            ended = [run for run in runs if (self.done / f"{folder.name}-eval-{run.name}").exists()]
+            for run in ended[:1]:
+                files = [read_results(path) for path in run.glob(f"*-{arm}.jsonl")]
+                found.append({r.settings["k"]: r for r in files})
+        return found
+
+    def accuracy(self, name: str, k: int, **kind) -> list[float]:
+        return [next(iter(by_k[k].figures().values())) / 100 for by_k in self.evaluated(name, **kind) if k in by_k]
+
+    def cost(self, name: str, what: str, **kind) -> list[float]:
+        """Mean over K."""
+        return [statistics.fmean(costs(r)[what] for r in by_k.values()) for by_k in self.evaluated(name, **kind)]
+
+
+def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
+    """mean ± std over seeds."""
+    if not values:
+        return ""
+    mean = form.format(statistics.fmean(values))
+    return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
+
+
+def outcome_table(title: str, seeds: Seeds, names: Sequence[str]) -> str:
+    """f and kappa in training, as in the paper; the same at test time, with the prefix and without; accuracy by K."""
+    published = yaml.safe_load(PUBLISHED.read_text())["ablations"]
+    paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
+    header = ["row", "seeds", "f (paper)", "kappa (paper)", "f", "kappa", "strict", "f, test", "kappa, test"]
+    header += ["f, no prefix", "kappa, no prefix", *(f"acc K={k}" for k in GREEDY)]
+    rows = []
+    for name in names:
+        count = len(seeds.evaluated(name))
+        if not count:
+            continue
+        sampled, bare = {"sampled": True}, {"sampled": True, "prefix": False}
+        f, kappa = paper.get(PAPER.get(name, ""), ("", ""))
+        rows.append([
+            TITLES[name], count, f, kappa,
+            *(spread(seeds.trained(name, key)) for key in ("fmt", "kappa", "strict")),
+            spread(seeds.cost(name, "fmt", **sampled)), spread(seeds.cost(name, "calls", **sampled)),
+            spread(seeds.cost(name, "fmt", **bare)), spread(seeds.cost(name, "calls", **bare)),
+            *(spread(seeds.accuracy(name, k)) for k in GREEDY),
+        ])  # fmt: skip
+    return markdown(title, header, rows)
+
+
+def dispatch_table(seeds: Seeds) -> str:
+    """Table C: the same weights, all calls of a turn at once or one per turn, with the same budget of calls."""
+    rows = []
+    pairs = list(zip(seeds.evaluated("paragrpo"), seeds.evaluated("paragrpo", arm="sequential")))
+    for arm, side in (("parallel", 0), ("sequential", 1)):
+        if pairs:
+            columns = [spread([statistics.fmean(costs(r)[w] for r in pair[side].values()) for pair in pairs]) for w in ("calls", "turns", "tokens", "seconds")]  # fmt: skip
+            accuracy = [spread(seeds.accuracy("paragrpo", k, arm=arm)) for k in GREEDY]
+            rows.append([arm, len(pairs), *accuracy, *columns])
+    table = markdown("#### C. Dispatch (PARA-GRPO's weights, greedy)", ["dispatch", "seeds", *(f"acc K={k}" for k in GREEDY), "calls", "turns", "tokens", "seconds"], rows)  # fmt: skip
+    gains = [difference(a[k], b[k]) for a, b in pairs for k in GREEDY if k in a and k in b]
+    seconds = spread([d.seconds for d in gains])
+    return table + (f"\n\nSeconds per episode, parallel / sequential, item by item: {seconds}." if gains else "")
+
+
+def necessity_table(seeds: Seeds, names: Sequence[str]) -> str:
+    """The Tool Necessity Gap: what calling is worth at each K, in the cold start's own samples and when it is forbidden."""
+    rows = []
+    for name in names:
+        sampled, forbidden = seeds.evaluated(name, sampled=True), seeds.evaluated(name, arm="none")
+        for k in SAMPLED:
+            split = [[[r["score"] for r in by_k[k].records if any(not c["error"] for c in r["calls"]) is called] for by_k in sampled if k in by_k] for called in (True, False)]  # fmt: skip
+            called, skipped = ([statistics.fmean(scores) for scores in side if scores] for side in split)
+            direct = [next(iter(by_k[k].figures().values())) / 100 for by_k in forbidden if k in by_k]
+            rows.append([TITLES[name], k, spread(called), spread(skipped), spread(direct)])
+    title = "#### What a call is worth (sampled at the training's temperature; last column: greedy, no tools offered)"
+    return markdown(title, ["row", "K", "acc when it called", "acc when it did not", "acc without tools"], rows)
+
+
+def tables(root: Path, demo: bool) -> str:
+    seeds = Seeds(root)
+    parts = [outcome_table("#### A. Stages", seeds, ["base", "sft", "grpo", "paragrpo"])]
+    if not demo:
+        names = ["grpo", "anchoring", "gating", "paragrpo", "no_gamma", "grpo_full", "paragrpo_full", "no_tool_reward"]
+        parts.append(outcome_table("#### B. Components", seeds, names))
+    parts.append(dispatch_table(seeds))
+    if not demo:
+        names = [name for row in CONTROLS for name in ([row.start] if row.start != "sft" else []) + [row.name]]
+        parts.append(outcome_table("#### Controls", seeds, list(dict.fromkeys(names))))
+    parts.append(necessity_table(seeds, ["sft", "paragrpo"]))
+    return "\n\n".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------ the commands
+
+BEGIN, END = "<!-- tables: written by paradox.py -->", "<!-- end of the tables -->"
+
+
+def write_results(path: Path, text: str, command: str, root: Path) -> None:
+    """Put the tables between their marks; what people wrote around them stays."""
+    old = path.read_text(encoding="utf-8") if path.exists() else f"# The paradox on the toy\n\n{BEGIN}\n{END}\n"
+    before, _, rest = old.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    commits = sorted({marker.read_text() for marker in (root / "done").iterdir()})
+    made = f"`{command}` at commit {', '.join(commits)}; {os.cpu_count()} CPU cores; mean ± std over seeds."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{before}{BEGIN}\n\n{made}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["demo", "study", "tables"], help="tables: only write what there is")
+    parser.add_argument("--root", type=Path, help="folder of all runs (default: runs/demo, runs/paradox)")
+    parser.add_argument("--seeds", type=int, default=3, help="of the study")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once, one thread each")
+    args = parser.parse_args()
+    demo = args.what == "demo"
+    root = args.root or Path("runs/demo" if demo else "runs/paradox")
+    os.chdir(Path(__file__).parent)
+    jobs = plan(root, [0], MAIN) if demo else plan(root, range(args.seeds), MAIN + COMPONENTS, CONTROLS)
+    good = args.what == "tables" or work(jobs, args.jobs, root)
+    text = tables(root, demo)
+    print(f"\n{text}\n")
+    names = ("grpo", "paragrpo") if demo else [row.name for row in MAIN + COMPONENTS]
+    shown = [path for folder in sorted(root.glob("seed*")) for name in names if (path := folder / name).is_dir()]
+    target = root / "report.html"
+    picture = str(root if demo else "results")
+    good &= subprocess.call([sys.executable, "report.py", *map(str, shown), "-o", str(target), "--png", picture]) == 0
+    if not demo:
+        write_results(Path("results/paradox.md"), text, f"python paradox.py study --seeds {args.seeds}", root)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
