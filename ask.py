@@ -4,13 +4,13 @@
     python rollout.py doctor --model M --video v.mp4            # a table; exit status 1 if a check fails
 
 `ask` prints the agent's thoughts turn by turn, its parallel calls on a timeline, their reports as they arrive, and the
-answer. `--trace FILE` keeps the episode, as JSON for rollout.load.
+answer. `--trace FILE.html` draws the episode; under another name, FILE is JSON for rollout.load.
 
 The *token doctor* makes the model's own engine continue after two parallel calls that work and one that does not, and
 checks the episode against independent witnesses: the chat template, transformers' position ids, and the trainer's
 log-probs. Run it on every new checkpoint, SGLang version or contract: it finds what training would only show as noise.
 
-Deliberately missing: a web page (report.py draws episodes).
+Deliberately missing: a conversation with several questions.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 import data
+import report
 from contract import END_OF_TURN, Renderer, VisualContract, load_tokenizer, patchify
 from data import Bundle, Call, Episode, Task, Trajectory
 from engine import Engine, EngineError, Sample, open_engine
@@ -61,7 +62,7 @@ def _parser(doctor: bool) -> argparse.ArgumentParser:
         parser.add_argument("--dispatch", choices=["parallel", "sequential", "none"], default="parallel")
         parser.add_argument("--no-think-prefix", action="store_true", help="do not open each turn with <think>")
         parser.add_argument("--json", action="store_true", help="print the episode as JSON instead of showing it live")
-        parser.add_argument("--trace", type=Path, help="write the episode to this file, as JSON")
+        parser.add_argument("--trace", type=Path, help="keep the episode: FILE.html to look at, else JSON")
         parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", required=True, help="a checkpoint's folder")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
@@ -105,7 +106,9 @@ def ask(args: argparse.Namespace, videos: Videos) -> int:
         stage.engine.close()
     record = io.StringIO()
     dump(episode, record, stage.renderer)
-    if args.trace:
+    if args.trace and args.trace.suffix == ".html":
+        report.episode_page(args.trace, [episode], stage.renderer, args.question)
+    elif args.trace:
         args.trace.write_text(record.getvalue(), "utf-8")
     if args.json:
         print(record.getvalue(), end="")

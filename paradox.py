@@ -28,7 +28,7 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from compare import PUBLISHED, Results, costs, difference, markdown, read_results
+from compare import PUBLISHED, Results, costs, markdown, read_results
 from config import git_commit
 
 LAST = 10  # steps at the end of a training that its figures are means of
@@ -126,7 +126,9 @@ def plan(root: Path, seeds: Iterable[int], rows: Sequence[Row], controls: Sequen
                 jobs += [build(root, start), cold_start(root, folder, start, seed)]
                 jobs += evaluations(folder, Row(start, "", prefix=False), folder / start / "model")
             if everything and seed == 0:
-                jobs.append(evaluate(folder, "base", data_of(root, "sft") / "model", (4, 64), ("parallel",), False, 0))
+                untrained = data_of(root, "sft") / "model"
+                for heat, ks in enumerate((GREEDY, SAMPLED)):
+                    jobs.append(evaluate(folder, "base", untrained, ks, ("parallel",), False, heat))
             for row in part:
                 jobs.append(train(root, folder, row, seed))
                 jobs += evaluations(folder, row, folder / row.name / "model")
@@ -200,7 +202,7 @@ def work(jobs: Sequence[Job], at_once: int, root: Path) -> bool:
                             good = False
                             bar.write(f"failed: {job.name}, see {logs / job.name}.log")
                 ready = [job for job in waiting if not job.needs or (done / job.needs).exists()]
-                if not ready and not running:  # what they need has failed
+                if waiting and not ready and not running:  # what they need has failed
                     return False
                 for job in ready[: at_once - len(running)]:
                     waiting.remove(job)
@@ -223,118 +225,167 @@ def progress(job: Job) -> str:
 
 # ------------------------------------------------------------------------------------------------ the numbers
 
+BySeed = dict[str, float]
+
 
 class Seeds:
-    """What the runs of some seeds say."""
+    """What the runs of all seeds say: a value for each seed that has got so far."""
 
     def __init__(self, root: Path):
         self.folders, self.done = sorted(root.glob("seed*")), root / "done"
 
-    def trained(self, name: str, key: str) -> list[float]:
-        """A metric's mean over the last steps, for every seed that has finished."""
-        found = []
+    def trained(self, name: str, key: str) -> BySeed:
+        """A metric's mean over the last steps of a training."""
+        found = {}
         for folder in self.folders:
             if (self.done / f"{folder.name}-{name}").exists():
-                lines = [
-                    json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()[-LAST:]
-                ]
-                found += [statistics.fmean(line[key] for line in lines)] if key in lines[0] else []
+                lines = (folder / name / "metrics.jsonl").read_text().splitlines()[-LAST:]
+                values = [json.loads(line).get(key) for line in lines]
+                found |= {folder.name: statistics.fmean(values)} if None not in values else {}
         return found
 
-    def evaluated(
-        self, name: str, arm: str = "parallel", prefix: bool | None = None, sampled=False
-    ) -> list[dict[int, Results]]:
-        """Results by K, for every seed that has them. `prefix` None: as trained."""
-        found = []
+    def evaluated(self, name: str, arm: str = "parallel", prefix: bool | None = None, sampled: bool = False) -> dict[str, dict[int, Results]]:  # fmt: skip
+        """Results by K. `prefix` None: as the row was trained."""
+        found = {}
         for folder in self.folders:
             kinds = [True, False] if prefix is None else [prefix]
             runs = [folder / "eval" / evaluation(name, kind, sampled) for kind in kinds]
             ended = [run for run in runs if (self.done / f"{folder.name}-eval-{run.name}").exists()]
             for run in ended[:1]:
-                files = [read_results(path) for path in run.glob(f"*-{arm}.jsonl")]
-                found.append({r.settings["k"]: r for r in files})
+                files = map(read_results, run.glob(f"*-{arm}.jsonl"))
+                found[folder.name] = {r.settings["k"]: r for r in files}
         return found
 
-    def accuracy(self, name: str, k: int, **kind) -> list[float]:
-        return [next(iter(by_k[k].figures().values())) / 100 for by_k in self.evaluated(name, **kind) if k in by_k]
+    def accuracy(self, name: str, k: int, **kind) -> BySeed:
+        found = self.evaluated(name, **kind)
+        return {seed: next(iter(by_k[k].figures().values())) / 100 for seed, by_k in found.items() if k in by_k}
 
-    def cost(self, name: str, what: str, **kind) -> list[float]:
-        """Mean over K."""
-        return [statistics.fmean(costs(r)[what] for r in by_k.values()) for by_k in self.evaluated(name, **kind)]
+    def cost(self, name: str, what: str, **kind) -> BySeed:
+        """Mean over the K of an evaluation."""
+        found = self.evaluated(name, **kind)
+        return {seed: statistics.fmean(costs(r)[what] for r in by_k.values()) for seed, by_k in found.items() if by_k}
+
+    def f(self, name: str) -> BySeed:
+        return self.trained(name, "fmt") or self.cost(name, "fmt", sampled=True)
+
+    def kappa(self, name: str) -> BySeed:
+        return self.trained(name, "kappa") or self.cost(name, "calls", sampled=True)
+
+    def accuracy_if(self, name: str, k: int, called: bool) -> BySeed:
+        """Of the sampled episodes that called a tool, or of those that did not."""
+        found = {}
+        for seed, by_k in self.evaluated(name, sampled=True).items():
+            records = by_k[k].records if k in by_k else []
+            scores = [r["score"] for r in records if any(not call["error"] for call in r["calls"]) is called]
+            found |= {seed: statistics.fmean(scores)} if scores else {}
+        return found
 
 
-def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
+def spread(values: BySeed, form: str = "{:.2f}") -> str:
     """mean ± std over seeds."""
     if not values:
         return ""
-    mean = form.format(statistics.fmean(values))
-    return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
+    mean = form.format(statistics.fmean(values.values()))
+    return f"{mean} ± {form.format(statistics.stdev(values.values()))}" if len(values) > 1 else mean
+
+
+# ------------------------------------------------------------------------------------------------ the tables
+
+
+def claims_table(seeds: Seeds) -> str:
+    """What the paper says, and in how many seeds the toy says it, too."""
+    f, kappa = ({name: get(name) for name in ("sft", "grpo", "paragrpo")} for get in (seeds.f, seeds.kappa))
+    at_4 = {name: seeds.accuracy(name, 4) for name in ("grpo", "paragrpo")}
+    called, skipped = (seeds.accuracy_if("sft", 4, called) for called in (True, False))
+    arms = {arm: seeds.evaluated("paragrpo", arm=arm) for arm in ("parallel", "sequential")}
+    seconds = {arm: seeds.cost("paragrpo", "seconds", arm=arm) for arm in arms}
+    accuracy = {arm: {seed: statistics.fmean(next(iter(r.figures().values())) / 100 for r in by_k.values()) for seed, by_k in found.items()} for arm, found in arms.items()}  # fmt: skip
+    claims = [
+        ("plain GRPO loses its calls: kappa", "cold start", kappa["sft"], ">", "GRPO", kappa["grpo"]),
+        ("PARA-GRPO keeps them: kappa", "PARA-GRPO", kappa["paragrpo"], ">", "GRPO", kappa["grpo"]),
+        ("plain GRPO does not repair the format: f", "PARA-GRPO", f["paragrpo"], ">", "GRPO", f["grpo"]),
+        ("anchoring repairs it: f", "PARA-GRPO", f["paragrpo"], ">", "cold start", f["sft"]),
+        ("with 4 frames, calling pays: accuracy of the cold start", "called", called, ">", "did not", skipped),
+        ("so what keeps calling is better there: accuracy at K = 4", "PARA-GRPO", at_4["paragrpo"], ">", "GRPO", at_4["grpo"]),
+        ("parallel calls are faster: seconds of an episode", "parallel", seconds["parallel"], "<", "sequential", seconds["sequential"]),
+        ("and no worse: accuracy", "parallel", accuracy["parallel"], ">=", "sequential", accuracy["sequential"]),
+    ]  # fmt: skip
+    rows = []
+    for claim, left, a, sign, right, b in claims:
+        both = a.keys() & b.keys()
+        true = [{">": a[s] > b[s], "<": a[s] < b[s], ">=": a[s] >= b[s]}[sign] for s in both]
+        rows.append([claim, f"{left} {spread(a)} {sign} {right} {spread(b)}", f"{sum(true)} of {len(both)} seeds"])
+    return markdown("#### The point", ["claim", "measured", "holds in"], rows)
 
 
 def outcome_table(title: str, seeds: Seeds, names: Sequence[str]) -> str:
-    """f and kappa in training, as in the paper; the same at test time, with the prefix and without; accuracy by K."""
+    """f and kappa at the end of training (paper's values in brackets), and greedy accuracy by K."""
     published = yaml.safe_load(PUBLISHED.read_text())["ablations"]
     paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
-    header = ["row", "seeds", "f (paper)", "kappa (paper)", "f", "kappa", "strict", "f, test", "kappa, test"]
-    header += ["f, no prefix", "kappa, no prefix", *(f"acc K={k}" for k in GREEDY)]
     rows = []
     for name in names:
-        count = len(seeds.evaluated(name))
-        if not count:
-            continue
-        sampled, bare = {"sampled": True}, {"sampled": True, "prefix": False}
         f, kappa = paper.get(PAPER.get(name, ""), ("", ""))
-        rows.append([
-            TITLES[name], count, f, kappa,
-            *(spread(seeds.trained(name, key)) for key in ("fmt", "kappa", "strict")),
-            spread(seeds.cost(name, "fmt", **sampled)), spread(seeds.cost(name, "calls", **sampled)),
-            spread(seeds.cost(name, "fmt", **bare)), spread(seeds.cost(name, "calls", **bare)),
-            *(spread(seeds.accuracy(name, k)) for k in GREEDY),
-        ])  # fmt: skip
+        if count := len(seeds.evaluated(name)):
+            beside = [f"{spread(of(name))} [{theirs}]" if theirs != "" else spread(of(name)) for of, theirs in ((seeds.f, f), (seeds.kappa, kappa))]  # fmt: skip
+            strict = seeds.trained(name, "strict") or seeds.cost(name, "strict", sampled=True)
+            rows.append(
+                [TITLES[name], count, *beside, spread(strict), *(spread(seeds.accuracy(name, k)) for k in GREEDY)]
+            )
+    header = ["row", "seeds", "f [paper]", "kappa [paper]", "strict", *(f"acc K={k}" for k in GREEDY)]
     return markdown(title, header, rows)
+
+
+def prefix_table(seeds: Seeds, names: Sequence[str]) -> str:
+    """At test time, sampled as in training, with the forced <think> and without."""
+    rows = []
+    for name in names:
+        kinds = [{"sampled": True, "prefix": prefix} for prefix in (True, False)]
+        columns = [seeds.cost(name, what, **kind) for kind in kinds for what in ("fmt", "strict", "calls")]
+        if any(columns):
+            rows.append([TITLES[name], *map(spread, columns)])
+    header = ["row", *(f"{what}, {kind}" for kind in ("prefix", "none") for what in ("f", "strict", "kappa"))]
+    return markdown("#### With the think prefix at test time, and without (mean over K = 4, 16, 64)", header, rows)
 
 
 def dispatch_table(seeds: Seeds) -> str:
     """Table C: the same weights, all calls of a turn at once or one per turn, with the same budget of calls."""
     rows = []
-    pairs = list(zip(seeds.evaluated("paragrpo"), seeds.evaluated("paragrpo", arm="sequential")))
-    for arm, side in (("parallel", 0), ("sequential", 1)):
-        if pairs:
-            columns = [spread([statistics.fmean(costs(r)[w] for r in pair[side].values()) for pair in pairs]) for w in ("calls", "turns", "tokens", "seconds")]  # fmt: skip
-            accuracy = [spread(seeds.accuracy("paragrpo", k, arm=arm)) for k in GREEDY]
-            rows.append([arm, len(pairs), *accuracy, *columns])
-    table = markdown("#### C. Dispatch (PARA-GRPO's weights, greedy)", ["dispatch", "seeds", *(f"acc K={k}" for k in GREEDY), "calls", "turns", "tokens", "seconds"], rows)  # fmt: skip
-    gains = [difference(a[k], b[k]) for a, b in pairs for k in GREEDY if k in a and k in b]
-    seconds = spread([d.seconds for d in gains])
-    return table + (f"\n\nSeconds per episode, parallel / sequential, item by item: {seconds}." if gains else "")
+    for arm in ("parallel", "sequential"):
+        accuracy = [spread(seeds.accuracy("paragrpo", k, arm=arm)) for k in GREEDY]
+        spent = [spread(seeds.cost("paragrpo", what, arm=arm)) for what in ("calls", "turns", "tokens", "seconds")]
+        rows.append([arm, *accuracy, *spent])
+    header = ["dispatch", *(f"acc K={k}" for k in GREEDY), "calls", "turns", "tokens", "seconds"]
+    return markdown("#### C. Dispatch (PARA-GRPO's weights, greedy)", header, rows)
 
 
 def necessity_table(seeds: Seeds, names: Sequence[str]) -> str:
-    """The Tool Necessity Gap: what calling is worth at each K, in the cold start's own samples and when it is forbidden."""
+    """The Tool Necessity Gap: what calling is worth at each K, in a policy's own samples and when it cannot."""
     rows = []
     for name in names:
-        sampled, forbidden = seeds.evaluated(name, sampled=True), seeds.evaluated(name, arm="none")
         for k in SAMPLED:
-            split = [[[r["score"] for r in by_k[k].records if any(not c["error"] for c in r["calls"]) is called] for by_k in sampled if k in by_k] for called in (True, False)]  # fmt: skip
-            called, skipped = ([statistics.fmean(scores) for scores in side if scores] for side in split)
-            direct = [next(iter(by_k[k].figures().values())) / 100 for by_k in forbidden if k in by_k]
-            rows.append([TITLES[name], k, spread(called), spread(skipped), spread(direct)])
-    title = "#### What a call is worth (sampled at the training's temperature; last column: greedy, no tools offered)"
-    return markdown(title, ["row", "K", "acc when it called", "acc when it did not", "acc without tools"], rows)
+            columns = [
+                seeds.accuracy_if(name, k, True),
+                seeds.accuracy_if(name, k, False),
+                seeds.accuracy(name, k, arm="none"),
+            ]
+            rows.append([TITLES[name], k, *map(spread, columns)])
+    header = ["row", "K", "it called", "it did not", "no tools offered (greedy)"]
+    return markdown("#### What a call is worth: accuracy", header, rows)
 
 
 def tables(root: Path, demo: bool) -> str:
-    seeds = Seeds(root)
-    parts = [outcome_table("#### A. Stages", seeds, ["base", "sft", "grpo", "paragrpo"])]
+    seeds, stages = Seeds(root), ["base", "sft", "grpo", "paragrpo"]
+    main, components, controls = ([row.name for row in rows] for rows in (MAIN, COMPONENTS, CONTROLS))
+    starts = list(dict.fromkeys(row.start for row in CONTROLS if row.start != "sft"))
+    parts = [outcome_table("#### A. Stages", seeds, stages)]
     if not demo:
-        names = ["grpo", "anchoring", "gating", "paragrpo", "no_gamma", "grpo_full", "paragrpo_full", "no_tool_reward"]
-        parts.append(outcome_table("#### B. Components", seeds, names))
+        parts.append(outcome_table("#### B. Components", seeds, [*main, *components]))
     parts.append(dispatch_table(seeds))
     if not demo:
-        names = [name for row in CONTROLS for name in ([row.start] if row.start != "sft" else []) + [row.name]]
-        parts.append(outcome_table("#### Controls", seeds, list(dict.fromkeys(names))))
+        parts.append(outcome_table("#### Controls", seeds, [*controls[:4], *starts, *controls[4:]]))
+    parts.append(prefix_table(seeds, ["sft", *main] if demo else ["sft", *main, *components, *controls]))
     parts.append(necessity_table(seeds, ["sft", "paragrpo"]))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, claims_table(seeds)])
 
 
 # ------------------------------------------------------------------------------------------------ the commands

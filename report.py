@@ -50,9 +50,9 @@ SIDE = 96  # pixels: longest side of a thumbnail
 SECTIONS = {
     "Reward": "reward acc tool",
     "Format": "fmt strict anchor closure/*",
-    "Calls": "kappa turns call_error_rate share/* call_gain/*",
+    "Calls": "kappa turns call_errors/* share/* call_gain/*",
     "Learning": "loss val_loss entropy kl clip_fraction gap grad_norm flat_groups lr",
-    "Evaluation": "eval/*",
+    "Evaluation": "eval/* eval_no_tools/*",
     "Seconds": "seconds *_seconds",
     "More": "*",
 }
@@ -62,8 +62,11 @@ TITLES = {  # of the keys that do not speak for themselves; {} is what comes aft
     "strict": "strictly well-formed",
     "kappa": "κ: executed calls per episode",
     "closure/*": "<{}>: share that is closed",
+    "call_errors/*": "share of calls that ended as {}",
     "share/*": "K: share of the groups",
     "call_gain/*": "accuracy, called − skipped, {}",
+    "eval/*": "held out, greedy: {}",
+    "eval_no_tools/*": "held out, greedy, no tools: {}",
     "kl": "KL to the reference",
     "gap": "log-prob gap between trainer and engine",
 }
@@ -281,19 +284,17 @@ def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ())
 
 
 def seed_groups(runs: Sequence[RunData]) -> list[tuple[str, list[RunData]]]:
-    """Runs whose configs are equal but for `seed` and `run`, under the beginning that their names share."""
+    """Runs whose configs are equal but for seeds and folders named after them, under the name without its seed."""
     groups: dict[str, list[RunData]] = {}
     for i, run in enumerate(runs):
-        method = {key: value for key, value in run.config.items() if key not in ("seed", "run")}
-        groups.setdefault(json.dumps(method, sort_keys=True, default=str) if method else str(i), []).append(run)
-    named = []
-    for members in groups.values():
-        name = members[0].name
-        if len(members) > 1:
-            start = os.path.commonprefix([run.name for run in members])
-            name = (re.sub(r"(?:[-_/. ]+(?:seed|s)?|seed)[-_=]?\d*$", "", start) or name) + f" ({len(members)} seeds)"
-        named.append((name, members))
-    return named
+        text = json.dumps(
+            {key: value for key, value in run.config.items() if key != "run"}, sort_keys=True, default=str
+        )
+        method = re.sub(r'"seed": \d+|\bseed[-_]?\d+\b', "seed", text)
+        groups.setdefault(method if run.config else str(i), []).append(run)
+    bare = lambda name: re.sub(r"(^|[-_/. ])(seed|s)?[-_=]?\d+(?=[-_/. ]|$)", "", name).strip("-_/. ")  # noqa: E731
+    many = lambda members: f"{bare(members[0].name) or members[0].name} ({len(members)} seeds)"  # noqa: E731
+    return [(many(members) if len(members) > 1 else members[0].name, members) for members in groups.values()]
 
 
 def curve(runs: Sequence[RunData], key: str) -> dict[str, list] | None:
@@ -314,7 +315,8 @@ def curve(runs: Sequence[RunData], key: str) -> dict[str, list] | None:
 
 def sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
     """The panels of the page, each with a line per group that has its key."""
-    keys = {key for _, runs in groups for run in runs for row in run.metrics for key in row} - {"step"}
+    rows = [row for _, runs in groups for run in runs for row in run.metrics]
+    keys = {key for row in rows for key in row if row[key] or not key.startswith("call_errors/")} - {"step"}
     shown = []
     for section, patterns in SECTIONS.items():
         panels = []

@@ -97,6 +97,25 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_the_samples_std():
     assert alone == {"group": 1, "x": [0], "y": [5.0]}
 
 
+def test_seeds_may_be_folders_that_hold_their_own_start():
+    start = {"policy": {"checkpoint": "runs/seed{}/sft/model"}, "data": {"seed": 0}}
+    runs = [
+        run_of(
+            f"seed{i}/{name}",
+            {"acc": 1.0},
+            seed=i,
+            kl=kl,
+            **json.loads(json.dumps(start).replace("{}", str(i)).replace(": 0", f": {i}")),
+        )
+        for i in range(2)
+        for name, kl in (("grpo", 0.0), ("para", 0.5))
+    ]
+    assert [(name, len(members)) for name, members in seed_groups(runs)] == [
+        ("grpo (2 seeds)", 2),
+        ("para (2 seeds)", 2),
+    ]
+
+
 def test_a_seed_that_is_behind_leaves_the_mean_to_the_others():
     runs = [run_of("a", {"acc": 1.0}, {"acc": 4.0}, lr=1.0), run_of("b", {"acc": 3.0}, lr=1.0)]
     assert curve(runs, "acc") == {"x": [0, 1], "y": [2.0, 4.0], "std": [pytest.approx(math.sqrt(2)), 0.0]}

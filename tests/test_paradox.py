@@ -1,0 +1,210 @@
+"""The study: every row has the same start and budget, jobs run once and in order, and the tables hold what the runs say."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import config
+import paradox
+from eval import EvalConfig
+from paradox import COMPONENTS, CONTROLS, MAIN, Job, Seeds, plan, spread, work
+from rl import RLConfig
+from sft import SFTConfig
+
+ROOT = Path("runs/paradox")
+JOBS = plan(ROOT, range(3), MAIN + COMPONENTS, CONTROLS)
+CLASSES = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
+
+
+def config_of(job: Job):
+    script, path, *changes = job.command
+    return config.load(CLASSES[script], paradox.__file__.replace("paradox.py", path), changes)
+
+
+# ------------------------------------------------------------------------------------------------ the plan
+
+
+def test_every_job_comes_after_what_it_needs_and_has_a_name_of_its_own():
+    seen = set()
+    for job in JOBS:
+        assert job.name not in seen and (not job.needs or job.needs in seen), job
+        seen.add(job.name)
+
+
+def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget():
+    trainings = [(job, config_of(job)) for job in JOBS if job.command[0] == "rl.py"]
+    assert len(trainings) == 3 * len(MAIN + COMPONENTS + CONTROLS)
+    budgets = {
+        (c.steps, c.batch_tasks, c.group_size, c.optim, c.rollout.temperature, c.kl, c.staleness) for _, c in trainings
+    }
+    assert len(budgets) == 1
+    for job, cfg in trainings:
+        seed = int(job.name.removeprefix("seed")[0])
+        assert cfg.seed == cfg.data.seed == seed and cfg.run == str(job.run)
+        row = next(r for r in MAIN + COMPONENTS + CONTROLS if r.name == job.run.name)
+        assert cfg.policy.checkpoint == f"runs/paradox/seed{seed}/{row.start}/model"
+        assert row.prefix == cfg.rollout.think_prefix
+
+
+def test_a_row_and_its_control_differ_in_what_the_name_says():
+    by_name = {job.run.name: replace(config_of(job), run="") for job in JOBS if job.name.startswith("seed0-") and job.command[0] == "rl.py"}  # fmt: skip
+    para, full = by_name["paragrpo"], by_name["paragrpo_full"]
+    off = replace(para, reward=replace(para.reward, anchor=replace(para.reward.anchor, credit="off")))
+    assert by_name["prefix_only"] == off
+    assert by_name["anchor_only"] == replace(para, rollout=replace(para.rollout, think_prefix=False))
+    assert by_name["gating"] == replace(by_name["grpo"], gating=para.gating)
+    assert by_name["anchoring"] == replace(para, gating=())
+    for credit in ("sequence", "logp"):
+        anchor = replace(full.reward.anchor, credit=credit)
+        assert by_name[f"credit_{credit}"] == replace(full, reward=replace(full.reward, anchor=anchor))
+    assert by_name["no_tool_reward"] == replace(full, reward=replace(full.reward, w_tool=0))
+    assert (para.reward.w_fmt, para.reward.w_tool, full.reward.w_fmt, full.reward.w_tool) == (0, 0, 1, 1)
+
+
+def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
+    for job in JOBS:
+        if job.command[0] == "eval.py":
+            cfg = config_of(job)
+            assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": "runs/paradox/data/sft"}
+            assert ("sampled" in job.name) == (cfg.rollout.temperature == 1)
+            assert job.name.endswith("-bare") == (not cfg.rollout.think_prefix)
+            assert cfg.checkpoint == ("runs/paradox/data/sft/model" if cfg.name == "base" else f"{Path(cfg.run).parent.parent}/{cfg.name}/model")  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ the work
+
+
+def script(tmp_path, name, text) -> str:
+    path = tmp_path / f"{name}.py"
+    path.write_text(
+        f"import pathlib, sys, time\nwith open({str(tmp_path / 'order')!r}, 'a') as f: f.write('{name} ')\n{text}"
+    )
+    return str(path)
+
+
+def test_a_job_that_is_done_is_not_run_again_and_one_that_failed_stops_only_those_that_need_it(tmp_path, capsys):
+    fails = tmp_path / "fails"
+    fails.touch()
+    jobs = [
+        Job("a", (script(tmp_path, "a", ""),)),
+        Job("b", (script(tmp_path, "b", f"sys.exit(pathlib.Path({str(fails)!r}).exists())"),), "a"),
+        Job("c", (script(tmp_path, "c", ""),), "b"),
+        Job("d", (script(tmp_path, "d", ""),), "a"),
+    ]
+    assert not work(jobs, 2, tmp_path)
+    assert sorted((tmp_path / "order").read_text().split()) == ["a", "b", "d"]
+    assert "failed: b, see" in capsys.readouterr().out
+    fails.unlink()
+    assert work(jobs, 2, tmp_path)
+    assert (tmp_path / "order").read_text().split()[3:] == ["b", "c"]
+    assert {path.name for path in (tmp_path / "done").iterdir()} == set("abcd")
+
+
+def test_stopping_the_study_stops_its_processes(tmp_path, monkeypatch):
+    naps = iter([None, None, KeyboardInterrupt()])
+
+    def sleep(_):
+        if stop := next(naps):
+            raise stop
+
+    started, popen = [], paradox.subprocess.Popen
+    monkeypatch.setattr(paradox, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(paradox.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    with pytest.raises(KeyboardInterrupt):
+        work([Job("slow", (script(tmp_path, "slow", "time.sleep(60)"),))], 1, tmp_path)
+    assert started[0].wait(5) < 0 and not (tmp_path / "done" / "slow").exists()
+
+
+# ------------------------------------------------------------------------------------------------ the tables
+
+
+def write_seed(root: Path, seed: int, kappa: float, scores: dict[str, list[float]]) -> None:
+    """PARA-GRPO of one seed: 12 steps of metrics, greedy results of both arms at K = 4, sampled ones with the prefix."""
+    run = root / f"seed{seed}" / "paragrpo"
+    run.mkdir(parents=True)
+    lines = [{"step": i, "fmt": 0.5, "strict": 1.0, "kappa": kappa if i >= 2 else 99.0} for i in range(12)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (root / "done").mkdir(exist_ok=True)
+    (root / "done" / f"seed{seed}-paragrpo").write_text("abc")
+    for kind in ("greedy", "sampled"):
+        folder = root / f"seed{seed}" / "eval" / f"paragrpo-{kind}"
+        folder.mkdir(parents=True)
+        (root / "done" / f"seed{seed}-eval-paragrpo-{kind}").write_text("abc")
+        for arm, values in scores.items():
+            settings = {"name": "paragrpo", "split": "toy", "k": 4, "arm": arm, "items": len(values), "total": 128}
+            records = [
+                {"id": str(i), "videos": [f"{i}"], "kind": "oe", "groups": {}, "prediction": "x", "score": v, "judged": False, "error": "",
+                 "calls": [{"error": ""}] * (i % 2), "turns": 2, "tokens": 10, "agent_tokens": 0, "truncated": False, "seconds": 1.0 if arm == "parallel" else 2.0,
+                 "fmt": 0.25, "strict": 1.0}
+                for i, v in enumerate(values)
+            ]  # fmt: skip
+            text = "".join(json.dumps(line) + "\n" for line in (settings, *records))
+            (folder / f"toy-K4-{arm}.jsonl").write_text(text)
+
+
+@pytest.fixture
+def studied(tmp_path) -> Path:
+    write_seed(tmp_path, 0, 1.0, {"parallel": [1, 1, 0, 1], "sequential": [1, 0, 0, 1]})
+    write_seed(tmp_path, 1, 2.0, {"parallel": [0, 1, 0, 1], "sequential": [1, 1, 1, 1]})
+    return tmp_path
+
+
+def test_figures_are_of_the_last_ten_steps_and_of_each_seed(studied):
+    seeds = Seeds(studied)
+    assert seeds.trained("paragrpo", "kappa") == {"seed0": 1.0, "seed1": 2.0} and seeds.trained("grpo", "kappa") == {}
+    assert seeds.accuracy("paragrpo", 4) == {"seed0": 0.75, "seed1": 0.5} and seeds.accuracy("paragrpo", 8) == {}
+    assert seeds.accuracy_if("paragrpo", 4, True) == {"seed0": 1.0, "seed1": 1.0}  # items 1 and 3 have called
+    assert seeds.accuracy_if("paragrpo", 4, False) == {"seed0": 0.5, "seed1": 0.0}
+    assert seeds.cost("paragrpo", "calls") == {"seed0": 0.5, "seed1": 0.5}
+    assert seeds.kappa("paragrpo") == seeds.trained("paragrpo", "kappa")
+
+
+def test_what_was_not_trained_is_described_by_its_samples(studied):
+    (studied / "done" / "seed0-paragrpo").unlink()
+    (studied / "done" / "seed1-paragrpo").unlink()
+    assert Seeds(studied).f("paragrpo") == {"seed0": 0.25, "seed1": 0.25}
+
+
+def test_a_spread_is_mean_and_sample_deviation():
+    assert spread({"a": 1.0, "b": 2.0}) == "1.50 ± 0.71" and spread({"a": 1.0}) == "1.00" and spread({}) == ""
+
+
+def test_claims_count_the_seeds_in_which_they_hold(studied):
+    table = {
+        row.split("|")[1].strip(): row.split("|")[2:4] for row in paradox.claims_table(Seeds(studied)).splitlines()[4:]
+    }
+    faster, worse = (
+        next(v for k, v in table.items() if k.startswith(start)) for start in ("parallel calls are", "and no worse")
+    )
+    assert "parallel 1.00 ± 0.00 < sequential 2.00 ± 0.00" in faster[0] and "2 of 2" in faster[1]
+    assert "0.62 ± 0.18 >= sequential 0.75 ± 0.35" in worse[0] and "1 of 2" in worse[1]
+    assert "0 of 0" in next(v for k, v in table.items() if k.startswith("PARA-GRPO keeps"))[1]
+
+
+def test_the_tables_show_the_papers_values_beside_ours(studied):
+    text = paradox.tables(studied, demo=False)
+    assert "0.50 ± 0.00 [0.41] | 1.50 ± 0.71 [0.21]" in text
+
+
+def test_results_keep_what_people_wrote_around_the_tables(studied):
+    path = studied / "results" / "paradox.md"
+    paradox.write_results(path, "first", "python x", studied)
+    path.write_text(path.read_text().replace("# The paradox on the toy", "# Ours") + "\nWhat it means.\n")
+    paradox.write_results(path, "second", "python x", studied)
+    text = path.read_text()
+    assert text.startswith("# Ours") and text.endswith("What it means.\n") and "second" in text and "first" not in text
+    assert "commit abc" in text
+
+
+def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypatch, capsys):
+    """`tables` runs nothing and needs no finished study."""
+    called = []
+    monkeypatch.setattr(sys, "argv", ["paradox.py", "tables", "--root", str(studied)])
+    monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
+    monkeypatch.setattr(paradox, "write_results", lambda *args: called.append(args))
+    assert paradox.main() == 0
+    assert "#### A. Stages" in capsys.readouterr().out and "report.py" in called[0] and len(called) == 2
