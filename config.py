@@ -138,13 +138,23 @@ def _coerce(hint: Any, value: Any, key: str) -> Any:
     raise ConfigError(f"{key} = {value!r}: must be {hint.__name__}, not {type(value).__name__}")
 
 
-def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
-    """`SCRIPT CONFIG [key.sub=value ...] [--dry-run]`; a bad config ends the program with its message."""
+def answer_help(doc: str) -> None:
+    """`SCRIPT --help`, for scripts whose imports take seconds."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        _parser(doc).parse_args()
+
+
+def _parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the file")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
-    args = parser.parse_intermixed_args()
+    return parser
+
+
+def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
+    """`SCRIPT CONFIG [key.sub=value ...] [--dry-run]`; a bad config ends the program with its message."""
+    args = _parser(doc).parse_intermixed_args()
     try:
         return load(cls, args.config, args.overrides), args
     except ConfigError as error:

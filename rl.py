@@ -13,6 +13,11 @@ episodes of the next step are sampled, by the weights of the last one, while thi
 Deliberately missing: batches that are more than one update old, trainers that come and go.
 """
 
+import config
+
+if __name__ == "__main__":
+    config.answer_help(__doc__)  # before torch and transformers, which take seconds to import
+
 import math
 import shutil
 import sys
@@ -26,7 +31,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-import config
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Group, draw_frames
 from dataset import DataConfig, Dataset, RowError, parse_task

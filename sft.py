@@ -16,6 +16,11 @@ so neither packing, nor the number of micro-batches, nor the number of ranks cha
 Deliberately missing: gradient accumulation as a knob (it is what packing leaves over), loss on prompts, early stopping.
 """
 
+import config
+
+if __name__ == "__main__":
+    config.answer_help(__doc__)  # before torch and transformers, which take seconds to import
+
 import json
 import math
 import re
@@ -29,7 +34,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-import config
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Bundle
 from dataset import DataConfig, Dataset, Dialogue, RowError, encode_dialogue, pack, parse_dialogue

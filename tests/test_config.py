@@ -1,9 +1,12 @@
 """The config loader: what is written is what runs, and what cannot run says why."""
 
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
+from scripts import REPO
 
 import config
 
@@ -108,3 +111,18 @@ def test_the_saved_config_is_the_run_config(tmp_path):
     config.save_run(cfg, tmp_path / "run")
     assert config.load(Run, tmp_path / "run" / "config.yaml") == cfg
     assert '"torch": "2.13.0' in (tmp_path / "run" / "run.json").read_text()
+
+
+@pytest.mark.parametrize("script", ["sft.py", "rl.py", "eval.py", "rollout.py", "report.py", "paradox.py", "toy.py"])
+def test_help_is_answered_before_torch_is_imported(script):
+    """Importing torch and transformers takes seconds."""
+    probe = f"""
+import runpy, sys
+sys.argv = ["{script}", "--help"]
+try:
+    runpy.run_path("{script}", run_name="__main__")
+except SystemExit as end:
+    assert not end.code and "torch" not in sys.modules
+"""
+    told = subprocess.run([sys.executable, "-c", probe], cwd=REPO, capture_output=True, text=True)
+    assert told.returncode == 0 and "usage:" in told.stdout, told.stderr
