@@ -8,7 +8,7 @@
 4. Arms of one model against each other, item by item: tools or none, parallel or sequential.
 
 The bootstrap draws videos, not questions: those of one video are not independent. A split that is not finished, or was
-limited, says `n of N`.
+limited, says `n of N`; items that ended in an error count as wrong, and are named beside the score.
 
 Deliberately missing: significance tests, corrections for many comparisons.
 """
@@ -28,8 +28,14 @@ import yaml
 from benchmarks import Item, Verdict, figures
 from data import Task
 
+FILES = "*-K*-*.jsonl"  # of results, as eval.py names them
 PUBLISHED = Path(__file__).parent / "configs" / "eval" / "published.yaml"
+ARMS = (("parallel", "none"), ("parallel", "sequential"), ("sequential", "none"))  # that are compared item by item
 DRAWS = 1000
+
+
+class TableError(ValueError):
+    """Results that are not there, or that cannot stand in one table."""
 
 
 @dataclass
@@ -67,8 +73,30 @@ def read_results(path: Path, repair: bool = False) -> Results:
     if repair and kept != whole:
         with path.open("r+b") as file:
             file.truncate(len(kept))
-    settings, *records = [json.loads(line) for line in kept.decode("utf-8").splitlines()]
+    settings, *records = [json.loads(line) for line in kept.splitlines()]
     return Results(settings, list({record["id"]: record for record in records}.values()))
+
+
+def collect(runs: Sequence[str | Path]) -> list[Results]:
+    """The results of all runs, each file once."""
+    found = {}
+    for run in map(Path, runs):
+        if not run.exists():
+            raise TableError(f"{run}: no such folder; `python eval.py CONFIG` makes it")
+        found |= {path.resolve(): path for path in ([run] if run.match(FILES) else sorted(run.glob(FILES)))}
+    whose: dict[tuple, Path] = {}
+    results = []
+    for path in found.values():
+        r = read_results(path)
+        if r.records:
+            if (first := whose.setdefault((*r.row, r.split), path)) != path:
+                raise TableError(
+                    f"{first} and {path} are the same cell of the table: name one, or give one another `name`"
+                )
+            results.append(r)
+    if not results:
+        raise TableError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
+    return results
 
 
 # ------------------------------------------------------------------------------------------------ intervals
@@ -99,20 +127,23 @@ class Difference:
     low: float
     high: float
     seconds: float  # ratio A / B of their means
-    tokens: float
+    tokens: float  # those of sub-agents included
 
 
-def difference(a: Results, b: Results) -> Difference:
+def difference(a: Results, b: Results) -> Difference | None:
+    """None where they share no item yet."""
     theirs = {r["id"]: r for r in b.headline()}
     pairs = [(r, theirs[r["id"]]) for r in a.headline() if r["id"] in theirs]
+    if not pairs:
+        return None
     gain = [100 * (x["score"] - y["score"]) for x, y in pairs]
     low, high = interval(gain, videos(x for x, _ in pairs))
 
-    def ratio(name):
-        ours, other = (sum(r[name] for r in column) for column in zip(*pairs))
+    def ratio(*names):
+        ours, other = (sum(r[name] for r in column for name in names) for column in zip(*pairs))
         return ours / other if other else float("nan")
 
-    return Difference(len(pairs), float(np.mean(gain)), low, high, ratio("seconds"), ratio("tokens"))
+    return Difference(len(pairs), float(np.mean(gain)), low, high, ratio("seconds"), ratio("tokens", "agent_tokens"))
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -120,16 +151,11 @@ def difference(a: Results, b: Results) -> Difference:
 
 def report(runs: Sequence[str | Path], csv_path: str = "", baseline: str = "") -> str:
     """Print all tables as Markdown; returns the text."""
-    files = [
-        path for run in runs for path in ([Path(run)] if Path(run).is_file() else sorted(Path(run).glob("*.jsonl")))
-    ]
-    results = [read_results(path) for path in files if path.name != "bad_videos.jsonl"]
-    results = [r for r in results if r.records]
+    results, published = collect(runs), yaml.safe_load(PUBLISHED.read_text())["table"]
     names = ordered(r.row[0] for r in results)
+    if baseline and baseline not in (known := ordered([*names, *(row["name"] for row in published["rows"])])):
+        raise TableError(f"baseline {baseline!r}: there is only {', '.join(known)}")
     results.sort(key=lambda r: (names.index(r.row[0]), r.row[2], r.row[1] != "parallel", r.row[1]))
-    if not results:
-        raise FileNotFoundError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
-    published = yaml.safe_load(PUBLISHED.read_text())["table"]
     parts = [scores_table(results, published), gains_table(results, published, baseline)]
     parts += [breakdown_table(results), costs_table(results), arms_table(results)]
     text = "\n\n".join(part for part in parts if part)
@@ -169,7 +195,10 @@ def scores_table(results: Sequence[Results], published: dict) -> str:
         last_of_name = row == ordered(r.row for r in results if r.row[0] == row[0])[-1]
         if theirs and last_of_name:
             rows.append([row[0], "published", 64, *(theirs.get(split, "") for split in splits)])
-    return markdown("### Scores (percent, 95 % interval)", ["model", "arm", "K", *splits], rows)
+    table = markdown("### Scores (percent, 95 % interval)", ["model", "arm", "K", *splits], rows)
+    prompting = {r.row[0]: r.settings["prompting"] for r in results}
+    ours = [name for name, p in prompting.items() if p["protocol"] != "agent" and not p["prompt_file"]]
+    return table + (f"\n\nAsked in our words, not in their authors': {', '.join(ours)}." if ours else "")
 
 
 def score_cell(r: Results) -> str:
@@ -178,8 +207,10 @@ def score_cell(r: Results) -> str:
         return ""
     value = next(iter(r.figures().values()))
     low, high = (100 * edge for edge in interval([x["score"] for x in headline], videos(headline)))
-    partial = "" if r.complete() else f" ({len(r.records)} of {r.settings['total']})"
-    return f"{value:.1f} [{low:.1f}, {high:.1f}]{partial}"
+    errors = sum(bool(x["error"]) for x in r.records)
+    remarks = [] if r.complete() else [f"{len(r.records)} of {r.settings['total']}"]
+    remarks += [f"{errors} errors"] if errors else []
+    return f"{value:.1f} [{low:.1f}, {high:.1f}]" + (f" ({', '.join(remarks)})" if remarks else "")
 
 
 def published_scores(name: str, published: dict) -> dict[str, float]:
@@ -256,12 +287,7 @@ def arms_table(results: Sequence[Results]) -> str:
     for a in results:
         for b in results:
             same = (a.row[0], a.row[2], a.split) == (b.row[0], b.row[2], b.split)
-            if same and (a.row[1], b.row[1]) in (
-                ("parallel", "none"),
-                ("parallel", "sequential"),
-                ("sequential", "none"),
-            ):
-                d = difference(a, b)
+            if same and (a.row[1], b.row[1]) in ARMS and (d := difference(a, b)):
                 score = f"{d.score:+.1f} [{d.low:+.1f}, {d.high:+.1f}]"
                 rows.append([a.row[0], a.row[2], a.split, f"{a.row[1]} - {b.row[1]}", d.items, score, f"{d.seconds:.2f}", f"{d.tokens:.2f}"])  # fmt: skip
     header = ["model", "K", "split", "arms", "items", "score", "seconds ratio", "tokens ratio"]
@@ -278,6 +304,6 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         report(args.runs, args.csv, args.baseline)
-    except FileNotFoundError as error:
+    except TableError as error:
         sys.exit(f"error: {error}")
     return 0

@@ -80,8 +80,9 @@ def _merge(below: dict, above: dict) -> dict:
     return merged
 
 
-def build(cls: type, tree: dict, prefix: str) -> Any:
-    """A mapping -> a dataclass, checked field by field against the type hints."""
+def build(cls: type, tree: dict, prefix: str, start: Any = None) -> Any:
+    """A mapping -> a dataclass, checked field by field against the type hints. What it leaves out is as in `start`, an
+    instance that is the default where this one stands."""
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls) if f.init]
     for key in tree:
@@ -89,23 +90,26 @@ def build(cls: type, tree: dict, prefix: str) -> Any:
             near = difflib.get_close_matches(str(key), names, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"valid keys: {', '.join(names)}"
             raise ConfigError(f"{prefix}{key} = {tree[key]!r}: unknown key; {hint}")
-    values = {key: _coerce(hints[key], value, prefix + key) for key, value in tree.items()}
-    for field in dataclasses.fields(cls):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in values:
-            raise ConfigError(f"{prefix}{field.name}: required, but not given")
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    defaults |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
+    defaults |= {name: getattr(start, name) for name in names} if start is not None else {}
+    for name in names:
+        if name not in tree and name not in defaults:
+            raise ConfigError(f"{prefix}{name}: required, but not given")
+    values = {key: _coerce(hints[key], value, prefix + key, defaults.get(key)) for key, value in tree.items()}
     try:
-        return cls(**values)
+        return cls(**defaults | values)
     except ConfigError:
         raise
     except ValueError as error:  # a rule in __post_init__
         raise ConfigError(f"{prefix.rstrip('.') + ': ' if prefix else ''}{error}") from None
 
 
-def _coerce(hint: Any, value: Any, key: str) -> Any:
+def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):  # X | None: the only union that configs use
-        return None if value is None else _coerce(next(a for a in args if a is not type(None)), value, key)
+        return None if value is None else _coerce(next(a for a in args if a is not type(None)), value, key, default)
     if origin is typing.Literal:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"
@@ -127,7 +131,7 @@ def _coerce(hint: Any, value: Any, key: str) -> Any:
             raise ConfigError(
                 f"{key} = {value!r}: must be a mapping with keys {[f.name for f in dataclasses.fields(hint)]}"
             )
-        return build(hint, value, key + ".")
+        return build(hint, value, key + ".", default)
     if hint is float and not isinstance(value, bool):
         try:  # YAML reads 1e-4 (no dot) as a string
             return float(value)

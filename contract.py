@@ -146,14 +146,9 @@ class VisualContract:
             )
 
     def _processor_constants(self) -> dict[str, Any]:
-        half = [0.5, 0.5, 0.5]
-        return {
-            "patch_size": self.patch,
-            "merge_size": self.merge,
-            "temporal_patch_size": TEMPORAL_PATCH,
-            "image_mean": half,
-            "image_std": half,
-        }
+        sizes = {"patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": TEMPORAL_PATCH}
+        half = [0.5, 0.5, 0.5]  # what `patchify` normalises with; Qwen2.5-VL (patch 14) is only ever served
+        return sizes | ({"image_mean": half, "image_std": half} if self.patch == 16 else {})
 
 
 def _read_json(path: Path) -> dict | None:

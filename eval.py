@@ -8,7 +8,8 @@
 RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was asked, predicted and scored, the
 calls with their windows, turns, tokens, seconds, and the error if there was one. Its first line holds the settings that
 shape a result: weights, prompts, contract, data. A file made under others is refused, so a run of a few items never
-passes as the whole. Items that ended in an error are asked again by the next call, and count as wrong until then.
+passes as the whole. Items that ended in an error are asked again by the next call, and count as wrong until then; so
+are those whose video file was replaced.
 
 Deliberately missing: several checkpoints in a run, ensembles, majority votes.
 """
@@ -54,7 +55,8 @@ class EvalConfig:
     frames: tuple[int, ...] = (64,)
     """K: overview frames. Every split is asked once with each."""
     arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
-    """How the agent may call tools; every split is asked once in each way. Only of the protocol `agent`."""
+    """How the agent may call tools (its `rollout.dispatch`); every split is asked once in each way. Only of the protocol
+    `agent`."""
     prompting: Prompting = Prompting()
     rollout: RolloutConfig = RolloutConfig(temperature=0.0)
     visual: VisualContract | None = None
@@ -75,6 +77,10 @@ class EvalConfig:
             raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has them")
         if not self.splits or not self.frames or not self.arms or min(self.frames) < 1:
             raise ValueError("splits, frames and arms must not be empty, and K not below 1")
+        if self.rollout.dispatch != "parallel":
+            raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
+        if self.limit < 0:
+            raise ValueError(f"limit = {self.limit}: must not be negative; 0 asks all items")
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,8 @@ def place(cfg: RolloutConfig) -> dict[str, Any]:
 
 def work(cell: Cell, items: list[Item], stage: Stage, cfg: EvalConfig) -> None:
     """Ask the items, many at a time; each leaves its line as it ends."""
-    scores = [record["score"] for record in compare.read_results(cell.path).records]
+    asked = {item.task.id for item in items}
+    scores = [record["score"] for record in compare.read_results(cell.path).records if record["id"] not in asked]
     title = f"{cell.split} K={cell.k} {cell.arm}"
     stage = replace(stage, stopped=threading.Event())
     with (
@@ -154,7 +161,7 @@ def work(cell: Cell, items: list[Item], stage: Stage, cfg: EvalConfig) -> None:
     ):
 
         def done(_: int, record: dict) -> None:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(json.dumps(record) + "\n")  # ASCII: whatever a model says, a line stays one line
             file.flush()
             scores.append(record["score"])
             bar.set_postfix(score=f"{100 * sum(scores) / len(scores):.1f}", refresh=False)
@@ -187,6 +194,7 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
     return {
         "id": task.id,
         "videos": [Path(path).name for path in task.videos],
+        "bytes": sizes(item),
         "kind": task.kind,
         "groups": item.groups,
         "gold": task.answer,
@@ -219,8 +227,8 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, source: Path
     """All that shapes a result; where and how fast it is computed does not."""
     rollout, grading = dataclasses.asdict(cfg.rollout), dataclasses.asdict(cfg.grading)
     elsewhere = ("gpus", "urls", "server_args", "max_batch_tokens", "concurrency", "call_timeout", "dispatch")
-    asked = [(i.task.id, i.task.question, i.task.answer, _sizes(i.task.videos), repr(i.subtitles)) for i in cell.items]
-    prompts = [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, cfg.prompting.texts]
+    asked = [(i.task.id, i.task.question, i.task.answer, repr(i.subtitles)) for i in cell.items]
+    prompts = [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, cfg.rollout.schemas]
     return {
         "name": cfg.name,
         "split": cell.split,
@@ -230,7 +238,7 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, source: Path
         "total": cell.total,
         "weights": weights_digest(source),
         "data": _digest(asked),
-        "prompts": _digest(prompts),
+        "prompts": _digest([*prompts, cfg.prompting.texts]),
         "prompting": dataclasses.asdict(cfg.prompting),
         "rollout": {name: value for name, value in rollout.items() if name not in elsewhere},
         "visual": dataclasses.asdict(contract),
@@ -250,12 +258,20 @@ def unfinished(cell: Cell, wanted: dict[str, Any]) -> list[Item]:
         unborn.rename(cell.path)
         return cell.items
     results = compare.read_results(cell.path, repair=True)
-    if wrong := [f"{name}: {was!r}, now {wanted.get(name)!r}" for name, was in results.settings.items() if was != wanted.get(name)]:  # fmt: skip
+    if wrong := differences(results.settings, wanted):
         raise config.ConfigError(
             f"{cell.path} was made under other settings ({'; '.join(wrong)}): choose another `run`, or delete the file"
         )
-    answered = {record["id"] for record in results.records if not record["error"]}
-    return [item for item in cell.items if item.task.id not in answered]
+    answered = {record["id"]: record["bytes"] for record in results.records if not record["error"]}
+    return [item for item in cell.items if answered.get(item.task.id) != sizes(item)]
+
+
+def differences(was: Any, now: Any, name: str = "") -> list[str]:
+    """`rollout.temperature: 0.0, now 0.7`, for every setting that differs."""
+    if isinstance(was, dict) and isinstance(now, dict):
+        pairs = [(key, was.get(key), now.get(key)) for key in was | now]
+        return [text for key, a, b in pairs for text in differences(a, b, f"{name}.{key}" if name else key)]
+    return [f"{name}: {was!r}, now {now!r}"] if was != now else []
 
 
 def weights_digest(folder: Path) -> str:
@@ -271,8 +287,9 @@ def weights_digest(folder: Path) -> str:
     return whole.hexdigest()[:16]
 
 
-def _sizes(paths: tuple[str, ...]) -> list[tuple[str, int]]:
-    return [(Path(path).name, Path(path).stat().st_size) for path in paths]
+def sizes(item: Item) -> list[int]:
+    """Bytes of its videos, which tell that a file was replaced."""
+    return [Path(path).stat().st_size for path in item.task.videos]
 
 
 def _digest(value: Any) -> str:
@@ -295,6 +312,10 @@ def dry_run(cfg: EvalConfig) -> int:
     folder = Path(cfg.checkpoint)
     here = "there" if folder.is_dir() else "no folder: a name on the hub is downloaded, a path must be made first"
     check(f"checkpoint {cfg.checkpoint}", here, folder.is_dir())
+    try:
+        (cfg.visual or VisualContract.load(folder)).check(folder)
+    except ContractError as error:
+        check("visual", str(error), False)
     if cfg.prompting.protocol != "agent" and not cfg.prompting.prompt_file:
         print("  note    prompting.prompt_file is empty: our own words, so scores differ from the authors'")
     for split, root in cfg.splits.items():
@@ -313,18 +334,24 @@ def dry_run(cfg: EvalConfig) -> int:
 
 
 def plan(cfg: EvalConfig) -> bool:
-    """Memory of the servers, if the shapes of the model are known."""
+    """Whether the servers fit into their GPUs; of a model whose shapes are unknown, that is believed."""
     from plan import PlanError, plan_engine
     from policy import PolicyConfig
 
-    rows = cfg.rollout.concurrency
-    context = max(cfg.frames) * 80 + (cfg.rollout.max_turns + 1) * cfg.rollout.max_new_tokens // 2
+    rows, visual = cfg.rollout.concurrency, cfg.visual or VisualContract()
+    frame = visual.frame_pixels // visual.cell**2 + 16  # its tokens, and its stamp's
+    context = max(cfg.frames) * frame + (cfg.rollout.max_turns + 1) * cfg.rollout.max_new_tokens // 2
     try:
         found = plan_engine(PolicyConfig(cfg.checkpoint, family=cfg.family), len(cfg.rollout.gpus), rows, context)
-        print(found.table(cfg.gpu_gib))
+    except ValueError as error:  # no config.json yet, or not a Qwen3-VL
+        print(f"  note    memory is not planned: {error}")
+        return True
+    print(found.table(cfg.gpu_gib))
+    try:
         found.check(cfg.gpu_gib)
     except PlanError as error:
-        print(f"  note    {error}")
+        print(f"  MISSING memory: {error}")
+        return False
     return True
 
 
@@ -334,5 +361,5 @@ if __name__ == "__main__":
     cfg, args = config.command_line(EvalConfig, __doc__)
     try:
         sys.exit(dry_run(cfg) if args.dry_run else main(cfg))
-    except (config.ConfigError, ContractError, EngineError, FileNotFoundError, SplitError) as error:
+    except (config.ConfigError, compare.TableError, ContractError, EngineError, FileNotFoundError, SplitError) as error:
         sys.exit(f"error: {error}")

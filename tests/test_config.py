@@ -113,6 +113,19 @@ def test_the_saved_config_is_the_run_config(tmp_path):
     assert '"torch": "2.13.0' in (tmp_path / "run" / "run.json").read_text()
 
 
+def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
+    """`rollout.max_turns=2` made a greedy evaluation sample at 0.7: the nested class's own default."""
+
+    @dataclass(frozen=True)
+    class Run:
+        optim: Optim = Optim(lr=3.0, warmup=7)
+        maybe: Optim | None = None
+
+    (tmp_path / "c.yaml").write_text("optim: {warmup: 9}\nmaybe: {lr: 2}")
+    assert config.load(Run, tmp_path / "c.yaml") == Run(Optim(lr=3.0, warmup=9), Optim(lr=2.0))
+    assert config.load(Run, tmp_path / "c.yaml", ["optim.lr=1"]).optim == Optim(lr=1.0, warmup=9)
+
+
 @pytest.mark.parametrize("script", ["sft.py", "rl.py", "eval.py", "rollout.py", "report.py", "paradox.py", "toy.py"])
 def test_help_is_answered_before_torch_is_imported(script):
     """Importing torch and transformers takes seconds."""

@@ -262,3 +262,14 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
     assert VisualContract.load(tmp_path) == VisualContract()  # a stock checkpoint
     VisualContract(frame_pixels=4096, crop_fps=2.0).save(tmp_path)
     assert VisualContract.load(tmp_path) == VisualContract(frame_pixels=4096, crop_fps=2.0)
+
+
+def test_a_model_that_is_only_served_is_normalised_by_its_server(tmp_path):
+    """Qwen2.5-VL has other means than the 0.5 of `patchify`, which never sees its frames."""
+    mean = [0.48145466, 0.4578275, 0.40821073]
+    processor = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "image_mean": mean, "image_std": mean}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    VisualContract(patch=14).check(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor | {"patch_size": 16}))
+    with pytest.raises(ContractError, match="image_mean"):
+        VisualContract().check(tmp_path)

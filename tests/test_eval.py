@@ -1,0 +1,700 @@
+"""Evaluation: interrupted and failing runs end with the results of one that was neither; tables are computed by hand."""
+
+import csv
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from scripts import REPO, start
+from tiny_checkpoint import Scripted, is_subagent
+
+import compare
+import config
+import eval as evaluation
+from benchmarks import Cue, Item, load_split
+from compare import TableError, difference, gains, interval, read_results
+from contract import END_OF_TURN, Renderer, VisualContract
+from engine import EngineError, SGLang
+from eval import EvalConfig, dry_run
+from protocols import Prompting
+from rollout import RolloutConfig, Stage, derive
+from toy import DURATIONS
+
+CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 1000}}\n</tool_call>'
+FAKE = Path(__file__).parent / "fake_sglang.py"
+CONFIGS = REPO / "configs" / "eval"
+
+
+@pytest.fixture
+def write(toy_dir, tmp_path):
+    """write(key=value, ...) -> a config of the toy's 8 test items: each is asked once, and the answer is what is said."""
+
+    def make(folder=tmp_path, **changes) -> Path:
+        tree = {
+            "run": str(folder / "run"),
+            "name": "toy",
+            "checkpoint": str(toy_dir / "model"),
+            "splits": {"toy": str(toy_dir)},
+            "frames": [4],
+            "prompting": {"protocol": "direct"},
+            "rollout": {"temperature": 0, "max_turns": 1, "max_new_tokens": 24, "subagents": {"max_new_tokens": 8}},
+            "decoders": 1,
+        }
+        path = folder / "c.yaml"
+        path.write_text(yaml.safe_dump(tree | changes))
+        return path
+
+    return make
+
+
+def load(path: Path, *overrides: str) -> EvalConfig:
+    return config.load(EvalConfig, path, overrides)
+
+
+def run(path: Path, *overrides: str) -> None:
+    evaluation.main(load(path, *overrides))
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """model(reply): from now on runs are given a model that says `reply(prompt, seed)`; returns the list of engines."""
+
+    def install(reply) -> list[Scripted]:
+        opened = []
+
+        def open_engine(source, renderer, **place):
+            opened.append(Scripted(renderer, reply))
+            return opened[-1]
+
+        monkeypatch.setattr(evaluation, "open_engine", open_engine)
+        return opened
+
+    return install
+
+
+def asked(engines: list[Scripted]) -> int:
+    return sum(len(engine.asked) for engine in engines)
+
+
+def says(text: str):
+    return lambda prompt, seed: text + END_OF_TURN
+
+
+def results_file(folder: Path, arm: str = "direct", k: int = 4) -> Path:
+    return folder / "run" / f"toy-K{k}-{arm}.jsonl"
+
+
+def found(path: Path) -> dict[str, tuple]:
+    """What a run came to; how long it took, and the order in which items ended, are left out."""
+    names = ("answer", "prediction", "score", "judged", "turns", "tokens", "error")
+    return {r["id"]: tuple(r[name] for name in names) for r in read_results(path).records}
+
+
+@pytest.fixture(scope="module")
+def golds(toy_dir) -> Counter:
+    return Counter(item.task.answer for item in load_split("toy", str(toy_dir)))
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+
+def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, tokenizer, tmp_path, capsys):
+    (often, many), *rest = golds.most_common()
+    other, few = rest[-1]
+    calls = f"I look.\n</think>\n{CALL}{END_OF_TURN}"
+    seen = f"I see it.\n</think>\n<answer>{often}</answer>{END_OF_TURN}"
+    unseen = f"No.\n</think>\n<answer>{other}</answer>{END_OF_TURN}"
+    report = f"A flash.{END_OF_TURN}"
+
+    def reply(prompt, seed):
+        if is_subagent(prompt):
+            return report
+        return seen if "A flash." in prompt else calls if "crop_video" in prompt else unseen
+
+    model(reply)
+    run(write(prompting={"protocol": "agent"}, arms=["parallel", "none"]))
+    with_tools, without = (read_results(results_file(tmp_path, arm)) for arm in ("parallel", "none"))
+    assert len(with_tools.records) == len(without.records) == 8
+    length = lambda *texts: sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # noqa: E731
+    for record in with_tools.records:
+        (call,) = record["calls"]
+        assert (call["name"], call["error"], call["window"][0]) == ("crop_video", "", 0)
+        assert call["window"][1] in DURATIONS and call["seconds"] > 0  # clamped to the video
+        assert (record["turns"], record["tokens"]) == (2, length(calls, seen))
+        assert record["agent_tokens"] == length(report) and not record["truncated"] and not record["error"]
+        assert record["prediction"] == often and record["score"] == (record["gold"] == often)
+        assert (record["fmt"], record["strict"]) == (1.0, 1.0)
+    for record in without.records:
+        assert (record["turns"], record["tokens"], record["calls"]) == (1, length(unseen), [])
+        assert record["fmt"] == pytest.approx(0.3 + 0.2 + 0.1 + 0.5 * 0.7)  # the tags, balance, anchor; no long thought
+    assert {*line("x", 1), "fmt", "strict"} == set(with_tools.records[0])  # the tables' tests stand on lines like these
+    assert with_tools.figures()["accuracy"] == 100 * many / 8 and without.figures()["accuracy"] == 100 * few / 8
+    shown = tables(capsys.readouterr().out)
+    *row, score = shown["Scores"][2]
+    assert row == ["toy", "parallel", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
+    _, _, _, arms, items, gain, *_ = shown["Arms, item by item"][2]
+    assert (arms, items) == ("parallel - none", "8") and gain.startswith(f"{100 * (many - few) / 8:+.1f} [")
+
+
+def test_a_finished_run_asks_nothing_and_errors_are_asked_again(write, model, toy_dir, tmp_path):
+    ids = [item.task.id for item in load_split("toy", str(toy_dir))]
+    failing = {derive(derive(0, id), 0) for id in (ids[2], ids[5])}
+
+    def broken(prompt, seed):
+        if seed in failing:
+            raise EngineError("gone")
+        return "red" + END_OF_TURN
+
+    path = write()
+    model(broken)
+    run(path)
+    first = found(results_file(tmp_path))
+    assert len(first) == 8 and {id for id, r in first.items() if r[-1]} == {ids[2], ids[5]}
+    assert all(first[id] == (None, None, 0.0, False, 0, 0, "EngineError: gone") for id in (ids[2], ids[5]))
+    engines = model(says("red"))
+    run(path)
+    assert asked(engines) == 2
+    second = found(results_file(tmp_path))
+    assert {r[1] for r in second.values()} == {"red"} and not any(r[-1] for r in second.values())
+    run(path)
+    assert len(engines) == 1  # not even opened
+
+
+@pytest.mark.parametrize(
+    "change, says_what",
+    [
+        ("limit=4", "items: 8, now 4"),
+        ("seed=1", "seed: 0, now 1"),
+        ("name=other", "name: 'toy', now 'other'"),
+        ("rollout.max_new_tokens=12", "(rollout.max_new_tokens: 24, now 12)"),
+        ("grading={open_answer: f1}", "grading.open_answer: 'exact', now 'f1'"),
+        ("prompting.prompt_file=FOLDER/words.yaml", "prompts: "),
+        ("checkpoint=FOLDER/trained", "(weights: "),
+        ("frames=[8]", "(k: 4, now 8)"),  # in a file that was renamed
+    ],
+)
+def test_results_of_other_settings_are_refused_and_the_setting_is_named(
+    write, model, toy_dir, tmp_path, change, says_what
+):
+    (tmp_path / "words.yaml").write_text('user: "{frames} {question}"')
+    shutil.copytree(toy_dir / "model", tmp_path / "trained")
+    with (tmp_path / "trained" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    path = write()
+    model(says("red"))
+    run(path)
+    if change.startswith("frames"):
+        results_file(tmp_path).rename(results_file(tmp_path, k=8))
+    with pytest.raises(config.ConfigError) as error:
+        run(path, change.replace("FOLDER", str(tmp_path)))
+    assert "made under other settings" in str(error.value) and says_what in str(error.value)
+
+
+def test_where_it_is_computed_is_no_setting(write, model, tmp_path):
+    path = write()
+    engines = model(says("red"))
+    run(path)
+    run(path, "rollout.concurrency=1", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")
+    assert asked(engines) == 8 and len(engines) == 1
+
+
+def test_a_torn_last_line_costs_its_item_only(write, model, tmp_path):
+    path, file = write(), results_file(tmp_path)
+    model(says("red"))
+    run(path)
+    whole = file.read_bytes()
+    lost = json.loads(whole.splitlines()[-1])["id"]
+    file.write_bytes(whole[:-25])
+    assert len(read_results(file).records) == 7
+    engines = model(says("red"))
+    run(path)
+    assert asked(engines) == 1
+    assert [json.loads(text) for text in file.read_text().splitlines()][-1]["id"] == lost
+    assert len(found(file)) == 8
+
+
+def test_whatever_a_model_says_a_line_stays_one_line(write, model, tmp_path):
+    """Line separators of Unicode were written as they are, and the file could not be read again."""
+    odd = "red\u2028blue\x85green\x0bend"
+    model(says(odd))
+    path = write()
+    run(path)
+    assert {r[0] for r in found(results_file(tmp_path)).values()} == {odd}
+    run(path)
+
+
+def test_a_run_killed_at_random_moments_ends_with_the_same_records(write, tmp_path):
+    """Of a real model and real subprocesses. What it says is random, so that records differ and can be told apart."""
+    (tmp_path / "whole").mkdir()
+    rollout = {"temperature": 1.0, "max_new_tokens": 120, "concurrency": 1}
+    run(write(tmp_path / "whole", rollout=rollout))
+    cfg, rng, file = write(rollout=rollout), random.Random(0), results_file(tmp_path)
+    lines = lambda: file.read_bytes().count(b"\n") if file.exists() else 0  # noqa: E731
+    for _ in range(2):
+        before = lines()
+        process = start("eval.py", cfg, start_new_session=True)
+        while process.poll() is None and lines() < before + 2:
+            time.sleep(0.005)
+        time.sleep(0.15 * rng.random())
+        assert process.poll() is None, process.communicate()[0]  # it was not done yet
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert 2 < lines() < 9
+    run(cfg)
+    expected = found(results_file(tmp_path / "whole"))
+    assert found(file) == expected and len({r[1] for r in expected.values()}) == 8
+    assert lines() == 9  # nothing was asked twice
+
+
+def test_a_run_of_a_few_items_never_passes_as_the_whole(write, model, tmp_path, capsys):
+    model(says("red"))
+    path = write()
+    run(path, "limit=5")
+    assert re.search(r"\[\d+\.\d, \d+\.\d\] \(5 of 8\) +\|", capsys.readouterr().out)
+    assert not read_results(results_file(tmp_path)).complete()
+    with pytest.raises(config.ConfigError, match="items: 5, now 8"):
+        run(path)
+    (tmp_path / "all").mkdir()
+    run(write(tmp_path / "all"))
+    assert " of 8)" not in capsys.readouterr().out and read_results(results_file(tmp_path / "all")).complete()
+
+
+# ------------------------------------------------------------------------------------------------ what fails
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """served(fault, ...): runs start a fake server, which has the first fault, when restarted the next, then none."""
+    clients = []
+
+    def install(*faults: str, patience: float = 20.0) -> None:
+        due = iter(faults)
+
+        def open_engine(source, renderer, **place):
+            numbers = (renderer.image_pad, renderer.contract.cell, renderer.end_of_turn)
+
+            def launch(port: int) -> list[str]:
+                if (fault := next(due, "")) == "gone":
+                    return [sys.executable, "-c", ""]
+                return [sys.executable, str(FAKE), str(port), *map(str, numbers), fault]
+
+            client = SGLang(source, renderer, gpus=(0,), launch=launch, patience=0.05, start_timeout=20.0)
+            client.start_timeout = patience
+            clients.append(client)
+            return client
+
+        monkeypatch.setattr(evaluation, "open_engine", open_engine)
+
+    yield install
+    for client in clients:
+        client.close()
+
+
+def test_a_server_that_dies_costs_retries_or_counted_errors_and_never_an_item(served, write, tmp_path, capsys):
+    folders = [tmp_path / name for name in ("healthy", "restarted", "gone")]
+    for folder in folders:
+        folder.mkdir()
+    served()
+    run(write(folders[0]))
+    expected = found(results_file(folders[0]))
+    assert len({r[1] for r in expected.values()}) == 8 and not any(r[-1] for r in expected.values())
+
+    served("die_after=5")
+    run(write(folders[1]))
+    assert found(results_file(folders[1])) == expected
+
+    served("die_after=5", *["gone"] * 99, patience=0.1)
+    path, file = write(folders[2]), results_file(folders[2])
+    capsys.readouterr()
+    run(path)
+    failed = {id: r for id, r in found(file).items() if r[-1]}
+    assert len(found(file)) == 8 and failed and len(failed) < 8
+    assert all(r[:3] == (None, None, 0.0) and r[-1].startswith("EngineError: ") for r in failed.values())
+    assert f"({len(failed)} errors)" in capsys.readouterr().out
+    served()
+    run(path)
+    assert found(file) == expected
+    assert file.read_bytes().count(b"\n") == 1 + 8 + len(failed)  # what was answered was not asked again
+
+
+def test_a_video_that_cannot_be_read_costs_its_items_until_it_is_replaced(write, model, toy_dir, tmp_path):
+    """The sizes of all videos were a setting: to mend one video was to begin anew."""
+    root = tmp_path / "data"
+    (root / "videos").mkdir(parents=True)
+    shutil.copy(toy_dir / "test.parquet", root)
+    for video in toy_dir.glob("videos/test*.mp4"):
+        (root / "videos" / video.name).symlink_to(video)
+    bad = root / "videos" / "test00003.mp4"
+    bad.unlink()
+    bad.write_bytes(b"not a video")
+    path = write(splits={"toy": str(root)})
+    model(says("red"))
+    run(path)
+    results = read_results(results_file(tmp_path))
+    (record,) = [r for r in results.records if r["error"]]
+    assert record["videos"] == [bad.name] and record["error"].startswith("VideoError: ") and record["score"] == 0
+    assert results.figures()["error_rate"] == compare.costs(results)["no_frames_rate"] == 12.5
+    shutil.copy(toy_dir / "videos" / bad.name, bad)
+    engines = model(says("red"))
+    run(path)
+    assert asked(engines) == 1 and not any(r[-1] for r in found(results_file(tmp_path)).values())
+    shutil.copy(toy_dir / "videos" / "test00004.mp4", bad)  # another video under its name
+    assert bad.stat().st_size != (toy_dir / "videos" / bad.name).stat().st_size
+    run(path)
+    assert asked(engines) == 2
+
+
+@pytest.fixture
+def judge():
+    """The address of a judge that says yes to everything."""
+
+    class Yes(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"choices": [{"message": {"content": "Yes."}}]}).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Yes)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
+def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, judge, tmp_path, capsys):
+    settings = {"open_answer": "judge", "judge": {"url": "http://127.0.0.1:1/v1", "model": "j", "retries": 1}}
+    path = write(grading=settings)
+    model(says("reddish"))
+    run(path)
+    for answer, prediction, score, judged, turns, _, error in found(results_file(tmp_path)).values():
+        assert (answer, prediction, score, judged, turns) == ("reddish", None, 0.0, False, 1)
+        assert error.startswith("JudgeError: http://127.0.0.1:1/v1: no yes or no after 1 tries")
+    assert "(8 errors)" in capsys.readouterr().out
+    run(path, f"grading.judge.url={judge}")  # where the judge runs is no setting
+    assert {r[1:4] for r in found(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
+
+
+# ------------------------------------------------------------------------------------------------ one item
+
+
+class Watching(Scripted):
+    """Keeps its prompts as text, and the times of the frames in them."""
+
+    def generate(self, ids, frames, **more):
+        self.prompt, self.times = self.renderer.decode(ids), [t for clip in frames for t in clip.times]
+        return super().generate(ids, frames, **more)
+
+
+@pytest.mark.parametrize(
+    "protocol, k, shown",
+    [
+        ("agent", 4, 4),  # K uniform frames
+        ("think", 8, 8),
+        ("rewatch_r1", 1000, None),  # 2 frames per second: every frame of the toy's videos
+        ("video_zoomer", 64, None),  # one frame in two seconds
+    ],
+)
+def test_the_prompt_holds_the_cues_of_the_shown_frames_and_no_others(tokenizer, toy_dir, videos, protocol, k, shown):
+    task = load_split("toy", str(toy_dir))[0].task
+    duration = round(videos.info(task.videos[0]).duration)
+    cues = tuple(Cue(t, t + 0.3, f"cue{t}.") for t in range(0, duration, 3))  # some frames have one, some have none
+    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+    engine = Watching(renderer, says("red"))
+    cfg = EvalConfig(run="", name="", checkpoint="", splits={"toy": ""}, prompting=Prompting(protocol))
+    stage = Stage(engine, renderer, videos, RolloutConfig(temperature=0, max_turns=0))
+    record = evaluation.ask(Item(task, {}, cues), k, stage, cfg)
+    assert not record["error"]
+    rate = {"rewatch_r1": 2, "video_zoomer": 0.5}.get(protocol)
+    assert len(engine.times) == (shown or duration * rate)
+    expected = [cue.text for cue in cues if any(cue.start <= t <= cue.end for t in engine.times)]
+    assert re.findall(r"cue\d+\.", engine.prompt) == expected
+    assert len(expected) > 0 and (len(expected) < len(cues) or rate == 2)
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model, golds, tmp_path, lenient):
+    color, count = golds.most_common(1)[0]
+    model(says(f"I see it.\n</think>\nThe answer is {color}."))
+    grading = {"open_answer": "exact", "untagged_answer": lenient}
+    run(write(prompting={"protocol": "agent"}, arms=["none"], grading=grading))
+    results = read_results(results_file(tmp_path, "none"))
+    assert {r["prediction"] for r in results.records} == {f"{color}." if lenient else None}
+    assert results.figures()["accuracy"] == (100 * count / 8 if lenient else 0)
+    assert compare.costs(results)["unparsed_rate"] == (0 if lenient else 100)
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def line(id, score, *, video="", **more) -> dict:
+    """A line of results."""
+    plain = {
+        "id": id, "videos": [video or f"{id}.mp4"], "bytes": [1], "kind": "mcq", "groups": {}, "gold": "A", "answer": "A",
+        "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
+        "agent_tokens": 0, "truncated": False, "seconds": 1.0, "error": "",
+    }  # fmt: skip
+    return plain | more
+
+
+def lines(scores: str) -> list[dict]:
+    """A digit per item."""
+    return [line(str(i), int(score)) for i, score in enumerate(scores)]
+
+
+def write_results(folder, split, rows, *, name="toy", arm="parallel", k=64, total=0, **more) -> Path:
+    settings = {"name": name, "split": split, "arm": arm, "k": k, "items": len(rows), "total": total or len(rows)}
+    settings |= {"prompting": {"protocol": "agent", "prompt_file": ""}} | more
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{split}-K{k}-{arm}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (settings, *rows)))
+    return path
+
+
+def tables(text: str) -> dict[str, list[list[str]]]:
+    """Title -> the table's rows of cells, header and rule included."""
+    found = {}
+    for part in re.split(r"^### ", text, flags=re.M)[1:]:
+        title, _, body = part.partition("\n\n")
+        rows = [row for row in body.splitlines() if row.startswith("|")]
+        assert len({len(row) for row in rows}) == 1, f"{title}: columns are not aligned"
+        found[title.partition(" (")[0]] = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    return found
+
+
+def test_an_interval_has_no_width_where_all_videos_are_alike():
+    videos = [f"v{i // 2}" for i in range(100)]
+    assert interval([1, 0] * 50, videos) == (0.5, 0.5)
+    low, high = interval([1, 0] * 50, [f"v{i}" for i in range(100)])
+    assert low < 0.5 < high
+
+
+def test_an_interval_is_the_binomials_and_as_wide_as_there_are_videos():
+    ones = [1] * 300 + [0] * 700
+    low, high = interval(ones, [str(i) for i in range(1000)])
+    width = 2 * 1.96 * math.sqrt(0.3 * 0.7 / 1000)
+    assert high - low == pytest.approx(width, rel=0.1) and (low + high) / 2 == pytest.approx(0.3, abs=0.005)
+    low, high = interval(ones, [str(i // 10) for i in range(1000)])  # ten questions a video, right or wrong together
+    assert high - low == pytest.approx(width * math.sqrt(10), rel=0.15)
+
+
+def test_arms_are_compared_on_the_items_that_both_have(tmp_path):
+    with_tools = [line(str(i), s, seconds=2.0, agent_tokens=5) for i, s in ((1, 1), (3, 1), (4, 1), (5, 0), (6, 1))]
+    without = [line(str(i), s) for i, s in ((3, 0), (4, 1), (5, 0), (6, 0), (7, 1), (8, 1))]
+    a = read_results(write_results(tmp_path, "toy", with_tools))
+    b = read_results(write_results(tmp_path, "toy", without, arm="none"))
+    d = difference(a, b)
+    assert (d.items, d.score, d.seconds, d.tokens) == (4, 50.0, 2.0, 1.5)  # of 3 to 6: two of four more are right
+    assert d.low < 50 < d.high
+    assert tables(compare.report([tmp_path]))["Arms, item by item"][2][3:5] == ["parallel - none", "4"]
+    write_results(tmp_path, "toy", without[4:], arm="none")  # a run that has just begun
+    assert "Arms, item by item" not in tables(compare.report([tmp_path]))
+
+
+def test_gains_are_averaged_both_ways(tmp_path):
+    assert gains({"x": 60, "y": 30}, {"x": 50, "y": 20}, "xy") == pytest.approx((100 * 20 / 70, 35))
+    published = yaml.safe_load((CONFIGS / "published.yaml").read_text())["table"]
+    paravt, base = (compare.published_scores(name, published) for name in ("ParaVT-8B", "Qwen3-VL-8B"))
+    both = gains(paravt, base, published["columns"])
+    assert [round(gain, 1) for gain in both] == [
+        6.7,
+        7.9,
+    ]  # the paper claims the second, beside the averages of the first
+
+    for name, first, second in (("ParaVT-8B", "1111110000", "1110000000"), ("Qwen3-VL-8B", "1111100000", "1100000000")):
+        folder = tmp_path / name
+        write_results(folder, "videomme", lines(first), name=name)
+        write_results(folder, "lvbench", lines(second), name=name)
+        write_results(folder, "mlvu", lines(first), name=name, total=2175)  # not finished, so not compared
+    found = tables(compare.report([tmp_path / "ParaVT-8B", tmp_path / "Qwen3-VL-8B"], baseline="Qwen3-VL-8B"))
+    assert found["Average gain"][2:] == [
+        ["ParaVT-8B", "parallel K=64", "Qwen3-VL-8B", "2", "+28.6 %", "+35.0 %"],
+        ["ParaVT-8B", "published", "Qwen3-VL-8B", "7", "+6.7 %", "+7.9 %"],
+    ]
+
+
+def test_a_score_says_what_is_missing_failed_or_published(tmp_path):
+    rows = [*lines("110"), line("3", 0, error="EngineError: gone", prediction=None)]
+    write_results(tmp_path, "videomme", rows, name="ParaVT-8B", total=2700)
+    write_results(tmp_path, "lvbench", lines("1100"), name="ParaVT-8B")
+    header, _, *scores = tables(compare.report([tmp_path]))["Scores"]
+    by_split = [dict(zip(header, row)) for row in scores]
+    assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\] \(4 of 2700, 1 errors\)", by_split[0]["videomme"])
+    assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\]", by_split[0]["lvbench"])
+    assert by_split[1] == {"model": "ParaVT-8B", "arm": "published", "K": "64", "videomme": "62.1", "lvbench": "39.8"}
+
+
+def test_mmvu_is_its_multiple_choice_questions_unless_a_judge_graded_the_others(tmp_path):
+    rows = [*lines("1110"), line("4", 0, kind="oe"), line("5", 0, kind="oe")]
+    found = tables(compare.report([write_results(tmp_path, "mmvu", rows)]))
+    assert found["Scores"][2][3].startswith("75.0 [") and "Breakdown" not in found
+    rows[4] |= {"judged": True, "score": 1.0}
+    found = tables(compare.report([write_results(tmp_path, "mmvu", rows)]))
+    assert found["Scores"][2][3].startswith("75.0 [") and found["Breakdown"][2][4] == "all_1000 66.7"
+
+
+def test_every_figure_is_in_the_csv(tmp_path):
+    rows = [line("a", 1, groups={"duration": ["short"]}), line("b", 0, groups={"duration": ["long"]}, prediction=None)]
+    rows[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "tokens": 30, "seconds": 3.0, "truncated": True}
+    write_results(tmp_path, "videomme", rows, name="mine", k=32, total=2700)
+    compare.main([str(tmp_path), "--csv", str(tmp_path / "all.csv")])
+    with (tmp_path / "all.csv").open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert {tuple(row[n] for n in ("name", "arm", "k", "split", "items", "total")) for row in written} == {
+        ("mine", "parallel", "32", "videomme", "2", "2700")
+    }
+    assert {row["figure"]: float(row["value"]) for row in written} == {
+        "accuracy": 50, "short": 100, "long": 0, "calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
+        "error_rate": 0, "no_frames_rate": 0, "unparsed_rate": 50, "truncated_rate": 50, "fmt": 0, "strict": 0,
+    }  # fmt: skip
+
+
+def test_a_table_says_whose_words_were_used(tmp_path):
+    asked = {"protocol": "video_r1", "prompt_file": ""}
+    write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", arm="video_r1", prompting=asked)
+    assert "in our words, not in their authors': Video-R1-7B." in compare.report([tmp_path])
+    asked["prompt_file"] = "words.yaml"
+    write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", arm="video_r1", prompting=asked)
+    assert "our words" not in compare.report([tmp_path])
+
+
+def test_what_cannot_stand_in_a_table_says_so(tmp_path):
+    one, two = (write_results(tmp_path / name, "toy", lines("10")) for name in ("one", "two"))
+    (tmp_path / "one" / "bad_videos.jsonl").write_text('{"path": "/v.mp4"}\n')
+    (tmp_path / "empty").mkdir()
+    for runs, baseline, rule in (
+        ([tmp_path / "one", tmp_path / "two"], "", "are the same cell of the table"),
+        ([tmp_path / "one", tmp_path / "three"], "", "three: no such folder"),
+        ([tmp_path / "empty"], "", "no results in"),
+        ([one], "Qwen3-VL", "baseline 'Qwen3-VL': there is only toy, .*Qwen3-VL-8B"),
+    ):
+        with pytest.raises(TableError, match=rule):
+            compare.report(runs, baseline=baseline)
+    assert len(tables(compare.report([tmp_path / "one", one]))["Scores"]) == 3  # named twice, it stands there once
+    with pytest.raises(SystemExit, match="error: .*three: no such folder"):
+        compare.main([str(tmp_path / "three")])
+
+
+# ------------------------------------------------------------------------------------------------ configs
+
+ROWS = {  # the protocol of each row: (name, protocol, K, tokens of a frame, temperature, new tokens per turn)
+    "paravt_8b": ("ParaVT-8B", "agent", 64, 64, 0, 2048),
+    "qwen3vl_8b": ("Qwen3-VL-8B", "agent", 64, 64, 0, 2048),
+    "qwen25vl_7b": ("Qwen2.5-VL-7B", "direct", 64, 384, 0, 2048),
+    "video_r1": ("Video-R1-7B", "video_r1", 64, 256, 0, 1024),
+    "videorft": ("VideoRFT-7B", "video_r1", 32, 256, 0, 1024),
+    "videochat_r1": ("VideoChat-R1-7B", "videochat_r1", 32, 224, 0, 2048),
+    "time_r1": ("Time-R1-7B", "time_r1", 64, 112, 0, 2048),
+    "rewatch_r1": ("ReWatch-R1-7B", "rewatch_r1", 192, 128, 0, 2048),
+    "video_thinker": ("Video-Thinker-7B", "video_thinker", 64, 384, 0, 2048),
+    "conan": ("Conan-7B", "conan", 16, 144, 1, 4000),
+    "longvt": ("LongVT-RFT-7B", "longvt", 512, 64, 0, 4096),
+    "sage": ("SAGE-7B", "sage", 128, 48, 0, 32768),
+    "video_zoomer": ("VideoZoomer-7B", "video_zoomer", 64, 128, 0, 4096),
+}
+
+
+def test_every_open_row_of_the_published_table_has_a_config():
+    published = yaml.safe_load((CONFIGS / "published.yaml").read_text())["table"]["rows"]
+    assert {row[0] for row in ROWS.values()} == {r["name"] for r in published if r["group"] != "proprietary"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*ROWS, "base", "published", "toy"}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_is_asked_as_its_authors_ask_and_its_answers_have_room(row):
+    cfg = load(CONFIGS / f"{row}.yaml")
+    visual = cfg.visual or VisualContract()
+    tokens, rest = divmod(visual.frame_pixels, visual.cell**2)
+    agent = cfg.rollout
+    assert (cfg.name, cfg.prompting.protocol, *cfg.frames, tokens, agent.temperature, agent.max_new_tokens) == ROWS[row]
+    assert rest == 0 and visual.patch == (16 if "Qwen3" in cfg.family else 14) and len(agent.gpus) == 8
+    assert cfg.run == f"runs/eval/{row}" and len(cfg.splits) == 7 and "toy" not in cfg.splits
+    assert cfg.arms == (("parallel", "none") if cfg.prompting.protocol == "agent" else ("parallel",))
+    width, height = visual.frame_size(1920, 1080)
+    assert agent.max_context - cfg.frames[0] * (visual.frame_tokens(width, height) + 12) > agent.max_new_tokens
+
+
+def test_every_command_in_a_config_is_one_that_loads():
+    commands = []
+    for path in CONFIGS.glob("*.yaml"):
+        for text in re.findall(r"^#.*python eval\.py (configs/[^`\n]*)", path.read_text(), re.M):
+            file, *words = shlex.split(text.replace("ROW", "sage"), comments=True)
+            commands.append(file)
+            load(REPO / file, *(word for word in words if word != "--dry-run"))
+    assert {Path(file).stem for file in commands} == {*ROWS, "toy"}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_dry_run_names_all_that_is_missing(row, tmp_path, monkeypatch, capsys):
+    cfg = load(CONFIGS / f"{row}.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert dry_run(cfg) == 1
+    told = capsys.readouterr().out
+    assert f"MISSING checkpoint {cfg.checkpoint}" in told
+    for split, root in cfg.splits.items():
+        assert f"MISSING {split}: {root}: no such folder" in told and f"--local-dir {root}`" in told
+    assert ("our own words" in told) == (cfg.prompting.protocol != "agent")
+    assert ("engine, each of 8 GPUs" if cfg.family else "memory is not planned") in told
+
+
+def test_a_dry_run_of_the_toy_finds_all_there(toy_dir, capsys):
+    toy = load(CONFIGS / "toy.yaml", f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}")
+    assert dry_run(toy) == 0
+    assert "ok      toy: 8 items, 80 episodes" in capsys.readouterr().out  # 5 K, with tools and without
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        (["gpu_gib=40"], "MISSING memory: .*do not fit into 40 GiB.*fewer concurrent rollouts"),
+        (["visual={frame_pixels: 4096}", "checkpoint=TOY"], "MISSING visual: .*this run has 4096, the checkpoint 1024"),
+    ],
+)
+def test_a_dry_run_fails_where_the_run_would(toy_dir, overrides, told, capsys):
+    overrides = [text.replace("TOY", f"{toy_dir}/model") for text in overrides]
+    dry_run(load(CONFIGS / "paravt_8b.yaml", f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}"))
+    assert "MISSING" not in capsys.readouterr().out  # but for what follows, all is well
+    assert dry_run(load(CONFIGS / "paravt_8b.yaml", f"splits={{toy: {toy_dir}}}", *overrides)) == 1
+    assert re.search(told, capsys.readouterr().out)
+
+
+def test_a_model_whose_memory_cannot_be_planned_is_no_obstacle(toy_dir, tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    cfg = load(CONFIGS / "qwen25vl_7b.yaml", f"checkpoint={tmp_path}", f"splits={{toy: {toy_dir}}}")
+    assert dry_run(cfg) == 0
+    assert "memory is not planned: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes, rule",
+    [
+        ({"splits": {"videome": "x"}}, r"splits = \['videome'\]: there is only videomme"),
+        ({"splits": {}}, "must not be empty"),
+        ({"frames": [0]}, "K not below 1"),
+        ({"arms": ["none"]}, "only the protocol 'agent' has them"),
+        ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none': here, `arms` says how"),
+        ({"limit": -1}, "limit = -1: must not be negative"),
+        ({"arms": ["serial"]}, r"arms\[0\] = 'serial': must be one of 'parallel'"),
+    ],
+)
+def test_what_cannot_run_says_so(write, changes, rule):
+    with pytest.raises(config.ConfigError, match=rule):
+        load(write(**changes))
