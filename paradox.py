@@ -32,7 +32,7 @@ from compare import PUBLISHED, Results, costs, markdown, read_results
 from config import git_commit
 
 LAST = 10  # steps at the end of a training that its figures are means of
-GREEDY, SAMPLED = (4, 8, 16, 32, 64), (4, 16, 64)  # K of the evaluations
+GREEDY, SAMPLED, ALONE = (4, 8, 16, 32, 64), (4, 16, 64), (4, 64)  # K of the evaluations
 LIMIT = 64  # test tasks of each
 
 
@@ -47,11 +47,15 @@ class Row:
     prefix: bool = True  # as trained
 
     @property
-    def title(self) -> str:
-        return TITLES.get(self.name, self.name)
+    def arm(self) -> str:
+        return "sequential" if self.name == "sequential" else "parallel"
 
 
-MAIN = (Row("grpo", "toy_grpo", prefix=False), Row("paragrpo", "toy_paragrpo"))
+MAIN = (
+    Row("grpo", "toy_grpo", prefix=False),
+    Row("paragrpo", "toy_paragrpo"),
+    Row("sequential", "toy_paragrpo", ("rollout.dispatch=sequential",)),
+)
 COMPONENTS = (
     Row("anchoring", "toy_anchoring"),
     Row("gating", "toy_gating", prefix=False),
@@ -70,6 +74,9 @@ CONTROLS = (
     Row("grpo_no_tool_start", "toy_grpo_full", start="sft_no_tools", prefix=False),
     Row("paragrpo_no_tool_start", "toy_paragrpo_full", start="sft_no_tools"),
 )
+# How PARA-GRPO's calls are dispatched in table C: (whose weights, arm).
+DISPATCH = {"parallel": ("paragrpo", "parallel"), "sequential, same weights": ("paragrpo", "sequential")}
+DISPATCH |= {"sequential, trained so": ("sequential", "sequential")}
 # Cold starts: the data that they are made from.
 STARTS = {"sft": (), "sft_tidy": ("--p-loose", "0"), "sft_no_tools": ("--p-loose", "0", "--p-tool", "0")}
 TITLES = {
@@ -77,6 +84,7 @@ TITLES = {
     "sft": "cold start",
     "grpo": "GRPO, accuracy only",
     "paragrpo": "PARA-GRPO",
+    "sequential": "PARA-GRPO, one call per turn",
     "anchoring": "+ Exploration Anchoring",
     "gating": "+ nFrames Gating",
     "no_gamma": "PARA-GRPO, - gamma",
@@ -127,8 +135,8 @@ def plan(root: Path, seeds: Iterable[int], rows: Sequence[Row], controls: Sequen
                 jobs += evaluations(folder, Row(start, "", prefix=False), folder / start / "model")
             if everything and seed == 0:
                 untrained = data_of(root, "sft") / "model"
-                for heat, ks in enumerate((GREEDY, SAMPLED)):
-                    jobs.append(evaluate(folder, "base", untrained, ks, ("parallel",), False, heat))
+                for kind, ks in (("greedy", GREEDY), ("sampled", SAMPLED)):
+                    jobs.append(evaluate(folder, "base", untrained, kind, ks, ("parallel",), False))
             for row in part:
                 jobs.append(train(root, folder, row, seed))
                 jobs += evaluations(folder, row, folder / row.name / "model")
@@ -158,28 +166,33 @@ def train(root: Path, folder: Path, row: Row, seed: int) -> Job:
 
 
 def evaluations(folder: Path, row: Row, model: Path) -> list[Job]:
-    """Greedy at every K with tools and without; sampled as in training; sampled without the prefix it was trained with."""
-    arms = ("parallel", "sequential", "none") if row.name == "paragrpo" else ("parallel", "none")
+    """Greedy at every K with tools and without; sampled as in training, and without the prefix it was trained with; for
+    table C, one episode at a time, so that its seconds are its own."""
     jobs = [
-        evaluate(folder, row.name, model, GREEDY, arms, row.prefix, 0),
-        evaluate(folder, row.name, model, SAMPLED, ("parallel",), row.prefix, 1),
+        evaluate(folder, row.name, model, "greedy", GREEDY, (row.arm, "none"), row.prefix),
+        evaluate(folder, row.name, model, "sampled", SAMPLED, (row.arm,), row.prefix),
     ]
-    return jobs + ([evaluate(folder, row.name, model, SAMPLED, ("parallel",), False, 1)] if row.prefix else [])
+    if row.prefix:
+        jobs.append(evaluate(folder, row.name, model, "sampled", SAMPLED, (row.arm,), False))
+    if arms := tuple(arm for name, arm in DISPATCH.values() if name == row.name):
+        jobs.append(evaluate(folder, row.name, model, "alone", ALONE, arms, row.prefix))
+    return jobs
 
 
-def evaluate(folder: Path, name: str, model: Path, ks: tuple, arms: tuple, prefix: bool, temperature: float) -> Job:
-    run = folder / "eval" / evaluation(name, prefix, temperature)
+def evaluate(folder: Path, name: str, model: Path, kind: str, ks: tuple, arms: tuple, prefix: bool) -> Job:
+    run = folder / "eval" / evaluation(name, kind, prefix)
     changes = [f"run={run}", f"name={name}", f"checkpoint={model}", f"frames={list(ks)}", f"arms=[{', '.join(arms)}]"]
-    changes += [f"rollout.think_prefix={str(prefix).lower()}", f"rollout.temperature={temperature}", f"limit={LIMIT}"]
+    changes += [f"rollout.think_prefix={str(prefix).lower()}", f"rollout.temperature={int(kind == 'sampled')}"]
     # The same reading of answers for every row: that of the accuracy-only reward.
-    changes += ["grading.untagged_answer=true", f"splits.toy={folder.parent}/data/sft"]
+    changes += ["grading.untagged_answer=true", f"splits.toy={folder.parent}/data/sft", f"limit={LIMIT}"]
+    changes += ["rollout.concurrency=1"] if kind == "alone" else []
     command = ("eval.py", "configs/eval/toy.yaml", *changes)
     made_by = "data-sft" if name == "base" else f"{folder.name}-{name}"
     return Job(f"{folder.name}-eval-{run.name}", command, made_by)
 
 
-def evaluation(name: str, prefix: bool, temperature: float) -> str:
-    return f"{name}-{'sampled' if temperature else 'greedy'}{'' if prefix else '-bare'}"
+def evaluation(name: str, kind: str, prefix: bool) -> str:
+    return f"{name}-{kind}{'' if prefix else '-bare'}"
 
 
 def work(jobs: Sequence[Job], at_once: int, root: Path) -> bool:
@@ -244,37 +257,42 @@ class Seeds:
                 found |= {folder.name: statistics.fmean(values)} if None not in values else {}
         return found
 
-    def evaluated(self, name: str, arm: str = "parallel", prefix: bool | None = None, sampled: bool = False) -> dict[str, dict[int, Results]]:  # fmt: skip
-        """Results by K. `prefix` None: as the row was trained."""
+    def evaluated(self, name: str, kind: str = "greedy", arm: str = "", prefix: bool | None = None) -> dict[str, dict[int, Results]]:  # fmt: skip
+        """Results by K. Arm and prefix: as the row was trained, unless said."""
         found = {}
         for folder in self.folders:
-            kinds = [True, False] if prefix is None else [prefix]
-            runs = [folder / "eval" / evaluation(name, kind, sampled) for kind in kinds]
+            prefixes = [True, False] if prefix is None else [prefix]
+            runs = [folder / "eval" / evaluation(name, kind, p) for p in prefixes]
             ended = [run for run in runs if (self.done / f"{folder.name}-eval-{run.name}").exists()]
             for run in ended[:1]:
-                files = map(read_results, run.glob(f"*-{arm}.jsonl"))
+                files = map(read_results, run.glob(f"*-{arm or Row(name, '').arm}.jsonl"))
                 found[folder.name] = {r.settings["k"]: r for r in files}
         return found
 
-    def accuracy(self, name: str, k: int, **kind) -> BySeed:
-        found = self.evaluated(name, **kind)
+    def accuracy(self, name: str, k: int, *how, **more) -> BySeed:
+        found = self.evaluated(name, *how, **more)
         return {seed: next(iter(by_k[k].figures().values())) / 100 for seed, by_k in found.items() if k in by_k}
 
-    def cost(self, name: str, what: str, **kind) -> BySeed:
+    def cost(self, name: str, what: str, *how, **more) -> BySeed:
         """Mean over the K of an evaluation."""
-        found = self.evaluated(name, **kind)
+        found = self.evaluated(name, *how, **more)
         return {seed: statistics.fmean(costs(r)[what] for r in by_k.values()) for seed, by_k in found.items() if by_k}
 
+    def mean_accuracy(self, name: str) -> BySeed:
+        by_k = [self.accuracy(name, k) for k in GREEDY]
+        whole = [seed for seed in by_k[0] if all(seed in found for found in by_k)]
+        return {seed: statistics.fmean(found[seed] for found in by_k) for seed in whole}
+
     def f(self, name: str) -> BySeed:
-        return self.trained(name, "fmt") or self.cost(name, "fmt", sampled=True)
+        return self.trained(name, "fmt") or self.cost(name, "fmt", "sampled")
 
     def kappa(self, name: str) -> BySeed:
-        return self.trained(name, "kappa") or self.cost(name, "calls", sampled=True)
+        return self.trained(name, "kappa") or self.cost(name, "calls", "sampled")
 
     def accuracy_if(self, name: str, k: int, called: bool) -> BySeed:
         """Of the sampled episodes that called a tool, or of those that did not."""
         found = {}
-        for seed, by_k in self.evaluated(name, sampled=True).items():
+        for seed, by_k in self.evaluated(name, "sampled").items():
             records = by_k[k].records if k in by_k else []
             scores = [r["score"] for r in records if any(not call["error"] for call in r["calls"]) is called]
             found |= {seed: statistics.fmean(scores)} if scores else {}
@@ -297,9 +315,9 @@ def claims_table(seeds: Seeds) -> str:
     f, kappa = ({name: get(name) for name in ("sft", "grpo", "paragrpo")} for get in (seeds.f, seeds.kappa))
     at_4 = {name: seeds.accuracy(name, 4) for name in ("grpo", "paragrpo")}
     called, skipped = (seeds.accuracy_if("sft", 4, called) for called in (True, False))
-    arms = {arm: seeds.evaluated("paragrpo", arm=arm) for arm in ("parallel", "sequential")}
-    seconds = {arm: seeds.cost("paragrpo", "seconds", arm=arm) for arm in arms}
-    accuracy = {arm: {seed: statistics.fmean(next(iter(r.figures().values())) / 100 for r in by_k.values()) for seed, by_k in found.items()} for arm, found in arms.items()}  # fmt: skip
+    ways = [DISPATCH[way] for way in ("parallel", "sequential, trained so")]
+    quick, slow = (seeds.cost(name, "seconds", "alone", arm) for name, arm in ways)
+    at_once, in_turn = (seeds.mean_accuracy(name) for name, _ in ways)
     claims = [
         ("plain GRPO loses its calls: kappa", "cold start", kappa["sft"], ">", "GRPO", kappa["grpo"]),
         ("PARA-GRPO keeps them: kappa", "PARA-GRPO", kappa["paragrpo"], ">", "GRPO", kappa["grpo"]),
@@ -307,8 +325,8 @@ def claims_table(seeds: Seeds) -> str:
         ("anchoring repairs it: f", "PARA-GRPO", f["paragrpo"], ">", "cold start", f["sft"]),
         ("with 4 frames, calling pays: accuracy of the cold start", "called", called, ">", "did not", skipped),
         ("so what keeps calling is better there: accuracy at K = 4", "PARA-GRPO", at_4["paragrpo"], ">", "GRPO", at_4["grpo"]),
-        ("parallel calls are faster: seconds of an episode", "parallel", seconds["parallel"], "<", "sequential", seconds["sequential"]),
-        ("and no worse: accuracy", "parallel", accuracy["parallel"], ">=", "sequential", accuracy["sequential"]),
+        ("parallel calls are faster: seconds of an episode", "parallel", quick, "<", "sequential", slow),
+        ("and no worse: accuracy, mean over K", "parallel", at_once, ">=", "sequential", in_turn),
     ]  # fmt: skip
     rows = []
     for claim, left, a, sign, right, b in claims:
@@ -327,7 +345,7 @@ def outcome_table(title: str, seeds: Seeds, names: Sequence[str]) -> str:
         f, kappa = paper.get(PAPER.get(name, ""), ("", ""))
         if count := len(seeds.evaluated(name)):
             beside = [f"{spread(of(name))} [{theirs}]" if theirs != "" else spread(of(name)) for of, theirs in ((seeds.f, f), (seeds.kappa, kappa))]  # fmt: skip
-            strict = seeds.trained(name, "strict") or seeds.cost(name, "strict", sampled=True)
+            strict = seeds.trained(name, "strict") or seeds.cost(name, "strict", "sampled")
             rows.append(
                 [TITLES[name], count, *beside, spread(strict), *(spread(seeds.accuracy(name, k)) for k in GREEDY)]
             )
@@ -339,8 +357,9 @@ def prefix_table(seeds: Seeds, names: Sequence[str]) -> str:
     """At test time, sampled as in training, with the forced <think> and without."""
     rows = []
     for name in names:
-        kinds = [{"sampled": True, "prefix": prefix} for prefix in (True, False)]
-        columns = [seeds.cost(name, what, **kind) for kind in kinds for what in ("fmt", "strict", "calls")]
+        columns = [
+            seeds.cost(name, what, "sampled", prefix=p) for p in (True, False) for what in ("fmt", "strict", "calls")
+        ]
         if any(columns):
             rows.append([TITLES[name], *map(spread, columns)])
     header = ["row", *(f"{what}, {kind}" for kind in ("prefix", "none") for what in ("f", "strict", "kappa"))]
@@ -348,14 +367,14 @@ def prefix_table(seeds: Seeds, names: Sequence[str]) -> str:
 
 
 def dispatch_table(seeds: Seeds) -> str:
-    """Table C: the same weights, all calls of a turn at once or one per turn, with the same budget of calls."""
+    """Table C: all calls of a turn at once, or one per turn with the same number in all; one episode at a time."""
     rows = []
-    for arm in ("parallel", "sequential"):
-        accuracy = [spread(seeds.accuracy("paragrpo", k, arm=arm)) for k in GREEDY]
-        spent = [spread(seeds.cost("paragrpo", what, arm=arm)) for what in ("calls", "turns", "tokens", "seconds")]
-        rows.append([arm, *accuracy, *spent])
-    header = ["dispatch", *(f"acc K={k}" for k in GREEDY), "calls", "turns", "tokens", "seconds"]
-    return markdown("#### C. Dispatch (PARA-GRPO's weights, greedy)", header, rows)
+    for way, (name, arm) in DISPATCH.items():
+        accuracy = [spread(seeds.accuracy(name, k, "alone", arm)) for k in ALONE]
+        spent = [spread(seeds.cost(name, what, "alone", arm)) for what in ("calls", "turns", "tokens", "seconds")]
+        rows.append([way, *accuracy, *spent])
+    header = ["dispatch", *(f"acc K={k}" for k in ALONE), "calls", "turns", "tokens", "seconds"]
+    return markdown("#### C. Dispatch (PARA-GRPO, greedy, one episode at a time)", header, rows)
 
 
 def necessity_table(seeds: Seeds, names: Sequence[str]) -> str:
@@ -379,7 +398,7 @@ def tables(root: Path, demo: bool) -> str:
     starts = list(dict.fromkeys(row.start for row in CONTROLS if row.start != "sft"))
     parts = [outcome_table("#### A. Stages", seeds, stages)]
     if not demo:
-        parts.append(outcome_table("#### B. Components", seeds, [*main, *components]))
+        parts.append(outcome_table("#### B. Components", seeds, ["grpo", "paragrpo", *components]))
     parts.append(dispatch_table(seeds))
     if not demo:
         parts.append(outcome_table("#### Controls", seeds, [*controls[:4], *starts, *controls[4:]]))

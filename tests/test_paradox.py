@@ -71,6 +71,9 @@ def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
             cfg = config_of(job)
             assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": "runs/paradox/data/sft"}
             assert ("sampled" in job.name) == (cfg.rollout.temperature == 1)
+            assert ("alone" in job.name) == (cfg.rollout.concurrency == 1)
+            if cfg.name in ("sequential", "paragrpo") and "alone" not in job.name:
+                assert cfg.arms[0] == {"sequential": "sequential", "paragrpo": "parallel"}[cfg.name]
             assert job.name.endswith("-bare") == (not cfg.rollout.think_prefix)
             assert cfg.checkpoint == ("runs/paradox/data/sft/model" if cfg.name == "base" else f"{Path(cfg.run).parent.parent}/{cfg.name}/model")  # fmt: skip
 
@@ -130,7 +133,7 @@ def write_seed(root: Path, seed: int, kappa: float, scores: dict[str, list[float
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (root / "done").mkdir(exist_ok=True)
     (root / "done" / f"seed{seed}-paragrpo").write_text("abc")
-    for kind in ("greedy", "sampled"):
+    for kind in ("greedy", "sampled", "alone"):
         folder = root / f"seed{seed}" / "eval" / f"paragrpo-{kind}"
         folder.mkdir(parents=True)
         (root / "done" / f"seed{seed}-eval-paragrpo-{kind}").write_text("abc")
@@ -173,16 +176,18 @@ def test_a_spread_is_mean_and_sample_deviation():
     assert spread({"a": 1.0, "b": 2.0}) == "1.50 ± 0.71" and spread({"a": 1.0}) == "1.00" and spread({}) == ""
 
 
-def test_claims_count_the_seeds_in_which_they_hold(studied):
+def test_claims_count_the_seeds_in_which_they_hold(studied, monkeypatch):
+    monkeypatch.setitem(paradox.DISPATCH, "sequential, trained so", ("paragrpo", "sequential"))
+    monkeypatch.setattr(paradox, "GREEDY", (4,))
     table = {
         row.split("|")[1].strip(): row.split("|")[2:4] for row in paradox.claims_table(Seeds(studied)).splitlines()[4:]
     }
-    faster, worse = (
-        next(v for k, v in table.items() if k.startswith(start)) for start in ("parallel calls are", "and no worse")
-    )
+    faster = next(v for k, v in table.items() if k.startswith("parallel calls are"))
     assert "parallel 1.00 ± 0.00 < sequential 2.00 ± 0.00" in faster[0] and "2 of 2" in faster[1]
-    assert "0.62 ± 0.18 >= sequential 0.75 ± 0.35" in worse[0] and "1 of 2" in worse[1]
-    assert "0 of 0" in next(v for k, v in table.items() if k.startswith("PARA-GRPO keeps"))[1]
+    keeps = next(v for k, v in table.items() if k.startswith("PARA-GRPO keeps"))
+    assert "PARA-GRPO 1.50 ± 0.71 > GRPO" in keeps[0] and "0 of 0" in keeps[1]
+    better = next(v for k, v in table.items() if k.startswith("and no worse"))
+    assert "parallel 0.62 ± 0.18 >= sequential 0.62 ± 0.18" in better[0] and "2 of 2" in better[1]
 
 
 def test_the_tables_show_the_papers_values_beside_ours(studied):
