@@ -1,7 +1,8 @@
-"""plan.py: will it fit, and how long will a step train? Answered from shapes alone, before any weight is loaded.
+"""plan.py: will it fit, and how long will a step take? Answered from shapes alone, before any weight is loaded.
 
     print(plan_training(cfg.policy, gpus=7, tokens=16384).table(gpu_gib=80))
     plan_engine(cfg.policy, gpus=1, rows=64, row_tokens=8192).check(gpu_gib=80)       # PlanError names the knob to turn
+    plan_step(cfg, trainers=7, engines=1, pace=Pace()).seconds(staleness=1)           # of an RL step, from stated speeds
 
 The sums are for FSDP2 with bf16 computation and fp32 master weights, as `policy.load` builds it. They are estimates: the
 largest unknown, the allocator's waste, is a row of its own.
@@ -10,6 +11,8 @@ Shapes: L tokens of a micro-batch, H hidden, I intermediate, V vocabulary; q and
 """
 
 import functools
+import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +22,6 @@ from transformers import AutoConfig, Qwen3VLConfig
 from policy import PolicyConfig, empty
 
 GIB = 1 << 30
-# Qwen3VLConfig arguments of checkpoints that --dry-run knows without their config.json.
 
 
 def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: dict, tied: bool) -> dict:
@@ -245,9 +247,12 @@ def training_flops(cfg: PolicyConfig, tokens: int, passes: int = 6) -> float:
     return passes * (s.trained - s.text.vocab_size * s.text.hidden_size) * tokens
 
 
-def training_seconds(cfg: PolicyConfig, gpus: int, tokens: int, tflops: float = 989.0, mfu: float = 0.3) -> float:
-    """Forward and backward of a step, shared out over the GPUs (default: H100, bf16); `mfu` counts what is computed."""
-    passes = 8 if cfg.activation_checkpointing else 6
+def training_seconds(
+    cfg: PolicyConfig, gpus: int, tokens: int, tflops: float = 989.0, mfu: float = 0.3, more_passes: int = 0
+) -> float:
+    """Forward and backward of a step, shared out over the GPUs (default: H100, bf16); `mfu` counts what is computed.
+    `more_passes`: forward passes on top, such as the reference's."""
+    passes = (8 if cfg.activation_checkpointing else 6) + 2 * more_passes
     return training_flops(cfg, tokens, passes) / (gpus * tflops * 1e12 * mfu)
 
 
@@ -256,3 +261,125 @@ def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> di
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peak = next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
     return {"mfu": training_flops(cfg, tokens) / (gpus * peak * 1e12 * seconds)} if peak else {}
+
+
+# ------------------------------------------------------------------------------------------------ a step of RL
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the plan of a step assumes: speeds of one GPU (an H100 with an 8B in bf16), and what an episode is like."""
+
+    decode_tokens_per_second: float = 2500.0
+    """Sampled by a full engine GPU ..."""
+    stream_tokens_per_second: float = 100.0
+    """... and in a single sequence. The longest episode of a batch fills one turn (rollout.max_new_tokens) at this."""
+    prefill_tokens_per_second: float = 10_000.0
+    """Read by an engine GPU, its vision tower included."""
+    tool_seconds: float = 2.0
+    """Per round of calls: decoding the windows, HTTP, our own Python."""
+    tflops: float = 989.0
+    """Dense bf16 peak of a training GPU ..."""
+    mfu: float = 0.3
+    """... and the share of it that training reaches, counting what is computed, recomputation included."""
+    publish_gb_per_second: float = 2.0
+    """Of the bf16 weights, from the trainers' shards into every server."""
+    sampled_tokens: float = 500.0
+    """Of the main agent, per episode."""
+    rounds: float = 1.0
+    """Of calls, per episode."""
+    calls: float = 2.0
+    """Per round."""
+    report_tokens: float = 150.0
+    text_tokens: float = 600.0
+    """Of a prompt: system, tools, question."""
+    stamp_tokens: float = 8.0
+    """Per frame, beside its visual tokens: the stamp and the marks around the image."""
+
+    def __post_init__(self):
+        may_be_zero = ("tool_seconds", "rounds", "calls")
+        for name, value in vars(self).items():
+            if value < 0 or (value == 0 and name not in may_be_zero):
+                raise PlanError(f"{name} = {value:g}: must be positive" + ", or 0" * (name in may_be_zero))
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of the phases of an RL step."""
+
+    rollout: float
+    training: float
+    publish: float
+
+    def seconds(self, staleness: int) -> float:
+        """0: one after the other. 1: the next batch is sampled while this one trains; weights wait for both."""
+        both = max(self.rollout, self.training) if staleness else self.rollout + self.training
+        return both + self.publish
+
+
+UNCOUNTED = "the frozen vision tower's pass in training, rewards, AdamW's step, communication that is not hidden"
+
+
+def plan_step(cfg, trainers: int, engines: int, pace: Pace) -> Step:
+    """A step of an RLConfig on so many training and rollout GPUs."""
+    frame = cfg.visual.frame_pixels / cfg.visual.cell**2 + pace.stamp_tokens
+    prompt = pace.text_tokens + frame * statistics.fmean(cfg.gating or (cfg.visual.overview_frames,))
+    calls = pace.rounds * pace.calls if cfg.rollout.dispatch != "none" else 0.0
+    crop = frame * cfg.visual.crop_max_frames
+    episodes = cfg.batch_tasks * cfg.group_size
+
+    # Requests go to the least busy server, so each server reads a group's prompt once, up to G servers.
+    read = cfg.batch_tasks * min(cfg.group_size, engines) * prompt + episodes * calls * (crop + pace.report_tokens)
+    sampled = episodes * (pace.sampled_tokens + calls * pace.report_tokens)
+    rollout = read / (engines * pace.prefill_tokens_per_second) + max(
+        sampled / (engines * pace.decode_tokens_per_second),
+        cfg.rollout.max_new_tokens / pace.stream_tokens_per_second,
+    )
+    rollout += pace.tool_seconds * pace.rounds * (calls > 0)
+
+    group = prompt + cfg.group_size * (pace.sampled_tokens + calls * pace.report_tokens)
+    if cfg.rollout.subagents.train:
+        group += cfg.group_size * calls * (crop + pace.report_tokens)
+    # A task trains where it was sampled, and all ranks wait for the last.
+    fullest = math.ceil(cfg.batch_tasks / trainers)
+    more = (cfg.kl > 0) + (cfg.minibatches > 1)  # the reference, pi_prox
+    training = training_seconds(cfg.policy, 1, round(fullest * group), pace.tflops, pace.mfu, more)
+    publish = 2 * shapes(cfg.policy).parameters / (pace.publish_gb_per_second * 1e9)
+    return Step(rollout, training, publish)
+
+
+RELEASED, AIM = 250.0, 50.0  # seconds for 56 episodes: the released recipe on 7 + 1 GPUs, and what we aim at
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to share out the GPUs of a node."""
+
+    trainers: int
+    engines: int
+    step: Step
+    training_gib: float
+    engine_gib: float
+
+    def fits(self, gpu_gib: float) -> bool:
+        return max(self.training_gib, self.engine_gib) <= gpu_gib
+
+
+def plan_splits(cfg, gpus: int, pace: Pace) -> list[Split]:
+    """All of them, for an RLConfig."""
+    rows = min(cfg.rollout.concurrency, cfg.batch_tasks * cfg.group_size)
+    # A group shares its prompt's keys (about 80 tokens a frame); each episode is given two full turns.
+    context = cfg.visual.overview_frames * 80 // cfg.group_size + 2 * cfg.rollout.max_new_tokens
+    found = []
+    for t in range(1, gpus):
+        training = plan_training(cfg.policy, t, cfg.train_tokens, cfg.train_tokens, reference=cfg.kl > 0)
+        engine = plan_engine(cfg.policy, gpus - t, rows, context)
+        found.append(Split(t, gpus - t, plan_step(cfg, t, gpus - t, pace), training.gib, engine.gib))
+    return found
+
+
+def best_split(splits: list[Split], staleness: int, gpu_gib: float) -> Split:
+    fitting = [split for split in splits if split.fits(gpu_gib)]
+    if not fitting:
+        raise PlanError(f"no split fits into {gpu_gib:g} GiB; `rl.py CONFIG --dry-run` says what to change")
+    return min(fitting, key=lambda split: split.step.seconds(staleness))

@@ -1,21 +1,29 @@
-"""The plan's numbers are the model's: parameters, KV bytes, and the activations that autograd really keeps."""
+"""The plan's numbers are the model's: parameters, KV bytes, and the activations that autograd really keeps; the seconds
+of a step are those of paper and pencil."""
 
+import dataclasses
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiny
 import torch
 
+from contract import VisualContract
 from data import Bundle
 from plan import (
     GIB,
+    Pace,
     PlanError,
+    Step,
     block_bytes,
     kv_bytes_per_token,
     plan_engine,
+    plan_step,
     plan_training,
     shapes,
+    training_flops,
     training_seconds,
 )
 from policy import PolicyConfig, load
@@ -90,3 +98,55 @@ def test_activations_are_what_autograd_keeps(tmp_path):
             policy([Bundle(prompt, suffixes, [[1] * 100] * 4, [])])
         expected = 2 * 256 * tokens if checkpointing else tokens * block_bytes(policy.text.config)
         assert at_block[1] - at_block[0] == pytest.approx(expected, rel=0.01 if checkpointing else 0.15)
+
+
+# ------------------------------------------------------------------------------------------------ a step of RL
+
+
+def recipe(**changes):
+    """2 tasks x 4 episodes of 10 frames x 64 tokens."""
+    rollout = SimpleNamespace(dispatch="parallel", max_new_tokens=200, subagents=SimpleNamespace(train=False))
+    base = {"policy": EIGHT, "visual": VisualContract(crop_max_frames=5), "gating": (8, 12), "rollout": rollout}
+    return SimpleNamespace(**base | {"batch_tasks": 2, "group_size": 4, "kl": 0.01, "minibatches": 1} | changes)
+
+
+PACE = Pace(
+    decode_tokens_per_second=100, stream_tokens_per_second=10, prefill_tokens_per_second=1000, tool_seconds=3,
+    sampled_tokens=50, rounds=1, calls=2, report_tokens=25, text_tokens=280, stamp_tokens=8, tflops=100, mfu=0.5,
+    publish_gb_per_second=4,
+)  # fmt: skip
+
+
+def test_the_seconds_of_a_step_are_those_of_paper_and_pencil():
+    """A frame has 64 + 8 tokens, a prompt 280 + 10 x 72 = 1000, a crop 5 x 72 = 360. 8 episodes sample 50 + 2 x 25."""
+    step = plan_step(recipe(), trainers=1, engines=2, pace=PACE)
+    read = 2 * 2 * 1000 + 8 * 2 * (360 + 25)  # both servers read both prompts
+    assert step.rollout == pytest.approx(read / 2000 + 20 + 3)  # 800 / 200 s of decoding hide behind one long turn
+    assert plan_step(recipe(), 1, 2, dataclasses.replace(PACE, stream_tokens_per_second=1e9)).rollout == pytest.approx(
+        read / 2000 + 800 / 200 + 3
+    )
+    tokens = 2 * (1000 + 4 * 100)
+    # 2 forward, 4 backward, 2 recomputed, 2 of the reference
+    assert step.training == pytest.approx(training_flops(EIGHT, tokens, 10) / (100e12 * 0.5))
+    assert step.publish == pytest.approx(2 * 8_767_123_696 / 4e9)
+    assert step.seconds(0) == pytest.approx(step.rollout + step.training + step.publish)
+    assert Step(5, 7, 1).seconds(1) == 8 and Step(7, 5, 1).seconds(1) == 8 and Step(5, 7, 1).seconds(0) == 13
+
+
+def test_what_a_recipe_does_not_do_costs_nothing_and_what_it_does_costs():
+    base = plan_step(recipe(), 1, 1, PACE)
+    bare = recipe(rollout=SimpleNamespace(dispatch="none", max_new_tokens=200, subagents=SimpleNamespace(train=False)))
+    assert plan_step(bare, 1, 1, PACE).rollout == pytest.approx(2 * 1000 / 1000 + 20)
+    assert plan_step(recipe(kl=0), 1, 1, PACE).training == pytest.approx(0.8 * base.training)
+    assert plan_step(recipe(minibatches=2), 1, 1, PACE).training == pytest.approx(1.2 * base.training)
+    also = recipe(rollout=SimpleNamespace(dispatch="parallel", max_new_tokens=200, subagents=SimpleNamespace(train=True)))  # fmt: skip
+    assert plan_step(also, 1, 1, PACE).training == pytest.approx(base.training * (1400 + 4 * 2 * 385) / 1400)
+    # Two tasks on three trainers: one has none, and the others wait for nobody but take as long as with two.
+    assert plan_step(recipe(), 3, 1, PACE).training == plan_step(recipe(), 2, 1, PACE).training == base.training / 2
+
+
+def test_speeds_that_cannot_be_are_refused():
+    for wrong in ({"mfu": 0.0}, {"tool_seconds": -1.0}, {"text_tokens": 0.0}):
+        with pytest.raises(PlanError, match=f"{next(iter(wrong))} = .*must be positive"):
+            Pace(**wrong)
+    assert Pace(calls=0, rounds=0, tool_seconds=0)
