@@ -287,10 +287,8 @@ def seed_groups(runs: Sequence[RunData]) -> list[tuple[str, list[RunData]]]:
     """Runs whose configs are equal but for seeds and folders named after them, under the name without its seed."""
     groups: dict[str, list[RunData]] = {}
     for i, run in enumerate(runs):
-        text = json.dumps(
-            {key: value for key, value in run.config.items() if key != "run"}, sort_keys=True, default=str
-        )
-        method = re.sub(r'"seed": \d+|\bseed[-_]?\d+\b', "seed", text)
+        config = {key: value for key, value in run.config.items() if key != "run"}
+        method = re.sub(r'"seed": \d+|\bseed[-_]?\d+\b', "seed", json.dumps(config, sort_keys=True, default=str))
         groups.setdefault(method if run.config else str(i), []).append(run)
     bare = lambda name: re.sub(r"(^|[-_/. ])(seed|s)?[-_=]?\d+(?=[-_/. ]|$)", "", name).strip("-_/. ")  # noqa: E731
     many = lambda members: f"{bare(members[0].name) or members[0].name} ({len(members)} seeds)"  # noqa: E731
