@@ -287,9 +287,10 @@ def _think_state(turn: str) -> str:
 
 
 def strict(turns: list[str]) -> bool:
-    """Every turn is exactly think + calls, the last exactly think + answer, nothing else but white space."""
+    """Every turn is exactly think + calls, the last exactly think + answer, nothing else but white space. Sequential
+    dispatch ends a turn with its first call, before the model could."""
     think, end = r"\s*<think>[^<]*</think>\s*", re.escape(END_OF_TURN)
-    calls = think + r"(?:<tool_call>\s*\{[^<]*\}\s*</tool_call>\s*)+" + end
+    calls = think + rf"(?:<tool_call>\s*\{{[^<]*\}}\s*</tool_call>\s*)+(?:{end})?"
     answer = think + r"<answer>\s*[^<\s][^<]*</answer>\s*" + end
     return bool(turns) and all(re.fullmatch(calls, t) for t in turns[:-1]) and bool(re.fullmatch(answer, turns[-1]))
 

@@ -175,8 +175,9 @@ def test_f1_and_iou_must_reach_a_half_to_count_as_scored():
     assert earned([LOOK, DONE.replace(">B<", ">10 - 18<")], 1, task=whole_video)["tool"] == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0)])  # fmt: skip
+@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0)])  # fmt: skip
 def test_the_strict_parse_allows_nothing_beside_the_format(turns, right):
+    """Sequential dispatch ends a turn with </tool_call>, and no such turn was strict."""
     assert earned(turns, 1)["strict"] == right
 
 
