@@ -314,8 +314,9 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
     """Per token of the trajectory: it was sampled, and it is structure.
 
     Structure is every token that overlaps a tag, found by character spans so that tags of several tokens count whole,
-    and the end-of-turn that *broke* the structure by coming too early. A token that carries anything but white space
-    besides the tag (`>B`) is left out: arguments, prose and answers are never touched."""
+    and every end of a turn: one that comes too early breaks the structure, and one that comes in time completes it. (If
+    only the early ones counted, nothing would teach the model to stop after </answer>.) A token that carries anything
+    but white space besides the tag (`>B`) is left out: arguments, prose and answers are never touched."""
     chosen = [False] * len(trajectory.ids)
     for a, b in trajectory.turns:
         ids = trajectory.ids[a:b]
@@ -326,15 +327,8 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
         for i, (start, end) in enumerate(spans):
             piece = range(start, min(end, len(text)))
             carries = any(tag_at[c] for c in piece) and all(tag_at[c] or text[c].isspace() for c in piece)
-            broke = ids[i] == renderer.end_of_turn and not _complete(text[:start])
-            chosen[a + i] = bool(trajectory.mask[a + i]) and (carries or broke)
+            chosen[a + i] = bool(trajectory.mask[a + i]) and (carries or ids[i] == renderer.end_of_turn)
     return chosen
-
-
-def _complete(turn: str) -> bool:
-    """A turn may end here: its think is closed, and an answer or a call is the last thing it closed."""
-    tags = TAG.findall(turn)
-    return _think_state(turn) == "closed" and tags[-1] in ("</answer>", "</tool_call>")
 
 
 # ------------------------------------------------------------------------------------------------ the judge
