@@ -235,7 +235,8 @@ def test_structural_tokens_are_the_sampled_tags(renderer):
     report.add_episodes(run, 0, play(renderer))
     main = run.steps[0][0]["episodes"][0]["main"]
     painted = "".join(run.vocabulary[main["ids"][i]] for i in main["structural"])
-    tags = ["</think>", *["<tool_call>", "</tool_call>"] * 2, "</think>", "<answer>", "</answer>"]
+    end = "<|im_end|>"
+    tags = ["</think>", *["<tool_call>", "</tool_call>"] * 2, end, "</think>", "<answer>", "</answer>", end]
     assert "".join(painted.split()) == "".join(tags)
     assert all(main["kinds"][i] == "s" for i in main["structural"])
 

@@ -192,8 +192,11 @@ def painted(turns, renderer=None, forced=""):
 
 
 def test_structure_is_the_tags_and_nothing_of_their_content():
-    assert painted([LOOK, DONE]) == ("<think></think><tool_call></tool_call>" + "<think></think><answer></answer>")
-    assert painted([DONE], forced="<think>\n") == "</think><answer></answer>"  # what was forced earns no credit
+    call, answer = "<think></think><tool_call></tool_call>", "<think></think><answer></answer>"
+    assert painted([LOOK, DONE]) == call + END_OF_TURN + answer + END_OF_TURN
+    assert (
+        painted([DONE], forced="<think>\n") == f"</think><answer></answer>{END_OF_TURN}"
+    )  # what was forced earns no credit
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_structure_is_the_tags_and_nothing_of_their_content():
         (f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}", f"<think></think><answer>{END_OF_TURN}"),
     ],
 )
-def test_the_end_that_came_too_early_is_structure_too(turn, paint):
+def test_an_end_that_came_too_early_is_structure_too(turn, paint):
     assert painted([turn]) == paint
 
 
@@ -214,7 +217,7 @@ def test_tags_of_several_tokens_count_whole_and_mixed_tokens_are_left_out(render
     """`<answer>` is three tokens here; in Qwen's vocabulary its last one can be `>B`."""
     main = stage([DONE], MCQ, renderer).main
     kept = [renderer.decode([t]) for t, s in zip(main.ids, structural_mask(main, renderer), strict=True) if s]
-    assert kept == ["<think>", "</think>", "<", "answer", ">", "</", "answer", ">"]
+    assert kept == ["<think>", "</think>", "<", "answer", ">", "</", "answer", ">", END_OF_TURN]
 
     class Merged(Characters):  # a vocabulary with the token `>B`, and one with `>\n`
         def decode(self, ids):

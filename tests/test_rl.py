@@ -97,11 +97,23 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
         values = lesson.advantage[at : at + len(sampled)]
         at += len(sampled)
         moved = toy_renderer.decode([t for t, v in zip(sampled, values) if v])
-        broke = END_OF_TURN if "</answer>" not in toy_renderer.decode(sampled) else ""
         tags = [tag for tag in ("<think>", "</think>", "<answer>", "</answer>") if tag in toy_renderer.decode(sampled)]
-        assert moved == "".join(tags) + broke
+        assert moved == "".join(tags) + END_OF_TURN
         assert values[values != 0] == pytest.approx(0.5 * a)
     assert at == len(lesson.advantage)
+
+
+def test_to_stop_after_the_answer_is_credited(toy_renderer):
+    """Only ends that came too early were structure, and a policy that babbled after </answer> until it was cut off was
+    never taught better: the tags before have the same credit in both, and the end had none."""
+    cfg = settings()
+    babble = TIDY.replace(END_OF_TURN, "red" + "." * 40)
+    one = group(toy_renderer, cfg, [TIDY, babble, TIDY, babble])
+    (lesson,) = make_lessons([one], toy_renderer, cfg)
+    stops = np.array(
+        [t == toy_renderer.end_of_turn for e in one.episodes for t, m in zip(e.main.ids, e.main.mask) if m]
+    )
+    assert stops.sum() == 2 and (lesson.advantage[stops] > 0.1).all()
 
 
 def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
@@ -141,7 +153,7 @@ def test_credit_logp_is_a_mean_over_the_structure_of_rollouts_that_parse(toy_ren
     cfg = settings(reward=RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True, anchor=Anchor(credit="logp")))
     (lesson,) = make_lessons([group(toy_renderer, cfg, [TIDY, LOOSE, TIDY])], toy_renderer, cfg)
     assert lesson.anchor.sum() == pytest.approx(0.5)  # lambda, shared out
-    assert not lesson.advantage.any() and np.count_nonzero(lesson.anchor) == 2 * 8
+    assert not lesson.advantage.any() and np.count_nonzero(lesson.anchor) == 2 * 9
 
 
 def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
