@@ -12,7 +12,7 @@ The task: a video of 32, 48 or 64 s shows one flash, and the question is its col
 falls between the frames of a small overview, but no crop of up to 32 s misses it. Where to look varies:
 
     the question says which half  -> one window, half the video
-    it does not                   -> both halves, at once or one by one (a video of 32 s fits into one window)
+    it does not                   -> both halves at once (a video of 32 s fits into one window)
     a long flash                  -> any overview shows it
 
 The *loose prior* is injected, and says so: a share `p_loose` of the turns breaks the format (unclosed think, no think,
@@ -52,7 +52,6 @@ DURATIONS, SHORT = (32, 48, 64), 2.5  # seconds
 CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per frame
 OVERVIEWS = (4, 8, 16, 32, 64)
 LONG_SHARE = 0.15
-SEQUENTIAL_SHARE = 0.4  # of the trajectories with two windows: one call per turn, the second only if it must be
 NOTHING = "No flash."
 SIZES = {
     "videos": 1600,
@@ -187,25 +186,24 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
         answer(f"I see it.\n{shown}" if seen else "I see no flash.")
         return {"messages": json.dumps(messages), "agent": agent}
 
-    thought, crops = "Let me look closer.", windows(flash, cue)
-    one_by_one = len(crops) > 1 and rng.random() < SEQUENTIAL_SHARE
-    for wanted in [[w] for w in crops] if one_by_one else [crops]:
-        calls = "\n".join(call(*w) for w in wanted)
-        wrong_tags = "\n".join(call(*w, tag="tool_code") for w in wanted)
+    thought = "Let me look closer."
+    crops = windows(flash, cue)
+    calls = "\n".join(call(*w) for w in crops)
+    if rng.random() < p_loose:
+        wrong_tags = "\n".join(call(*w, tag="tool_code") for w in crops)
         unclosed, bare, unread = (
             f"<think>\n{thought}\n{calls}",
             f"{thought}\n{calls}",
             f"<think>\n{thought}\n</think>\n{wrong_tags}",
         )
-        tidy = f"<think>\n{thought}\n</think>\n{calls}"
-        say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
+        say(rng.choice([unclosed, bare, unread]))
         if messages[-1]["content"] == unread:  # nothing ran, so nothing follows
             return {"messages": json.dumps(messages), "agent": agent}
-        reports = [report(flash, crop_times(flash, *w)) for w in wanted]
-        text = "\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in reports)
-        messages.append({"role": "user", "content": text})
-        if shown in reports:
-            break
+    else:
+        say(f"<think>\n{thought}\n</think>\n{calls}")
+    reports = [report(flash, crop_times(flash, *w)) for w in crops]
+    text = "\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in reports)
+    messages.append({"role": "user", "content": text})
     answer(f"A clip shows it.\n{shown}")
     return {"messages": json.dumps(messages), "agent": agent}
 

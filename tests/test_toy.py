@@ -10,7 +10,6 @@ import pytest
 
 import toy
 from dataset import Rows, parse_dialogue, parse_task
-from tools import parse_calls
 
 
 def flashes(count, seed=0):
@@ -97,19 +96,3 @@ def test_the_answer_tags_are_several_tokens_and_the_others_one(tokenizer):
         assert len(tokenizer.encode(text)) == 3
     ids = tokenizer.encode("<answer>red</answer>")
     assert tokenizer.encode("red")[0] in ids and len(tokenizer.encode("red")) == 1
-
-
-def test_one_call_follows_another_only_where_the_first_saw_nothing():
-    rng, seen = random.Random(3), {"at once": 0, "one by one": 0}
-    for flash in flashes(800):
-        messages = json.loads(toy.sft_row(rng, flash, 1.0, 0.0)["messages"])
-        texts = [m["content"] if isinstance(m["content"], str) else m["content"][1]["text"] for m in messages]
-        cue = next((half for half in ("first", "second") if half in texts[0]), "")
-        wanted = toy.windows(flash, cue)
-        rounds = [[c.arguments for c in parse_calls(text)] for text in texts[1:-1:2]]
-        called = [(a["start_time"], a["end_time"]) for calls in rounds for a in calls]
-        assert called == wanted[: len(called)] and f"A {flash.color} flash." in texts[-2]
-        if len(wanted) == 2:
-            seen["at once" if len(rounds[0]) == 2 else "one by one"] += 1
-            assert (len(called) == 2) == (len(rounds[0]) == 2 or toy.NOTHING in texts[2])
-    assert abs(seen["one by one"] / sum(seen.values()) - toy.SEQUENTIAL_SHARE) < 0.08
