@@ -29,7 +29,7 @@ test-slow: $(VENV)/.installed
 test-sglang: $(VENV)/.installed .venv-sglang/.installed
 	$(BIN)/python -m pytest -m sglang
 
-# The paradox and its cure on one seed (about 15 minutes on two cores), then one question that needs two windows at once.
+# The paradox and its cure on one seed (15 to 20 minutes on two cores), then one question that needs two windows at once.
 demo: $(VENV)/.installed
 	$(BIN)/python paradox.py demo
 	$(BIN)/python rollout.py --model runs/demo/seed0/paragrpo/model --video runs/demo/data/sft/videos/test00000.mp4 --k 4 "Which color flashes?"

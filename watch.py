@@ -50,7 +50,7 @@ def self_check(policy: Policy, groups: Sequence[Group], cfg: GRPOConfig, gap_lim
     """Before the first update: the trajectories are whole, and the trainer computes the engine's log-probs."""
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
     flaws = [flaw for episode in ran for agent in [episode.main, *episode.agents] if (flaw := flaw_of(agent, policy))]
-    sample = [e.main for e in ran if sum(e.main.mask)][:1]
+    sample = sorted((e.main for e in ran if sum(e.main.mask)), key=lambda agent: len(agent.ids))[:1]  # memory is dear
     rows = [Bundle([], [agent.ids], [agent.mask], agent.frames) for agent in sample]
     behaviour = [p for agent in sample for p, m in zip(agent.logprobs, agent.mask) if m]
     gaps = {}
@@ -92,7 +92,8 @@ def flaw_of(agent: Trajectory, policy: Policy) -> str:
 
 
 def describe(groups: Sequence[Group], ks: Sequence[int], floor: float, step: int) -> dict[str, float]:
-    """Means over the episodes of all ranks that ran; kappa is executed calls per episode, fmt the paper's f, `ks` the K that may be drawn."""
+    """Means over the episodes of all ranks that ran; kappa is executed calls per episode, fmt the paper's f. `ks`: the K
+    that may be drawn."""
     episodes = [episode for group in groups for episode in group.episodes]
     seen: dict[str, list[float]] = {"failed_rate": [float(bool(episode.error)) for episode in episodes]}
 
@@ -114,9 +115,8 @@ def describe(groups: Sequence[Group], ks: Sequence[int], floor: float, step: int
         for call in episode.calls:
             for kind in CALL_ERRORS:
                 note(f"call_errors/{kind}", call.error == kind)
-        for version in episode.main.versions:
-            if version >= 0:
-                note("staleness", step - version)
+        if versions := [version for version in episode.main.versions if version >= 0]:
+            note("staleness", step - sum(versions) / len(versions))
     for group in groups:
         for k in ks:
             note(f"share/K={k}", group.k == k)
