@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import median
 
 import config
+from compare import put_between_marks
 from measure import REPO, Section, gpu, take_turns, toy_folder
 
 RESULTS = REPO / "results" / "bench.md"
@@ -102,13 +103,7 @@ def plan(cfg, gpus: int, pace) -> Section:
 
 def write(path: Path, title: str, text: str) -> None:
     """Put the section between its marks, or at the end; what people wrote around them stays."""
-    begin, end = f"<!-- {title}: written by bench.py -->", f"<!-- end of {title} -->"
-    old = path.read_text(encoding="utf-8") if path.exists() else "# Measurements\n"
-    if begin not in old:
-        old = f"{old.rstrip()}\n\n{begin}\n{end}\n"
-    before, _, rest = old.partition(begin)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+    put_between_marks(path, title, "bench.py", text, "Measurements")
 
 
 def made() -> str:

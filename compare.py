@@ -178,6 +178,17 @@ def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -
     return "\n".join([title, "", line(header), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *map(line, rows)])
 
 
+def put_between_marks(path: Path, name: str, writer: str, text: str, title: str) -> None:
+    """Replace a script's part of a file, or append it; what people wrote around it stays."""
+    begin, end = f"<!-- {name}: written by {writer} -->", f"<!-- end of {name} -->"
+    old = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n"
+    if begin not in old:
+        old = f"{old.rstrip()}\n\n{begin}\n{end}\n"
+    before, _, rest = old.partition(begin)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
 def ordered(values: Iterable) -> list:
     return list(dict.fromkeys(values))
 

@@ -102,7 +102,8 @@ def main(cfg: EvalConfig) -> None:
     contract = cfg.visual or VisualContract.load(source)
     contract.check(source)
     renderer = Renderer(load_tokenizer(source), contract)
-    todo = [(cell, unfinished(cell, settings(cfg, cell, contract, source))) for cell in cells(cfg)]
+    weights = weights_digest(source)
+    todo = [(cell, unfinished(cell, settings(cfg, cell, contract, weights))) for cell in cells(cfg)]
     config.save_run(cfg, cfg.run)
     if any(items for _, items in todo):
         engine = open_engine(source, renderer, **place(cfg.rollout))
@@ -223,7 +224,7 @@ def answer_of(outcome: Outcome, renderer: Renderer, cfg: EvalConfig) -> str | No
 # ------------------------------------------------------------------------------------------------ settings
 
 
-def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, source: Path) -> dict[str, Any]:
+def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str) -> dict[str, Any]:
     """All that shapes a result; where and how fast it is computed does not."""
     rollout, grading = dataclasses.asdict(cfg.rollout), dataclasses.asdict(cfg.grading)
     elsewhere = ("gpus", "urls", "server_args", "max_batch_tokens", "concurrency", "call_timeout", "dispatch")
@@ -236,7 +237,7 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, source: Path
         "arm": cell.arm,
         "items": len(cell.items),
         "total": cell.total,
-        "weights": weights_digest(source),
+        "weights": weights,
         "data": _digest(asked),
         "prompts": _digest([*prompts, cfg.prompting.texts]),
         "prompting": dataclasses.asdict(cfg.prompting),

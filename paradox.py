@@ -28,7 +28,7 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from compare import PUBLISHED, Results, costs, markdown, read_results
+from compare import PUBLISHED, Results, costs, markdown, put_between_marks, read_results
 from config import git_commit
 
 LAST = 10  # steps at the end of a training that its figures are means of
@@ -409,18 +409,12 @@ def tables(root: Path, demo: bool) -> str:
 
 # ------------------------------------------------------------------------------------------------ the commands
 
-BEGIN, END = "<!-- tables: written by paradox.py -->", "<!-- end of the tables -->"
-
 
 def write_results(path: Path, text: str, command: str, root: Path) -> None:
     """Put the tables between their marks; what people wrote around them stays."""
-    old = path.read_text(encoding="utf-8") if path.exists() else f"# The paradox on the toy\n\n{BEGIN}\n{END}\n"
-    before, _, rest = old.partition(BEGIN)
-    _, _, after = rest.partition(END)
     commits = sorted({marker.read_text() for marker in (root / "done").iterdir()})
     made = f"`{command}` at commit {', '.join(commits)}; {os.cpu_count()} CPU cores; mean ± std over seeds."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{before}{BEGIN}\n\n{made}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    put_between_marks(path, "tables", "paradox.py", f"{made}\n\n{text}", "The paradox on the toy")
 
 
 def main() -> int:

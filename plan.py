@@ -210,6 +210,13 @@ def plan_engine(cfg: PolicyConfig, gpus: int, rows: int, row_tokens: int) -> Pla
     )
 
 
+def engine_load(cfg) -> tuple[int, int]:
+    """(rows, tokens of each) that the engine of an RLConfig holds."""
+    rows = min(cfg.rollout.concurrency, cfg.batch_tasks * cfg.group_size)
+    # A group shares its prompt's keys (about 80 tokens a frame); each episode is given two full turns.
+    return rows, cfg.visual.overview_frames * 80 // cfg.group_size + 2 * cfg.rollout.max_new_tokens
+
+
 def kv_bytes_per_token(text) -> int:
     return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 2  # K and V, bf16
 
@@ -367,13 +374,10 @@ class Split:
 
 def plan_splits(cfg, gpus: int, pace: Pace) -> list[Split]:
     """All of them, for an RLConfig."""
-    rows = min(cfg.rollout.concurrency, cfg.batch_tasks * cfg.group_size)
-    # A group shares its prompt's keys (about 80 tokens a frame); each episode is given two full turns.
-    context = cfg.visual.overview_frames * 80 // cfg.group_size + 2 * cfg.rollout.max_new_tokens
     found = []
     for t in range(1, gpus):
         training = plan_training(cfg.policy, t, cfg.train_tokens, cfg.train_tokens, reference=cfg.kl > 0)
-        engine = plan_engine(cfg.policy, gpus - t, rows, context)
+        engine = plan_engine(cfg.policy, gpus - t, *engine_load(cfg))
         found.append(Split(t, gpus - t, plan_step(cfg, t, gpus - t, pace), training.gib, engine.gib))
     return found
 

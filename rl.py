@@ -49,7 +49,7 @@ from distributed import (
 )
 from engine import Engine, EngineError, open_engine
 from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
-from plan import Plan, PlanError, plan_engine, plan_training
+from plan import Plan, PlanError, engine_load, plan_engine, plan_training
 from policy import OptimConfig, Policy, PolicyConfig, clip_gradients, load, make_optimizer, set_lr
 from rewards import give_rewards
 from rollout import RolloutConfig, rollout
@@ -326,10 +326,8 @@ def update(
 def dry_run(cfg: RLConfig) -> int:
     """The memory plan of trainer and engine, then the data; exit status 1 if the run could not start."""
     training = plan_training(cfg.policy, cfg.gpus, cfg.train_tokens, cfg.train_tokens, reference=cfg.kl > 0)
-    rows = min(cfg.rollout.concurrency, cfg.batch_tasks * cfg.group_size)
-    # A group shares its prompt's keys (about 80 tokens a frame); each episode is given two full turns.
-    context = cfg.visual.overview_frames * 80 // cfg.group_size + 2 * cfg.rollout.max_new_tokens
-    plans = [training, *([plan_engine(cfg.policy, len(cfg.rollout.gpus), rows, context)] if cfg.rollout.gpus else [])]
+    engines = len(cfg.rollout.gpus)
+    plans = [training, *([plan_engine(cfg.policy, engines, *engine_load(cfg))] if engines else [])]
     if set(cfg.rollout.gpus) & set(range(cfg.gpus)):
         plans = [Plan("training and engine on the same GPU", [row for plan in plans for row in plan.rows])]
     for plan in plans:

@@ -348,6 +348,8 @@ def rollout(
         groups[n // group_size].episodes[n % group_size] = episode
         on_episode(episode)
         bar.update()
+        if bar.disable:  # summing up all episodes after each is quadratic: only for somebody who looks
+            return
         so_far = statistics([e for group in groups for e in group.episodes if e is not None])
         pace = so_far["tokens"] * bar.n / max(bar.format_dict["elapsed"], 1e-9)
         bar.set_postfix(turns=round(so_far["turns"], 1), calls=round(so_far["calls"], 1), tokens_per_s=round(pace))
