@@ -32,7 +32,7 @@ from pathlib import Path
 
 from data import Task
 from dataset import RowError, parse_task
-from rewards import RewardConfig, accuracy, parse_letter, parse_span
+from rewards import RewardConfig, accuracy, parse_letter, parse_span, seconds_of
 
 LETTERS = tuple("ABCDEFGHIJ")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")
@@ -243,7 +243,7 @@ def _seconds(time: str | float) -> float:
     """12.5, "00:00:12.500" or "00:00:12,500"."""
     if not isinstance(time, str):
         return float(time)
-    return sum(float(part) * 60**i for i, part in enumerate(reversed(time.replace(",", ".").split(":"))))
+    return seconds_of(time.replace(",", "."))
 
 
 # ------------------------------------------------------------------------------------------------ the splits

@@ -223,8 +223,13 @@ def parse_span(text: str) -> tuple[float, float] | None:
             match = found
     if not match:
         return None
-    start, end = sorted(sum(float(p) * 60**i for i, p in enumerate(reversed(t.split(":")))) for t in match.groups())
+    start, end = sorted(map(seconds_of, match.groups()))
     return start, end
+
+
+def seconds_of(time: str) -> float:
+    """12.5, 00:12.5 or 00:00:12.5."""
+    return sum(float(part) * 60**i for i, part in enumerate(reversed(time.split(":"))))
 
 
 def iou(a: tuple[float, float], b: tuple[float, float]) -> float:
