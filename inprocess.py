@@ -139,11 +139,12 @@ class InProcess:
                 return
 
     def _batches(self, waiting: list[_Request]) -> list[list[_Request]]:
-        """Requests of similar length, within the token budget; a group stays together where it fits."""
+        """Within the token budget, and no row more than a third padding; a group stays together where it fits."""
         batches: list[list[_Request]] = []
         for request in waiting:
             length = len(request.ids) + request.max_new_tokens
-            if batches and length * (len(batches[-1]) + 1) <= self.max_batch_tokens:
+            fits = batches and length * (len(batches[-1]) + 1) <= self.max_batch_tokens
+            if fits and 2 * len(request.ids) <= 3 * len(batches[-1][0].ids):
                 batches[-1].append(request)
             else:
                 batches.append([request])

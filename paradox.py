@@ -1,9 +1,9 @@
 """paradox.py: the Tool Prior Paradox on the toy: trainings, evaluations, and the paper's tables with the toy's numbers.
 
     python paradox.py demo      # one seed: cold start, plain GRPO, PARA-GRPO, evaluation, runs/demo/report.html
-    python paradox.py study     # every row and control, three seeds; the tables of results/paradox.md
+    python paradox.py study     # every row over three seeds, the controls over one; the tables of results/paradox.md
 
-All rows of a seed start from the same cold start and have the same budget. Each training or evaluation is a process of
+All rows of a seed have the same budget, and start from the same cold start unless their name says otherwise. Each training or evaluation is a process of
 its own, as a user would start it; those that are done are not run again, so that the study may be stopped at any time.
 
 What the rows are called, and which reward they have:
@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,13 +48,14 @@ class Row:
 
     @property
     def arm(self) -> str:
-        return "sequential" if self.name == "sequential" else "parallel"
+        return "sequential" if "sequential" in self.name else "parallel"
 
 
 MAIN = (
     Row("grpo", "toy_grpo", prefix=False),
     Row("paragrpo", "toy_paragrpo"),
-    Row("sequential", "toy_paragrpo", ("rollout.dispatch=sequential",)),
+    # It cannot start where the others do: their cold start never saw one call after another.
+    Row("sequential", "toy_paragrpo", ("rollout.dispatch=sequential",), start="sft_sequential"),
 )
 COMPONENTS = (
     Row("anchoring", "toy_anchoring"),
@@ -74,11 +75,16 @@ CONTROLS = (
     Row("grpo_no_tool_start", "toy_grpo_full", start="sft_no_tools", prefix=False),
     Row("paragrpo_no_tool_start", "toy_paragrpo_full", start="sft_no_tools"),
 )
+# Cold starts: the data that they are made from.
+STARTS = {"sft": (), "sft_sequential": ("--one-by-one",)}
+STARTS |= {"sft_tidy": ("--p-loose", "0"), "sft_no_tools": ("--p-loose", "0", "--p-tool", "0")}
+ROWS = {row.name: row for row in MAIN + COMPONENTS + CONTROLS}
+ROWS |= {name: Row(name, "", prefix=False) for name in ("base", *STARTS)}
 # How PARA-GRPO's calls are dispatched in table C: (whose weights, arm).
 DISPATCH = {"parallel": ("paragrpo", "parallel"), "sequential, same weights": ("paragrpo", "sequential")}
 DISPATCH |= {"sequential, trained so": ("sequential", "sequential")}
-# Cold starts: the data that they are made from.
-STARTS = {"sft": (), "sft_tidy": ("--p-loose", "0"), "sft_no_tools": ("--p-loose", "0", "--p-tool", "0")}
+# Whose samples are asked for what a call is worth, and with the think prefix as well as without.
+NECESSITY, PREFIX = ("sft", "paragrpo"), ("sft", "grpo", "paragrpo", "prefix_only", "anchor_only")
 TITLES = {
     "base": "untrained",
     "sft": "cold start",
@@ -95,6 +101,7 @@ TITLES = {
     "anchor_only": "anchor and gating, no prefix",
     "credit_sequence": "full reward, credit: sequence",
     "credit_logp": "full reward, credit: logp",
+    "sft_sequential": "cold start, one call per turn",
     "sft_tidy": "cold start without loose formats",
     "grpo_tidy_start": "GRPO from there",
     "paragrpo_tidy_start": "PARA-GRPO from there",
@@ -120,27 +127,25 @@ class Job:
     run: Path | None = None  # whose metrics tell how far it is
 
 
+def plan(root: Path, seeds: Sequence[int], rows: Sequence[Row], controls: Sequence[Row] = ()) -> list[Job]:
+    """All jobs, in the order of their importance; the controls with the first seed only."""
+    jobs = []
+    for seed, part in [*((seed, rows) for seed in seeds), (seeds[0], controls)]:
+        folder = root / f"seed{seed}"
+        starts = list(dict.fromkeys(row.start for row in part))
+        jobs += [build(root, start) for start in starts] + [cold_start(root, folder, start, seed) for start in starts]
+        for start in starts:
+            jobs += evaluations(folder, ROWS[start], folder / start / "model")
+        if seed == seeds[0]:
+            jobs += evaluations(folder, ROWS["base"], data_of(root, "sft") / "model")
+        jobs += [train(root, folder, row, seed) for row in part]
+        for row in part:
+            jobs += evaluations(folder, row, folder / row.name / "model")
+    return list(dict.fromkeys(jobs))
+
+
 def data_of(root: Path, start: str) -> Path:
     return root / "data" / start
-
-
-def plan(root: Path, seeds: Iterable[int], rows: Sequence[Row], controls: Sequence[Row] = ()) -> list[Job]:
-    """All jobs, in the order of their importance."""
-    jobs = []
-    for part, everything in ((rows, True), (controls, False)):
-        for seed in seeds:
-            folder = root / f"seed{seed}"
-            for start in dict.fromkeys(row.start for row in part):
-                jobs += [build(root, start), cold_start(root, folder, start, seed)]
-                jobs += evaluations(folder, Row(start, "", prefix=False), folder / start / "model")
-            if everything and seed == 0:
-                untrained = data_of(root, "sft") / "model"
-                for kind, ks in (("greedy", GREEDY), ("sampled", SAMPLED)):
-                    jobs.append(evaluate(folder, "base", untrained, kind, ks, ("parallel",), False))
-            for row in part:
-                jobs.append(train(root, folder, row, seed))
-                jobs += evaluations(folder, row, folder / row.name / "model")
-    return list(dict.fromkeys(jobs))
 
 
 def build(root: Path, start: str) -> Job:
@@ -158,7 +163,7 @@ def cold_start(root: Path, folder: Path, start: str, seed: int) -> Job:
 
 
 def train(root: Path, folder: Path, row: Row, seed: int) -> Job:
-    run, start, where = folder / row.name, folder / row.start / "model", data_of(root, row.start)
+    run, start, where = folder / row.name, folder / row.start / "model", data_of(root, "sft")
     changes = [f"run={run}", f"policy.checkpoint={start}", f"seed={seed}", "val=null", *row.changes]
     changes += [f"data.sources=[{{path: {where}/rl.parquet}}]", f"data.seed={seed}"]
     command = ("rl.py", f"configs/{row.config}.yaml", *changes)
@@ -166,14 +171,13 @@ def train(root: Path, folder: Path, row: Row, seed: int) -> Job:
 
 
 def evaluations(folder: Path, row: Row, model: Path) -> list[Job]:
-    """Greedy at every K with tools and without; sampled as in training, and without the prefix it was trained with; for
-    table C, one episode at a time, so that its seconds are its own."""
-    jobs = [
-        evaluate(folder, row.name, model, "greedy", GREEDY, (row.arm, "none"), row.prefix),
-        evaluate(folder, row.name, model, "sampled", SAMPLED, (row.arm,), row.prefix),
-    ]
-    if row.prefix:
-        jobs.append(evaluate(folder, row.name, model, "sampled", SAMPLED, (row.arm,), False))
+    """Greedy at every K; sampled as in training where training does not say it; for table C, one episode at a time, so
+    that its seconds are its own."""
+    arms = (row.arm, "none") if row.name in NECESSITY else (row.arm,)
+    jobs = [evaluate(folder, row.name, model, "greedy", GREEDY, arms, row.prefix)]
+    for prefix in (True, False):
+        if row.name in PREFIX or (not row.config and prefix == row.prefix):
+            jobs.append(evaluate(folder, row.name, model, "sampled", SAMPLED, (row.arm,), prefix))
     if arms := tuple(arm for name, arm in DISPATCH.values() if name == row.name):
         jobs.append(evaluate(folder, row.name, model, "alone", ALONE, arms, row.prefix))
     return jobs
@@ -259,13 +263,11 @@ class Seeds:
 
     def evaluated(self, name: str, kind: str = "greedy", arm: str = "", prefix: bool | None = None) -> dict[str, dict[int, Results]]:  # fmt: skip
         """Results by K. Arm and prefix: as the row was trained, unless said."""
-        found = {}
+        found, trained = {}, ROWS[name]
         for folder in self.folders:
-            prefixes = [True, False] if prefix is None else [prefix]
-            runs = [folder / "eval" / evaluation(name, kind, p) for p in prefixes]
-            ended = [run for run in runs if (self.done / f"{folder.name}-eval-{run.name}").exists()]
-            for run in ended[:1]:
-                files = map(read_results, run.glob(f"*-{arm or Row(name, '').arm}.jsonl"))
+            run = folder / "eval" / evaluation(name, kind, trained.prefix if prefix is None else prefix)
+            if (self.done / f"{folder.name}-eval-{run.name}").exists():
+                files = map(read_results, run.glob(f"*-{arm or trained.arm}.jsonl"))
                 found[folder.name] = {r.settings["k"]: r for r in files}
         return found
 
@@ -394,16 +396,14 @@ def necessity_table(seeds: Seeds, names: Sequence[str]) -> str:
 
 def tables(root: Path, demo: bool) -> str:
     seeds, stages = Seeds(root), ["base", "sft", "grpo", "paragrpo"]
-    main, components, controls = ([row.name for row in rows] for rows in (MAIN, COMPONENTS, CONTROLS))
-    starts = list(dict.fromkeys(row.start for row in CONTROLS if row.start != "sft"))
+    components, controls = ([row.name for row in rows] for rows in (COMPONENTS, CONTROLS))
     parts = [outcome_table("#### A. Stages", seeds, stages)]
     if not demo:
         parts.append(outcome_table("#### B. Components", seeds, ["grpo", "paragrpo", *components]))
     parts.append(dispatch_table(seeds))
     if not demo:
-        parts.append(outcome_table("#### Controls", seeds, [*controls[:4], *starts, *controls[4:]]))
-    parts.append(prefix_table(seeds, ["sft", *main] if demo else ["sft", *main, *components, *controls]))
-    parts.append(necessity_table(seeds, ["sft", "paragrpo"]))
+        parts.append(outcome_table("#### Controls", seeds, [*controls[:4], "sft_tidy", "sft_no_tools", *controls[4:]]))
+    parts += [prefix_table(seeds, PREFIX), necessity_table(seeds, NECESSITY)]
     return "\n\n".join([*parts, claims_table(seeds)])
 
 

@@ -1,6 +1,6 @@
 """toy.py: the embedded default: a tiny Qwen3-VL, real mp4s, and parquets in the published schemas. CPU, under a minute.
 
-    python toy.py build DIR [--seed 0] [--p-loose 0.6] [--p-tool 0.75]
+    python toy.py build DIR [--seed 0] [--p-loose 0.6] [--p-tool 0.75] [--one-by-one]
 
     DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
     DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one coloured flash
@@ -17,6 +17,7 @@ falls between the frames of a small overview, but no crop of up to 32 s misses i
 
 The *loose prior* is injected, and says so: a share `p_loose` of the turns breaks the format (unclosed think, no think,
 a call in the wrong tags, an answer without tags), as pretrained models do under sampling. `--p-loose 0` is the control.
+`--one-by-one` teaches the same calls in turns of their own: the cold start of an agent that is dispatched sequentially.
 
 Nothing outside this file and configs/toy_*.yaml knows that this is a toy.
 """
@@ -164,7 +165,9 @@ def call(start: float, end: float, tag: str = "tool_call") -> str:
     return f"<{tag}>\n{body}\n</{tag}>"
 
 
-def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main") -> dict:
+def sft_row(
+    rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main", one_by_one: bool = False
+) -> dict:
     """A trajectory with tools, or a direct answer; each turn breaks the format with probability p_loose."""
     # With tools, small overviews prevail: only where the overview shows nothing must the reports be read.
     k, cue = rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if agent == "main" else None)[0], draw_cue(rng, flash)
@@ -186,24 +189,21 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
         answer(f"I see it.\n{shown}" if seen else "I see no flash.")
         return {"messages": json.dumps(messages), "agent": agent}
 
-    thought = "Let me look closer."
-    crops = windows(flash, cue)
-    calls = "\n".join(call(*w) for w in crops)
-    if rng.random() < p_loose:
-        wrong_tags = "\n".join(call(*w, tag="tool_code") for w in crops)
+    thought, crops = "Let me look closer.", windows(flash, cue)
+    for wanted in [[crop] for crop in crops] if one_by_one else [crops]:
+        calls, wrong_tags = ("\n".join(call(*w, tag=tag) for w in wanted) for tag in ("tool_call", "tool_code"))
         unclosed, bare, unread = (
             f"<think>\n{thought}\n{calls}",
             f"{thought}\n{calls}",
             f"<think>\n{thought}\n</think>\n{wrong_tags}",
         )
-        say(rng.choice([unclosed, bare, unread]))
+        tidy = f"<think>\n{thought}\n</think>\n{calls}"
+        say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
         if messages[-1]["content"] == unread:  # nothing ran, so nothing follows
             return {"messages": json.dumps(messages), "agent": agent}
-    else:
-        say(f"<think>\n{thought}\n</think>\n{calls}")
-    reports = [report(flash, crop_times(flash, *w)) for w in crops]
-    text = "\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in reports)
-    messages.append({"role": "user", "content": text})
+        reports = [report(flash, crop_times(flash, *w)) for w in wanted]
+        text = "\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in reports)
+        messages.append({"role": "user", "content": text})
     answer(f"A clip shows it.\n{shown}")
     return {"messages": json.dumps(messages), "agent": agent}
 
@@ -395,7 +395,14 @@ def corpus(rows: list[dict], boilerplate: list[str]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ build
 
 
-def build(root: Path, seed: int = 0, p_tool: float = 0.75, p_loose: float = 0.6, sizes: dict[str, int] | None = None):
+def build(
+    root: Path,
+    seed: int = 0,
+    p_tool: float = 0.75,
+    p_loose: float = 0.6,
+    one_by_one: bool = False,
+    sizes: dict[str, int] | None = None,
+) -> None:
     """Everything above into `root`, the same bytes for the same arguments."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -410,12 +417,12 @@ def build(root: Path, seed: int = 0, p_tool: float = 0.75, p_loose: float = 0.6,
         for job in tqdm(jobs, desc="videos", unit="file"):
             job.result()
 
-    train = splits["train"]
+    train, held_out = splits["train"], rng.choices(splits["val"], k=sizes["sft_val"])
     tables = {
         "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
         "direct": [sft_row(rng, rng.choice(train), 0.0, p_loose, "direct") for _ in range(sizes["direct"])],
-        "sft": [sft_row(rng, rng.choice(train), p_tool, p_loose) for _ in range(sizes["sft"])],
-        "sft_val": [sft_row(rng, flash, p_tool, 0.0) for flash in rng.choices(splits["val"], k=sizes["sft_val"])],
+        "sft": [sft_row(rng, rng.choice(train), p_tool, p_loose, "main", one_by_one) for _ in range(sizes["sft"])],
+        "sft_val": [sft_row(rng, flash, p_tool, 0.0, "main", one_by_one) for flash in held_out],
         "rl": [rl_row(rng, flash) for flash in splits["rl"]],
         "val": [rl_row(rng, flash) for flash in splits["val"]],
         "test": [rl_row(rng, flash) for flash in splits["test"]],
@@ -438,8 +445,9 @@ def main() -> int:
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--p-tool", type=float, default=0.75, help="share of SFT rows that call tools")
     command.add_argument("--p-loose", type=float, default=0.6, help="share of SFT turns that break the format")
+    command.add_argument("--one-by-one", action="store_true", help="SFT rows with one call per turn")
     args = parser.parse_args()
-    build(args.dir, args.seed, args.p_tool, args.p_loose)
+    build(args.dir, args.seed, args.p_tool, args.p_loose, args.one_by_one)
     print(f"toy written to {args.dir}; next: python data.py check {args.dir}/sft.parquet --model {args.dir}/model")
     return 0
 

@@ -181,6 +181,9 @@ def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarr
 
 def _decode_from(container, stream, key: int | None, wanted: set[int], size: tuple[int, int]) -> dict[int, np.ndarray]:
     """Decode from the keyframe shown at `key` (None: the next one) until the wanted stamps have come out."""
+    from av.video.reformatter import VideoReformatter
+
+    scaler = VideoReformatter()  # one for all: to set it up takes longer than to scale a small frame
     found: dict[int, np.ndarray] = {}
     begun = latest = None  # stamps: of the keyframe at which decoding began, of the last picture
     for packet in container.demux(stream):
@@ -205,8 +208,8 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
             if image.pts in wanted:
                 turns = image.rotation // 90 % 4  # counter-clockwise
                 width, height = size[::-1] if turns % 2 else size
-                pixels = image.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
-                found[image.pts] = np.rot90(pixels, turns)
+                image = scaler.reformat(image, width, height, "rgb24", interpolation="BICUBIC")
+                found[image.pts] = np.rot90(image.to_ndarray(), turns)
         if len(found) == len(wanted):
             break
     return found
@@ -286,6 +289,10 @@ def _stop_all(workers: set[_Worker]) -> None:
 
 def _arrays(value: VideoInfo | np.ndarray) -> list[np.ndarray]:
     return [value] if isinstance(value, np.ndarray) else [value.times, value._table]
+
+
+def _nbytes(value: VideoInfo | np.ndarray) -> int:
+    return sum(array.nbytes for array in _arrays(value))
 
 
 class Videos:
@@ -401,17 +408,10 @@ class Videos:
             raise
         with self._lock:
             future.set_result(value)
-            sizes = {
-                key: sum(a.nbytes for a in _arrays(future.result()))
-                for key, future in self._cache.items()
-                if future.done()
-            }
-            self._stats["cached_bytes"] = sum(sizes.values())
-            for key, nbytes in sizes.items():
-                if self._stats["cached_bytes"] <= self._cache_bytes:
-                    break
-                del self._cache[key]
-                self._stats["cached_bytes"] -= nbytes
+            self._stats["cached_bytes"] += _nbytes(value)
+            while self._stats["cached_bytes"] > self._cache_bytes:
+                oldest = next(key for key, future in self._cache.items() if future.done())
+                self._stats["cached_bytes"] -= _nbytes(self._cache.pop(oldest).result())
         return value, False
 
     def _ask(self, path: str | Path, identity: Identity, *request) -> tuple | np.ndarray:

@@ -37,7 +37,7 @@ def test_every_job_comes_after_what_it_needs_and_has_a_name_of_its_own():
 
 def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget():
     trainings = [(job, config_of(job)) for job in JOBS if job.command[0] == "rl.py"]
-    assert len(trainings) == 3 * len(MAIN + COMPONENTS + CONTROLS)
+    assert len(trainings) == 3 * len(MAIN + COMPONENTS) + len(CONTROLS)
     budgets = {
         (c.steps, c.batch_tasks, c.group_size, c.optim, c.rollout.temperature, c.kl, c.staleness) for _, c in trainings
     }
@@ -45,9 +45,10 @@ def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget():
     for job, cfg in trainings:
         seed = int(job.name.removeprefix("seed")[0])
         assert cfg.seed == cfg.data.seed == seed and cfg.run == str(job.run)
-        row = next(r for r in MAIN + COMPONENTS + CONTROLS if r.name == job.run.name)
+        row = paradox.ROWS[job.run.name]
         assert cfg.policy.checkpoint == f"runs/paradox/seed{seed}/{row.start}/model"
         assert row.prefix == cfg.rollout.think_prefix
+        assert [source.path for source in cfg.data.sources] == ["runs/paradox/data/sft/rl.parquet"]
 
 
 def test_a_row_and_its_control_differ_in_what_the_name_says():
