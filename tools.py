@@ -6,7 +6,8 @@
 
 A `Tool` is a schema and a function `(task, arguments, videos, contract) -> Look | str`. Frames that it returns go to a
 sub-agent, whose report is what the main agent reads (rollout.py); a str is read as it is; a ToolError is read as an
-error. To add a tool: write the function, add it to TOOLS, and name it under `rollout.tools` of the YAML.
+error. To add a tool: write the function, add it to TOOLS, and name it under `rollout.tools` of the YAML
+(docs/add_a_tool.md does it with a zoom).
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
 `<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`, which is read as well (as literals, never evaluated).
@@ -24,8 +25,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from contract import VisualContract
 from data import Call, Task
@@ -82,69 +81,20 @@ def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualCont
     return Look(frames, (start, end))
 
 
-def zoom_frame(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> Look:
-    """A part of one frame, enlarged: cut out of the frame at its native size, not of what the overview shows."""
-    path = choose_video(task, arguments)
-    info = videos.info(path)
-    time, box = read_time(arguments, "time"), read_box(arguments.get("box"))
-    if not 0 <= time <= info.duration:
-        raise ToolError("bad_arguments", f"time must lie between 0 and {info.duration:.1f} seconds.")
-    index = int(np.abs(np.asarray(info.times) - time).argmin())
-    native = videos.frames(path, [index], (info.width, info.height))
-    left, right = _span(box[0], box[2], info.width, contract.cell)
-    top, bottom = _span(box[1], box[3], info.height, contract.cell)
-    return Look(
-        Frames(_resize(native.pixels[:, top:bottom, left:right], contract), native.times),
-        (native.times[0], native.times[0]),
-    )
+def _tool(run: Callable, description: str, required: list[str], properties: dict[str, str]) -> Tool:
+    """A tool that the model calls by the function's name. `properties`: argument -> its JSON type."""
+    types = {name: {"type": kind} for name, kind in properties.items()}
+    parameters = {"type": "object", "properties": types, "required": required}
+    function = {"name": run.__name__, "description": description, "parameters": parameters}
+    return Tool({"type": "function", "function": function}, run)
 
-
-def _span(low: float, high: float, size: int, least: int) -> tuple[int, int]:
-    """Relative edges -> pixels, at least `least` of them: a sliver has no readable shape."""
-    first, last = math.floor(low * size), math.ceil(high * size)
-    least = min(least, size)
-    first = max(0, min(first, size - least))
-    return first, min(size, max(last, first + least))
-
-
-def _resize(pixels: np.ndarray, contract: VisualContract) -> np.ndarray:
-    from PIL import Image
-
-    height, width = pixels.shape[1:3]
-    size = contract.frame_size(width, height)
-    return np.stack([np.asarray(Image.fromarray(p).resize(size, Image.Resampling.BICUBIC)) for p in pixels])
-
-
-def _schema(name: str, description: str, required: list[str], **properties: dict) -> dict:
-    parameters = {"type": "object", "properties": properties, "required": required}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-_NUMBER, _STRING = {"type": "number"}, {"type": "string"}
 
 TOOLS = {
-    "crop_video": Tool(
-        _schema(
-            "crop_video",
-            "Look closely at a part of the video. Times are in seconds.",
-            ["start_time", "end_time"],
-            video_path=_STRING,
-            start_time=_NUMBER,
-            end_time=_NUMBER,
-            num_frames={"type": "integer"},
-        ),
+    "crop_video": _tool(
         crop_video,
-    ),
-    "zoom_frame": Tool(
-        _schema(
-            "zoom_frame",
-            "Enlarge a part of one frame. time is in seconds, box = [left, top, right, bottom] in 0 ... 1.",
-            ["time", "box"],
-            video_path=_STRING,
-            time=_NUMBER,
-            box={"type": "array", "items": _NUMBER},
-        ),
-        zoom_frame,
+        "Look closely at a part of the video. Times are in seconds.",
+        ["start_time", "end_time"],
+        {"video_path": "string", "start_time": "number", "end_time": "number", "num_frames": "integer"},
     ),
 }
 
@@ -182,16 +132,6 @@ def read_number(value: Any, name: str) -> float:
         # ascii(): what the model wrote may be no valid Unicode.
         raise ToolError("bad_arguments", f"{name} must be a number, not {ascii(value)[:40]}.")
     return number
-
-
-def read_box(value: Any) -> tuple[float, float, float, float]:
-    """(left, top, right, bottom), each within 0 ... 1."""
-    if not isinstance(value, list | tuple) or len(value) != 4:
-        raise ToolError("bad_arguments", "box must be [left, top, right, bottom], each from 0 to 1.")
-    left, top, right, bottom = (min(1.0, max(0.0, read_number(v, "box"))) for v in value)
-    if left >= right or top >= bottom:
-        raise ToolError("bad_arguments", "box must have left < right and top < bottom, each from 0 to 1.")
-    return left, top, right, bottom
 
 
 # ------------------------------------------------------------------------------------------------ calls

@@ -3,11 +3,9 @@
 import gc
 import json
 import math
-import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +13,6 @@ from tiny_checkpoint import CONTRACT, MemoryVideos
 
 from data import Task
 from tools import TOOLS, Look, ToolError, parse_calls, read_time, use
-from video import Frames
 
 TASK = Task("t", "What happens?", ("/data/first.mp4", "/data/second.mp4"), "oe", "")
 
@@ -239,53 +236,15 @@ def test_a_video_that_cannot_be_read_is_a_text_without_its_path():
 
 def test_an_unknown_tool_is_told_which_there_are():
     call = parse_calls('<tool_call>{"name": "rm\\ud800", "arguments": {}}</tool_call>')[0]
-    with pytest.raises(ToolError, match="there is crop_video, zoom_frame") as caught:
-        use(call, TASK, ("crop_video", "zoom_frame"), MemoryVideos(), CONTRACT)
+    with pytest.raises(ToolError, match="there is crop_video, look_up") as caught:
+        use(call, TASK, ("crop_video", "look_up"), MemoryVideos(), CONTRACT)
     assert caught.value.kind == "unknown_tool" and str(caught.value).encode()
 
 
-# ---- the second tool
-
-
-class Gradient(MemoryVideos):
-    """Red grows from left to right, green from top to bottom: a pixel tells where it was cut out."""
-
-    def frames(self, path, indices, size):
-        x, y = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
-        image = np.stack([x, y, np.zeros_like(x)], -1).astype(np.uint8)
-        return Frames(np.stack([image] * len(indices)), tuple(self.times[list(indices)].tolist()))
-
-
-def zoom(**arguments) -> Look:
-    text = f"<tool_call>{json.dumps({'name': 'zoom_frame', 'arguments': arguments})}</tool_call>"
-    return use(parse_calls(text)[0], TASK, ("zoom_frame",), Gradient(size=(640, 480)), CONTRACT)
-
-
-def test_zooming_shows_that_part_of_that_frame_in_more_pixels():
-    look = zoom(time=10.2, box=[0.5, 0.25, 0.75, 0.5])
-    assert look.frames.times == (10.0,) == look.window[:1]
-    height, width = look.frames.pixels.shape[1:3]
-    assert height * width >= CONTRACT.frame_pixels and height % 32 == width % 32 == 0
-    red, green = look.frames.pixels[0, ..., 0].astype(float), look.frames.pixels[0, ..., 1].astype(float)
-    assert abs(red.min() - 127) < 5 and abs(red.max() - 191) < 5
-    assert abs(green.min() - 64) < 5 and abs(green.max() - 127) < 5
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(-1, 2), min_size=3, max_size=5), st.floats(-10, 80))
-def test_every_zoom_is_a_readable_picture_or_an_error(box, at):
-    try:
-        look = zoom(time=at, box=box)
-    except ToolError as error:
-        assert error.kind == "bad_arguments"
-        return
-    height, width = look.frames.pixels.shape[1:3]
-    assert height * width >= CONTRACT.frame_pixels
-    assert max(height / width, width / height) < 100  # image processors refuse 200
+# ---- schemas and threads
 
 
 def test_schemas_are_short_and_name_what_the_functions_need():
-    random.seed(0)
     for name, tool in TOOLS.items():
         function = tool.schema["function"]
         assert function["name"] == name and len(json.dumps(tool.schema)) < 450
