@@ -11,6 +11,7 @@
 
 SGLang is spoken to over HTTP. Every response must echo exactly the ids that the trainer will learn from, and must carry
 the weights' current version. A dead server is restarted, loads the current snapshot, and only lost requests run again.
+The servers that we start end with us, however we end.
 
 Deliberately missing: streaming, tensor parallelism (one server per GPU), weight sync over NCCL.
 """
@@ -19,7 +20,6 @@ import atexit
 import base64
 import contextlib
 import io
-import itertools
 import json
 import logging
 import os
@@ -32,13 +32,13 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, Protocol
-
-import requests
+from urllib.parse import urlsplit
 
 from contract import ContractError, Renderer
 from video import Frames
@@ -64,16 +64,9 @@ class Engine(Protocol):
     version: int
 
     def generate(
-        self,
-        ids: list[int],
-        frames: Sequence[Frames],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        seed: int,
-        stop: tuple[int, ...] = (),
-        shared: int = 0,
-    ) -> Sample:
+        self, ids: list[int], frames: Sequence[Frames], *, max_new_tokens: int, temperature: float, seed: int,
+        stop: tuple[int, ...] = (), shared: int = 0,
+    ) -> Sample:  # fmt: skip
         """Continue `ids`. The checkpoint's own end tokens stop, and those in `stop`. `shared`: so many leading ids are
         probably those of other requests, too."""
 
@@ -89,21 +82,17 @@ class Engine(Protocol):
 
 
 def open_engine(
-    checkpoint: str | Path,
-    renderer: Renderer,
-    *,
-    gpus: Sequence[int] = (),
-    urls: Sequence[str] = (),
-    server_args: Sequence[str] = (),
-    device: str = "cpu",
-    dtype: str = "float32",
-    max_batch_tokens: int = 131_072,
-) -> Engine:
-    """The engine that a config describes: neither GPUs nor URLs mean this process."""
+    checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
+    server_args: Sequence[str] = (), max_batch_tokens: int = 131_072,
+) -> Engine:  # fmt: skip
+    """The engine that a config describes: neither GPUs nor URLs mean this process, and its GPU if it has one."""
     if gpus or urls:
         return SGLang(checkpoint, renderer, gpus=gpus, urls=urls, server_args=server_args)
-    from inprocess import InProcess  # torch and transformers, which a client of servers does not need
+    import torch  # which a client of servers does not need
 
+    from inprocess import InProcess
+
+    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=max_batch_tokens)
 
 
@@ -174,11 +163,15 @@ def run_all(
 
 # ------------------------------------------------------------------------------------------------ SGLang over HTTP
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_")
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_")
+OF_TRAINER = (*OF_TORCHRUN, "OMP_", "PYTORCH_")  # variables that the servers do not inherit
+# Beside the server, a shell waits for the end of a pipe that we hold open, and then kills their process group. That end
+# also comes if we are killed, by torchrun or for memory, when nothing of ours can run any more.
+LEASH = 'exec 3<&0; (read -r _ <&3; kill -9 -$$) & exec "$@" </dev/null 3<&-'
 
 
 class _Lost(Exception):
-    """A request that was lost or answered by the wrong weights: heal the server and send it again."""
+    """A request that was lost or answered by the wrong weights: it is sent again when its server has been checked."""
 
 
 @dataclass
@@ -186,10 +179,14 @@ class _Server:
     url: str
     gpu: int | None = None  # None: somebody else started it
     process: subprocess.Popen | None = None
+    log: Path | None = None
     busy: int = 0  # requests under way
-    healthy: bool = True
+    healthy: bool = False  # it answers, with the current weights
+    failed: str = ""  # why it was given up
     ours: bool = False  # it has loaded a snapshot of this run; another run's may bear the same number
-    healing: threading.Lock = field(default_factory=threading.Lock)
+
+    def dead(self) -> bool:
+        return self.gpu is not None and (self.process is None or self.process.poll() is not None)
 
 
 class SGLang:
@@ -197,68 +194,60 @@ class SGLang:
 
     def __init__(
         self,
-        checkpoint: str | Path,
-        renderer: Renderer,
-        *,
-        gpus: Sequence[int] = (),
-        urls: Sequence[str] = (),
+        checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
         server_args: Sequence[str] = (),
         launch: Callable[[int], list[str]] | None = None,  # port -> command; tests start something smaller
-        request_timeout: float = 600.0,  # seconds
-        start_timeout: float = 900.0,
+        timeout: float = 1200.0,  # seconds of one `generate`: a server's restart and another attempt included
+        request_timeout: float = 600.0,  # of one attempt
+        start_timeout: float = 900.0,  # of a server's start
         attempts: int = 6,
         patience: float = 1.0,  # seconds before the second attempt; doubles
-    ):
+    ):  # fmt: skip
         self.version, self.snapshot, self.restarts = 0, None, 0
-        self.renderer, self.request_timeout, self.start_timeout = renderer, request_timeout, start_timeout
-        self.attempts, self.patience = attempts, patience
+        self.renderer, self.attempts, self.patience = renderer, attempts, patience
+        self.timeout, self.request_timeout, self.start_timeout = timeout, request_timeout, start_timeout
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, server_args))
         self._servers = [_Server(url.rstrip("/")) for url in urls] + [_Server("", gpu) for gpu in gpus]
-        self._choosing, self._current = threading.Lock(), threading.Event()  # _current: no weights are on their way
-        self._current.set()
-        self._closed = False
+        self._changed, self._closed = threading.Condition(), False
         self._images: OrderedDict[int, tuple[Frames, list[str]]] = OrderedDict()
-        self._session = requests.Session()
-        self._session.mount("http://", requests.adapters.HTTPAdapter(pool_connections=64, pool_maxsize=1024))
+        self._sockets: set[socket.socket] = set()  # of requests under way
+        self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         atexit.register(self.close)
+        for supervisor in self._supervisors:
+            supervisor.start()
         try:
-            self._everywhere(self._heal)
+            self._ready(all)
         except BaseException:
             self.close()
             raise
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
-        payload = {
-            "input_ids": self.renderer.compact(ids),
-            "image_data": [png for clip in frames for png in self._pngs(clip)],
-            "sampling_params": {
-                "max_new_tokens": max_new_tokens,
-                "temperature": temperature,
-                "top_p": 1.0,  # log-probs are not renormalised for truncated sampling
-                "top_k": -1,
-                "stop_token_ids": list(stop),
-                "skip_special_tokens": False,
-                "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
-                "sampling_seed": seed % 2**31,
-            },
-            "return_logprob": True,
-            "return_prompt_token_ids": True,
-        }
-        problem = None
+        # top_p = 1: log-probs are not renormalised for truncated sampling.
+        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "sampling_seed": seed % 2**31}
+        sampling |= {"max_new_tokens": max_new_tokens, "stop_token_ids": list(stop), "skip_special_tokens": False}
+        sampling["logit_bias"] = {str(token): -1000.0 for token in self.renderer.never_sampled}
+        payload = {"input_ids": self.renderer.compact(ids), "sampling_params": sampling, "return_logprob": True}
+        payload |= {"image_data": [png for clip in frames for png in self._pngs(clip)], "return_prompt_token_ids": True}
+        deadline, problem = time.monotonic() + self.timeout, None
         for attempt in range(self.attempts):
             if attempt:  # jitter: hundreds of requests that were lost together must not return together
-                time.sleep(min(self.patience * 2 ** (attempt - 1), 30.0) * random.uniform(0.5, 1.5))
-            self._current.wait()
-            oldest = self.version
-            with self._least_loaded() as server:
-                try:
-                    return self._sample(self._post(server, "/generate", payload, self.request_timeout), ids, oldest)
-                except _Lost as error:
-                    problem = error
-                    if self._closed:
-                        break
-                    self._heal(server)
-        raise EngineError(f"a request was lost {attempt + 1} times, last: {problem}")
+                self._pause(min(self.patience * 2 ** (attempt - 1), 30.0) * random.uniform(0.5, 1.5))
+            with self._changed:
+                ready = self._ready(any, deadline - time.monotonic())
+                left = min(self.request_timeout, deadline - time.monotonic())
+                if not ready or left <= 0:
+                    raise EngineError(f"not served within {self.timeout:g} s, last: {problem}")
+                server, oldest = min(ready, key=lambda s: s.busy), self.version
+                server.busy += 1
+            try:
+                return self._sample(self._ask(server, "/generate", left, payload), ids, oldest)
+            except _Lost as error:
+                problem, server.healthy = error, False  # until its supervisor has checked it
+            finally:
+                with self._changed:
+                    server.busy -= 1
+                    self._changed.notify_all()
+        raise EngineError(f"a request was lost {self.attempts} times, last: {problem}")
 
     @property
     def urls(self) -> list[str]:
@@ -269,20 +258,23 @@ class SGLang:
         """Servers batch on their own."""
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
-        self._current.clear()
-        try:
+        with self._changed:
             self.snapshot, self.version = str(path), version
-            if push:
-                self._everywhere(self._heal)
-            else:
-                for server in self._servers:
-                    server.ours = True
-        finally:
-            self._current.set()
+            for server in self._servers:
+                server.ours, server.healthy = server.ours or not push, server.healthy and not push
+            self._changed.notify_all()
+        self._ready(all)
 
     def close(self) -> None:
-        self._closed = True
-        for server in self._servers:
+        """Requests under way end with an EngineError, our servers with their children."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for sock in list(self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for server, supervisor in zip(self._servers, self._supervisors):
+            supervisor.join()
             _stop(server)
         atexit.unregister(self.close)
 
@@ -307,109 +299,124 @@ class SGLang:
         from PIL import Image
 
         key = id(clip.pixels)
-        with self._choosing:
+        with self._changed:
             if key in self._images:
                 self._images.move_to_end(key)
                 return self._images[key][1]
-        encoded = []
-        for pixels in clip.pixels:
-            file = io.BytesIO()
+        files = [io.BytesIO() for _ in clip.pixels]
+        for pixels, file in zip(clip.pixels, files):
             Image.fromarray(pixels).save(file, "png", compress_level=1)
-            encoded.append(base64.b64encode(file.getvalue()).decode())
-        with self._choosing:
+        encoded = [base64.b64encode(file.getvalue()).decode() for file in files]
+        with self._changed:
             self._images[key] = (clip, encoded)  # holds the clip, so that nobody else gets its id
             while len(self._images) > 256:
                 self._images.popitem(last=False)
         return encoded
 
-    @contextlib.contextmanager
-    def _least_loaded(self):
-        with self._choosing:
-            server = min(self._servers, key=lambda s: (not s.healthy, s.busy))
-            server.busy += 1
+    def _pause(self, seconds: float | None, until: Callable[[], bool] = lambda: False) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or until(), seconds)
+            if self._closed:
+                raise EngineError("the engine was closed")
+
+    def _ready(self, enough: Callable[[Iterable[bool]], bool], seconds: float | None = None) -> list[_Server]:
+        """The healthy servers, as soon as enough are (all or any), or the time is over."""
+        possible = lambda: enough(not server.failed for server in self._servers)  # noqa: E731
+        with self._changed:
+            self._pause(seconds, lambda: enough(server.healthy for server in self._servers) or not possible())
+            if not possible():
+                raise EngineError(next(server.failed for server in self._servers if server.failed))
+            return [server for server in self._servers if server.healthy]
+
+    def _ask(self, server: _Server, route: str, timeout: float, payload: dict | None = None) -> dict:
+        """Over a connection of its own, which `close` can break off; straight to the server, whatever http_proxy says."""
+        address = urlsplit(server.url)
+        connection = (HTTPSConnection if address.scheme == "https" else HTTPConnection)(address.netloc, timeout=10)
+        method, body = ("GET", None) if payload is None else ("POST", json.dumps(payload))
+        sock = None
         try:
-            yield server
+            connection.connect()
+            sock = connection.sock
+            sock.settimeout(timeout)
+            self._sockets.add(sock)
+            self._pause(0)  # raises if `close` has come too early to break it off
+            connection.request(method, address.path + route, body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            text = reply.read().decode("utf-8", "replace")
+            if reply.status == 400:
+                raise EngineError(f"{server.url}{route} refuses the request: {text[:500]}")
+            if reply.status != 200:
+                raise _Lost(f"{server.url}{route}: status {reply.status}: {text[:500]}")
+            return json.loads(text)
+        except (OSError, HTTPException, json.JSONDecodeError) as error:
+            raise _Lost(f"{server.url}{route}: {error!r}") from None
         finally:
-            with self._choosing:
-                server.busy -= 1
+            self._sockets.discard(sock)
+            connection.close()
 
-    def _post(self, server: _Server, route: str, payload: dict, timeout: float) -> dict:
+    def _supervise(self, server: _Server) -> None:
+        """A thread per server, the only one that starts it and loads weights into it, until it has to be given up."""
+        starts, deadline = 0, time.monotonic() + self.start_timeout
         try:
-            reply = self._session.post(server.url + route, json=payload, timeout=(10, timeout))
-            if reply.status_code == 400:
-                raise EngineError(f"{server.url}{route} refuses the request: {reply.text[:500]}")
-            reply.raise_for_status()
-            return reply.json()
-        except requests.RequestException as error:
-            raise _Lost(f"{server.url}{route}: {error}") from None
+            while True:
+                if server.dead():
+                    server.healthy, starts = False, starts + 1
+                    self._start(server, starts)
+                try:
+                    if not server.healthy:
+                        self._bring_up_to_date(server)
+                    self._pause(2.0, lambda: not server.healthy)  # one that dies unasked is noticed after 2 s
+                    starts, deadline = 0, time.monotonic() + self.start_timeout
+                except _Lost as error:
+                    if time.monotonic() > deadline:
+                        raise EngineError(f"no answer for {self.start_timeout:g} s: {error}") from None
+                    self._pause(0.5)
+        except Exception as error:  # whatever it is, it belongs to the threads that wait for the server
+            log.log(logging.DEBUG if self._closed else logging.ERROR, "%s", error)
+            with self._changed:
+                server.healthy, server.failed = False, str(error) if isinstance(error, EngineError) else repr(error)
+                self._changed.notify_all()
 
-    def _everywhere(self, action: Callable[[_Server], None]) -> None:
-        with ThreadPoolExecutor(len(self._servers)) as pool:
-            list(pool.map(action, self._servers))
+    def _bring_up_to_date(self, server: _Server) -> None:
+        info = self._ask(server, "/model_info", 10)
+        with self._changed:
+            snapshot, version = self.snapshot, self.version
+        if snapshot and not (server.ours and _number(info["weight_version"]) == version):
+            load = {"model_path": snapshot, "weight_version": str(version), "flush_cache": True}
+            try:
+                self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
+            except EngineError:  # the next snapshot may just be taking this one's place
+                self._pause(2.0)
+                self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
+            server.ours = True
+        with self._changed:
+            server.healthy = version == self.version  # else still newer weights have come meanwhile
+            self._changed.notify_all()
 
-    def _heal(self, server: _Server) -> None:
-        """Return when the server runs with the current weights. One thread works; the others use other servers, if
-        there are any."""
-        alone = not any(other.healthy for other in self._servers if other is not server)
-        if not server.healing.acquire(blocking=alone):
-            return
-        try:
-            server.healthy = False
-            deadline = time.monotonic() + self.start_timeout
-            while not (info := self._info(server)):
-                if self._closed or time.monotonic() > deadline:
-                    raise EngineError(f"the server {server.url} did not answer for {self.start_timeout:g} s")
-                if server.gpu is not None and (server.process is None or server.process.poll() is not None):
-                    self._start(server)
-                time.sleep(0.5)
-            if self.snapshot and not (server.ours and _number(info["weight_version"]) == self.version):
-                load = {"model_path": self.snapshot, "weight_version": str(self.version), "flush_cache": True}
-                reply = self._post(server, "/update_weights_from_disk", load, self.start_timeout)
-                if not reply["success"]:
-                    raise EngineError(f"{server.url} did not load {self.snapshot}: {reply['message']}")
-                server.ours = True
-            server.healthy = True
-        except _Lost as error:
-            log.warning("%s; it is tried again with the next request", error)
-        finally:
-            server.healing.release()
-
-    def _info(self, server: _Server) -> dict | None:
-        """What the server says of its model; None while it cannot serve."""
-        try:
-            reply = self._session.get(server.url + "/model_info", timeout=10) if server.url else None
-            return reply.json() if reply is not None and reply.ok else None
-        except requests.RequestException:
-            return None
-
-    def _start(self, server: _Server) -> None:
+    def _start(self, server: _Server, attempt: int) -> None:
+        if attempt > 2:
+            end = "\n".join(server.log.read_text("utf-8", "replace").splitlines()[-20:])
+            raise EngineError(f"the server on GPU {server.gpu} died twice at its start; {server.log} ends:\n{end}")
         if not server.url:  # a restarted server keeps its address, which other ranks know
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 server.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        path = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
-        if server.process is not None:
+        if died := server.process:
             self.restarts += 1
-            log.warning(
-                "server on GPU %s died (exit code %s, log %s): restarting", server.gpu, server.process.poll(), path
-            )
+            log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpu, died.returncode, server.log)
         _stop(server)  # its children may live on
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        env = {key: value for key, value in os.environ.items() if not key.startswith(TORCHRUN)}
-        env["CUDA_VISIBLE_DEVICES"] = (
-            visible[server.gpu] if server.gpu < len(visible) and visible[0] else str(server.gpu)
-        )
-        # Its cache of image embeddings outlives a weight update, and would go on serving the old vision tower's.
+        server.log = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
+        env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[server.gpu] if visible else str(server.gpu)
+        env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}  # it sends itself a first request
+        # A cache of image embeddings that outlives weight updates: right for a frozen vision tower, which only pays for
+        # encoding again what has left the KV cache; for one that trains, it would go on serving the old tower's.
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
-        with open(path, "ab") as output:
-            server.process = subprocess.Popen(
-                self._launch(int(server.url.rpartition(":")[2])),
-                env=env,
-                stdout=output,
-                stderr=output,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        command = ["sh", "-c", LEASH, "sh", *self._launch(int(server.url.rpartition(":")[2]))]
+        with open(server.log, "ab") as output:
+            pipes = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
+            server.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
 
 
 def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra: Sequence[str] = ()) -> list[str]:
@@ -422,11 +429,12 @@ def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra:
 
 def _stop(server: _Server) -> None:
     """End a server of ours and all its children."""
-    if server.process is None:
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(server.process.pid, signal.SIGKILL)
-    server.process.wait()
+    if server.process:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.stdin.close()
+        server.process.wait()
+        server.process = None
 
 
 def _number(version: str) -> int:
@@ -434,8 +442,7 @@ def _number(version: str) -> int:
 
 
 def _drift(ours: list[int], theirs: list[int]) -> str:
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs))
-    at = sum(1 for _ in same)
+    at = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
     return (
         f"the server read another prompt than the trainer will: they differ from position {at} on, "
         f"ours {ours[at : at + 5]} of {len(ours)} ids, the server's {theirs[at : at + 5]} of {len(theirs)}. "

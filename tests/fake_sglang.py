@@ -3,8 +3,8 @@
     python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
 
 Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N requests, busy (503 now and then),
-abort, drift (one image token too few), stale (loads weights but keeps the old version's name), slow_start=SECONDS,
-slow=SECONDS for every request.
+abort, drift (one image token too few), stale (loads weights but keeps the old version's name), swap (finds no weights
+the first time), slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log).
 """
 
 import base64
@@ -55,9 +55,11 @@ def generate(request: dict) -> tuple[int, dict]:
 
 def load(request: dict) -> tuple[int, dict]:
     state["loads"] += 1
+    if not os.path.isdir(request["model_path"]) or (fault == "swap" and state["loads"] == 1):
+        return 400, {"success": False, "message": "no such folder"}
     if fault != "stale":
         state["version"] = request["weight_version"]
-    return 200, {"success": os.path.isdir(request["model_path"]), "message": "no such folder"}
+    return 200, {"success": True, "message": ""}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -86,6 +88,9 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
 
+if fault == "crash":
+    print(*[f"line {i}" for i in range(int(amount))], sep="\n")
+    sys.exit(3)
 if fault == "slow_start":
     time.sleep(float(amount))
 Server(("127.0.0.1", port), Handler).serve_forever()

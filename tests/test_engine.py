@@ -295,6 +295,21 @@ def test_blank_frames_change_what_the_model_thinks(engine, renderer):
 # ---- SGLang's client
 
 
+def eventually(condition, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 @pytest.fixture
 def serve(checkpoint, renderer):
     """serve(fault, servers=1, **options): a client that has started fake servers, each with this fault."""
@@ -370,7 +385,7 @@ def test_a_server_killed_amid_a_rollout_costs_no_episode(serve, renderer):
     cfg = RolloutConfig(concurrency=8, max_new_tokens=20)
     groups = rollout(tasks, [4] * 30, 2, cfg=cfg, on_episode=kill, **common)
     assert killed and not any(e.error for g in groups for e in g.episodes)
-    assert client.restarts == 1
+    eventually(lambda: client.restarts == 1)
 
 
 def test_requests_are_spread_over_servers(serve, prompts):
@@ -395,7 +410,7 @@ def test_stale_weights_are_an_error_and_not_a_sample(serve, prompts, tmp_path):
     client.update_weights(tmp_path, 5)
     with pytest.raises(EngineError, match="sampled by weights 'default', expected 5"):
         client.generate(**request(*prompts[0]))
-    with pytest.raises(EngineError, match="did not load"):
+    with pytest.raises(EngineError, match="update_weights_from_disk refuses .*no such folder"):
         client.update_weights(tmp_path / "nowhere", 6)
 
 
@@ -418,27 +433,126 @@ def test_a_server_of_somebody_else_is_awaited_and_brought_up_to_date(serve, rend
             again.wait()
 
 
-def test_a_server_inherits_nothing_of_torchrun(serve, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
+def test_a_server_inherits_nothing_of_torchrun_or_of_the_trainers_allocator(serve, monkeypatch):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS")
+    names += ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name in names:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     client = serve(servers=2)
     for url, device in zip(client.urls, "47"):
         seen = requests.get(url + "/model_info").json()["environment"]
-        assert seen["CUDA_VISIBLE_DEVICES"] == device
-        assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & set(seen)
+        assert seen["CUDA_VISIBLE_DEVICES"] == device and not set(names) & set(seen)
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(serve, prompts, monkeypatch):
+    """Every request went to the proxy, and so did the one that SGLang sends itself before it serves."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    client = serve()
+    assert client.generate(**request(*prompts[1])).finish == "stop"
+    straight = requests.Session()
+    straight.trust_env = False
+    environment = straight.get(client.urls[0] + "/model_info").json()["environment"]
+    assert environment["no_proxy"] == environment["NO_PROXY"] == "127.0.0.1"
 
 
 def test_servers_of_ours_end_with_the_client(serve):
     client = serve(servers=2)
-    processes = [server.process for server in client._servers]
-    client.close()
-    assert all(process.poll() is not None for process in processes)
+    processes = [server.process.pid for server in client._servers]
+    for _ in range(2):
+        client.close()
+        assert not any(map(alive, processes))
+
+
+def test_servers_of_ours_end_with_a_process_that_is_killed(tmp_path):
+    """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Its own children end, too."""
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(FAKE.parents[1])!r})
+from engine import SGLang
+fake = "sleep 300 & echo $! $$ > {tmp_path}/pids; exec {sys.executable} {FAKE} $0 1 32 2"
+SGLang("", None, gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
+print("up", flush=True)
+time.sleep(300)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout.readline() == "up\n"
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert all(map(alive, pids))
+    finally:
+        owner.kill()
+        owner.wait()
+    eventually(lambda: not any(map(alive, pids)), 5.0)
+
+
+def test_a_server_that_dies_unasked_is_restarted_with_the_current_weights(serve, tmp_path):
+    """It was noticed only when a request of the same rank was lost; the others' waited."""
+    client = serve()
+    client.update_weights(tmp_path, 3)
+    old = client._servers[0].process.pid
+    os.kill(old, signal.SIGKILL)
+    eventually(lambda: client.restarts == 1 and client._servers[0].healthy)
+    assert not alive(old)
+    state = requests.get(client.urls[0] + "/model_info").json()
+    assert (state["version"], state["loads"], state["served"]) == ("3", 1, 0)
 
 
 def test_a_server_that_never_comes_up_is_an_error_that_says_so(serve):
-    with pytest.raises(EngineError, match="did not answer for 1 s"):
+    with pytest.raises(EngineError, match="no answer for 1 s"):
         serve("slow_start=30", start_timeout=1.0)
+
+
+def test_a_server_that_cannot_start_is_given_up_with_the_end_of_its_log(serve):
+    """It was started again and again until start_timeout."""
+    with pytest.raises(EngineError, match="died twice") as error:
+        serve("crash=30", start_timeout=1000.0)
+    assert [line for line in str(error.value).splitlines() if "line" in line] == [f"line {i}" for i in range(10, 30)]
+    first = serve(["", "crash=30"])
+    os.kill(first._servers[0].process.pid, signal.SIGKILL)
+    eventually(lambda: first._servers[0].failed)
+    assert first.restarts == 2
+    for use in (lambda: first.generate([1], [], max_new_tokens=9, temperature=1.0, seed=1), lambda: first.update_weights("", 1)):  # fmt: skip
+        with pytest.raises(EngineError, match="died twice"):
+            use()
+
+
+def test_one_deadline_covers_all_attempts_of_a_request(serve, prompts, tmp_path):
+    for fault in ("stale", "slow=60"):
+        client = serve(fault, attempts=10**6, timeout=1.0)
+        client.update_weights(tmp_path, 5)
+        started = time.monotonic()
+        with pytest.raises(EngineError, match="not served within 1 s, last: .*(weights 'default'|timed out)"):
+            client.generate(**request(*prompts[0]))
+        assert 0.9 < time.monotonic() - started < 5
+
+
+def test_a_closed_client_lets_nobody_wait(serve, renderer, prompts):
+    """Neither for an answer, its own server's or another's, nor for a server that is away."""
+    owner = serve("slow=60")
+    client, idle = (SGLang("", renderer, urls=owner.urls) for _ in range(2))
+    idle._servers[0].url = "http://127.0.0.1:9"  # where nobody listens
+    for engine in (idle, client, owner):
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(engine.generate, **request(*prompts[0]))
+            time.sleep(0.5)
+            assert not waiting.done()
+            engine.close()
+            with pytest.raises(EngineError, match="closed"):
+                waiting.result(3)
+        with pytest.raises(EngineError, match="closed"):
+            engine.generate(**request(*prompts[0]))
+        if engine is not owner:
+            assert requests.get(owner.urls[0] + "/model_info").ok
+
+
+def test_a_snapshot_that_is_just_being_replaced_is_loaded_at_the_second_attempt(serve, tmp_path):
+    client = serve("swap")
+    client.update_weights(tmp_path, 1)
+    assert requests.get(client.urls[0] + "/model_info").json()["loads"] == 2
 
 
 def test_an_unserved_image_is_no_reason_to_encode_it_again(serve, prompts, monkeypatch):
