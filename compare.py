@@ -73,7 +73,12 @@ def read_results(path: Path, repair: bool = False) -> Results:
     if repair and kept != whole:
         with path.open("r+b") as file:
             file.truncate(len(kept))
-    settings, *records = [json.loads(line) for line in kept.splitlines()]
+    try:
+        settings, *records = [json.loads(line) for line in kept.splitlines()]
+    except ValueError as error:
+        raise TableError(
+            f"{path}: not a file of results: {error}; delete it, and `python eval.py CONFIG` asks again"
+        ) from None
     return Results(settings, list({record["id"]: record for record in records}.values()))
 
 

@@ -3,8 +3,9 @@
     python paradox.py demo      # one seed: cold start, plain GRPO, PARA-GRPO, evaluation, runs/demo/report.html
     python paradox.py study     # every row over three seeds, the controls over one; the tables of results/paradox.md
 
-All rows of a seed have the same budget, and start from the same cold start unless their name says otherwise. Each training or evaluation is a process of
-its own, as a user would start it; those that are done are not run again, so that the study may be stopped at any time.
+All rows of a seed have the same budget, and the same cold start unless their name says otherwise. Each training or
+evaluation is a process of its own, as a user would start it; those that are done are not run again, so that the study
+may be stopped at any time. f and kappa are those of samples at tau = 1 on test videos, of all rows alike.
 
 What the rows are called, and which reward they have:
 
@@ -31,87 +32,65 @@ from tqdm import tqdm
 from compare import PUBLISHED, Results, costs, markdown, put_between_marks, read_results
 from config import git_commit
 
-LAST = 10  # steps at the end of a training that its figures are means of
 GREEDY, SAMPLED, ALONE = (4, 8, 16, 32, 64), (4, 16, 64), (4, 64)  # K of the evaluations
 LIMIT = 64  # test tasks of each
 
 
 @dataclass(frozen=True)
 class Row:
-    """One training."""
+    """One training by RL; without a config, a cold start or the untrained model."""
 
     name: str
-    config: str
-    changes: tuple[str, ...] = ()
+    title: str
+    config: str = ""
+    changes: tuple[str, ...] = ()  # of the config; of a cold start, the flags of `toy.py build`
     start: str = "sft"
     prefix: bool = True  # as trained
+    paper: str = ""  # its row in the paper's tables
 
     @property
     def arm(self) -> str:
         return "sequential" if "sequential" in self.name else "parallel"
 
 
-MAIN = (
-    Row("grpo", "toy_grpo", prefix=False),
-    Row("paragrpo", "toy_paragrpo"),
-    # It cannot start where the others do: their cold start never saw one call after another.
-    Row("sequential", "toy_paragrpo", ("rollout.dispatch=sequential",), start="sft_sequential"),
+UNTRAINED = Row("base", "untrained", prefix=False, paper="Qwen3-VL-8B")
+STARTS = (
+    Row("sft", "cold start", prefix=False, paper="+SFT"),
+    Row("sft_sequential", "cold start, one call per turn", changes=("--one-by-one",), prefix=False),
+    Row("sft_tidy", "cold start without loose formats", changes=("--p-loose", "0"), prefix=False),
+    Row("sft_no_tools", "cold start without tools, either", changes=("--p-loose", "0", "--p-tool", "0"), prefix=False),
 )
+MAIN = (
+    Row("grpo", "GRPO, accuracy only", "toy_grpo", prefix=False, paper="SFT+GRPO"),
+    Row("paragrpo", "PARA-GRPO", "toy_paragrpo", paper="Full PARA-GRPO"),
+)
+# It cannot start where the others do: their cold start never saw one call after another.
+SEQUENTIAL = Row("sequential", "PARA-GRPO, one call per turn", "toy_paragrpo", ("rollout.dispatch=sequential",), "sft_sequential")  # fmt: skip
 COMPONENTS = (
-    Row("anchoring", "toy_anchoring"),
-    Row("gating", "toy_gating", prefix=False),
-    Row("no_gamma", "toy_no_gamma"),
-    Row("grpo_full", "toy_grpo_full", prefix=False),
-    Row("paragrpo_full", "toy_paragrpo_full"),
-    Row("no_tool_reward", "toy_no_tool_reward"),
+    Row("anchoring", "+ Exploration Anchoring", "toy_anchoring", paper="+Exploration Anchoring"),
+    Row("gating", "+ nFrames Gating", "toy_gating", prefix=False, paper="+nFrames Gating"),
+    Row("no_gamma", "PARA-GRPO, - gamma", "toy_no_gamma", paper="-gamma penalty"),
+    Row("grpo_full", "GRPO, full reward", "toy_grpo_full", prefix=False, paper="SFT+GRPO"),
+    Row("paragrpo_full", "PARA-GRPO, full reward", "toy_paragrpo_full", paper="Full PARA-GRPO"),
+    Row("no_tool_reward", "PARA-GRPO, full reward, - R_tool", "toy_no_tool_reward", paper="-R_tool"),
 )
 CONTROLS = (
-    Row("prefix_only", "toy_paragrpo", ("reward.anchor.credit=off",)),
-    Row("anchor_only", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
-    Row("credit_sequence", "toy_paragrpo_full", ("reward.anchor.credit=sequence",)),
-    Row("credit_logp", "toy_paragrpo_full", ("reward.anchor.credit=logp",)),
-    Row("grpo_tidy_start", "toy_grpo", start="sft_tidy", prefix=False),
-    Row("paragrpo_tidy_start", "toy_paragrpo", start="sft_tidy"),
-    Row("grpo_no_tool_start", "toy_grpo_full", start="sft_no_tools", prefix=False),
-    Row("paragrpo_no_tool_start", "toy_paragrpo_full", start="sft_no_tools"),
-)
-# Cold starts: the data that they are made from.
-STARTS = {"sft": (), "sft_sequential": ("--one-by-one",)}
-STARTS |= {"sft_tidy": ("--p-loose", "0"), "sft_no_tools": ("--p-loose", "0", "--p-tool", "0")}
-ROWS = {row.name: row for row in MAIN + COMPONENTS + CONTROLS}
-ROWS |= {name: Row(name, "", prefix=False) for name in ("base", *STARTS)}
+    Row("prefix_only", "prefix and gating, no anchor", "toy_paragrpo", ("reward.anchor.credit=off",)),
+    Row("anchor_only", "anchor and gating, no prefix", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
+    Row("credit_sequence", "full reward, credit: sequence", "toy_paragrpo_full", ("reward.anchor.credit=sequence",)),
+    Row("credit_logp", "full reward, credit: logp", "toy_paragrpo_full", ("reward.anchor.credit=logp",)),
+    Row("grpo_tidy_start", "GRPO, from the tidy start", "toy_grpo", start="sft_tidy", prefix=False),
+    Row("paragrpo_tidy_start", "PARA-GRPO, from there", "toy_paragrpo", start="sft_tidy"),
+    Row("grpo_no_tool_start", "GRPO, full reward, without tools before", "toy_grpo_full", start="sft_no_tools", prefix=False),
+    Row("paragrpo_no_tool_start", "PARA-GRPO, full reward, from there", "toy_paragrpo_full", start="sft_no_tools"),
+)  # fmt: skip
+STUDY = (*MAIN, SEQUENTIAL, *COMPONENTS)
+ROWS = {row.name: row for row in (UNTRAINED, *STARTS, *STUDY, *CONTROLS)}
 # How PARA-GRPO's calls are dispatched in table C: (whose weights, arm).
 DISPATCH = {"parallel": ("paragrpo", "parallel"), "sequential, same weights": ("paragrpo", "sequential")}
 DISPATCH |= {"sequential, trained so": ("sequential", "sequential")}
-# Whose samples are asked for what a call is worth, and with the think prefix as well as without.
+# Whose samples are asked for what a call is worth, and both with the think prefix and without.
 NECESSITY, PREFIX = ("sft", "paragrpo"), ("sft", "grpo", "paragrpo", "prefix_only", "anchor_only")
-TITLES = {
-    "base": "untrained",
-    "sft": "cold start",
-    "grpo": "GRPO, accuracy only",
-    "paragrpo": "PARA-GRPO",
-    "sequential": "PARA-GRPO, one call per turn",
-    "anchoring": "+ Exploration Anchoring",
-    "gating": "+ nFrames Gating",
-    "no_gamma": "PARA-GRPO, - gamma",
-    "grpo_full": "GRPO, full reward",
-    "paragrpo_full": "PARA-GRPO, full reward",
-    "no_tool_reward": "PARA-GRPO, full reward, - R_tool",
-    "prefix_only": "prefix and gating, no anchor",
-    "anchor_only": "anchor and gating, no prefix",
-    "credit_sequence": "full reward, credit: sequence",
-    "credit_logp": "full reward, credit: logp",
-    "sft_sequential": "cold start, one call per turn",
-    "sft_tidy": "cold start without loose formats",
-    "grpo_tidy_start": "GRPO from there",
-    "paragrpo_tidy_start": "PARA-GRPO from there",
-    "sft_no_tools": "cold start without tools and loose formats",
-    "grpo_no_tool_start": "GRPO, full reward, from there",
-    "paragrpo_no_tool_start": "PARA-GRPO, full reward, from there",
-}
-PAPER = {"base": "Qwen3-VL-8B", "sft": "+SFT", "grpo": "SFT+GRPO", "paragrpo": "Full PARA-GRPO"}
-PAPER |= {"anchoring": "+Exploration Anchoring", "gating": "+nFrames Gating"}
-PAPER |= {"no_gamma": "-gamma penalty", "no_tool_reward": "-R_tool", "grpo_full": "SFT+GRPO", "paragrpo_full": "Full PARA-GRPO"}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ the jobs
@@ -137,7 +116,7 @@ def plan(root: Path, seeds: Sequence[int], rows: Sequence[Row], controls: Sequen
         for start in starts:
             jobs += evaluations(folder, ROWS[start], folder / start / "model")
         if seed == seeds[0]:
-            jobs += evaluations(folder, ROWS["base"], data_of(root, "sft") / "model")
+            jobs += evaluations(folder, UNTRAINED, data_of(root, "sft") / "model")
         jobs += [train(root, folder, row, seed) for row in part]
         for row in part:
             jobs += evaluations(folder, row, folder / row.name / "model")
@@ -150,14 +129,14 @@ def data_of(root: Path, start: str) -> Path:
 
 def build(root: Path, start: str) -> Job:
     target = data_of(root, start)
-    return Job(f"data-{start}", ("toy.py", "build", str(target), *STARTS[start]))
+    return Job(f"data-{start}", ("toy.py", "build", str(target), *ROWS[start].changes))
 
 
 def cold_start(root: Path, folder: Path, start: str, seed: int) -> Job:
     run, where = folder / start, data_of(root, start)
     tree = yaml.safe_load(Path("configs/toy_sft.yaml").read_text())
     sources = [source | {"path": str(where / Path(source["path"]).name)} for source in tree["data"]["sources"]]
-    changes = [f"run={run}", f"seed={seed}", f"policy.checkpoint={where}/model", f"data.sources={json.dumps(sources)}"]
+    changes = [f"run={run}", f"policy.checkpoint={where}/model", f"data.sources={json.dumps(sources)}"]
     changes += [f"data.seed={seed}", f"val.sources=[{{path: {where}/sft_val.parquet}}]"]
     return Job(f"{folder.name}-{start}", ("sft.py", "configs/toy_sft.yaml", *changes), f"data-{start}", run)
 
@@ -171,13 +150,11 @@ def train(root: Path, folder: Path, row: Row, seed: int) -> Job:
 
 
 def evaluations(folder: Path, row: Row, model: Path) -> list[Job]:
-    """Greedy at every K; sampled as in training where training does not say it; for table C, one episode at a time, so
-    that its seconds are its own."""
+    """Greedy at every K; sampled, as in training; for table C, one episode at a time, so that its seconds are its own."""
     arms = (row.arm, "none") if row.name in NECESSITY else (row.arm,)
     jobs = [evaluate(folder, row.name, model, "greedy", GREEDY, arms, row.prefix)]
-    for prefix in (True, False):
-        if row.name in PREFIX or (not row.config and prefix == row.prefix):
-            jobs.append(evaluate(folder, row.name, model, "sampled", SAMPLED, (row.arm,), prefix))
+    for prefix in (row.prefix, not row.prefix)[: 1 + (row.name in PREFIX)]:
+        jobs.append(evaluate(folder, row.name, model, "sampled", SAMPLED, (row.arm,), prefix))
     if arms := tuple(arm for name, arm in DISPATCH.values() if name == row.name):
         jobs.append(evaluate(folder, row.name, model, "alone", ALONE, arms, row.prefix))
     return jobs
@@ -246,20 +223,10 @@ BySeed = dict[str, float]
 
 
 class Seeds:
-    """What the runs of all seeds say: a value for each seed that has got so far."""
+    """What the evaluations of all seeds say: a value for each seed that has got so far."""
 
     def __init__(self, root: Path):
         self.folders, self.done = sorted(root.glob("seed*")), root / "done"
-
-    def trained(self, name: str, key: str) -> BySeed:
-        """A metric's mean over the last steps of a training."""
-        found = {}
-        for folder in self.folders:
-            if (self.done / f"{folder.name}-{name}").exists():
-                lines = (folder / name / "metrics.jsonl").read_text().splitlines()[-LAST:]
-                values = [json.loads(line).get(key) for line in lines]
-                found |= {folder.name: statistics.fmean(values)} if None not in values else {}
-        return found
 
     def evaluated(self, name: str, kind: str = "greedy", arm: str = "", prefix: bool | None = None) -> dict[str, dict[int, Results]]:  # fmt: skip
         """Results by K. Arm and prefix: as the row was trained, unless said."""
@@ -275,21 +242,15 @@ class Seeds:
         found = self.evaluated(name, *how, **more)
         return {seed: next(iter(by_k[k].figures().values())) / 100 for seed, by_k in found.items() if k in by_k}
 
-    def cost(self, name: str, what: str, *how, **more) -> BySeed:
-        """Mean over the K of an evaluation."""
-        found = self.evaluated(name, *how, **more)
+    def cost(self, name: str, what: str, kind: str = "sampled", *how, **more) -> BySeed:
+        """Mean over the K of an evaluation: `fmt` is the paper's f, `calls` its kappa."""
+        found = self.evaluated(name, kind, *how, **more)
         return {seed: statistics.fmean(costs(r)[what] for r in by_k.values()) for seed, by_k in found.items() if by_k}
 
     def mean_accuracy(self, name: str) -> BySeed:
         by_k = [self.accuracy(name, k) for k in GREEDY]
         whole = [seed for seed in by_k[0] if all(seed in found for found in by_k)]
         return {seed: statistics.fmean(found[seed] for found in by_k) for seed in whole}
-
-    def f(self, name: str) -> BySeed:
-        return self.trained(name, "fmt") or self.cost(name, "fmt", "sampled")
-
-    def kappa(self, name: str) -> BySeed:
-        return self.trained(name, "kappa") or self.cost(name, "calls", "sampled")
 
     def accuracy_if(self, name: str, k: int, called: bool) -> BySeed:
         """Of the sampled episodes that called a tool, or of those that did not."""
@@ -314,7 +275,7 @@ def spread(values: BySeed, form: str = "{:.2f}") -> str:
 
 def claims_table(seeds: Seeds) -> str:
     """What the paper says, and in how many seeds the toy says it, too."""
-    f, kappa = ({name: get(name) for name in ("sft", "grpo", "paragrpo")} for get in (seeds.f, seeds.kappa))
+    f, kappa = ({name: seeds.cost(name, what) for name in ("sft", "grpo", "paragrpo")} for what in ("fmt", "calls"))
     at_4 = {name: seeds.accuracy(name, 4) for name in ("grpo", "paragrpo")}
     called, skipped = (seeds.accuracy_if("sft", 4, called) for called in (True, False))
     ways = [DISPATCH[way] for way in ("parallel", "sequential, trained so")]
@@ -332,38 +293,36 @@ def claims_table(seeds: Seeds) -> str:
     ]  # fmt: skip
     rows = []
     for claim, left, a, sign, right, b in claims:
-        both = a.keys() & b.keys()
+        if not (both := a.keys() & b.keys()):  # the demo does without some
+            continue
         true = [{">": a[s] > b[s], "<": a[s] < b[s], ">=": a[s] >= b[s]}[sign] for s in both]
         rows.append([claim, f"{left} {spread(a)} {sign} {right} {spread(b)}", f"{sum(true)} of {len(both)} seeds"])
     return markdown("#### The point", ["claim", "measured", "holds in"], rows)
 
 
-def outcome_table(title: str, seeds: Seeds, names: Sequence[str]) -> str:
-    """f and kappa at the end of training (paper's values in brackets), and greedy accuracy by K."""
+def outcome_table(title: str, seeds: Seeds, rows: Sequence[Row]) -> str:
+    """f and kappa in samples (paper's values in brackets), and greedy accuracy by K."""
     published = yaml.safe_load(PUBLISHED.read_text())["ablations"]
     paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
-    rows = []
-    for name in names:
-        f, kappa = paper.get(PAPER.get(name, ""), ("", ""))
-        if count := len(seeds.evaluated(name)):
-            beside = [f"{spread(of(name))} [{theirs}]" if theirs != "" else spread(of(name)) for of, theirs in ((seeds.f, f), (seeds.kappa, kappa))]  # fmt: skip
-            strict = seeds.trained(name, "strict") or seeds.cost(name, "strict", "sampled")
-            rows.append(
-                [TITLES[name], count, *beside, spread(strict), *(spread(seeds.accuracy(name, k)) for k in GREEDY)]
-            )
+    lines = []
+    for row in rows:
+        if count := len(seeds.evaluated(row.name)):
+            theirs = [f" [{value}]" for value in paper.get(row.paper, ())] or ["", ""]
+            ours = [spread(seeds.cost(row.name, what)) for what in ("fmt", "calls")]
+            by_k = [spread(seeds.accuracy(row.name, k)) for k in GREEDY]
+            strict = spread(seeds.cost(row.name, "strict"))
+            lines.append([row.title, count, *map("".join, zip(ours, theirs)), strict, *by_k])
     header = ["row", "seeds", "f [paper]", "kappa [paper]", "strict", *(f"acc K={k}" for k in GREEDY)]
-    return markdown(title, header, rows)
+    return markdown(title, header, lines)
 
 
 def prefix_table(seeds: Seeds, names: Sequence[str]) -> str:
     """At test time, sampled as in training, with the forced <think> and without."""
     rows = []
     for name in names:
-        columns = [
-            seeds.cost(name, what, "sampled", prefix=p) for p in (True, False) for what in ("fmt", "strict", "calls")
-        ]
+        columns = [seeds.cost(name, what, prefix=p) for p in (True, False) for what in ("fmt", "strict", "calls")]
         if any(columns):
-            rows.append([TITLES[name], *map(spread, columns)])
+            rows.append([ROWS[name].title, *map(spread, columns)])
     header = ["row", *(f"{what}, {kind}" for kind in ("prefix", "none") for what in ("f", "strict", "kappa"))]
     return markdown("#### With the think prefix at test time, and without (mean over K = 4, 16, 64)", header, rows)
 
@@ -372,6 +331,8 @@ def dispatch_table(seeds: Seeds) -> str:
     """Table C: all calls of a turn at once, or one per turn with the same number in all; one episode at a time."""
     rows = []
     for way, (name, arm) in DISPATCH.items():
+        if not seeds.evaluated(name, "alone", arm):
+            continue
         accuracy = [spread(seeds.accuracy(name, k, "alone", arm)) for k in ALONE]
         spent = [spread(seeds.cost(name, what, "alone", arm)) for what in ("calls", "turns", "tokens", "seconds")]
         rows.append([way, *accuracy, *spent])
@@ -389,20 +350,19 @@ def necessity_table(seeds: Seeds, names: Sequence[str]) -> str:
                 seeds.accuracy_if(name, k, False),
                 seeds.accuracy(name, k, arm="none"),
             ]
-            rows.append([TITLES[name], k, *map(spread, columns)])
+            rows.append([ROWS[name].title, k, *map(spread, columns)])
     header = ["row", "K", "it called", "it did not", "no tools offered (greedy)"]
     return markdown("#### What a call is worth: accuracy", header, rows)
 
 
 def tables(root: Path, demo: bool) -> str:
-    seeds, stages = Seeds(root), ["base", "sft", "grpo", "paragrpo"]
-    components, controls = ([row.name for row in rows] for rows in (COMPONENTS, CONTROLS))
+    seeds, stages = Seeds(root), [UNTRAINED, STARTS[0], *MAIN]
     parts = [outcome_table("#### A. Stages", seeds, stages)]
     if not demo:
-        parts.append(outcome_table("#### B. Components", seeds, ["grpo", "paragrpo", *components]))
+        parts.append(outcome_table("#### B. Components", seeds, [*MAIN, *COMPONENTS]))
     parts.append(dispatch_table(seeds))
     if not demo:
-        parts.append(outcome_table("#### Controls", seeds, [*controls[:4], "sft_tidy", "sft_no_tools", *controls[4:]]))
+        parts.append(outcome_table("#### Controls", seeds, [*CONTROLS[:4], *STARTS[1:], *CONTROLS[4:]]))
     parts += [prefix_table(seeds, PREFIX), necessity_table(seeds, NECESSITY)]
     return "\n\n".join([*parts, claims_table(seeds)])
 
@@ -427,11 +387,11 @@ def main() -> int:
     demo = args.what == "demo"
     root = args.root or Path("runs/demo" if demo else "runs/paradox")
     os.chdir(Path(__file__).parent)
-    jobs = plan(root, [0], MAIN) if demo else plan(root, range(args.seeds), MAIN + COMPONENTS, CONTROLS)
+    jobs = plan(root, [0], MAIN) if demo else plan(root, range(args.seeds), STUDY, CONTROLS)
     good = args.what == "tables" or work(jobs, args.jobs, root)
     text = tables(root, demo)
     print(f"\n{text}\n")
-    names = ("grpo", "paragrpo") if demo else [row.name for row in MAIN + COMPONENTS]
+    names = ("grpo", "paragrpo") if demo else [row.name for row in STUDY]
     shown = [path for folder in sorted(root.glob("seed*")) for name in names if (path := folder / name).is_dir()]
     target = root / "report.html"
     picture = str(root if demo else "results")

@@ -429,12 +429,13 @@ def main() -> int:
     parent = Path(os.path.commonpath([path.parent for path in whole]))
     folder = Path(os.path.commonpath([path if path.is_dir() else path.parent for path in whole]))
     out = args.out or folder / "report.html"
-    if out.resolve() == TEMPLATE.resolve():
-        sys.exit(f"error: {out} is the page's template; choose another file with -o")
+    if out.resolve() == TEMPLATE.resolve() or any(path.is_file() for path in out.parents):
+        sys.exit(f"error: {out} is the page's template, or lies below a file; choose another file with -o")
+    if strange := [str(p) for p in given if p.is_dir() and not {"config.yaml", "metrics.jsonl"} & set(os.listdir(p))]:
+        sys.exit(f"error: no config.yaml and no metrics.jsonl in {strange}; name the folders of runs")
     with_episodes = sum(path.is_file() or (path / "episodes").is_dir() for path in whole)
     pictures, share = Pictures(), args.episodes // max(1, with_episodes)
-    names = [path.relative_to(parent).as_posix() for path in whole]
-    runs = [read_run(path, name, pictures, share, args.model) for path, name in zip(given, names)]
+    runs = [read_run(p, q.relative_to(parent).as_posix(), pictures, share, args.model) for p, q in zip(given, whole)]
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, runs)
     print("".join(f"note: {note}\n" for run in runs for note in run.notes), end="")

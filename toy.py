@@ -437,16 +437,24 @@ def build(
     write_checkpoint(root / "model", build_tokenizer(words), CONTRACT, seed)
 
 
+def share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: must lie in 0 ... 1")
+    return value
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("build", help="write model, videos and parquets into DIR")
     command.add_argument("dir", type=Path)
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--p-tool", type=float, default=0.75, help="share of SFT rows that call tools")
-    command.add_argument("--p-loose", type=float, default=0.6, help="share of SFT turns that break the format")
+    command.add_argument("--p-tool", type=share, default=0.75, help="share of SFT rows that call tools")
+    command.add_argument("--p-loose", type=share, default=0.6, help="share of SFT turns that break the format")
     command.add_argument("--one-by-one", action="store_true", help="SFT rows with one call per turn")
     args = parser.parse_args()
+    if there := next((path for path in (args.dir, *args.dir.parents) if path.is_file()), None):
+        parser.error(f"{there} is a file; name a folder")
     build(args.dir, args.seed, args.p_tool, args.p_loose, args.one_by_one)
     print(f"toy written to {args.dir}; next: python data.py check {args.dir}/sft.parquet --model {args.dir}/model")
     return 0
