@@ -27,6 +27,7 @@ import numpy as np
 
 import data
 import report
+from checks import check_urls, find_checkpoint
 from contract import END_OF_TURN, Renderer, VisualContract, load_tokenizer, patchify
 from data import Bundle, Call, Episode, Task, Trajectory
 from engine import Engine, EngineError, Sample, open_engine
@@ -42,11 +43,15 @@ def main() -> int:
     doctor = arguments[:1] == ["doctor"]
     args = _parser(doctor).parse_args(arguments[doctor:])
     try:
+        if args.k is not None and args.k < 1:
+            raise ValueError(f"--k {args.k}: an overview has at least 1 frame")
+        if not doctor and args.trace and not args.trace.parent.is_dir():
+            raise ValueError(f"--trace {args.trace}: there is no folder {args.trace.parent}; make it first")
         with Videos(workers=2) as videos:
             for path in args.video:
                 videos.info(path)
             return run_doctor(args, videos) if doctor else ask(args, videos)
-    except (VideoError, EngineError, ValueError) as error:
+    except (VideoError, EngineError, FileNotFoundError, ValueError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -64,7 +69,7 @@ def _parser(doctor: bool) -> argparse.ArgumentParser:
         parser.add_argument("--json", action="store_true", help="print the episode as JSON instead of showing it live")
         parser.add_argument("--trace", type=Path, help="keep the episode: FILE.html to look at, else JSON")
         parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", required=True, help="a checkpoint's folder")
+    parser.add_argument("--model", required=True, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
     parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
@@ -75,13 +80,14 @@ def _parser(doctor: bool) -> argparse.ArgumentParser:
 
 def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **more) -> Stage:
     """Everything an agent needs, from the checkpoint's own contract."""
-    import torch
+    from distributed import checkpoint_dir  # torch
 
-    contract = VisualContract.load(args.model)
-    contract.check(args.model)
-    renderer = Renderer(load_tokenizer(args.model), contract)
-    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    engine = open_engine(args.model, renderer, urls=args.url, device=device, dtype=dtype)
+    source = find_checkpoint(args.model, checkpoint_dir, served=bool(args.url))
+    check_urls(args.url, patience=0.0)
+    contract = VisualContract.load(source)
+    contract.check(source)
+    renderer = Renderer(load_tokenizer(source), contract)
+    engine = open_engine(source, renderer, urls=args.url)
     return Stage(engine, renderer, videos, cfg, **more)
 
 

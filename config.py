@@ -46,7 +46,12 @@ def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"override {override!r}: {parent} is a value, it has no keys below it")
-        node[leaf] = yaml.safe_load(text)
+        try:
+            node[leaf] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(
+                f"override {override!r}: the value is not YAML; quote it whole for the shell, as in '{key}=[4, 8]'"
+            ) from None
     try:
         return build(cls, tree, "")
     except ConfigError as error:
@@ -61,8 +66,9 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> dict:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        whose = f", the `base` of {seen[-1].name}" if seen else ""
         raise ConfigError(
-            f"{path}: no such file" + (f"; did you mean {path.parent / near[0]}?" if near else "")
+            f"{path}: no such file{whose}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
         ) from None
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable YAML file: {error}") from None
@@ -88,7 +94,7 @@ def build(cls: type, tree: dict, prefix: str, start: Any = None) -> Any:
     for key in tree:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"valid keys: {', '.join(names)}"
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(names)}"
             raise ConfigError(f"{prefix}{key} = {tree[key]!r}: unknown key; {hint}")
     fields = [f for f in dataclasses.fields(cls) if f.init]
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
@@ -158,11 +164,17 @@ def _parser(doc: str) -> argparse.ArgumentParser:
 
 def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     """`SCRIPT CONFIG [key.sub=value ...] [--dry-run]`; a bad config ends the program with its message."""
-    args = _parser(doc).parse_intermixed_args()
+    parser = _parser(doc)
+    args, unknown = parser.parse_known_intermixed_args()
+    if unknown:
+        parser.error(f"{' '.join(unknown)}: no such option; write settings as key.sub=value, without dashes")
     try:
         return load(cls, args.config, args.overrides), args
     except ConfigError as error:
         sys.exit(f"config error: {error}")
+
+
+# ------------------------------------------------------------------------------------------------ what it leaves
 
 
 def save_run(cfg: Any, run_dir: str | Path) -> None:
@@ -171,7 +183,9 @@ def save_run(cfg: Any, run_dir: str | Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     # Through JSON, so that tuples become lists and the file is plain YAML that `load` reads back.
     text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(cfg))), sort_keys=False, allow_unicode=True)
-    (run_dir / "config.yaml").write_text(text, encoding="utf-8")
+    unborn = run_dir / "config.yaml.new"
+    unborn.write_text(text, encoding="utf-8")
+    unborn.rename(run_dir / "config.yaml")  # whole or not at all: `check_run` reads it before a run goes on
     run = {"command": sys.argv, "commit": git_commit(), "python": sys.version.split()[0], "packages": _versions()}
     (run_dir / "run.json").write_text(json.dumps(run, indent=1), encoding="utf-8")
 

@@ -167,11 +167,10 @@ def patchify(frames: list[Frames], patch: int = 16, merge: int = 2) -> tuple[np.
     for clip in frames:
         n, height, width, _ = clip.pixels.shape
         rows, columns = height // patch, width // patch
-        x = _NORMALISED[clip.pixels]  # [n, H, W, 3]
-        x = x.reshape(n, rows // merge, merge, patch, columns // merge, merge, patch, 3)
+        x = clip.pixels.reshape(n, rows // merge, merge, patch, columns // merge, merge, patch, 3)
         x = x.transpose(0, 1, 4, 2, 5, 7, 3, 6)  # [n, rows/m, columns/m, m, m, 3, patch, patch]
-        x = np.repeat(x[..., None, :, :], TEMPORAL_PATCH, axis=-3)  # [..., 3, 2, patch, patch]
-        values.append(x.reshape(n * rows * columns, -1))
+        x = x.reshape(-1, patch * patch).repeat(TEMPORAL_PATCH, axis=0)  # bytes are moved, floats written once
+        values.append(_NORMALISED[x].reshape(n * rows * columns, -1))
         grids += [[1, rows, columns]] * n
     if not values:
         return np.zeros((0, 3 * TEMPORAL_PATCH * patch * patch), np.float32), np.zeros((0, 3), np.int64)

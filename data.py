@@ -150,11 +150,9 @@ def subagent_messages(frames: Frames, question: str | None) -> list[dict]:
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Frames]:
-    """K uniform frames: of one video, or shared out evenly over several."""
+    """K uniform frames: of one video, or shared out evenly over several, each of which shows at least one."""
     n = len(task.videos)
-    if k < n:
-        raise ValueError(f"task {task.id} has {n} videos, so it needs at least {n} overview frames, not {k}")
-    shares = [k // n + (i < k % n) for i in range(n)]
+    shares = [max(1, k // n + (i < k % n)) for i in range(n)]
     return [videos.overview(path, share, contract.frame_size) for path, share in zip(task.videos, shares)]
 
 

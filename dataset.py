@@ -6,8 +6,7 @@
 A batch is a pure function of (seed, step): the position to resume at is the step number, and every rank takes its slice
 of the same batch, whatever the number of ranks. A bad row is reported once, skipped and counted.
 
-To add a dataset: write `parse(row, origin, root, weight)` beside parse_task and parse_dialogue, raising RowError with the
-reason where a row cannot be used.
+To add a dataset: docs/add_a_dataset.md; a row that cannot be used raises RowError with the reason.
 
 Deliberately missing: epochs as a concept of the trainers, worker processes that load data (video.py has its own).
 """
@@ -57,10 +56,14 @@ class DataConfig:
     """Where relative paths of the rows start; empty: at the data file's own folder."""
     seed: int = 0
     max_bad_fraction: float = 0.01
-    """The run stops when more than this share of all rows turned out to be unusable."""
+    """The run stops when more than this share of the rows turned out to be unusable (each rank counts its own)."""
 
 
-class RowError(ValueError):
+class DataError(ValueError):
+    """Data that a run cannot use; the text says what to do."""
+
+
+class RowError(DataError):
     """A row that cannot be used; the text is the reason."""
 
 
@@ -77,12 +80,15 @@ class Rows:
         if self.path.suffix == ".parquet":
             import pyarrow.parquet as pq  # 0.3 s that `--help` does not need
 
-            self._table = pq.read_table(self.path, memory_map=True)
+            try:
+                self._table = pq.read_table(self.path, memory_map=True)
+            except (OSError, ValueError) as error:  # an interrupted download; a Git LFS pointer
+                raise DataError(f"{path}: not a readable parquet file: {error}; fetch it again") from None
             self._lines = None
         elif self.path.suffix == ".jsonl":
             self._lines = self.path.read_bytes().splitlines()
         else:
-            raise ValueError(f"{path}: expected a .parquet or .jsonl file")
+            raise DataError(f"{path}: expected a .parquet or .jsonl file")
 
     def __len__(self) -> int:
         return self._table.num_rows if self._lines is None else len(self._lines)
@@ -104,10 +110,11 @@ class Dataset:
         sources = [(source, Rows(source.path)) for source in cfg.sources]
         self._first = [(s, rows) for s, rows in sources if s.first]
         self._mixture = [(s, rows) for s, rows in sources if not s.first]
-        self.total, self.bad = sum(len(rows) for _, rows in sources), {}
+        self.total, self.bad, self._world = sum(len(rows) for _, rows in sources), {}, 1
         self._order = (None, np.zeros(0, int))  # the epoch whose permutation is in memory
         if not len(self):
-            raise ValueError(f"no rows in {', '.join(s.path for s in cfg.sources)}, apart from those read `first`")
+            files = ", ".join(s.path for s in cfg.sources)
+            raise DataError(f"no rows in {files or 'an empty list of sources'}, apart from those read `first`")
 
     def __len__(self) -> int:
         """Rows of an epoch of the mixture."""
@@ -115,7 +122,7 @@ class Dataset:
 
     def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[tuple[Any, int]]:
         """This rank's share of step's batch: (item, epoch). Bad rows leave it shorter."""
-        items = []
+        items, self._world = [], world
         for position in range(step * size + rank, (step + 1) * size, world):
             source, rows, row, epoch = self._row(position)
             origin = f"{rows.path.name}:{row}"
@@ -134,9 +141,10 @@ class Dataset:
             return
         self.bad[origin] = reason
         print(f"skipped {origin}: {reason}", file=sys.stderr)
-        if len(self.bad) > self.cfg.max_bad_fraction * self.total:
+        mine = self.total // self._world
+        if len(self.bad) > self.cfg.max_bad_fraction * mine:
             raise RowError(
-                f"{len(self.bad)} of {self.total} rows are unusable, more than max_bad_fraction = "
+                f"{len(self.bad)} of {mine} rows are unusable, more than max_bad_fraction = "
                 f"{self.cfg.max_bad_fraction}; the last: {origin}: {reason}. `python data.py check` lists them all."
             )
 
@@ -157,6 +165,26 @@ class Dataset:
         return *pool[source], int(row), max(epoch, 0)
 
 
+def check_rows(parse: Callable, *cfgs: DataConfig | None, look: int = 64) -> None:
+    """Raise if not one of the first rows can be used: before weights are loaded, and anything is written."""
+    for cfg in filter(None, cfgs):
+        dataset, reasons = Dataset(cfg, parse), []
+        for position in range(min(look, len(dataset))):
+            source, rows, row, _ = dataset._row(position)
+            try:
+                parse(
+                    rows[row], f"{rows.path.name}:{row}", Path(cfg.video_root or rows.path.parent), source.loss_weight
+                )
+                break
+            except RowError as error:
+                reasons.append(f"{rows.path}: row {row}: {error}")
+        else:
+            raise DataError(
+                f"{reasons[0]}; of the {len(reasons)} rows that are read first, none can be used. Relative paths start at "
+                f"data.video_root = {cfg.video_root!r} (empty: the data file's folder); `python data.py check` lists all"
+            )
+
+
 def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
     return [round(source.weight * len(rows)) for source, rows in pool]
 
@@ -167,7 +195,11 @@ def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
 def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task:
     """`prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
     info = _json(row.get("extra_info") or {}, "extra_info")
-    messages = _json(row.get("prompt"), "prompt")
+    if "prompt" not in row:
+        raise RowError(
+            f"no field `prompt`, only {', '.join(row)}: RL rows have it; rows with `messages` are for sft.py"
+        )
+    messages = _json(row["prompt"], "prompt")
     videos = [
         _resolve(v["video"] if isinstance(v, dict) else v, root) for v in _json(row.get("videos") or [], "videos")
     ]
@@ -232,7 +264,11 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
 
     The row's system prompt is dropped: SFT, RL and evaluation share one. The optional column `agent` marks rows that
     teach another agent than the main one."""
-    messages = _json(row.get("messages"), "messages")
+    if "messages" not in row:
+        raise RowError(
+            f"no field `messages`, only {', '.join(row)}: SFT rows have it; rows with `prompt` are for rl.py"
+        )
+    messages = _json(row["messages"], "messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise RowError("`messages` is not a list of messages")
     turns: list[dict] = []

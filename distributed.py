@@ -21,14 +21,12 @@ import itertools
 import json
 import math
 import os
-import random
 import resource
 import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -40,7 +38,10 @@ from contract import VisualContract
 # ------------------------------------------------------------------------------------------------ ranks
 
 
-def init_distributed(timeout_minutes: float = 30) -> tuple[int, int]:
+TIMEOUT = datetime.timedelta(hours=2)  # an episode may wait for a server's restart, rank 0 for a download
+
+
+def init_distributed() -> tuple[int, int]:
     """Join torchrun's ranks (NCCL on GPUs, gloo on CPUs) -> (rank, world size). A lone GPU makes a group of one, since
     mixed precision lives in FSDP2; a lone CPU process needs none."""
     cuda, alone = torch.cuda.is_available(), "RANK" not in os.environ
@@ -49,8 +50,7 @@ def init_distributed(timeout_minutes: float = 30) -> tuple[int, int]:
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     lone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}
-    timeout = datetime.timedelta(minutes=timeout_minutes)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, **lone)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, **lone)
     _gloo()
     return rank(), world_size()
 
@@ -58,7 +58,7 @@ def init_distributed(timeout_minutes: float = 30) -> tuple[int, int]:
 @functools.cache
 def _gloo() -> dist.ProcessGroup:
     """The group for Python objects and barriers: no GPU waits for it."""
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def rank() -> int:
@@ -79,14 +79,14 @@ def print0(*values: Any) -> None:
         print(*values, flush=True)
 
 
-def barrier(what: str, timeout_minutes: float = 30) -> None:
+def barrier(what: str, timeout: datetime.timedelta = TIMEOUT) -> None:
     """Wait for all ranks; rank 0's error names those that did not come."""
     if world_size() == 1:
         return
     try:
-        dist.monitored_barrier(_gloo(), datetime.timedelta(minutes=timeout_minutes), wait_all_ranks=True)
+        dist.monitored_barrier(_gloo(), timeout, wait_all_ranks=True)
     except RuntimeError as error:
-        raise RuntimeError(f"{what}: not all ranks arrived within {timeout_minutes:g} minutes: {error}") from None
+        raise RuntimeError(f"{what}: not all ranks arrived within {timeout}: {error}") from None
 
 
 def gather(value: Any) -> list[Any]:
@@ -128,8 +128,8 @@ def peak_memory() -> float:
 def save_state(
     folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict[str, Any] | None = None
 ) -> None:
-    """Save weights that train, AdamW's moments, every rank's random state, the step (with it the position in the data
-    and on the learning-rate schedule) and `extra` (JSON). The `keep` newest states stay."""
+    """Save weights that train, AdamW's moments, the step (with it the position in the data, on the learning-rate schedule
+    and in all draws of chance, which are functions of it) and `extra` (JSON). The `keep` newest states stay."""
     folder = Path(folder)
     target, unfinished = folder / f"step-{step:08d}", folder / f"step-{step:08d}.tmp"
     if target.exists():  # after a resume, the same step would be the same state
@@ -141,10 +141,9 @@ def save_state(
     barrier("save_state begins")
     with warnings.catch_warnings(action="ignore"):  # "a single process": yes, it may be
         dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, no_dist=world_size() == 1)
-    torch.save(_random_state(), unfinished / f"random-{rank()}.pt")
     barrier("save_state ends")
     if rank() == 0:
-        (unfinished / "run.json").write_text(json.dumps({"step": step, "world": world_size(), "extra": extra or {}}))
+        (unfinished / "run.json").write_text(json.dumps({"step": step, "extra": extra or {}}))
         unfinished.rename(target)
         for old in _states(folder)[:-keep]:
             doomed = old.with_suffix(".old")  # first no longer complete by name, then gone
@@ -153,16 +152,18 @@ def save_state(
     barrier("save_state is done")
 
 
-def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, Any]]:
-    """Continue from the newest complete state -> (step, extra); (0, {}) where there is none."""
+def load_state(folder: str | Path, policy, optimizer, resume: str = "auto") -> tuple[int, dict[str, Any]]:
+    """Continue from the newest complete state -> (step, extra); (0, {}) where there is none. resume = "never": there is
+    none any more."""
+    if resume == "never" and rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    barrier("load_state begins")
     path = latest_state(folder)
     if path is None:
         return 0, {}
     run = json.loads((path / "run.json").read_text())
     with warnings.catch_warnings(action="ignore"):
         dcp.load(_state(policy, optimizer), checkpoint_id=path, no_dist=world_size() == 1)
-    if run["world"] == world_size():  # other ranks, other random streams: nothing to continue
-        _set_random_state(torch.load(path / f"random-{rank()}.pt", weights_only=True))
     return run["step"], run["extra"]
 
 
@@ -181,25 +182,10 @@ def _state(policy, optimizer) -> dict[str, dict[str, Any]]:
     for p in trained.values():
         if not optimizer.state[p]:  # no step so far; the optimizer itself would begin with the same
             moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[p] = {"step": torch.zeros(()), **moments}
+            where = p.device if optimizer.defaults["fused"] else "cpu"  # AdamW's own choice
+            optimizer.state[p] = {"step": torch.zeros((), device=where), **moments}
     weights = {name: p.detach() for name, p in trained.items()}
     return {"weights": weights, "adamw": {name: optimizer.state[p] for name, p in trained.items()}}
-
-
-def _random_state() -> dict[str, Any]:
-    numpy = np.random.get_state(legacy=False)
-    numpy["state"]["key"] = torch.from_numpy(numpy["state"]["key"])  # so that it loads without unpickling code
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state(), "cuda": cuda}
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    state["numpy"]["state"]["key"] = state["numpy"]["state"]["key"].numpy()
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 # ------------------------------------------------------------------------------------------------ exports
@@ -253,8 +239,9 @@ def export(
             for member in files[i]:
                 whole = _whole(weights[member].detach().to(dtype))
                 if i - turn == rank():
-                    mine[member], name = whole.cpu().contiguous(), names[i]
-        if name:
+                    mine[member], name = whole, names[i]
+        if name:  # copied to the host by all ranks at the same time, not between two gathers
+            mine = {member: whole.cpu().contiguous() for member, whole in mine.items()}
             save_file(mine, unfinished / name, metadata={"format": "pt"})
     barrier("export is written")
     if rank() == 0:

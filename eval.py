@@ -30,6 +30,7 @@ import compare
 import config
 import data
 from benchmarks import SPLITS, Item, SplitError, ask_with_subtitles, grade, load_split
+from checks import check_run, check_servers, differences, find_checkpoint
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from engine import EngineError, open_engine, run_all
 from protocols import Outcome, Prompting, look_over, play
@@ -98,15 +99,19 @@ class Cell:
 def main(cfg: EvalConfig) -> None:
     from distributed import checkpoint_dir  # torch, which `table` does not need
 
-    source = checkpoint_dir(cfg.checkpoint)
+    check_run(cfg)
+    served = bool(cfg.rollout.gpus or cfg.rollout.urls)
+    source = find_checkpoint(cfg.checkpoint, checkpoint_dir, served)
     contract = cfg.visual or VisualContract.load(source)
     contract.check(source)
     renderer = Renderer(load_tokenizer(source), contract)
     weights = weights_digest(source)
-    todo = [(cell, unfinished(cell, settings(cfg, cell, contract, weights))) for cell in cells(cfg)]
+    todo = [(cell, unfinished(cell, settings(cfg, cell, contract, weights))) for cell in list(cells(cfg))]
     config.save_run(cfg, cfg.run)
     if any(items for _, items in todo):
-        engine = open_engine(source, renderer, **place(cfg.rollout))
+        check_servers(cfg.rollout)
+        where = {name: getattr(cfg.rollout, name) for name in ("gpus", "urls", "server_args", "max_batch_tokens")}
+        engine = open_engine(source, renderer, **where)
         try:
             with Videos(cfg.decoders, quarantine=Path(cfg.run) / "bad_videos.jsonl") as videos:
                 for cell, items in todo:
@@ -130,21 +135,6 @@ def cells(cfg: EvalConfig) -> Iterator[Cell]:
 def agentic(cfg: EvalConfig) -> bool:
     """Asked as our own agent is: it has arms, and the format that the rewards speak of."""
     return cfg.prompting.protocol == "agent"
-
-
-def place(cfg: RolloutConfig) -> dict[str, Any]:
-    """Where the model runs."""
-    import torch
-
-    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    return {
-        "gpus": cfg.gpus,
-        "urls": cfg.urls,
-        "server_args": cfg.server_args,
-        "device": device,
-        "dtype": dtype,
-        "max_batch_tokens": cfg.max_batch_tokens,
-    }
 
 
 # ------------------------------------------------------------------------------------------------ one cell
@@ -189,7 +179,7 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
             verdict = grade(item, answer, cfg.grading)
     except (VideoError, JudgeError) as problem:
         error = f"{type(problem).__name__}: {problem}"
-    form = score(episode, stage.renderer, replace(cfg.grading, open_answer="exact")) if verdict and agentic(cfg) else {}
+    form = score(episode, stage.renderer, RewardConfig(open_answer="exact")) if verdict and agentic(cfg) else {}
     calls = episode.calls if episode else []
     agents = [agent for call in calls if (agent := call.agent)]
     return {
@@ -261,18 +251,11 @@ def unfinished(cell: Cell, wanted: dict[str, Any]) -> list[Item]:
     results = compare.read_results(cell.path, repair=True)
     if wrong := differences(results.settings, wanted):
         raise config.ConfigError(
-            f"{cell.path} was made under other settings ({'; '.join(wrong)}): choose another `run`, or delete the file"
+            f"{cell.path} was made under other settings ({'; '.join(wrong.values())}): choose another `run`, or delete the "
+            "file"
         )
     answered = {record["id"]: record["bytes"] for record in results.records if not record["error"]}
     return [item for item in cell.items if answered.get(item.task.id) != sizes(item)]
-
-
-def differences(was: Any, now: Any, name: str = "") -> list[str]:
-    """`rollout.temperature: 0.0, now 0.7`, for every setting that differs."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        pairs = [(key, was.get(key), now.get(key)) for key in was | now]
-        return [text for key, a, b in pairs for text in differences(a, b, f"{name}.{key}" if name else key)]
-    return [f"{name}: {was!r}, now {now!r}"] if was != now else []
 
 
 def weights_digest(folder: Path) -> str:

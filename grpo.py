@@ -4,7 +4,7 @@
     for part in micro_batches(lessons, cfg.train_tokens):     # as many on every rank
         loss, watched = lessons_loss(policy(bundles(part), tau), part, prox, reference, cfg)
 
-    A_i    = (R_i - mean_group R) / max(std_group R, floor)                    group-normalised advantage of episode i
+    A_i    = (R_i - mean_group R) / std_group R, 0 where that is < floor       group-normalised advantage of episode i
     A_i,t  = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]                   Selective Anchoring (credit: struct)
     l_i,t  = -w * min(r A, clip(r, 1 - eps, 1 + eps_high) A) + beta * KL       r = pi / pi_prox, w = pi_prox / pi_behaviour
     KL     = exp(d) - d - 1, d = log pi_ref - log pi                           (k3; the release puts its KL into the reward)
@@ -49,12 +49,11 @@ class GRPOConfig:
     std_floor: float = 1e-3
     """A group whose rewards vary less is flat. Fractional rewards leave a residue of rounding."""
     normalise: Literal["group", "mean", "batch"] = "group"
-    """group: mean and std of the group; mean: its mean alone; batch: group, then mean and std of the batch."""
+    """group: mean and std of the group; mean: its mean alone; batch: group, then divided by the std over all episodes of
+    the batch (their mean is 0), so that few lively groups among flat ones weigh more."""
     aggregation: Literal["token", "sequence"] = "token"
-    """token: mean over all tokens; sequence: mean over episodes of their tokens' mean."""
-    flat_groups: Literal["count", "drop"] = "count"
-    """Groups in which all did equally well teach nothing. count: their tokens still count in the mean of the loss, so a
-    batch with few lively groups moves the policy little; drop: they are left out of everything, the KL too."""
+    """token: mean over all tokens; sequence: mean over agents of their tokens' mean. Tokens of flat groups count, so a
+    batch with few lively groups moves the policy little."""
     behaviour_cap: float = 5.0
     """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
     train_tokens: int = 16_384
@@ -88,51 +87,49 @@ def make_lessons(groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig) -
     """Advantages of this rank's groups, and their bundles. Normalisers are those of all ranks.
 
     A group is left out if nothing in it can be learned: R and R_anchor are flat, and no KL pulls."""
-    anchor = cfg.reward.anchor
     ran = [[e for e in group.episodes if not e.error] for group in groups]
-    advantages = [
-        group_advantage([e.reward["reward"] for e in es], cfg.std_floor, cfg.normalise != "mean") for es in ran
-    ]
-    anchors = [group_advantage([e.reward["anchor"] for e in es], cfg.std_floor) for es in ran]
-    if cfg.normalise == "batch":  # over the groups that vary; in the others nobody did better than the rest
-        varied = np.concatenate([np.zeros(0), *(a for rank in gather(advantages) for a in rank if a.any())])
-        if len(varied):
-            advantages = [(a - varied.mean()) / max(varied.std(), cfg.std_floor) if a.any() else a for a in advantages]
-
-    spoken = [[learned(e, cfg) for e in es] for es in ran]  # per group and episode: trajectories in the loss
-    lively = [
-        bool(a.any() or (anchor.credit == "struct" and r.any()) or (anchor.credit == "logp" and es))
-        for es, a, r in zip(ran, advantages, anchors)
-    ]
-    every = [t for ts, alive in zip(spoken, lively) for e in ts for t in e if alive or cfg.flat_groups == "count"]
-    tidy = sum(e.reward["strict"] for es in ran for e in es)
-    mine = {"tokens": sum(sum(t.mask) for t in every), "agents": len(every), "tidy": tidy}
+    give_advantages(ran, cfg)
+    agents = [agent for es in ran for e in es for agent in learned(e, cfg)]
+    mine = {"tokens": sum(sum(agent.mask) for agent in agents), "agents": len(agents)}
+    mine["tidy"] = sum(e.reward["strict"] for es in ran for e in es)
     total = sum_over_ranks({name: float(value) for name, value in mine.items()})
 
     lessons = []
-    for es, a, r, trajectories, alive in zip(ran, advantages, anchors, spoken, lively):
-        for episode, own, structural in zip(es, a, r):  # for whoever reads the episode later
-            episode.advantage, episode.anchor_advantage = float(own), float(structural)
-        if not alive and not (cfg.kl and cfg.flat_groups == "count"):
-            continue
-        rows = []
-        for episode, own, structural, agents in zip(es, a, r, trajectories):
-            for trajectory in agents:
-                main = trajectory is episode.main
-                mask = np.array(trajectory.mask, bool)
-                struct = (
-                    np.array(structural_mask(trajectory, renderer), np.float32)[mask] if main else np.zeros(mask.sum())
-                )
-                advantage = np.full(mask.sum(), own)
-                if anchor.credit == "struct":
-                    advantage = advantage + anchor.scale * structural * struct
-                pulled = anchor.credit == "logp" and episode.reward["strict"] and struct.any()
-                pull = anchor.scale * struct / struct.sum() / total["tidy"] if pulled else np.zeros(len(struct))
-                share = total["tokens"] if cfg.aggregation == "token" else total["agents"] * max(1, mask.sum())
-                behaviour = np.array(trajectory.logprobs)[mask]
-                rows.append((trajectory, [advantage, behaviour, np.full(mask.sum(), 1 / share), pull]))
-        lessons += [make_lesson(part) for part in split_by_prompt(rows, cfg.train_tokens)]
+    for es in ran:
+        if cfg.kl or any(e.advantage or e.anchor_advantage or cfg.reward.anchor.credit == "logp" for e in es):
+            rows = [(agent, columns(agent, e, total, renderer, cfg)) for e in es for agent in learned(e, cfg)]
+            lessons += [make_lesson(part) for part in split_by_prompt(rows, cfg.train_tokens)]
     return lessons
+
+
+def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig) -> None:
+    """A_i and, under credit `struct`, A_anchor_i: written into the episodes, where reports find them."""
+    for episodes in groups:
+        own = group_advantage([e.reward["reward"] for e in episodes], cfg.std_floor, cfg.normalise != "mean")
+        anchor = group_advantage([e.reward["anchor"] for e in episodes], cfg.std_floor)
+        for episode, a, a_anchor in zip(episodes, own, anchor):
+            episode.advantage = float(a)
+            episode.anchor_advantage = float(a_anchor) if cfg.reward.anchor.credit == "struct" else 0.0
+    if cfg.normalise == "batch":
+        mine = [episode.advantage for episodes in groups for episode in episodes]
+        spread = np.std([a for rank in gather(mine) for a in rank] or [0.0])
+        for episode in (episode for episodes in groups for episode in episodes):
+            episode.advantage /= max(spread, cfg.std_floor)
+
+
+def columns(agent: Trajectory, episode: Episode, total: dict, renderer: Renderer, cfg: GRPOConfig) -> list[np.ndarray]:
+    """Of one trajectory, what a Lesson holds of its N sampled tokens: advantage, behaviour, weight, anchor."""
+    sampled, anchor = np.array(agent.mask, bool), cfg.reward.anchor
+    n = sampled.sum()
+    is_struct = np.zeros(n)
+    if agent is episode.main:
+        is_struct = np.array(structural_mask(agent, renderer), float)[sampled]
+    advantage = episode.advantage + anchor.scale * episode.anchor_advantage * is_struct
+    share = total["tokens"] if cfg.aggregation == "token" else total["agents"] * max(1, n)
+    pull = np.zeros(n)
+    if anchor.credit == "logp" and episode.reward["strict"] and is_struct.any():
+        pull = anchor.scale * is_struct / is_struct.sum() / total["tidy"]
+    return [advantage, np.array(agent.logprobs)[sampled], np.full(n, 1 / share), pull]
 
 
 def learned(episode: Episode, cfg: GRPOConfig) -> list[Trajectory]:
@@ -144,7 +141,8 @@ def split_by_prompt(rows: list, budget: int) -> list[list]:
     parts, room = [], {}
     for row in rows:
         trajectory = row[0]
-        key = tuple(trajectory.ids[: trajectory.prompt_length])
+        # Two looks may have the same words, stamps included, and yet other pixels.
+        key = (*trajectory.ids[: trajectory.prompt_length], *(id(clip.pixels) for clip in trajectory.frames))
         suffix = len(trajectory.ids) - trajectory.prompt_length
         if room.get(key, (0, -1))[1] < suffix:
             parts.append([])

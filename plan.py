@@ -12,6 +12,7 @@ Shapes: L tokens of a micro-batch, H hidden, I intermediate, V vocabulary; q and
 
 import functools
 import math
+import shutil
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,6 +216,15 @@ def engine_load(cfg) -> tuple[int, int]:
     rows = min(cfg.rollout.concurrency, cfg.batch_tasks * cfg.group_size)
     # A group shares its prompt's keys (about 80 tokens a frame); each episode is given two full turns.
     return rows, cfg.visual.overview_frames * 80 // cfg.group_size + 2 * cfg.rollout.max_new_tokens
+
+
+def plan_disk(cfg: PolicyConfig, run: str | Path, keep: int) -> str:
+    """What the training states of a run take: fp32 weights and two moments, `keep` of them and one being written."""
+    needed = 12 * shapes(cfg).trained * (keep + 1) / GIB
+    folder = next(path for path in (Path(run).absolute(), *Path(run).absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free / GIB
+    cure = ": lower `keep`, or set `run`" if free < needed else ""
+    return f"disk: {keep + 1} training states take {needed:.1f} GiB, {free:.1f} are free in {folder}{cure}"
 
 
 def kv_bytes_per_token(text) -> int:

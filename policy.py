@@ -231,6 +231,8 @@ def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequenc
         raise ValueError(
             f"{cfg.checkpoint} is a {model_config.model_type!r}, this code runs dense Qwen3-VL: 'qwen3_vl'"
         )
+    for part in (model_config, model_config.text_config, model_config.vision_config):
+        part.dtype = torch.float32  # of master weights: transformers would build each part in the dtype that it names
     AttentionInterface.register("group_packed", group_packed_attention)
     model_config.text_config._attn_implementation = "group_packed"
     model_config.vision_config._attn_implementation = "sdpa"
@@ -291,7 +293,9 @@ def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": cfg.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), foreach=True)
+    # On a GPU fused: foreach would hold another copy of the weights for a moment.
+    kernel = {"fused" if policy.device.type == "cuda" else "foreach": True}
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), **kernel)
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
@@ -304,11 +308,9 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
 
 
-def set_lr(optimizer: torch.optim.Optimizer, cfg: OptimConfig, step: int, steps: int) -> float:
-    rate = learning_rate(cfg, step, steps)
+def set_lr(optimizer: torch.optim.Optimizer, cfg: OptimConfig, step: int, steps: int) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
-    return rate
+        group["lr"] = learning_rate(cfg, step, steps)
 
 
 def clip_gradients(policy: nn.Module, largest: float) -> float:

@@ -8,7 +8,7 @@ with what outcome), never the text that came back. The *last* complete `<answer>
 
     python rewards.py "<think>\\nI look.\\n</think>\\n<answer>B</answer>" --answer B --kind mcq     the reward lab
 
-Deliberately missing: advantages and losses (rl.py), a learned reward model. The only I/O is the optional judge.
+Deliberately missing: advantages and losses (grpo.py), a learned reward model. The only I/O is the optional judge.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from data import Episode, Group, Task, Trajectory
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
+PARTS = ("reward", "acc", "fmt", "tool", "anchor", "strict")
 SPAM = {"think": 3, "answer": 3, "tool_call": 32}  # more of one tag in a turn is spam, and the episode earns nothing
 
 
@@ -68,8 +69,6 @@ class RewardConfig:
     answer_suffix: bool = True
     """Exploration Anchoring's weights for the answer's tags; false: the plain ones."""
     anchor: Anchor = Anchor()
-    scored: Literal["full", "sampled"] = "full"
-    """`sampled` leaves out the forced prefix, as the released code did (its <think> is invisible then)."""
     open_answer: Literal["f1", "exact", "judge"] = "f1"
     untagged_answer: bool = False
     """Without an <answer>, accept what follows "the answer is". Off in training, but for runs that say so."""
@@ -78,6 +77,10 @@ class RewardConfig:
     def __post_init__(self):
         if self.open_answer == "judge" and not self.judge.url:
             raise ValueError("open_answer = 'judge': needs judge.url and judge.model")
+        if self.anchor.credit == "sequence" and not self.w_fmt:
+            raise ValueError(
+                "anchor.credit = 'sequence' is paid through R_fmt, and w_fmt = 0 pays nothing: raise w_fmt"
+            )
 
 
 class JudgeError(RuntimeError):
@@ -89,9 +92,9 @@ class JudgeError(RuntimeError):
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, float]:
     """All parts by name; `reward` is their sum. Raises JudgeError if a judge was asked for and failed."""
-    turns = turn_texts(episode.main, renderer, cfg.scored)
+    turns = turn_texts(episode.main, renderer)
     if spam := tag_spam(turns):
-        return {"reward": 0.0, "acc": 0.0, "fmt": 0.0, "tool": 0.0, "anchor": 0.0, "strict": 0.0, f"spam_{spam}": 1.0}
+        return dict.fromkeys(PARTS, 0.0) | {f"spam_{spam}": 1.0}
     answer = final_answer(turns)
     if answer is None and cfg.untagged_answer and turns:
         answer = untagged_answer(turns[-1])
@@ -135,12 +138,10 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig)
     return lost
 
 
-def turn_texts(trajectory: Trajectory, renderer: Renderer, scored: str = "full") -> list[str]:
-    """The assistant's turns as text, `<|im_end|>` included where it was sampled."""
-    return [
-        renderer.decode([t for t, m in zip(trajectory.ids[a:b], trajectory.mask[a:b]) if m or scored == "full"])
-        for a, b in trajectory.turns
-    ]
+def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
+    """The assistant's turns as text: a forced <think>, and `<|im_end|>` where it was sampled, included. (The release
+    reads sampled tokens alone, so that a forced <think> earns nothing.)"""
+    return [renderer.decode(trajectory.ids[a:b]) for a, b in trajectory.turns]
 
 
 def tag_spam(turns: list[str]) -> str:

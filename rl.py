@@ -1,22 +1,26 @@
 """rl.py: PARA-GRPO, and plain GRPO as its special case.
 
-    torchrun --nproc_per_node=7 rl.py configs/paragrpo_8b.yaml     # GPU 7 samples, the others train
-    python rl.py configs/toy_paragrpo.yaml                         # the same code on a CPU
-    python rl.py configs/toy_grpo.yaml steps=20                    # accuracy-only GRPO, for contrast
+    torchrun --standalone --nproc_per_node=4 rl.py configs/paragrpo_8b.yaml     # GPUs 4-7 sample, the others train
+    python rl.py configs/toy_paragrpo.yaml                                      # the same code on a CPU
+    python rl.py configs/toy_grpo.yaml steps=20                                 # accuracy-only GRPO, for contrast
 
 A step: B tasks -> one K each (nFrames gating) -> G episodes each -> rewards -> advantages -> loss -> AdamW -> weights to
 the engine. RUN/metrics.jsonl, RUN/episodes/ (what was said), RUN/state/ (to resume from), RUN/model/ (the result).
 
 The equations are in grpo.py; plain GRPO is the same loop without anchor, prefix and gating. With `staleness: 1` the
-episodes of the next step are sampled, by the weights of the last one, while this one trains.
+episodes of the next step are sampled, by the weights of the last one, while this one trains. (A resumed run samples its
+first batch by the newest weights; with `staleness: 0` it is the uninterrupted run.)
 
 Deliberately missing: batches that are more than one update old, trainers that come and go.
 """
+
+import os
 
 import config
 
 if __name__ == "__main__":
     config.answer_help(__doc__)  # before torch and transformers, which take seconds to import
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no two micro-batches have the same length
 
 import math
 import shutil
@@ -31,12 +35,14 @@ from typing import Literal
 import numpy as np
 import torch
 
+from checks import check_run, check_servers, find_checkpoint
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Group, draw_frames
-from dataset import DataConfig, Dataset, RowError, parse_task
+from dataset import DataConfig, DataError, Dataset, check_rows, parse_task
 from distributed import (
     barrier,
     checkpoint_dir,
+    device,
     export,
     gather,
     init_distributed,
@@ -49,7 +55,7 @@ from distributed import (
 )
 from engine import Engine, EngineError, open_engine
 from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
-from plan import Plan, PlanError, engine_load, plan_engine, plan_training
+from plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_training
 from policy import OptimConfig, Policy, PolicyConfig, clip_gradients, load, make_optimizer, set_lr
 from rewards import give_rewards
 from rollout import RolloutConfig, rollout
@@ -111,6 +117,13 @@ class RLConfig(GRPOConfig):
                 f"rollout.subagents.train needs rollout.subagents.temperature = {self.rollout.temperature}, the main "
                 f"agent's, not {agents.temperature}: the loss has one softmax"
             )
+        if self.rollout.gpus and self.rollout.urls:
+            raise ValueError(
+                f"rollout.gpus = {list(self.rollout.gpus)}, rollout.urls = {list(self.rollout.urls)}: give one of the two: "
+                "servers that are started here, or servers that already run"
+            )
+        if small := [k for k in (*self.gating, *self.val_frames) if k < 1]:
+            raise ValueError(f"gating or val_frames = {small}: an overview has at least 1 frame; gating = [] is off")
         if self.group_size < 2:
             raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
         counts = (
@@ -135,21 +148,26 @@ SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "ga
 def main(cfg: RLConfig) -> None:
     """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
     me, world = init_distributed()
-    torch.manual_seed(cfg.seed)
-    run, source = Path(cfg.run), checkpoint_dir(cfg.policy.checkpoint)
+    check_run(cfg)
+    run, source = Path(cfg.run), find_checkpoint(cfg.policy.checkpoint, checkpoint_dir)
     cfg.visual.check(source)
+    check_servers(cfg.rollout, world)
     renderer = Renderer(load_tokenizer(source), cfg.visual)
     every_frame = (cfg.visual.overview_frames,)
+    check_rows(parse_task, cfg.data, cfg.val)
     dataset = Dataset(cfg.data, parse_task)
     held_out = [task for task, _ in Dataset(cfg.val, parse_task).batch(0, cfg.val_tasks, me, world)] if cfg.val else []
+    if torch.cuda.is_available():
+        check_memory(replace(cfg, gpus=world, policy=replace(cfg.policy, checkpoint=str(source))))
     policy = load(cfg.policy, renderer.never_sampled)
     reference = load(cfg.policy, renderer.never_sampled, train=False) if cfg.kl else None
     optimizer = make_optimizer(policy, cfg.optim)
-    done, counted = load_state(run / "state", policy, optimizer) if cfg.resume == "auto" else (0, {})
+    done, counted = load_state(run / "state", policy, optimizer, cfg.resume)
     bad_steps = counted.get("bad_steps", 0)
     engine = shared_engine(source, renderer, cfg.rollout)
+    snapshot = snapshot_folder(run, source)
     if done or cfg.rollout.urls:  # servers that already run may hold the weights of another run
-        publish(policy, engine, cfg, source, done)
+        publish(policy, engine, cfg, source, snapshot, done)
     metrics = None
     if me == 0:
         config.save_run(cfg, run)
@@ -174,7 +192,7 @@ def main(cfg: RLConfig) -> None:
 
             sampler.settle()
             clock.lap("rollout")
-            publish(policy, engine, cfg, source, step + 1)
+            publish(policy, engine, cfg, source, snapshot, step + 1)
             clock.lap("publish")
 
             bad_steps += bad
@@ -199,7 +217,7 @@ def main(cfg: RLConfig) -> None:
                 save_state(run / "state", policy, optimizer, step + 1, cfg.keep, {"bad_steps": bad_steps})
     engine.close()
     if me == 0:
-        shutil.rmtree(snapshot_folder(run), ignore_errors=True)
+        shutil.rmtree(snapshot, ignore_errors=True)
     export(policy, run / "model", source, cfg.visual)
     print0(f"done: {run}/model")
 
@@ -242,8 +260,10 @@ class Sampler:
     def __enter__(self) -> "Sampler":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.stopped.set()  # after an error, nobody waits for a batch that is not wanted
+    def __exit__(self, error, *_) -> None:
+        self.stopped.set()
+        if error:
+            self.stage[0].close()  # nobody waits for a batch that is not wanted: what was asked fails now
         self.thread.shutdown()
 
 
@@ -254,20 +274,19 @@ def choose_k(cfg: RLConfig, task_id: str, epoch: int) -> int:
 def shared_engine(source: Path, renderer: Renderer, cfg: RolloutConfig) -> Engine:
     """In this process, or servers: rank 0 starts and supervises them, the other ranks connect to the same."""
     if not cfg.gpus:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        options = {"device": device, "max_batch_tokens": cfg.max_batch_tokens}
-        return open_engine(source, renderer, urls=cfg.urls, **options)
+        return open_engine(source, renderer, urls=cfg.urls, max_batch_tokens=cfg.max_batch_tokens)
     engine = open_engine(source, renderer, gpus=cfg.gpus, server_args=cfg.server_args) if rank() == 0 else None
     urls = gather(engine.urls if engine else None)[0]
     return engine or open_engine(source, renderer, urls=urls)
 
 
-def publish(policy: Policy, engine: Engine, cfg: RLConfig, source: Path, version: int) -> None:
-    """The policy's weights become the engines': safetensors in memory where there is /dev/shm, then one load each.
+def publish(policy: Policy, engine: Engine, cfg: RLConfig, source: Path, snapshot: Path, version: int) -> None:
+    """The policy's weights become the engines': a snapshot in safetensors, then one load each.
 
     The snapshot stays until the next one, since a server that restarts reads it again."""
-    snapshot = snapshot_folder(Path(cfg.run))
     export(policy, snapshot, source, cfg.visual)
+    if device().index in cfg.rollout.gpus:  # one GPU for both: what this process keeps for later, the server needs now
+        torch.cuda.empty_cache()
     servers = bool(cfg.rollout.gpus or cfg.rollout.urls)  # which all ranks share: rank 0 loads, the others take note
     if rank() == 0 or not servers:
         engine.update_weights(snapshot, version)
@@ -276,9 +295,17 @@ def publish(policy: Policy, engine: Engine, cfg: RLConfig, source: Path, version
         engine.update_weights(snapshot, version, push=False)
 
 
-def snapshot_folder(run: Path) -> Path:
+def snapshot_folder(run: Path, source: Path) -> Path:
+    """In memory if two snapshots fit there (the old one stays until the new one is whole), else beside the run."""
     memory = Path("/dev/shm")
-    return memory / f"minparavt{run.resolve().as_posix().replace('/', '-')}" if memory.is_dir() else run / "snapshot"
+    snapshot = memory / f"minparavt{run.resolve().as_posix().replace('/', '-')}"
+    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    if rank() == 0:
+        shutil.rmtree(snapshot, ignore_errors=True)  # of a process that was killed
+        if not memory.is_dir() or shutil.disk_usage(memory).free < 2.2 * size:
+            print(f"{memory} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
+            snapshot = run / "snapshot"
+    return gather(snapshot)[0]
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -323,19 +350,24 @@ def update(
     return means | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0])), "lr": lr}, bad
 
 
-def dry_run(cfg: RLConfig) -> int:
-    """The memory plan of trainer and engine, then the data; exit status 1 if the run could not start."""
-    training = plan_training(cfg.policy, cfg.gpus, cfg.train_tokens, cfg.train_tokens, reference=cfg.kl > 0)
-    engines = len(cfg.rollout.gpus)
-    plans = [training, *([plan_engine(cfg.policy, engines, *engine_load(cfg))] if engines else [])]
+def check_memory(cfg: RLConfig) -> None:
+    """Print the plan of trainer and engine; PlanError if they do not fit."""
+    plans = [plan_training(cfg.policy, cfg.gpus, cfg.train_tokens, cfg.train_tokens, reference=cfg.kl > 0)]
+    if engines := len(cfg.rollout.gpus):
+        plans.append(plan_engine(cfg.policy, engines, *engine_load(cfg)))
     if set(cfg.rollout.gpus) & set(range(cfg.gpus)):
         plans = [Plan("training and engine on the same GPU", [row for plan in plans for row in plan.rows])]
     for plan in plans:
-        print(plan.table(cfg.gpu_gib))
+        print0(plan.table(cfg.gpu_gib))
         plan.check(cfg.gpu_gib)
-    dataset = Dataset(cfg.data, parse_task)
-    first = dataset.batch(0, cfg.batch_tasks)
-    print(f"data: {dataset.total} rows; {len(first)} of the first {cfg.batch_tasks} are usable")
+
+
+def dry_run(cfg: RLConfig) -> int:
+    """Memory, data, disk: what `main` would stumble over, now or later, is an error here; exit status 1: no cold start yet."""
+    check_memory(cfg)
+    check_rows(parse_task, cfg.data, cfg.val)
+    print(f"data: {Dataset(cfg.data, parse_task).total} rows")
+    print(plan_disk(cfg.policy, cfg.run, cfg.keep))
     if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
         print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
         return 1
@@ -346,5 +378,5 @@ if __name__ == "__main__":
     cfg, args = config.command_line(RLConfig, __doc__)
     try:
         sys.exit(dry_run(cfg) if args.dry_run else main(cfg))
-    except (ContractError, EngineError, FileNotFoundError, PlanError, RowError) as error:
+    except (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError, PlanError) as error:
         sys.exit(f"error: {error}")

@@ -1,7 +1,7 @@
 """rollout.py: the agent. One question in, one Episode out; hundreds of them at once, each in a thread of its own.
 
     groups = rollout(tasks, ks, 8, engine=engine, renderer=renderer, videos=videos, cfg=cfg, seed=0, step=12)
-    dump(episode, file, renderer); episodes = load("episodes.jsonl", videos, renderer)
+    dump(episode, file, renderer); episodes = load("episodes.jsonl", videos, contract)
 
     python rollout.py --model M --video v.mp4 "What is written on the door?"     # watch the agent work
     python rollout.py doctor --model M --video v.mp4                             # prove the invariants on this model
@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import data
 from contract import ContractError, Rendered, Renderer, VisualContract
-from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory
+from data import Call, Episode, Group, Task, Trajectory
 from engine import Engine, EngineError, Sample, run_all, together
 from tools import TOOLS, Look, ToolError, parse_calls, use
 from video import VideoError, Videos
@@ -328,7 +328,8 @@ def rollout(
     on_episode: Callable[[Episode], None] = lambda episode: None,
     stopped: threading.Event | None = None,
 ) -> list[Group]:
-    """G episodes of every task, at most `cfg.concurrency` at a time. The same seed and step draw the same tokens.
+    """G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw
+    the same tokens (SGLang's batching is not repeatable).
 
     `on_episode` gets each episode as it ends, in this thread: what it saves survives Ctrl-C. Once `stopped` is set, no
     agent starts another turn."""
@@ -348,11 +349,6 @@ def rollout(
         groups[n // group_size].episodes[n % group_size] = episode
         on_episode(episode)
         bar.update()
-        if bar.disable:  # summing up all episodes after each is quadratic: only for somebody who looks
-            return
-        so_far = statistics([e for group in groups for e in group.episodes if e is not None])
-        pace = so_far["tokens"] * bar.n / max(bar.format_dict["elapsed"], 1e-9)
-        bar.set_postfix(turns=round(so_far["turns"], 1), calls=round(so_far["calls"], 1), tokens_per_s=round(pace))
 
     try:
         prompts += [preparing.submit(opening, task, k, stage) for task, k in zip(tasks, ks)]
@@ -365,24 +361,6 @@ def rollout(
         bar.close()
         preparing.shutdown(wait=False, cancel_futures=True)
     return groups
-
-
-def statistics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """What rollouts are like, per episode that ran."""
-    ran = [episode for episode in episodes if not episode.error]
-    calls = [call for episode in ran for call in episode.calls]
-    n, m = max(1, len(ran)), max(1, len(calls))
-    found = {
-        "failed_rate": 1 - len(ran) / max(1, len(episodes)),
-        "turns": sum(len(e.main.turns) for e in ran) / n,
-        "calls": len(calls) / n,
-        "executed_calls": sum(not call.error for call in calls) / n,  # kappa
-        "truncated_rate": sum(e.main.finish == "length" for e in ran) / n,
-        "tokens": sum(sum(e.main.mask) for e in ran) / n,
-        "seconds": sum(e.seconds for e in ran) / n,
-        "call_seconds": sum(call.seconds for call in calls) / m,
-    }
-    return found | {f"call_errors/{kind}": sum(call.error == kind for call in calls) / m for kind in CALL_ERRORS}
 
 
 # ------------------------------------------------------------------------------------------------ on disk

@@ -16,10 +16,13 @@ so neither packing, nor the number of micro-batches, nor the number of ranks cha
 Deliberately missing: gradient accumulation as a knob (it is what packing leaves over), loss on prompts, early stopping.
 """
 
+import os
+
 import config
 
 if __name__ == "__main__":
     config.answer_help(__doc__)  # before torch and transformers, which take seconds to import
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no two micro-batches have the same length
 
 import json
 import math
@@ -27,18 +30,39 @@ import re
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 
+from checks import check_run, find_checkpoint
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Bundle
-from dataset import DataConfig, Dataset, Dialogue, RowError, encode_dialogue, pack, parse_dialogue
-from distributed import checkpoint_dir, export, gather, init_distributed, load_state, print0, save_state, sum_over_ranks
-from plan import Plan, PlanError, plan_training, training_seconds
+from dataset import (
+    DataConfig,
+    DataError,
+    Dataset,
+    Dialogue,
+    RowError,
+    check_rows,
+    encode_dialogue,
+    pack,
+    parse_dialogue,
+)
+from distributed import (
+    checkpoint_dir,
+    export,
+    gather,
+    init_distributed,
+    load_state,
+    peak_memory,
+    print0,
+    save_state,
+    sum_over_ranks,
+)
+from plan import PlanError, plan_disk, plan_training, training_seconds, utilisation
 from policy import OptimConfig, PolicyConfig, clip_gradients, load, make_optimizer, set_lr
 from tools import TOOLS
 from video import VideoError, Videos
@@ -81,7 +105,6 @@ class SFTConfig:
     """auto: go on from the newest state of `run`, if there is one."""
     max_bad_steps: int = 5
     """A step with a loss or gradient that is not finite is skipped; after more than this many the run stops."""
-    seed: int = 0
     decoders: int = 2
     """Video decoder processes per rank."""
     gpus: int = 8
@@ -104,15 +127,16 @@ SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr",
 def main(cfg: SFTConfig) -> None:
     """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
     rank, world = init_distributed()
-    torch.manual_seed(cfg.seed)
-    run, source = Path(cfg.run), checkpoint_dir(cfg.policy.checkpoint)
+    check_run(cfg)
+    run, source = Path(cfg.run), find_checkpoint(cfg.policy.checkpoint, checkpoint_dir)
     cfg.visual.check(source)
     renderer = Renderer(load_tokenizer(source), cfg.visual)
+    check_rows(parse_dialogue, cfg.data, cfg.val)
     if torch.cuda.is_available():
-        memory_plan(cfg, world).check(torch.cuda.mem_get_info()[1] / 2**30)
+        check_memory(replace(cfg, gpus=world, policy=replace(cfg.policy, checkpoint=str(source))))
     policy = load(cfg.policy, renderer.never_sampled)
     optimizer = make_optimizer(policy, cfg.optim)
-    done, counted = load_state(run / "state", policy, optimizer) if cfg.resume == "auto" else (0, {})
+    done, counted = load_state(run / "state", policy, optimizer, cfg.resume)
     bad_steps = counted.get("bad_steps", 0)
     metrics = None
     if rank == 0:
@@ -139,6 +163,10 @@ def main(cfg: SFTConfig) -> None:
             seconds = time.perf_counter() - clock
             measured |= {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"] * finite, "bad_steps": bad_steps}
             measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
+            measured |= {"peak_memory_gib": peak_memory()}
+            measured |= utilisation(
+                replace(cfg.policy, checkpoint=str(source)), int(measured["tokens"]), seconds, world
+            )
             measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
             last = step + 1 == cfg.steps
             if held_out and (last or (step + 1) % cfg.eval_every == 0):
@@ -265,23 +293,22 @@ def target_kinds(bundle: Bundle, renderer: Renderer) -> np.ndarray:
     return np.array(kinds, int)
 
 
-def memory_plan(cfg: SFTConfig, gpus: int) -> Plan:
-    """Of a micro-batch that is full, and full of frames."""
-    return plan_training(cfg.policy, gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)
+def check_memory(cfg: SFTConfig) -> None:
+    """Print the plan of a micro-batch that is full, and full of frames; PlanError if it does not fit."""
+    plan = plan_training(cfg.policy, cfg.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)
+    print0(plan.table(cfg.gpu_gib))
+    plan.check(cfg.gpu_gib)
 
 
 def dry_run(cfg: SFTConfig) -> int:
-    """The memory plan, then the data; exit status 1 if the run could not start."""
-    memory = memory_plan(cfg, cfg.gpus)
-    print(memory.table(cfg.gpu_gib))
+    """Memory, data, disk: what `main` would stumble over, now or later, is an error here."""
+    check_memory(cfg)
     seconds = training_seconds(cfg.policy, cfg.gpus, cfg.gpus * cfg.pack_tokens)
     print(f"one full micro-batch on every GPU: about {seconds:.1f} s (H100, 30 % of its peak)")
-    memory.check(cfg.gpu_gib)
+    check_rows(parse_dialogue, cfg.data, cfg.val)
     dataset = Dataset(cfg.data, parse_dialogue)
-    first = dataset.batch(0, cfg.batch_rows)
-    print(
-        f"data: {dataset.total} rows, {len(dataset)} per epoch; {len(first)} of the first {cfg.batch_rows} are usable"
-    )
+    print(f"data: {dataset.total} rows, {len(dataset)} per epoch")
+    print(plan_disk(cfg.policy, cfg.run, cfg.keep))
     return 0
 
 
@@ -289,5 +316,5 @@ if __name__ == "__main__":
     cfg, args = config.command_line(SFTConfig, __doc__)
     try:
         sys.exit(dry_run(cfg) if args.dry_run else main(cfg))
-    except (ContractError, FileNotFoundError, PlanError, RowError) as error:
+    except (config.ConfigError, ContractError, DataError, FileNotFoundError, PlanError) as error:
         sys.exit(f"error: {error}")

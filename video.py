@@ -185,6 +185,7 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
 
     scaler = VideoReformatter()  # one for all: to set it up takes longer than to scale a small frame
     found: dict[int, np.ndarray] = {}
+    delayed = stream.codec_context.name == "libdav1d"
     begun = latest = None  # stamps: of the keyframe at which decoding began, of the last picture
     for packet in container.demux(stream):
         stamp = _stamp(packet)
@@ -195,7 +196,8 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
                 break  # the seek went too far
             begun = latest = stamp
         # A frame that no other frame refers to is decoded only if wanted. Saves up to half, changes no bit of the rest.
-        skippable = key is not None and stamp is not None and stamp not in wanted
+        # Not with dav1d: it applies the flag to frames that it still holds back, and would drop wanted ones.
+        skippable = not delayed and key is not None and stamp is not None and stamp not in wanted
         stream.codec_context.skip_frame = "NONREF" if skippable else "DEFAULT"
         for image in packet.decode():
             if image.pts is None or image.pts < begun:
@@ -301,7 +303,7 @@ class Videos:
     def __init__(
         self,
         workers: int = 2,  # decoder processes, one CPU each, started when first needed
-        timeout: float = 60.0,  # seconds for one request; then its worker is killed
+        timeout: float = 300.0,  # seconds for one request (64 frames of an hour in 4K take minutes); then its worker is killed
         cache_bytes: int = 2 << 30,  # budget for decoded frames and indexes
         quarantine: str | Path | None = None,  # JSONL of files that failed, read at start and appended to
         tasks_per_worker: int = 256,  # requests before a worker is replaced: decoders leak

@@ -49,6 +49,9 @@ class Clock:
 def self_check(policy: Policy, groups: Sequence[Group], cfg: GRPOConfig, gap_limit: float) -> None:
     """Before the first update: the trajectories are whole, and the trainer computes the engine's log-probs."""
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
+    errors = [error for own in gather([e.error for group in groups for e in group.episodes]) for error in own]
+    if errors and all(errors):  # a training without episodes would end as if nothing were wrong
+        raise EngineError(f"all {len(errors)} episodes of the first batch failed, such as: {errors[0]}")
     flaws = [flaw for episode in ran for agent in [episode.main, *episode.agents] if (flaw := flaw_of(agent, policy))]
     sample = sorted((e.main for e in ran if sum(e.main.mask)), key=lambda agent: len(agent.ids))[:1]  # memory is dear
     rows = [Bundle([], [agent.ids], [agent.mask], agent.frames) for agent in sample]

@@ -160,12 +160,10 @@ def test_the_plain_weights_without_the_answer_suffix():
     assert parts["reward"] == pytest.approx(1 + 0.3 + 0.2 + 0.1 + 0.1)
 
 
-def test_the_forced_prefix_counts_in_full_and_is_invisible_to_sampled():
+def test_the_forced_prefix_counts():
     """Pitfalls A4: the released rewards read sampled tokens only, so a forced <think> was never seen."""
     full = earned([DONE], forced="<think>\n")
-    sampled = earned([DONE], forced="<think>\n", cfg=RewardConfig(scored="sampled", anchor=Anchor(credit="sequence")))
     assert full["anchor"] == pytest.approx(0.7) and full["strict"] == 1
-    assert sampled["anchor"] == 0 and sampled["fmt"] == pytest.approx(0.5) and sampled["strict"] == 0
 
 
 def test_f1_and_iou_must_reach_a_half_to_count_as_scored():

@@ -18,7 +18,7 @@ import data
 from contract import IMAGE_PAD, ContractError
 from data import Episode, Task
 from engine import EngineError
-from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load, rollout, statistics
+from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load, rollout
 from tools import TOOLS
 
 TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
@@ -166,7 +166,6 @@ def test_calls_over_the_limit_are_told_so_and_do_not_run(renderer):
     [episode] = play(renderer, turns("x</think>" + call() * 4 + END, "y</think>" + END), max_calls=2)
     assert [c.error for c in episode.calls] == ["", "", "over_limit", "over_limit"]
     assert len(reports(user_turns(episode, renderer)[1])) == 4 and "at most 2" in episode.calls[2].text
-    assert statistics([episode])["executed_calls"] == 2
 
 
 def test_broken_calls_do_not_use_up_the_limit(renderer):
@@ -303,7 +302,6 @@ def test_an_episode_that_cannot_run_never_stops_the_others(renderer):
     episodes = play(renderer, None, engine=engine, tasks=(TASK, bad, lost), group_size=2)
     assert [bool(e.error) for e in episodes] == [False, False, True, True, True, True]
     assert "VideoError" in episodes[2].error and "no server" in episodes[4].error
-    assert statistics(episodes)["failed_rate"] == pytest.approx(2 / 3)
     assert engine.expected == 0
 
 

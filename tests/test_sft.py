@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,7 +89,7 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, tmp_path, videos
     """Row by row through plain transformers, with torch's own cross-entropy, against the packed step."""
     from transformers import Qwen3VLForConditionalGeneration
 
-    cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_rows=6))
+    cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_rows=12, pack_tokens=900))
     renderer = Renderer(load_tokenizer(toy_dir / "model"), cfg.visual)
     batch = sft.Batches(cfg, cfg.data, videos, renderer, 0, 1).make(0)
     assert len(batch.micro) > 1 and any(len(micro) > 1 for micro in batch.micro)
@@ -226,7 +228,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
     expected, got = weights(uninterrupted), weights(tmp_path / "run")
     assert expected.keys() == got.keys() and all(torch.equal(expected[name], got[name]) for name in expected)
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(20))
-    strip = ("seconds", "wait_seconds", "tokens_per_second", "val_loss")
+    strip = ("seconds", "wait_seconds", "tokens_per_second", "peak_memory_gib", "val_loss")
     for a, b in zip(metrics(uninterrupted), metrics(tmp_path / "run"), strict=True):
         keys = [key for key in b if not key.startswith(strip)]
         assert {key: a[key] for key in keys} == {key: b[key] for key in keys}
@@ -290,9 +292,12 @@ def test_a_dry_run_plans_the_8b_model_for_the_node_and_names_what_is_missing(cap
         sft.dry_run(config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["gpu_gib=24"]))
 
 
-def test_a_dry_run_of_the_toy_counts_its_rows(toy_dir, tmp_path, capsys):
+def test_a_dry_run_of_the_toy_counts_its_rows_and_weighs_its_states(toy_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("plan.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
     assert sft.dry_run(config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))) == 0
-    assert "data: 420 rows, 420 per epoch; 4 of the first 4 are usable" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "data: 420 rows, 420 per epoch" in told
+    assert re.search(r"disk: 3 training states take 0\.0 GiB, 0\.0 are free in .*: lower `keep`, or set `run`", told)
 
 
 def test_a_mistake_ends_the_script_with_one_line_and_not_with_a_traceback(toy_dir, tmp_path):

@@ -165,6 +165,6 @@ def _rank(rank: int, world: int, port: int, work, args) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    assert init_distributed(timeout_minutes=2) == (rank, world)
+    assert init_distributed() == (rank, world)
     work(*args)
     torch.distributed.destroy_process_group()
