@@ -94,6 +94,13 @@ def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], serve
     return folder
 
 
+def find_tokenizer(name: str | Path) -> Path:
+    """The folder of a checkpoint whose weights are not needed; from the hub, only its small files come."""
+    from distributed import checkpoint_dir  # torch
+
+    return find_checkpoint(name, lambda name: checkpoint_dir(name, only=("*.json", "*.jinja", "*.txt")), served=True)
+
+
 def check_servers(cfg: Any, ranks: int = 0, patience: float = 15.0) -> None:
     """SGLang servers can be started on the GPUs of a RolloutConfig beside so many training ranks, or already run."""
     if cfg.gpus:

@@ -34,12 +34,7 @@ from video import Frames
 
 TEMPORAL_PATCH = 2  # an image is one temporal slot: the frame stands in it twice
 VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-NEVER_SAMPLED = (
-    IMAGE_PAD,
-    "<|video_pad|>",
-    VISION_START,
-    VISION_END,
-)  # invariant 9: banned in the engine, masked in the loss
+NEVER_SAMPLED = (IMAGE_PAD, "<|video_pad|>", VISION_START, VISION_END)  # banned in the engine, masked in the softmax
 END_OF_TURN = "<|im_end|>"
 
 
@@ -193,11 +188,8 @@ class Rendered:
 
 
 # Private-use characters mark places in the rendered text. They are removed from text that comes from outside.
-_BEGIN, _END, _LITERAL = (
-    "\U000f0000",
-    "\U000f0001",
-    0xF0002,
-)  # _LITERAL + i stands for the i-th added token, spelled out
+_BEGIN, _END = "\U000f0000", "\U000f0001"  # of what the assistant says
+_LITERAL = 0xF0002  # ... + i stands for the i-th added token, spelled out
 _PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
 
 

@@ -51,7 +51,7 @@ class Trajectory:
     prompt_length: int  # ids before the first assistant turn's content; shared by a group
     turns: list[tuple[int, int]] = field(
         default_factory=list
-    )  # assistant turns as [start, end) in ids, forced prefix included
+    )  # the assistant's, as [start, end) in ids, prefix included
     finish: str = ""  # why the last turn ended: stop | length
 
 

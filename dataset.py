@@ -171,13 +171,12 @@ def check_rows(parse: Callable, *cfgs: DataConfig | None, look: int = 64) -> Non
         dataset, reasons = Dataset(cfg, parse), []
         for position in range(min(look, len(dataset))):
             source, rows, row, _ = dataset._row(position)
+            origin, root = f"{rows.path}: row {row}", Path(cfg.video_root or rows.path.parent)
             try:
-                parse(
-                    rows[row], f"{rows.path.name}:{row}", Path(cfg.video_root or rows.path.parent), source.loss_weight
-                )
+                parse(rows[row], origin, root, source.loss_weight)
                 break
             except RowError as error:
-                reasons.append(f"{rows.path}: row {row}: {error}")
+                reasons.append(f"{origin}: {error}")
         else:
             raise DataError(
                 f"{reasons[0]}; of the {len(reasons)} rows that are read first, none can be used. Relative paths start at "

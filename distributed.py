@@ -24,6 +24,7 @@ import os
 import resource
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,9 @@ def _state(policy, optimizer) -> dict[str, dict[str, Any]]:
 NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
-def checkpoint_dir(checkpoint: str | Path) -> Path:
-    """A checkpoint's folder; a name that is no folder is fetched from the Hugging Face hub, by rank 0 first."""
+def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) -> Path:
+    """A checkpoint's folder; a name that is no folder is fetched from the Hugging Face hub, by rank 0 first. `only`:
+    patterns of the files that are wanted."""
     if Path(checkpoint).is_dir():
         return Path(checkpoint)
     from huggingface_hub import snapshot_download
@@ -204,7 +206,7 @@ def checkpoint_dir(checkpoint: str | Path) -> Path:
     for turn in (True, False):
         if (rank() == 0) is turn:
             try:
-                found = snapshot_download(str(checkpoint))
+                found = snapshot_download(str(checkpoint), allow_patterns=only)
             except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
                 raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
         barrier(f"{checkpoint} is downloaded")

@@ -34,7 +34,7 @@ from checks import check_run, check_servers, differences, find_checkpoint
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from engine import EngineError, open_engine, run_all
 from protocols import Outcome, Prompting, look_over, play
-from rewards import JudgeError, RewardConfig, score, turn_texts, untagged_answer
+from rewards import JudgeError, RewardConfig, final_answer, score, turn_texts
 from rollout import RolloutConfig, Stage, derive
 from video import VideoError, Videos
 
@@ -205,9 +205,9 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
 
 
 def answer_of(outcome: Outcome, renderer: Renderer, cfg: EvalConfig) -> str | None:
-    turns = turn_texts(outcome.episode.main, renderer)
-    if outcome.answer is None and cfg.grading.untagged_answer and turns:
-        return untagged_answer(turns[-1])
+    """What the protocol took for the answer, or may be taken for it."""
+    if outcome.answer is None and cfg.grading.untagged_answer:
+        return final_answer(turn_texts(outcome.episode.main, renderer)[-1:], untagged=True)
     return outcome.answer
 
 
@@ -311,13 +311,13 @@ def dry_run(cfg: EvalConfig) -> int:
             asked = len(items[: cfg.limit or None]) * len(cfg.frames) * len(cfg.arms)
             check(split, f"{len(items)} items, {asked} episodes", True)
     if cfg.rollout.gpus:
-        missing += not plan(cfg)
+        missing += not servers_fit(cfg)
     for url in cfg.rollout.urls:
         print(f"  note    {url} must serve {cfg.checkpoint}")
     return int(missing > 0)
 
 
-def plan(cfg: EvalConfig) -> bool:
+def servers_fit(cfg: EvalConfig) -> bool:
     """Whether the servers fit into their GPUs; of a model whose shapes are unknown, that is believed."""
     from plan import PlanError, plan_engine
     from policy import PolicyConfig

@@ -46,7 +46,6 @@ class Packed:
     segments: list[Segment]
     sources: np.ndarray  # int64 [N]: where each target's log-prob is computed, the token before it
     targets: np.ndarray  # int64 [N]: ids
-    counts: list[list[int]]  # targets per bundle and suffix
 
 
 def rope_positions(ids: np.ndarray, images: Iterator[tuple[int, int]], image_pad: int, start: int):
@@ -80,7 +79,6 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
     ids, positions, sources, targets = ([np.zeros(0, np.int64)] for _ in range(4))
     positions[0] = np.zeros((3, 0), np.int64)
     segments: list[Segment] = []
-    counts: list[list[int]] = []
     end = 0
     for bundle in bundles:
         sizes = [
@@ -94,7 +92,6 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         ids.append(prompt)
         positions.append(placed)
         segments.append(Segment(*prompt_at, start, start))
-        counts.append([])
         for suffix, mask in zip(bundle.suffixes, bundle.masks, strict=True):
             if len(mask) != len(suffix):
                 raise ValueError(f"a suffix of {len(suffix)} tokens has a mask of {len(mask)}")
@@ -103,22 +100,19 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
             suffix, wanted = np.array(suffix, np.int64), np.flatnonzero(mask)
             start, end = end, end + len(suffix)
             before = np.arange(start, end) - 1
-            before[:1] = (
-                prompt_at[1] - 1
-            )  # the first token follows the prompt, not the suffix that is laid out before it
+            before[:1] = prompt_at[1] - 1  # it follows the prompt, not the suffix that is laid out before it
             ids.append(suffix)
             positions.append(rope_positions(suffix, images, image_pad, start=after_prompt)[0])
             segments.append(Segment(start, end, *prompt_at))
             sources.append(before[wanted])
             targets.append(suffix[wanted])
-            counts[-1].append(len(wanted))
         if unused := sum(1 for _ in images):
             raise ValueError(f"a bundle has {unused} frames more than images among its tokens")
     if not end:  # every rank runs the model, also one that has nothing to do: over one token that nobody asks about
         ids, positions, segments = [np.zeros(1, np.int64)], [np.zeros((3, 1), np.int64)], [Segment(0, 1, 0, 0)]
     segments = [segment for segment in segments if segment.stop > segment.start]
     flat_ids, flat_sources, flat_targets = map(np.concatenate, (ids, sources, targets))
-    return Packed(flat_ids, np.concatenate(positions, axis=1), segments, flat_sources, flat_targets, counts)
+    return Packed(flat_ids, np.concatenate(positions, axis=1), segments, flat_sources, flat_targets)
 
 
 # ------------------------------------------------------------------------------------------------ attention

@@ -145,16 +145,8 @@ class Plan:
         raise PlanError(f"{self.title}: {self.gib:.1f} GiB do not fit into {gpu_gib:g} GiB. What helps most: {knobs}")
 
 
-def plan_training(
-    cfg: PolicyConfig,
-    gpus: int,
-    tokens: int,
-    visual_tokens: int = 0,
-    kept_visual_tokens: int = 0,
-    reference: bool = False,
-) -> Plan:
-    """A training GPU of `gpus`, at micro-batches of `tokens`, of which `visual_tokens` come from frames; features of
-    `kept_visual_tokens` are kept for later passes (frozen vision)."""
+def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int = 0, reference: bool = False) -> Plan:
+    """A training GPU of `gpus`, at micro-batches of `tokens`, of which `visual_tokens` come from frames."""
     s = shapes(cfg)
     fewer = "more GPUs, or policy.freeze = [vision]" if not s.frozen else "more GPUs"
     rows = [
@@ -186,9 +178,7 @@ def plan_training(
     # bf16 and fp32 logits, the scaled copy, their exponentials and their gradients.
     logits = 22 * min(cfg.logit_chunk, tokens) * s.text.vocab_size
     rows.append(Row(f"logits of {cfg.logit_chunk} targets", logits, "a smaller policy.logit_chunk"))
-    rows.append(
-        Row("visual features", _feature_bytes(s, visual_tokens + kept_visual_tokens), "fewer or smaller frames")
-    )
+    rows.append(Row("visual features", _feature_bytes(s, visual_tokens), "fewer or smaller frames"))
     rows.append(Row("vision tower at work", _tower_bytes(s, cfg, visual_tokens), "fewer or smaller frames"))
     used = sum(row.bytes for row in rows)
     rows.append(Row("CUDA and NCCL, and 5 % of waste", 3 * GIB + 0.05 * used))

@@ -81,12 +81,6 @@ class Scores(NamedTuple):
 
     logprobs: Tensor  # fp32 [N]
     entropies: Tensor  # fp32 [N], of the masked softmax; a metric, without gradient
-    counts: list[list[int]]  # targets per bundle and suffix
-
-    def split(self, values: Tensor | None = None) -> list[list[Tensor]]:
-        """Log-probs, or any other [N] tensor, per bundle and suffix."""
-        pieces = iter((self.logprobs if values is None else values).split([n for c in self.counts for n in c]))
-        return [[next(pieces) for _ in suffixes] for suffixes in self.counts]
 
 
 class Policy(nn.Module):
@@ -153,7 +147,7 @@ class Policy(nn.Module):
         # An empty split is one empty chunk: without targets the head still takes part in the graph.
         chunks = zip(hidden.split(self.cfg.logit_chunk), targets.split(self.cfg.logit_chunk))
         scored = [recompute(self._score, *chunk, temperature) for chunk in chunks]
-        return Scores(*(torch.cat(column) for column in zip(*scored)), packed.counts)
+        return Scores(*(torch.cat(column) for column in zip(*scored)))
 
     def _see(self, clips: Sequence[Frames]) -> Tensor:
         """Frames -> [1 + D, M, H]: the embeddings that replace their pads, then the D DeepStack levels."""

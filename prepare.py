@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import config
+from checks import find_tokenizer
 from contract import Renderer, VisualContract, load_tokenizer
 from dataset import Clip, DataConfig, Dialogue, RowError, Rows, Source, encode_dialogue, parse_dialogue, parse_task
 from video import Frames, VideoError, Videos, uniform_indices, window_indices
@@ -43,12 +44,13 @@ def check(target: str, model: str, decode: bool) -> int:
         tree = config.read_tree(Path(target))
         cfg = config.build(DataConfig, tree.get("data") or {}, "data.")
         contract = config.build(VisualContract, tree.get("visual") or {}, "visual.")
-        model = model or (tree.get("policy") or {}).get("checkpoint", "")
+        own = (tree.get("policy") or {}).get("checkpoint", "")
+        model = model or (own if Path(own).is_dir() else "")
         names = tree.get("tools", names)
     else:
         cfg = DataConfig(sources=(Source(target),))
         contract = VisualContract.load(model) if model else VisualContract()
-    renderer = Renderer(load_tokenizer(model), contract) if model else None
+    renderer = Renderer(load_tokenizer(find_tokenizer(model)), contract) if model else None
     tools = [TOOLS[name].schema for name in names]
     problems = 0
     with Videos() as videos:

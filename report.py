@@ -36,7 +36,7 @@ import numpy as np
 from config import ConfigError, build, read_tree
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Call, Episode, Task, Trajectory
-from rewards import final_answer, structural_mask, turn_texts, untagged_answer
+from rewards import final_answer, structural_mask, turn_texts
 from rollout import episode_of
 from tools import ToolError, choose_video
 from video import Frames, VideoError, Videos, uniform_indices
@@ -228,13 +228,10 @@ def add_episodes(run: RunData, step: int, episodes: Sequence[Episode]) -> None:
 def view_episode(episode: Episode, run: RunData) -> dict:
     """An episode as the page shows it."""
     turns = turn_texts(episode.main, run.renderer)
-    answer = final_answer(turns)
-    if answer is None and turns and run.setting("reward.untagged_answer", False):
-        answer = untagged_answer(turns[-1])
     anchored = run.setting("reward.anchor.credit", "off") == "struct"
     shown = {name: getattr(episode, name) for name in ("error", "seconds", "reward", "advantage")}
     return shown | {
-        "answer": answer,
+        "answer": final_answer(turns, run.setting("reward.untagged_answer", False)),
         "kappa": sum(not call.error for call in episode.calls),
         # A_t = advantage + anchor_advantage * [t is structural]: the page adds them up.
         "anchor_advantage": run.setting("reward.anchor.scale", 0.0) * episode.anchor_advantage * anchored,

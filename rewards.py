@@ -95,10 +95,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, 
     turns = turn_texts(episode.main, renderer)
     if spam := tag_spam(turns):
         return dict.fromkeys(PARTS, 0.0) | {f"spam_{spam}": 1.0}
-    answer = final_answer(turns)
-    if answer is None and cfg.untagged_answer and turns:
-        answer = untagged_answer(turns[-1])
-    acc = accuracy(answer, episode.task, cfg)
+    acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg)
     anchor = anchor_reward(turns, cfg.anchor)
     parsed = {call.turn for call in episode.calls if call.error != "unparseable"}
     fmt = format_reward(turns, parsed, cfg.answer_suffix)
@@ -154,17 +151,14 @@ def tag_spam(turns: list[str]) -> str:
     return ""
 
 
-def final_answer(turns: list[str]) -> str | None:
-    """The content of the last complete <answer>."""
+def final_answer(turns: list[str], untagged: bool = False) -> str | None:
+    """The content of the last complete <answer>; without one, if `untagged`, what follows the last turn's last "answer
+    is" or "answer:" on its line."""
     for turn in reversed(turns):
         if found := ANSWER.findall(turn):
             return found[-1].strip()
-    return None
-
-
-def untagged_answer(turn: str) -> str | None:
-    """What follows the last "answer is" or "answer:" on its line."""
-    found = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", turn.replace(END_OF_TURN, ""), re.I | re.S)
+    last = turns[-1].replace(END_OF_TURN, "") if untagged and turns else ""
+    found = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", last, re.I | re.S)
     return found[1] if found else None
 
 
@@ -428,9 +422,13 @@ def main() -> int:
     args = parser.parse_args()
     renderer = Characters()
     if args.model:
+        from checks import find_tokenizer
         from contract import VisualContract, load_tokenizer
 
-        renderer = Renderer(load_tokenizer(args.model), VisualContract())
+        try:
+            renderer = Renderer(load_tokenizer(find_tokenizer(args.model)), VisualContract())
+        except (ValueError, FileNotFoundError) as error:
+            sys.exit(f"error: {error}")
     turns = [turn.replace("\\n", "\n") + END_OF_TURN for turn in args.turns]
     if args.truncated:
         turns[-1] = turns[-1].removesuffix(END_OF_TURN)

@@ -101,7 +101,7 @@ class RLConfig(GRPOConfig):
     seed: int = 0
     decoders: int = 2
     """Video decoder processes per rank."""
-    gpus: int = 7
+    gpus: int = 4
     """Training GPUs that --dry-run plans for; torchrun decides how many there are ..."""
     gpu_gib: float = 80.0
     """... and the machine, how much memory each has."""

@@ -112,6 +112,8 @@ MISTAKES = [
     ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl'; this code runs dense Qwen3-VL"),
     ("another family, asked", f"{ASK} --model qwen25", "qwen25 is a 'qwen2_5_vl'; this code runs dense Qwen3-VL"),
     ("another contract", f"{SFT} visual.frame_pixels=65536", "frame_pixels: this run has 65536, the checkpoint 1024"),
+    ("no such model to count tokens with", "data.py check toy_data/sft.parquet --model nowhere", "nowhere: neither a folder nor a model on the hub"),
+    ("no such model in the reward lab", "rewards.py '<answer>B</answer>' --answer B --model nowhere", "nowhere: neither a folder nor a model on the hub"),
     ("no such model to ask", f"{ASK} --model toy_data/modell", "toy_data/modell: neither a folder nor a model on the hub"),
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python data.py materialize`"),

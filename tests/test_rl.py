@@ -281,7 +281,7 @@ def test_training_sub_agents_makes_good_reports_likelier_and_bad_ones_less_likel
     def likelihoods():
         rows = [Bundle([], [a.ids], [a.mask], []) for e in one.episodes for a in e.agents]
         with torch.no_grad():
-            return [sum(row[0].tolist()) for row in policy(rows, 0.7).split()]
+            return [policy([row], 0.7).logprobs.sum().item() for row in rows]
 
     for train in (False, True):
         cfg = replace(cfg, rollout=replace(cfg.rollout, subagents=replace(subagents, train=train)))
