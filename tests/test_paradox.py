@@ -137,9 +137,9 @@ def write_seed(root: Path, seed: int, scores: dict[str, list[float]]) -> None:
             settings = {"name": "paragrpo", "split": "toy", "k": 4, "arm": arm, "items": len(values), "total": 128}
             records = [
                 {"id": str(i), "videos": [f"{i}"], "kind": "oe", "groups": {}, "prediction": "x", "score": v, "judged": False, "error": "",
-                 "calls": [{"error": ""}] * (2 if i >= 4 else i % 2), "turns": 2, "tokens": 10, "agent_tokens": 0, "truncated": False,
-                 "seconds": 1.0 if arm == "parallel" else 2.0, "fmt": 0.25, "strict": 1.0}
-                for i, v in enumerate(values)
+                 "calls": [{"error": ""}] * calls, "turns": 2, "tokens": 10, "agent_tokens": 0, "truncated": False,
+                 "seconds": (1.0 if arm == "parallel" else 2.0) * (1 + calls), "fmt": 0.25, "strict": 1.0}
+                for i, v in enumerate(values) for calls in [2 if i >= 4 else i % 2]
             ]  # fmt: skip
             text = "".join(json.dumps(line) + "\n" for line in (settings, *records))
             (folder / f"toy-K4-{arm}.jsonl").write_text(text)
@@ -172,7 +172,7 @@ def test_claims_count_the_seeds_in_which_they_hold(studied, monkeypatch):
         row.split("|")[1].strip(): row.split("|")[2:4] for row in paradox.claims_table(Seeds(studied)).splitlines()[4:]
     }
     faster = next(v for k, v in table.items() if k.startswith("parallel calls are"))
-    assert "parallel 1.00 ± 0.00 < sequential 2.00 ± 0.00" in faster[0] and "2 of 2" in faster[1]
+    assert "parallel 3.00 < sequential 6.00" in faster[0] and "1 of 1" in faster[1]  # seed 0 never called twice
     better = next(v for k, v in table.items() if k.startswith("and no worse"))
     assert "parallel 0.62 ± 0.18 >= sequential 0.62 ± 0.18" in better[0] and "2 of 2" in better[1]
     assert not any("GRPO loses" in claim for claim in table)  # nobody has run it
