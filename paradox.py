@@ -89,6 +89,7 @@ ROWS = {row.name: row for row in (UNTRAINED, *STARTS, *STUDY, *CONTROLS)}
 # How PARA-GRPO's calls are dispatched in table C: (whose weights, arm).
 DISPATCH = {"parallel": ("paragrpo", "parallel"), "sequential, same weights": ("paragrpo", "sequential")}
 DISPATCH |= {"sequential, trained so": ("sequential", "sequential")}
+DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # the curves: neither half of the method, one, the other, both
 # Whose samples are asked for what a call is worth, and both with the think prefix and without.
 NECESSITY, PREFIX = ("sft", "paragrpo"), ("sft", "grpo", "paragrpo", "prefix_only", "anchor_only")
 
@@ -400,8 +401,7 @@ def main() -> int:
     good = args.what == "tables" or work(jobs, args.jobs, root)
     text = tables(root, demo)
     print(f"\n{text}\n")
-    names = ("grpo", "paragrpo") if demo else [row.name for row in STUDY]
-    shown = [path for folder in sorted(root.glob("seed*")) for name in names if (path := folder / name).is_dir()]
+    shown = [path for name in DRAWN for path in sorted(root.glob(f"seed*/{name}"))]
     target = root / "report.html"
     picture = str(root if demo else "results")
     good &= subprocess.call([sys.executable, "report.py", *map(str, shown), "-o", str(target), "--png", picture]) == 0

@@ -1,0 +1,55 @@
+"""The README: what it says of files, functions, commands and configs is so."""
+
+import importlib
+import re
+
+import pytest
+from scripts import REPO
+
+README = (REPO / "README.md").read_text(encoding="utf-8")
+FILES = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(REPO.glob("*.py"))}
+
+
+def test_every_file_is_listed_with_its_length():
+    """Within a twentieth; the right numbers are printed."""
+    listed = {name: int(n) for name, n in re.findall(r"^\| `(\w+\.py)` \| (\d+) \|", README, re.M)}
+    total = int(re.search(r"^([\d,]+) lines, docstrings", README, re.M)[1].replace(",", ""))
+    print(*(f"{name} {n}" for name, n in FILES.items()), f"total {sum(FILES.values()):,}", sep="\n")
+    assert listed.keys() == FILES.keys()
+    wrong = {name: (n, FILES[name]) for name, n in listed.items() if abs(n - FILES[name]) > max(5, FILES[name] / 20)}
+    assert not wrong and abs(total - sum(FILES.values())) < 200
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+\.\w+)`", README))))
+def test_what_it_names_is_there(name):
+    """`rewards.score`: a function of that file; `protocols.yaml`: a file."""
+    module, _, attribute = name.partition(".")
+    if f"{module}.py" in FILES and attribute != "py":
+        assert hasattr(importlib.import_module(module), attribute) or (REPO / name).exists() or is_key(attribute)
+    elif attribute in ("py", "yaml", "md", "html"):
+        assert (REPO / name).exists()
+
+
+def is_key(attribute: str) -> bool:
+    """`anchor.credit`, `rollout.gpus`: a key of the configs."""
+    return any(re.search(rf"^    {attribute}:", (REPO / file).read_text(encoding="utf-8"), re.M) for file in FILES)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"\b(?:configs|docs|results)/[\w/.]+\.(?:yaml|md|png)", README)))
+)
+def test_every_file_that_it_points_to_is_there(path):
+    assert (REPO / path).is_file()
+
+
+def test_every_config_that_it_names_is_there():
+    named = set(re.findall(r"`(\w+_(?:8b|2b)\w*)`", README))
+    assert named and all((REPO / "configs" / f"{name}.yaml").is_file() for name in named)
+
+
+def test_its_commands_are_commands():
+    """Scripts exist; targets are in the Makefile."""
+    makefile = (REPO / "Makefile").read_text(encoding="utf-8")
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in re.findall(r"^make ([\w-]+)", README, re.M))
+    scripts = re.findall(r"(?:python|torchrun)(?: -\S+)* (\w+\.py)", README)
+    assert len(scripts) > 10 and set(scripts) <= FILES.keys()
