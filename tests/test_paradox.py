@@ -166,7 +166,8 @@ def test_a_spread_is_mean_and_sample_deviation():
 
 
 def test_claims_count_the_seeds_in_which_they_hold(studied, monkeypatch):
-    monkeypatch.setitem(paradox.DISPATCH, "sequential, trained so", ("paragrpo", "sequential"))
+    monkeypatch.setitem(paradox.DISPATCH, "cold start: one call per turn", ("paragrpo", "sequential"))
+    monkeypatch.setitem(paradox.DISPATCH, "cold start: parallel", ("paragrpo", "parallel"))
     monkeypatch.setattr(paradox, "GREEDY", (4,))
     table = {
         row.split("|")[1].strip(): row.split("|")[2:4] for row in paradox.claims_table(Seeds(studied)).splitlines()[4:]
