@@ -263,7 +263,7 @@ def test_structural_credit_reaches_the_logits_of_structural_tokens_only(toy_rend
     targets = torch.tensor([t for e in one.episodes for t, m in zip(e.main.ids, e.main.mask) if m])
     logits = torch.zeros(len(targets), 600, requires_grad=True)
     logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    grpo.lessons_loss(Scores(logprobs, logprobs.detach(), []), [lesson], None, None, cfg)[0].backward()
+    grpo.lessons_loss(Scores(logprobs, logprobs.detach()), [lesson], None, None, cfg)[0].backward()
     moved = logits.grad.abs().sum(-1) > 0
     struct = [s for e in one.episodes for s, m in zip(grpo.structural_mask(e.main, toy_renderer), e.main.mask) if m]
     assert moved.tolist() == struct and 0 < sum(struct) < len(struct)
