@@ -53,3 +53,12 @@ def test_its_commands_are_commands():
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in re.findall(r"^make ([\w-]+)", README, re.M))
     scripts = re.findall(r"(?:python|torchrun)(?: -\S+)* (\w+\.py)", README)
     assert len(scripts) > 10 and set(scripts) <= FILES.keys()
+
+
+def test_its_figures_are_those_of_the_results():
+    """Means with their spread stand in results/paradox.md, gains in results/bench.md."""
+    study, bench = ((REPO / "results" / name).read_text(encoding="utf-8") for name in ("paradox.md", "bench.md"))
+    figures = re.findall(r"-?\d+\.\d+ ± \d+\.\d+(?: \[[\d.]+\])?", README)
+    assert len(figures) > 10 and all(figure in study for figure in figures)
+    gains = re.findall(r"\b\d+(?:\.\d+)?x\b", README)
+    assert len(gains) > 5 and all(f" {gain} " in bench for gain in gains)
