@@ -219,11 +219,12 @@ class Metrics:
 
 
 def git_commit() -> str:
-    """The commit that is checked out here, with `+` when files differ from it; "unknown" outside a checkout."""
+    """The commit that is checked out here, with `+` when files (but results) differ from it; "unknown" outside a checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        changes = [*git, "status", "--porcelain", "-uno", "--", ".", ":!results"]
+        status = subprocess.run(changes, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
