@@ -353,7 +353,10 @@ def dispatch_table(seeds: Seeds) -> str:
         spent = [spread(seeds.cost(name, what, "alone", arm)) for what in ("calls", "turns", "tokens", "seconds")]
         rows.append([way, *accuracy, *spent, spread(seeds.seconds_of_two(name, arm))])
     header = ["dispatch", *(f"acc K={k}" for k in ALONE), "calls", "turns", "tokens", "seconds", "with two calls"]
-    return markdown("#### C. Dispatch (greedy, one episode at a time)", header, rows)
+    table = markdown("#### C. Dispatch (greedy, one episode at a time)", header, rows)
+    published = yaml.safe_load(PUBLISHED.read_text())["ablations"]
+    theirs = [f"{row['name']} {', '.join(map(str, row['scores'][2:]))}" for row in published["dispatch"]]
+    return f"{table}\n\nThe paper's accuracy on {', '.join(published['columns'][2:])}: {'; '.join(theirs)}."
 
 
 def necessity_table(seeds: Seeds, names: Sequence[str]) -> str:

@@ -182,6 +182,7 @@ def test_claims_count_the_seeds_in_which_they_hold(studied, monkeypatch):
 def test_the_tables_show_the_papers_values_beside_ours(studied):
     text = paradox.tables(studied, demo=False)
     assert "0.25 ± 0.00 [0.41] | 0.88 ± 0.53 [0.21]" in text
+    assert "on videomme, videomme_wsub, lvbench, mlvu: sequential 61.4, 68.8, 37.5, 64.1; parallel 62.1, " in text
 
 
 def test_results_keep_what_people_wrote_around_the_tables(studied):
