@@ -1,8 +1,8 @@
 """sft.py: the cold start. Teaches the policy the tools, the tags and the sub-agent's reports from trajectories.
 
-    torchrun --nproc_per_node=8 sft.py configs/sft_8b.yaml          # one 8x80 GB node
-    python sft.py configs/toy_sft.yaml                              # the same code on a CPU
-    python sft.py configs/sft_8b.yaml --dry-run                     # config, data and memory plan; loads no weights
+    torchrun --standalone --nproc_per_node=8 sft.py configs/sft_8b.yaml    # one 8x80 GB node
+    python sft.py configs/toy_sft.yaml                                     # the same code on a CPU
+    python sft.py configs/sft_8b.yaml --dry-run                            # config, data and memory plan; loads no weights
 
 Rows (parquet in the published schema) -> RUN/metrics.jsonl, RUN/state/ (to resume), RUN/model/ (Hugging Face format).
 
