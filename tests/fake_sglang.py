@@ -2,7 +2,7 @@
 
     python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
 
-Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N requests, busy (503 now and then),
+Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 now and then),
 abort, drift (one image token too few), stale (loads weights but keeps the old version's name), swap (finds no weights
 the first time), slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log).
 """
@@ -21,7 +21,7 @@ from PIL import Image
 
 port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
-state = {"version": "default", "served": 0, "loads": 0}
+state = {"version": "default", "served": 0, "answered": 0, "loads": 0}
 lock = threading.Lock()
 
 
@@ -30,6 +30,8 @@ def generate(request: dict) -> tuple[int, dict]:
         state["served"] += 1
         number = state["served"]
     if fault == "die_after" and number > int(amount):
+        while state["answered"] < int(amount):  # what it has taken on before, it still answers
+            time.sleep(0.001)
         os._exit(1)
     if fault == "busy" and number % 3 == 1:
         return 503, {"error": "busy"}
@@ -78,6 +80,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.answer(*{"/generate": generate, "/update_weights_from_disk": load}[self.path](request))
+        with lock:
+            state["answered"] += self.path == "/generate"
 
     def log_message(self, *_):
         pass
