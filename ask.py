@@ -16,6 +16,7 @@ Deliberately missing: a conversation with several questions.
 import argparse
 import io
 import json
+import os
 import re
 import sys
 import threading
@@ -27,8 +28,9 @@ import numpy as np
 
 import data
 import report
-from checks import check_urls, find_checkpoint
-from contract import END_OF_TURN, Renderer, VisualContract, load_tokenizer, patchify
+from checks import check_urls, find_checkpoint, find_tokenizer
+from config import ConfigError
+from contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer, patchify
 from data import Bundle, Call, Episode, Task, Trajectory
 from engine import Engine, EngineError, Sample, open_engine
 from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, opening, run_episode
@@ -41,17 +43,20 @@ WIDTH = 40  # characters of the timeline
 def main() -> int:
     arguments = sys.argv[1:]
     doctor = arguments[:1] == ["doctor"]
-    args = _parser(doctor).parse_args(arguments[doctor:])
+    parser = _parser(doctor)
+    args = parser.parse_args(arguments[doctor:])
+    if args.k is not None and args.k < 1:
+        parser.error(f"--k {args.k}: an overview has at least 1 frame")
+    if args.max_new_tokens < 1 or args.temperature < 0:
+        parser.error("--max-new-tokens must be at least 1, and --temperature not negative")
+    if not doctor and args.trace and not args.trace.parent.is_dir():
+        parser.error(f"--trace {args.trace}: there is no folder {args.trace.parent}; make it first")
     try:
-        if args.k is not None and args.k < 1:
-            raise ValueError(f"--k {args.k}: an overview has at least 1 frame")
-        if not doctor and args.trace and not args.trace.parent.is_dir():
-            raise ValueError(f"--trace {args.trace}: there is no folder {args.trace.parent}; make it first")
         with Videos(workers=2) as videos:
             for path in args.video:
                 videos.info(path)
             return run_doctor(args, videos) if doctor else ask(args, videos)
-    except (VideoError, EngineError, FileNotFoundError, ValueError) as error:
+    except (VideoError, EngineError, FileNotFoundError, ConfigError, ContractError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -82,7 +87,7 @@ def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **mor
     """Everything an agent needs, from the checkpoint's own contract."""
     from distributed import checkpoint_dir  # torch
 
-    source = find_checkpoint(args.model, checkpoint_dir, served=bool(args.url))
+    source = find_tokenizer(args.model) if args.url else find_checkpoint(args.model, checkpoint_dir)
     check_urls(args.url, patience=0.0)
     contract = VisualContract.load(source)
     contract.check(source)
@@ -95,7 +100,7 @@ def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **mor
 
 
 def ask(args: argparse.Namespace, videos: Videos) -> int:
-    task = Task("ask", args.question, tuple(args.video), "oe", "")
+    task = Task("ask", args.question, tuple(map(os.path.abspath, args.video)), "oe", "")
     cfg = RolloutConfig(
         tools=tuple(args.tool or ["crop_video"]),
         dispatch=args.dispatch,
@@ -148,10 +153,9 @@ class Screen:
         return "│" + "·" * first + "█" * (last - first) + "·" * (WIDTH - last) + "│"
 
     def end(self, episode: Episode) -> None:
-        tokens = sum(sum(agent.mask) for agent in [episode.main, *episode.agents])
-        print(
-            f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {tokens} tokens, {episode.seconds:.1f} s"
-        )
+        tokens = sum(sum(agent.mask) for agent in episode.trajectories)
+        turns, calls = len(episode.main.turns), len(episode.calls)
+        print(f"\n{turns} turns, {calls} calls, {tokens} tokens, {episode.seconds:.1f} s")
         if episode.error:
             print(f"failed: {episode.error}")
 
@@ -210,7 +214,7 @@ def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Nam
     """(what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
     from policy import PolicyConfig, load
 
-    renderer, main, agents = stage.renderer, episode.main, [episode.main, *episode.agents]
+    renderer, main, agents = stage.renderer, episode.main, episode.trajectories
     rows = []
 
     def claim(name: str, good: bool, detail: str) -> None:
@@ -239,9 +243,9 @@ def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Nam
     claim("positions", worst == 0, f"M-RoPE differs from transformers' by at most {worst}")
 
     start_of_own = [main.turns[1][0], *(agent.prompt_length for agent in agents[1:])]  # what the model itself said
-    heat = [args.temperature or 1.0, *(stage.cfg.subagents.temperature or 1.0 for _ in agents[1:])]
+    temperatures = [args.temperature or 1.0, *(stage.cfg.subagents.temperature or 1.0 for _ in agents[1:])]
     gap, blind = [], []
-    for agent, first, temperature in zip(agents, start_of_own, heat):
+    for agent, first, temperature in zip(agents, start_of_own, temperatures):
         ours = _trainer_logprobs(policy, agent, first, temperature, agent.frames)
         mask = np.array(agent.mask[first:], bool)
         gap += list(np.abs(ours - np.array(agent.logprobs[first:])[mask]))
@@ -270,10 +274,9 @@ def _position_error(model, agent: Trajectory, renderer: Renderer) -> int:
 
     from packing import rope_positions
 
-    _, grid = patchify(agent.frames, renderer.contract.patch, renderer.contract.merge)
-    sizes = (
-        (rows // renderer.contract.merge, columns // renderer.contract.merge) for _, rows, columns in grid.tolist()
-    )
+    merge = renderer.contract.merge
+    _, grid = patchify(agent.frames, renderer.contract.patch, merge)
+    sizes = ((rows // merge, columns // merge) for _, rows, columns in grid.tolist())
     ours, _ = rope_positions(np.array(agent.ids), sizes, renderer.image_pad, 0)
     ids = torch.tensor([agent.ids])
     pads = (ids == renderer.image_pad).int()

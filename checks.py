@@ -76,7 +76,6 @@ def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], serve
             )
         folder = fetch(name)
     model, tokenizer = _json_of(folder / "config.json"), _json_of(folder / "tokenizer_config.json")
-    templates = [folder / file for file in ("chat_template.jinja", "chat_template.json")]
     index = folder / "model.safetensors.index.json"
     weights = set(_json_of(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
     missing = [file for file in sorted(weights) if not served and not (folder / file).is_file()]
@@ -86,7 +85,7 @@ def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], serve
         raise ConfigError(f"{folder} has no {', '.join(missing[:3])}: the checkpoint is not whole; copy it here again")
     if not served and model.get("model_type") != "qwen3_vl":
         raise ConfigError(f"{folder} is a {model.get('model_type')!r}; this code runs dense Qwen3-VL: 'qwen3_vl'")
-    if not tokenizer.get("chat_template") and not any(path.is_file() for path in templates):
+    if not tokenizer.get("chat_template") and not (folder / "chat_template.jinja").is_file():
         raise ConfigError(
             f"{folder} has no chat template, so it is a base model; start from an Instruct one, or put its "
             "chat_template.jinja there"
@@ -128,11 +127,12 @@ def check_servers(cfg: Any, ranks: int = 0, patience: float = 15.0) -> None:
 def check_urls(urls: Sequence[str], patience: float) -> None:
     import requests
 
-    deadline = time.monotonic() + patience
+    session, deadline = requests.Session(), time.monotonic() + patience
+    session.trust_env = False  # straight to the server, as engine.py: whatever http_proxy says
     for url in urls:
         while True:
             try:
-                requests.get(url.rstrip("/") + "/model_info", timeout=10)
+                session.get(url.rstrip("/") + "/model_info", timeout=10).raise_for_status()
                 break
             except requests.RequestException as error:
                 if time.monotonic() > deadline or isinstance(error, ValueError):  # ValueError: no URL at all

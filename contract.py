@@ -21,6 +21,7 @@ Deliberately missing: the video channel of Qwen3-VL (frame pairs), torchvision, 
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -103,18 +104,19 @@ class VisualContract:
     @classmethod
     def load(cls, checkpoint: str | Path) -> "VisualContract":
         """The contract that a checkpoint carries; the default one of a stock checkpoint."""
-        return cls(**(_read_json(Path(checkpoint) / "visual.json") or {}))
+        path = Path(checkpoint) / "visual.json"
+        try:
+            return cls(**(_read_json(path) or {}))
+        except (TypeError, ValueError) as error:  # a key of another version, an impossible value, no JSON
+            raise ContractError(f"{path}: {error}; correct it, or use the version of the code that wrote it") from None
 
     def save(self, checkpoint: str | Path) -> None:
         """Write the contract beside the weights, and the same limits where transformers and SGLang read them."""
         checkpoint = Path(checkpoint)
         (checkpoint / "visual.json").write_text(json.dumps(dataclasses.asdict(self), indent=1))
         path = checkpoint / "preprocessor_config.json"
-        processor = _read_json(path) or {
-            "image_processor_type": "Qwen2VLImageProcessorFast",
-            "processor_class": "Qwen3VLProcessor",
-        }
-        processor |= self._processor_constants() | {"size": self.processor_size()}
+        stock = {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor"}
+        processor = (_read_json(path) or stock) | self._processor_constants() | {"size": self.processor_size()}
         path.write_text(json.dumps(processor, indent=1))
 
     def check(self, checkpoint: str | Path) -> None:
@@ -122,17 +124,13 @@ class VisualContract:
         only its processor's constants must agree (its size limits are overridden when SGLang is started)."""
         checkpoint = Path(checkpoint)
         saved, processor = _read_json(checkpoint / "visual.json"), _read_json(checkpoint / "preprocessor_config.json")
-        expected = dataclasses.asdict(self) if saved is not None else {}
-        found = saved or {}
-        if processor is not None:
-            expected |= self._processor_constants()
-            found = found | processor
-            if saved is not None:
-                expected["size"] = self.processor_size()
+        limits = {} if saved is None else {"size": self.processor_size()}
+        pairs = [(dataclasses.asdict(self), saved), (self._processor_constants() | limits, processor)]
         wrong = [
             f"{key}: this run has {value!r}, the checkpoint {found.get(key)!r}"
+            for expected, found in pairs
             for key, value in expected.items()
-            if found.get(key) != value
+            if found is not None and found.get(key) != value
         ]
         if wrong:
             raise ContractError(
@@ -187,10 +185,11 @@ class Rendered:
     frames: list[Frames]  # in the order of their pads
 
 
-# Private-use characters mark places in the rendered text. They are removed from text that comes from outside.
+# Private-use characters mark places in the rendered text. They are removed from text that comes from outside, and so
+# are lone surrogates (half an emoji in somebody's JSON), which no tokenizer takes.
 _BEGIN, _END = "\U000f0000", "\U000f0001"  # of what the assistant says
 _LITERAL = 0xF0002  # ... + i stands for the i-th added token, spelled out
-_PRIVATE = re.compile("[\U000f0000-\U000ffffd]")
+_PRIVATE = re.compile("[\ud800-\udfff\U000f0000-\U000ffffd]")
 
 
 class Live(str):
@@ -217,7 +216,7 @@ class Renderer:
             "assistant": _any_of(special),  # its tags are live, but it cannot end its own turn
         }
         self.image_pad, self.end_of_turn = (tokenizer.convert_tokens_to_ids(t) for t in (IMAGE_PAD, END_OF_TURN))
-        self._piece = functools.lru_cache(1 << 18)(lambda token: self.decode([token]))
+        self._text_of = functools.lru_cache(1 << 18)(lambda token: self.decode([token]))
         self.never_sampled = [i for i in tokenizer.convert_tokens_to_ids(list(NEVER_SAMPLED)) if i is not None]
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, generate: bool = False) -> Rendered:
@@ -272,11 +271,14 @@ class Renderer:
         spans, pending, start = [], [], 0
         for i, token in enumerate(ids):
             pending.append(token)
-            text = self._piece(token) if len(pending) == 1 else self.decode(pending)
+            text = self._text_of(token) if len(pending) == 1 else self.decode(pending)
             unfinished = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4 and i + 1 < len(ids)
             if not unfinished:  # a UTF-8 sequence has at most 4 bytes, so a longer wait is for bytes that never come
                 spans += [(start, start + len(text))] * len(pending)
                 pending, start = [], start + len(text)
+        if start != len(self.decode(ids)):  # bytes that are no UTF-8 decode otherwise among their neighbours
+            ends = [len(self.decode(ids[:i])) for i in range(len(ids) + 1)]
+            spans = list(itertools.pairwise(ends))
         return spans
 
     def compact(self, ids: list[int]) -> list[int]:
@@ -293,8 +295,10 @@ class Renderer:
         for message in messages:
             role, content = message["role"], message["content"]
             parts = [content] if isinstance(content, str) else content
+            # Neighbouring texts are one, or a control token could come in two halves.
+            parts = (["".join(run)] if kind is str else run for kind, run in itertools.groupby(parts, type))
             rendered = []
-            for part in parts:
+            for part in itertools.chain.from_iterable(parts):
                 if isinstance(part, Frames):
                     frames += [part]
                     for i, time in enumerate(part.times):  # None: a still image, which has no time

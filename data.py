@@ -15,8 +15,10 @@ Deliberately missing: prompts in other languages, prompts per dataset.
 """
 
 import hashlib
+import itertools
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,9 +51,7 @@ class Trajectory:
     versions: list[int]  # version of the weights that sampled the token; -1 where mask is 0
     frames: list[Frames]  # in the order of their pads
     prompt_length: int  # ids before the first assistant turn's content; shared by a group
-    turns: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # the assistant's, as [start, end) in ids, prefix included
+    turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's, [start, end) in ids with the prefix
     finish: str = ""  # why the last turn ended: stop | length
 
 
@@ -90,6 +90,15 @@ class Episode:
     @property
     def agents(self) -> list[Trajectory]:
         return [call.agent for call in self.calls if call.agent is not None]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        return [self.main, *self.agents]
+
+    @property
+    def executed(self) -> int:
+        """Calls that ran, which kappa counts."""
+        return sum(not call.error for call in self.calls)
 
 
 @dataclass
@@ -151,9 +160,11 @@ def subagent_messages(frames: Frames, question: str | None) -> list[dict]:
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Frames]:
     """K uniform frames: of one video, or shared out evenly over several, each of which shows at least one."""
-    n = len(task.videos)
-    shares = [max(1, k // n + (i < k % n)) for i in range(n)]
-    return [videos.overview(path, share, contract.frame_size) for path, share in zip(task.videos, shares)]
+    n = [videos.info(path).n_frames for path in task.videos]
+    # Dealt out one by one to those that have more: what a short video cannot fill, the others get.
+    turns = (i for turn in range(k) for i in range(len(n)) if turn < n[i])
+    shares = Counter(itertools.islice(turns, max(k, len(n))))
+    return [videos.overview(path, shares[i], contract.frame_size) for i, path in enumerate(task.videos)]
 
 
 def draw_frames(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:

@@ -33,7 +33,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
@@ -83,9 +83,9 @@ class Engine(Protocol):
 
 def open_engine(
     checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
-    server_args: Sequence[str] = (), max_batch_tokens: int = 131_072,
+    server_args: Sequence[str] = (), **local: Any,
 ) -> Engine:  # fmt: skip
-    """The engine that a config describes: neither GPUs nor URLs mean this process, and its GPU if it has one."""
+    """The engine that a config describes: neither GPUs nor URLs mean this process, its GPU if any, and `local`."""
     if gpus or urls:
         return SGLang(checkpoint, renderer, gpus=gpus, urls=urls, server_args=server_args)
     import torch  # which a client of servers does not need
@@ -93,7 +93,7 @@ def open_engine(
     from inprocess import InProcess
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=max_batch_tokens)
+    return InProcess(checkpoint, renderer, device=device, dtype=dtype, **local)
 
 
 def together(engine: Engine, jobs: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
@@ -163,8 +163,8 @@ def run_all(
 
 # ------------------------------------------------------------------------------------------------ SGLang over HTTP
 
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_")
-OF_TRAINER = (*OF_TORCHRUN, "OMP_", "PYTORCH_")  # variables that the servers do not inherit
+# How variables of torchrun and of the trainer begin, which the servers do not inherit.
+OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
 # Beside the server, a shell waits for the end of a pipe that we hold open, and then kills their process group. That end
 # also comes if we are killed, by torchrun or for memory, when nothing of ours can run any more.
 LEASH = 'exec 3<&0; (read -r _ <&3; kill -9 -$$) & exec "$@" </dev/null 3<&-'
@@ -209,7 +209,7 @@ class SGLang:
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, server_args))
         self._servers = [_Server(url.rstrip("/")) for url in urls] + [_Server("", gpu) for gpu in gpus]
         self._changed, self._closed = threading.Condition(), False
-        self._images: OrderedDict[int, tuple[Frames, list[str]]] = OrderedDict()
+        self._images: OrderedDict[int, tuple[Frames, Future]] = OrderedDict()  # not done: somebody encodes it
         self._sockets: set[socket.socket] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         atexit.register(self.close)
@@ -287,8 +287,10 @@ class SGLang:
         version = _number(meta["weight_version"])
         if self.snapshot and not oldest <= version <= self.version:
             raise _Lost(f"sampled by weights {meta['weight_version']!r}, expected {oldest} ... {self.version}")
-        if reply["prompt_token_ids"] != ids:
-            raise ContractError(_drift(ids, reply["prompt_token_ids"]))
+        if (theirs := reply.get("prompt_token_ids")) is None:
+            raise ContractError("the server returns no `prompt_token_ids`, which SGLang has since 0.5.13: update it")
+        if theirs != ids:
+            raise ContractError(_drift(ids, theirs))
         logprobs, tokens = zip(*((logprob, token) for logprob, token, _ in meta["output_token_logprobs"]))
         if list(tokens) != reply["output_ids"]:
             raise ContractError("the server's output ids are not those of its log-probs")
@@ -300,18 +302,22 @@ class SGLang:
 
         key = id(clip.pixels)
         with self._changed:
-            if key in self._images:
-                self._images.move_to_end(key)
-                return self._images[key][1]
-        files = [io.BytesIO() for _ in clip.pixels]
-        for pixels, file in zip(clip.pixels, files):
-            Image.fromarray(pixels).save(file, "png", compress_level=1)
-        encoded = [base64.b64encode(file.getvalue()).decode() for file in files]
-        with self._changed:
-            self._images[key] = (clip, encoded)  # holds the clip, so that nobody else gets its id
+            first = key not in self._images  # held with its clip, so that nobody else gets its id
+            _, encoded = self._images.setdefault(key, (clip, Future()))
+            self._images.move_to_end(key)
             while len(self._images) > 256:
                 self._images.popitem(last=False)
-        return encoded
+        if first:
+            try:
+                files = [io.BytesIO() for _ in clip.pixels]
+                for pixels, file in zip(clip.pixels, files):
+                    Image.fromarray(pixels).save(file, "png", compress_level=1)
+                encoded.set_result([base64.b64encode(file.getvalue()).decode() for file in files])
+            except BaseException as error:  # raised below, and in the threads that wait for it
+                with self._changed:
+                    self._images.pop(key, None)
+                encoded.set_exception(error)
+        return encoded.result()
 
     def _pause(self, seconds: float | None, until: Callable[[], bool] = lambda: False) -> None:
         with self._changed:

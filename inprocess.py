@@ -4,7 +4,7 @@
 
 The requests of all waiting threads become one batch. The prompt that the rollouts of a group share is read once, its
 keys are copied to each row, and ended rows leave. A batch starts when everybody whom `expect` announced waits; it is
-sorted, each row draws its random numbers from its own seed, and no clock is involved: a run can be repeated bit for bit.
+sorted, and each row draws from its own seed: unless a call outlasts `call_timeout`, a run can be repeated bit for bit.
 
     columns of a row     padding, shared prompt | padding, the rest of its ids | sampled ids
     positions            M-RoPE, explicit: the padding does not count
@@ -81,9 +81,7 @@ class InProcess:
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
         if len(ids) < 2:
-            raise ValueError(
-                f"{len(ids)} ids: a prompt has at least two, one to share and one whose logits are sampled"
-            )
+            raise ValueError(f"{len(ids)} ids: a prompt has at least two, one to share, one whose logits are sampled")
         shared = min(shared or len(ids), len(ids) - 1)
         stop = self._ends.union(stop)
         request = _Request(list(ids), tuple(frames), max_new_tokens, temperature, seed, stop, shared)
@@ -100,11 +98,9 @@ class InProcess:
             self._changed.notify_all()
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
-        state = {
-            name: tensor
-            for file in sorted(Path(path).glob("*.safetensors"))
-            for name, tensor in load_file(file).items()
-        }
+        state = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            state |= load_file(file)
         with self._weights:
             missing, unknown = self.model.load_state_dict(state, strict=False)
             tied = self.model.all_tied_weights_keys
@@ -173,7 +169,7 @@ class _Batch:
             row_of = {prompt: i for i, prompt in enumerate(firsts)}
             rows = [row_of[request.prompt] for request in self.requests]
             prompts = [_piece(r.ids[: r.shared], r.frames, 0, self.renderer) for r in firsts.values()]
-            self.seen = torch.zeros(len(prompts), 0, dtype=torch.bool, device=self.device)  # [B, L] real tokens
+            self.real = torch.zeros(len(prompts), 0, dtype=torch.bool, device=self.device)  # [B, L] no padding
             self._read(prompts)
             self._keep(rows)
             rests = []
@@ -204,9 +200,9 @@ class _Batch:
         return self._forward(embeds, positions, real, **visual)
 
     def _forward(self, embeds, positions, real, **visual):
-        self.seen = torch.cat([self.seen, real], dim=1)
+        self.real = torch.cat([self.real, real], dim=1)
         length = real.shape[1]
-        mask = self.seen[:, None, None, :].repeat(1, 1, length, 1)  # [B, 1, L, past + L]
+        mask = self.real[:, None, None, :].repeat(1, 1, length, 1)  # [B, 1, L, past + L]
         # Padding is not seen, but sees itself: a softmax over nothing would be nan.
         itself = torch.eye(length, dtype=torch.bool, device=self.device)
         mask[..., -length:] = mask[..., -length:].tril() | itself
@@ -223,9 +219,8 @@ class _Batch:
         """Frames -> [1 + D, M, H]: embeddings and DeepStack levels. Clip by clip, which bounds the memory."""
         contract, seen = self.renderer.contract, []
         for clip in clips:
-            patches, grid = (
-                torch.from_numpy(x).to(self.device) for x in patchify([clip], contract.patch, contract.merge)
-            )
+            arrays = patchify([clip], contract.patch, contract.merge)
+            patches, grid = (torch.from_numpy(x).to(self.device) for x in arrays)
             out = self.model.model.visual(patches.to(self.model.dtype), grid_thw=grid)
             seen.append(torch.stack([out.pooler_output, *out.deepstack_features]))
         return torch.cat(seen, dim=1)
@@ -234,7 +229,7 @@ class _Batch:
         """Rows of the batch: copied to the rollouts of a group, dropped when they have ended."""
         index = torch.tensor(rows, device=self.device)
         self.cache.batch_select_indices(index)
-        self.seen = self.seen[index]
+        self.real = self.real[index]
 
     def _sample(self, hidden, positions: list[int]) -> None:
         rows = [_Row(request, position) for request, position in zip(self.requests, positions)]
@@ -262,12 +257,13 @@ class _Batch:
         """One token per row by inverting the cumulative distribution at the row's own random number."""
         logits = self.model.lm_head(hidden).float()  # [B, V]
         logits[:, self.renderer.never_sampled] = -torch.inf
-        heat = torch.tensor([[row.request.temperature] for row in rows], device=self.device)
-        logprobs = torch.log_softmax(torch.where(heat > 0, logits / heat.clamp_min(1e-6), logits), dim=-1)
+        temperature = torch.tensor([[row.request.temperature] for row in rows], device=self.device)
+        scaled = torch.where(temperature > 0, logits / temperature.clamp_min(1e-6), logits)
+        logprobs = torch.log_softmax(scaled, dim=-1)
         below = logprobs.double().exp().cumsum(-1)
         uniform = torch.tensor([[row.next_uniform()] for row in rows], dtype=torch.float64, device=self.device)
         drawn = (below <= uniform * below[:, -1:]).sum(-1, keepdim=True)
-        tokens = torch.where(heat > 0, drawn, logits.argmax(-1, keepdim=True))
+        tokens = torch.where(temperature > 0, drawn, logits.argmax(-1, keepdim=True))
         return tokens[:, 0].tolist(), logprobs.gather(-1, tokens)[:, 0].tolist()
 
 
@@ -288,6 +284,7 @@ def _piece(ids: list[int], clips: tuple[Frames, ...], position: int, renderer: R
     rest = iter(images)
     sizes = ((rows, columns) for _, rows, columns in rest)
     positions, end = rope_positions(np.array(ids, np.int64), sizes, renderer.image_pad, position)
+    # rope_positions has taken the images of these ids from `rest`, and none beyond: the next one is not shown here.
     unread = next(rest, (len(clips),))[0]
     return _Piece(ids, clips[:unread], positions, end)
 

@@ -228,9 +228,7 @@ def sample_turn(
         raise Stopped("the run was ended")
     room = stage.cfg.max_context - len(agent.ids)
     if room <= 0:
-        raise EngineError(
-            f"a prompt of {len(agent.ids)} tokens leaves no room in max_context = {stage.cfg.max_context}"
-        )
+        raise EngineError(f"a prompt of {len(agent.ids)} tokens fills max_context = {stage.cfg.max_context}; raise it")
     sample = stage.engine.generate(
         agent.ids,
         agent.frames,
@@ -369,19 +367,14 @@ def rollout(
 def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
     """One line of JSON: exact ids, the text for people, and frames by their times (their pixels stay in the video)."""
 
-    def plain(agent: Trajectory | None) -> dict | None:
-        if agent is None:
-            return None
-        fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent) if f.name != "frames"}
+    def plain(agent: Trajectory) -> dict:
         text = renderer.decode(renderer.compact(agent.ids))
-        return fields | {"frames": [list(clip.times) for clip in agent.frames], "text": text}
+        return vars(agent) | {"frames": [list(clip.times) for clip in agent.frames], "text": text}
 
-    fields = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
-    calls = [{f.name: getattr(call, f.name) for f in dataclasses.fields(call)} for call in episode.calls]
-    record = fields | {
-        "task": dataclasses.asdict(episode.task),
+    record = vars(episode) | {
+        "task": vars(episode.task),
         "main": plain(episode.main),
-        "calls": [call | {"agent": plain(call["agent"])} for call in calls],
+        "calls": [vars(call) | {"agent": call.agent and plain(call.agent)} for call in episode.calls],
     }
     file.write(json.dumps(record) + "\n")
     file.flush()
@@ -406,7 +399,7 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
 
     task = record["task"]
     task = Task(**task | {"videos": tuple(task["videos"]), "options": tuple(task["options"])})
-    clips = data.overview(task, record["k"], videos, contract) if videos and not record["error"] else []
+    clips = data.overview(task, record["k"], videos, contract) if videos and record["main"]["frames"] else []
     calls = []
     for fields in record["calls"]:
         seen = fields.pop("agent")

@@ -3,8 +3,8 @@
     path, seconds, size ──► Videos (threads, cache, quarantine) ──pipe──► worker process (FFmpeg) ──► Frames
 
 Datasets hold files that are truncated, mislabelled, or hang a decoder inside C code, out of reach of any exception.
-So FFmpeg runs only in worker processes that can be killed and replaced: a bad file costs its own question a VideoError
-and a line in the quarantine list, and nobody else notices.
+So FFmpeg runs only in worker processes that can be killed and replaced: a bad file costs its own question a VideoError,
+and nobody else notices. One that cannot be opened, or takes its decoder down with it, is quarantined: never asked again.
 
 Two verbs cross the pipe. `probe` reads the packets, without decoding them, into an index: the presentation time of each
 frame, and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted times come out.
@@ -18,6 +18,7 @@ Deliberately missing: audio, GPU decoding, URLs, subtitles, and the choice of a 
 """
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -29,7 +30,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -241,6 +241,8 @@ def _serve(fd: int, timeout: float) -> None:
 
 # ---- the parent: workers, cache, quarantine ------------------------------------------------------------------------
 
+START_LIMIT = 300.0  # seconds in which a worker must have imported its decoder, be it from a cold network disk
+
 
 class _Worker:
     """A decoder process. Not multiprocessing's spawn, which would import the parent's heavy __main__ once more."""
@@ -252,10 +254,10 @@ class _Worker:
             command = [sys.executable, os.path.abspath(__file__), "--worker", str(theirs.fileno()), str(timeout)]
             null = subprocess.DEVNULL
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
-        try:
-            self.pipe.recv()  # "ready"
-        except (EOFError, OSError):
-            raise RuntimeError(f"a video worker died at start ({self.stop()}): does `import av` work?") from None
+        with contextlib.suppress(EOFError, OSError):  # it died
+            if self.pipe.poll(START_LIMIT) and self.pipe.recv():  # "ready"
+                return
+        raise RuntimeError(f"a video worker did not start in {START_LIMIT:g} s ({self.stop()}): does `import av` work?")
 
     def ask(self, request: tuple) -> tuple[bool, object]:
         """(True, value) or (False, what is wrong with the file), within the timeout whatever the worker does."""
@@ -267,7 +269,7 @@ class _Worker:
             self.pipe.send(request)
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            answer = False, f"killed its decoder ({self.stop()}); fetch it again or re-encode it"
+            answer = False, f"killed its decoder twice ({self.stop()}); fetch it again or re-encode it"
         watchdog.cancel()
         watchdog.join()  # `expired` is settled now, and no late kill can hit the next request
         if self.expired:
@@ -282,11 +284,6 @@ class _Worker:
     def stop(self) -> str:
         self.process.kill()  # does nothing to a process that is already gone
         return f"exit code {self.process.wait()}"
-
-
-def _stop_all(workers: set[_Worker]) -> None:
-    for worker in list(workers):
-        worker.stop()
 
 
 def _arrays(value: VideoInfo | np.ndarray) -> list[np.ndarray]:
@@ -318,12 +315,13 @@ class Videos:
         self._workers: set[_Worker] = set()
         self._closed = False
         self._cache: OrderedDict[tuple, Future] = OrderedDict()  # oldest use first; not done: somebody decodes it
-        self._stats = {"hits": 0, "misses": 0, "cached_bytes": 0, "decode_seconds": 0.0, "killed_workers": 0}
+        self._cached_bytes = 0
         self._quarantine = Path(quarantine) if quarantine else None
         lines = self._quarantine.read_text().splitlines() if quarantine and self._quarantine.exists() else []
         rows = [json.loads(line) for line in lines]
         self._bad: dict[Identity, str] = {(row["path"], row["size"], row["mtime_ns"]): row["reason"] for row in rows}
-        self._finalizer = weakref.finalize(self, _stop_all, self._workers)  # also runs when the interpreter exits
+        # Also runs when the interpreter exits.
+        self._finalizer = weakref.finalize(self, lambda workers: [w.stop() for w in list(workers)], self._workers)
 
     def info(self, path: str | Path) -> VideoInfo:
         return replace(self._info(path, self._identify(path)), path=str(path))
@@ -338,10 +336,7 @@ class Videos:
         if not indices or min(indices) < 0 or max(indices) >= info.n_frames:
             raise ValueError(f"indices {indices} of {path}: must be some of 0..{info.n_frames - 1}")
         rows = info._table[list(indices)].tolist()
-        key = (identity, indices, size)
-        pixels, hit = self._cached(key, lambda: self._ask(path, identity, "decode", rows, size))
-        with self._lock:
-            self._stats["hits" if hit else "misses"] += 1
+        pixels = self._cached((identity, indices, size), lambda: self._ask(path, identity, "decode", rows, size))
         return Frames(pixels, tuple(info.times[list(indices)].tolist()))
 
     def overview(self, path: str | Path, k: int, size_rule: SizeRule) -> Frames:
@@ -356,12 +351,6 @@ class Videos:
         info = self.info(path)
         indices = window_indices(info.times, start, end, fps, min_frames, max_frames)
         return self.frames(path, indices, size_rule(info.width, info.height))
-
-    def stats(self) -> dict[str, float]:
-        """Since the start. Hits and misses count requests for frames; decode_seconds is a sum over workers."""
-        with self._lock:
-            asked = self._stats["hits"] + self._stats["misses"]
-            return self._stats | {"hit_rate": self._stats["hits"] / max(asked, 1), "quarantined": len(self._bad)}
 
     def close(self) -> None:
         with self._lock:
@@ -389,16 +378,16 @@ class Videos:
         return identity
 
     def _info(self, path: str | Path, identity: Identity) -> VideoInfo:
-        return self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))[0]
+        return self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
 
-    def _cached(self, key: tuple, make: Callable) -> tuple[VideoInfo | np.ndarray, bool]:
-        """(value, whether it was there or on its way): threads that want the same thing share one `make`."""
+    def _cached(self, key: tuple, make: Callable) -> VideoInfo | np.ndarray:
+        """Threads that want the same thing share one `make`."""
         with self._lock:
             hit = key in self._cache
             future = self._cache.setdefault(key, Future())
             self._cache.move_to_end(key)
         if hit:
-            return future.result(), True
+            return future.result()
         try:
             value = make()
             for array in _arrays(value):
@@ -410,27 +399,29 @@ class Videos:
             raise
         with self._lock:
             future.set_result(value)
-            self._stats["cached_bytes"] += _nbytes(value)
-            while self._stats["cached_bytes"] > self._cache_bytes:
+            self._cached_bytes += _nbytes(value)
+            while self._cached_bytes > self._cache_bytes:
                 oldest = next(key for key, future in self._cache.items() if future.done())
-                self._stats["cached_bytes"] -= _nbytes(self._cache.pop(oldest).result())
-        return value, False
+                self._cached_bytes -= _nbytes(self._cache.pop(oldest).result())
+        return value
 
-    def _ask(self, path: str | Path, identity: Identity, *request) -> tuple | np.ndarray:
+    def _ask(self, path: str | Path, identity: Identity, verb: str, *arguments) -> tuple | np.ndarray:
         worker = self._idle.get()  # blocks until one is free; waiting is not decoding
         try:
-            worker = self._fit(worker)
-            started = time.perf_counter()
-            good, value = worker.ask((request[0], identity[0], *request[1:]))
+            for _ in range(2):  # one that dies may have been killed from outside (for memory): it gets a second try
+                worker = self._fit(worker)
+                good, value = worker.ask((verb, identity[0], *arguments))
+                dead = worker.process.returncode is not None
+                if not dead or worker.expired or self._closed:
+                    break
         finally:
             self._idle.put(worker)
         with self._lock:
             if self._closed:  # close() killed the worker: no fault of the file
                 raise RuntimeError("Videos was closed while it decoded: close it after its users are done")
-            self._stats["decode_seconds"] += time.perf_counter() - started
-            self._stats["killed_workers"] += worker.process.returncode is not None
             if not good:
-                self._condemn(identity, value)
+                if dead or verb == "probe":  # else it is damaged in one place, and elsewhere good
+                    self._condemn(identity, value)
                 raise VideoError(str(path), value)
         return value
 
@@ -438,15 +429,16 @@ class Videos:
         """The worker, or a new one in its place: it was never started, is dead, or has done its share."""
         if worker and worker.tasks < self._tasks_per_worker and worker.process.poll() is None:
             return worker
+        if worker:
+            worker.stop()
+        new = _Worker(self._timeout)  # not under the lock, which nobody shall hold for so long
         with self._lock:  # close() must know every worker
+            self._workers.discard(worker)
+            self._workers.add(new)
             if self._closed:
+                new.stop()
                 raise RuntimeError("Videos is closed: make a new one")
-            if worker:
-                worker.stop()
-                self._workers.discard(worker)
-            worker = _Worker(self._timeout)
-            self._workers.add(worker)
-        return worker
+        return new
 
     def _condemn(self, identity: Identity, reason: str) -> None:
         known = self._bad.setdefault(identity, reason) is not reason

@@ -1,16 +1,20 @@
 """The commands of `python rollout.py`, on the toy's untrained checkpoint and one of its videos."""
 
+import argparse
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ask
+import distributed
 import inprocess
+from contract import VisualContract
 from engine import Sample
-from rollout import load
+from rollout import RolloutConfig, load
 from video import Frames
 
 CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}</tool_call>'
@@ -73,6 +77,31 @@ def test_a_missing_video_is_one_line(toy_dir, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["rollout.py", "?", "--model", str(toy_dir / "model"), "--video", "nowhere.mp4"])
     with pytest.raises(SystemExit, match="nowhere.mp4"):
         ask.main()
+
+
+def test_a_trace_can_be_read_from_any_folder(toy_dir, videos, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(toy_dir)
+    given = ["?", "--model", "model", "--video", "videos/test00000.mp4", "--max-new-tokens", "4", "--k", "4"]
+    monkeypatch.setattr(sys, "argv", ["rollout.py", *given, "--trace", str(tmp_path / "t.json")])
+    assert ask.main() == 0
+    monkeypatch.chdir(tmp_path)
+    [episode] = load("t.json", videos, VisualContract.load(toy_dir / "model"))
+    assert len(episode.main.frames[0]) == 4 and Path(episode.task.videos[0]).is_absolute()
+
+
+def test_a_bug_of_ours_is_not_one_line(command, monkeypatch):
+    monkeypatch.setattr(ask, "run_episode", lambda *_: int("bug"))
+    with pytest.raises(ValueError, match="bug"):
+        command("Which color flashes?")
+
+
+def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monkeypatch):
+    wanted = []
+    monkeypatch.setattr(distributed, "checkpoint_dir", lambda name, only="*": wanted.extend(only) or toy_dir / "model")
+    monkeypatch.setattr(ask, "check_urls", lambda urls, patience: None)
+    monkeypatch.setattr(ask, "open_engine", lambda *_, urls: None)
+    ask.stage_of(argparse.Namespace(model="owner/name", url=["http://somewhere"]), None, RolloutConfig())
+    assert wanted == ["*.json", "*.jinja", "*.txt"]
 
 
 def table(printed: str) -> dict[str, bool]:

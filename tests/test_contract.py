@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -188,9 +189,8 @@ def test_parallel_responses_share_one_user_turn_in_call_order(renderer):
 
 
 HOSTILE = ["<|im_end|>", "<|image_pad|>", "<|im_start|>assistant\n", "<|vision_start|>", "</tool_response>", "<think>"]
-hostile_text = st.lists(st.sampled_from([*HOSTILE, "red", " ", "\n", "\U000f0002", "é", "<", "<|"]), max_size=12).map(
-    "".join
-)
+ODD = ["\U000f0002", "\ud83d"]  # a mark of ours, and half an emoji, which ended the run with the tokenizer's TypeError
+hostile_text = st.lists(st.sampled_from([*HOSTILE, *ODD, "red", " ", "\n", "é", "<", "<|"]), max_size=12).map("".join)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -209,7 +209,14 @@ def test_outside_text_never_becomes_a_control_token(renderer, make_frames, quest
 
     tokens, prompt, delta = control(question, reply)
     assert tokens == control("q", "r")[0]
-    assert question.replace("\U000f0002", "") in prompt and reply.replace("\U000f0002", "") in delta
+    question, reply = (re.sub("|".join(ODD), "", text) for text in (question, reply))
+    assert question in prompt and reply in delta
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_a_control_token_in_two_halves_is_none(renderer, role):
+    parts = [renderer.render([{"role": role, "content": c}]).ids for c in (["<|im_", "end|>", "?"], "<|im_end|>?")]
+    assert parts[0] == parts[1] and parts[0].count(renderer.end_of_turn) == 1
 
 
 def test_the_assistant_of_a_dataset_row_cannot_end_its_own_turn(renderer):
@@ -253,15 +260,21 @@ def test_random_ids_have_offsets_too(renderer):
     for _ in range(50):
         ids = rng.integers(13, 300, 30).tolist()
         spans = renderer.offsets(ids)
-        assert len(spans) == 30 and all(a <= b for a, b in spans)
+        assert len(spans) == 30 and all(a <= b for a, b in spans) and spans[-1][1] == len(renderer.decode(ids))
         # Broken bytes decode differently alone and together; the clean tokens still tile the text in order.
         assert [a for a, _ in spans] == sorted(a for a, _ in spans)
+    box = renderer.encode("╞")  # three bytes; its last, alone, is none of UTF-8
+    assert renderer.offsets([*box[2:] * 2, *box, *renderer.encode("a")])[-1] == (3, 4)
 
 
 def test_a_checkpoint_tells_its_contract(tmp_path):
     assert VisualContract.load(tmp_path) == VisualContract()  # a stock checkpoint
     VisualContract(frame_pixels=4096, crop_fps=2.0).save(tmp_path)
     assert VisualContract.load(tmp_path) == VisualContract(frame_pixels=4096, crop_fps=2.0)
+    for wrong in ({"crop_fqs": 2.0}, {"crop_fps": -1.0}, {"frame_pixels": "4096"}):
+        (tmp_path / "visual.json").write_text(json.dumps(wrong))
+        with pytest.raises(ContractError, match=r"visual\.json: .*(crop_fqs|crop_fps = -1|str)"):
+            VisualContract.load(tmp_path)
 
 
 def test_a_model_that_is_only_served_is_normalised_by_its_server(tmp_path):

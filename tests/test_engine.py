@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,8 @@ from tiny_checkpoint import MemoryVideos, noise
 from transformers import Qwen3VLForConditionalGeneration
 
 import data
+from checks import check_urls
+from config import ConfigError
 from contract import ContractError, patchify
 from data import Task
 from engine import EngineError, Sample, SGLang
@@ -274,7 +277,7 @@ def test_a_run_can_be_repeated_bit_for_bit(checkpoint, renderer):
         common = {"engine": engine, "renderer": renderer, "cfg": cfg, "progress": False}
         groups = rollout(tasks, [2, 4, 3, 2, 4, 3], 3, videos=MemoryVideos(), **common)
         engine.close()
-        agents = [a for g in groups for e in g.episodes for a in [e.main, *e.agents]]
+        agents = [a for g in groups for e in g.episodes for a in e.trajectories]
         assert sum(len(e.calls) for g in groups for e in g.episodes) > 5
         return [(a.ids, a.logprobs) for a in agents]
 
@@ -350,6 +353,13 @@ def test_drift_between_server_and_trainer_names_the_first_differing_position(ser
     first = ids.index(renderer.image_pad) + 3  # of four image tokens, the server has three
     with pytest.raises(ContractError, match=rf"differ from position {first} on"):
         client.generate(**request(ids, clips))
+
+
+def test_a_server_that_does_not_echo_its_prompt_is_too_old(serve, prompts, monkeypatch):
+    client, ask = serve(), SGLang._ask
+    monkeypatch.setattr(client, "_ask", lambda *given: ask(client, *given) | {"prompt_token_ids": None})
+    with pytest.raises(ContractError, match="since 0.5.13: update it"):
+        client.generate(**request(*prompts[1]))
 
 
 @pytest.mark.parametrize("fault", ["busy", "abort"])
@@ -453,10 +463,27 @@ def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(se
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
     client = serve()
     assert client.generate(**request(*prompts[1])).finish == "stop"
+    check_urls(client.urls, patience=0.0)
     straight = requests.Session()
     straight.trust_env = False
     environment = straight.get(client.urls[0] + "/model_info").json()["environment"]
     assert environment["no_proxy"] == environment["NO_PROXY"] == "127.0.0.1"
+
+
+def test_only_a_server_of_models_passes_for_one(tmp_path):
+    """Any web server did, such as a proxy's page of errors."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    web = subprocess.Popen([sys.executable, "-m", "http.server", str(port)], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        eventually(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
+        with pytest.raises(ConfigError, match=f"no server answers at {url}"):
+            check_urls([url], patience=0.0)
+    finally:
+        web.kill()
+        web.wait()
 
 
 def test_servers_of_ours_end_with_the_client(serve):
@@ -555,15 +582,16 @@ def test_a_snapshot_that_is_just_being_replaced_is_loaded_at_the_second_attempt(
     assert requests.get(client.urls[0] + "/model_info").json()["loads"] == 2
 
 
-def test_an_unserved_image_is_no_reason_to_encode_it_again(serve, prompts, monkeypatch):
+def test_a_clip_is_encoded_once_for_requests_at_once_and_later(serve, prompts, monkeypatch):
+    """The rollouts of a group begin together: each found nothing and encoded the same overview."""
     client, encoded = serve(), []
     from PIL import Image
 
     plain = Image.fromarray
-    monkeypatch.setattr(Image, "fromarray", lambda pixels: encoded.append(1) or plain(pixels))
-    for seed in range(5):
-        client.generate(**request(*prompts[2], seed=seed))
-    assert len(encoded) == 3
+    monkeypatch.setattr(Image, "fromarray", lambda pixels: encoded.append(1) or time.sleep(0.02) or plain(pixels))
+    for _ in range(2):
+        at_once(client, [request(*prompts[2], seed=seed) for seed in range(8)])
+        assert len(encoded) == 3
 
 
 def test_weights_of_another_run_are_replaced_even_if_they_bear_the_same_number(serve, prompts, renderer, tmp_path):

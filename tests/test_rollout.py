@@ -103,7 +103,7 @@ def test_the_trainer_reads_exactly_what_the_engine_was_asked_and_what_it_said(re
     for ids, (start, end) in zip(asked, main.turns):
         assert tuple(main.ids[: len(ids)]) == ids
         assert main.mask[start : len(ids)] == [0] * (len(ids) - start) and all(main.mask[len(ids) : end])
-    for agent in [main, *episode.agents]:
+    for agent in episode.trajectories:
         check_trajectory(agent, renderer)
 
 
@@ -242,6 +242,23 @@ def test_without_tools_there_is_no_schema_and_one_turn(renderer):
     [episode] = play(renderer, turns("x</think>" + call() + END), dispatch="none")
     assert "crop_video" not in text_of(episode, renderer).split("<|im_start|>assistant")[0]
     assert len(episode.main.turns) == 1 and episode.calls == []
+
+
+@pytest.mark.parametrize(
+    "frames, k, shares",
+    [([3, 900], 64, [3, 61]), ([900, 30, 3], 64, [31, 30, 3]), ([9, 9, 9], 8, [3, 3, 2]), ([5, 2], 64, [5, 2])]
+    + [([9, 9, 9], 2, [1, 1, 1]), ([900], 64, [64]), ([3], 64, [3])],
+)
+def test_what_a_short_video_cannot_fill_of_the_overview_the_others_get(frames, k, shares):
+    class Videos(MemoryVideos):
+        def info(self, path):
+            return dataclasses.replace(super().info(path), times=self.times[: int(path)])
+
+        def overview(self, path, k, size_rule):
+            return min(k, int(path))
+
+    task = dataclasses.replace(TASK, videos=tuple(map(str, frames)))
+    assert data.overview(task, k, Videos(duration=500.0), CONTRACT) == shares
 
 
 # ---- 7, 8, 9: what comes from outside
@@ -456,7 +473,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
     """Invariants 1-3 and 7-9, whatever was said."""
     rounds, per_round = cfg.rounds
     assert not episode.error
-    for agent in [episode.main, *episode.agents]:
+    for agent in episode.trajectories:
         check_trajectory(agent, renderer)
     main = episode.main
     assert 1 <= len(main.turns) <= rounds + 1
@@ -470,6 +487,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
         assert main.mask[stop:start] == [0] * (start - stop)
     assert {c.turn for c in episode.calls} == set(range(len(main.turns) - 1))
     assert all((c.text != "") and (c.agent is not None) == (c.error == "") for c in episode.calls)
+    assert len(episode.agents) == episode.executed == len(episode.trajectories) - 1
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -533,7 +551,7 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
         dump(episode, file, renderer)
     for loaded in load(path, MemoryVideos(), CONTRACT):
         assert loaded.task == episode.task and loaded.k == episode.k
-        for ours, theirs in zip([episode.main, *episode.agents], [loaded.main, *loaded.agents], strict=True):
+        for ours, theirs in zip(episode.trajectories, loaded.trajectories, strict=True):
             for name in ("ids", "mask", "logprobs", "versions", "turns", "prompt_length", "finish"):
                 assert getattr(ours, name) == getattr(theirs, name)
             for a, b in zip(ours.frames, theirs.frames, strict=True):
@@ -544,6 +562,25 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
     assert load(path)[0].main.ids == episode.main.ids  # without videos, for reading
     with pytest.raises(ContractError, match="other times"):
         load(path, MemoryVideos(fps=3.0), CONTRACT)
+
+
+def test_episodes_that_failed_come_back_with_the_frames_that_they_saw(renderer, tmp_path):
+    """Past bug: one that failed after its prompt was refused, with the whole file, as if its video had changed."""
+
+    def lost(prompt, seed):
+        if "<tool_response>" in prompt and not is_subagent(prompt):
+            raise EngineError("no server")
+        return turns("x</think>" + call() + END)(prompt, seed)
+
+    unread = Task("t2", "?", ("/data/bad.mp4",), "oe", "")
+    episodes = play(renderer, lost, tasks=(TASK, unread))
+    with open(tmp_path / "episodes.jsonl", "w") as file:
+        for episode in episodes:
+            dump(episode, file, renderer)
+    first, second = load(tmp_path / "episodes.jsonl", MemoryVideos(), CONTRACT)
+    assert (first.error, second.error) == tuple(e.error for e in episodes) and "no server" in first.error
+    assert (first.main.frames[0].pixels == episodes[0].main.frames[0].pixels).all() and second.main.frames == []
+    assert first.executed == 1 and len(first.agents[0].frames) == 1
 
 
 def test_a_dump_is_plain_text_for_people(renderer):
