@@ -2,10 +2,8 @@
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # the *_wsub splits: the cues of the sampled frames, no others
-    verdict = grade(item, answer, cfg)                    # read by the rewards' parser; unparsed or no answer scores 0
-    figures("videomme", items, verdicts)                  # in percent, the headline figure first
-
-    python benchmarks.py videomme /data/Video-MME         # is everything there? Asked before the GPUs are taken
+    grade(item, answer, cfg)                              # read by the rewards' parser; unparsed or no answer scores 0
+    figures("videomme", records)                          # in percent, the headline figure first
 
 A dataset's folder is what `hf download NAME --repo-type dataset --local-dir ROOT` leaves, with its archives unpacked
 anywhere below it. Videos are found by name in all folders (links are followed), whatever their container.
@@ -15,11 +13,9 @@ A question reads as its authors wrote it, its options lettered exactly once. Ins
 Deliberately missing: downloads, splits with hidden answers, guesses in place of answers that cannot be read.
 """
 
-import argparse
 import collections
-import difflib
 import functools
-import json
+import itertools
 import math
 import os
 import re
@@ -31,11 +27,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Task
-from dataset import RowError, parse_task
+from dataset import DataError, RowError, Rows, parse_task
 from rewards import RewardConfig, accuracy, parse_letter, parse_span, seconds_of
 
 LETTERS = tuple("ABCDEFGHIJ")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")
+LENGTHS = ("short", "medium", "long")
 UNANSWERABLE = "?"  # gold of a row whose answer is not among its options: every reply is wrong
 
 
@@ -57,17 +54,8 @@ class Item:
     subtitles: tuple[Cue, ...] = ()  # in order
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What was read from an answer, and what it is worth."""
-
-    prediction: str | None  # a letter, "[start, end]" in seconds, or text; None: unparsed
-    score: float  # 0 ... 1
-    judged: bool = False  # by the judge
-
-
-class SplitError(ValueError):
-    """A dataset that cannot be evaluated; the text says what is wrong and what to do."""
+# What `grade` returns. The prediction is a letter, "[start, end]" in seconds, or text; None: nothing could be read.
+UNGRADED = {"prediction": None, "score": 0.0, "judged": False}
 
 
 class VideoMissing(Exception):
@@ -125,24 +113,15 @@ def _longvideobench(row: dict, _: int, files: Files) -> Item:
     return _choice(row["id"], row["question"], options, letter, files.video(row["video_path"]), groups)
 
 
-def _longvideobench_wsub(row: dict, i: int, files: Files) -> Item:
-    path = files.find(row["subtitle_path"])
-    cues = _json_cues(path, row["starting_timestamp_for_subtitles"] or 0.0, row["duration"]) if path else ()
-    return replace(_longvideobench(row, i, files), subtitles=cues)
-
-
 def _lvbench(row: dict, _: int, files: Files) -> Item:
-    video = files.video(os.path.basename(row["video_path"]) if "video_path" in row else row["key"])
+    video = files.video(os.path.basename(row["video_path"]))
     types = row.get("question_type") or ()
     groups = {"type": (types,) if isinstance(types, str) else tuple(types)}
     return _choice(str(row["uid"]), row["question"], row.get("options") or (), row["answer"], video, groups)
 
 
-def _mlvu(row: dict, i: int, files: Files) -> Item | None:
-    if not row.get("candidates"):
-        return None  # the original's generation tasks
-    kind = row["task_type"] if "task_type" in row else row["question_type"]
-    video = files.video(row["video_name"] if "video_name" in row else row["video"])
+def _mlvu(row: dict, i: int, files: Files) -> Item:
+    kind, video = row["task_type"], files.video(row["video_name"])
     options, gold = [option.strip() for option in row["candidates"]], row["answer"].strip()
     letter = gold.strip("() .").upper()
     if letter not in LETTERS[: len(options)]:  # the original's answers are texts
@@ -222,28 +201,16 @@ def _srt(path: str) -> tuple[Cue, ...]:
     cues = []
     for block in re.split(r"\n\s*\n", Path(path).read_text(encoding="utf-8", errors="replace")):
         if found := re.search(r"(\d[\d:.,]*) *--> *(\d[\d:.,]*)[^\n]*\n(.*)", block, re.S):
-            start, end, text = found.groups()
+            *clocks, text = found.groups()
+            try:
+                start, end = (seconds_of(clock.replace(",", ".")) for clock in clocks)
+            except ValueError:
+                raise DataError(
+                    f"{path}: {' --> '.join(clocks)} are no times, such as 00:00:01,500; correct them, or unpack it again"
+                ) from None
             if text := " ".join(re.sub(r"<[^>]*>", " ", text).split()):
-                cues.append(Cue(_seconds(start), _seconds(end), text))
+                cues.append(Cue(start, end, text))
     return tuple(sorted(cues, key=lambda cue: cue.start))
-
-
-def _json_cues(path: str, shift: float, duration: float) -> tuple[Cue, ...]:
-    """The cues of a LongVideoBench file, in either of its two shapes. Their clock starts `shift` seconds early."""
-    cues = []
-    for entry in _read(Path(path)):
-        start, end = entry["timestamp"] if "timestamp" in entry else (entry["start"], entry["end"])
-        text = " ".join((entry["text"] if "text" in entry else entry["line"]).split())
-        if text:
-            cues.append(Cue(_seconds(start) - shift, duration if end is None else _seconds(end) - shift, text))
-    return tuple(sorted(cues, key=lambda cue: cue.start))
-
-
-def _seconds(time: str | float) -> float:
-    """12.5, "00:00:12.500" or "00:00:12,500"."""
-    if not isinstance(time, str):
-        return float(time)
-    return seconds_of(time.replace(",", "."))
 
 
 # ------------------------------------------------------------------------------------------------ the splits
@@ -254,89 +221,70 @@ class Split:
     """Where a split lies in its dataset, and how large it is."""
 
     hub: str  # the dataset's name on the hub; empty: toy.py makes it
-    parse: Callable[[dict, int, Files], Item | None]  # (row, its index, files) -> None where it is no question of ours
+    parse: Callable[[dict, int, Files], Item]  # (row, its index, files)
     tables: tuple[str, ...]  # globs, in the root or one folder down: all files of the first that matches are read
     counts: tuple[int, ...] = ()  # numbers of items that it may have
     archives: str = ""  # to be unpacked
-    subtitles: str = ""  # suffix of its subtitle files
+    subtitled: int = 0  # how many of its videos have an .srt file
 
 
 _VIDEOMME = Split("lmms-lab/Video-MME", _videomme, ("test-*.parquet",), (2700,), "videos_chunked_*.zip")
-_LONGVIDEOBENCH = Split(  # gated: its terms are accepted on its page
-    "longvideobench/LongVideoBench",
-    _longvideobench,
-    ("validation-*.parquet", "lvb_val.json"),
-    (1337,),
-    "videos.tar.part.* (joined with cat)",
-)
 SPLITS = {
     "videomme": _VIDEOMME,
     "videomme_wsub": replace(
-        _VIDEOMME, parse=_videomme_wsub, subtitles=".srt", archives=_VIDEOMME.archives + " and subtitle.zip"
+        _VIDEOMME, parse=_videomme_wsub, archives="videos_chunked_*.zip and subtitle.zip", subtitled=744
     ),
-    "longvideobench": _LONGVIDEOBENCH,
-    "longvideobench_wsub": replace(
-        _LONGVIDEOBENCH,
-        parse=_longvideobench_wsub,
-        subtitles=".json",
-        archives=_LONGVIDEOBENCH.archives + " and subtitles.tar",
+    "longvideobench": Split(  # gated: its terms are accepted on its page
+        "longvideobench/LongVideoBench",
+        _longvideobench,
+        ("validation-*.parquet", "lvb_val.json"),
+        (1337,),
+        "videos.tar.part.* (joined with cat)",
     ),
     # The only split of this dataset is called train.
-    "lvbench": Split(
-        "lmms-lab/LVBench", _lvbench, ("train-*.parquet", "video_info.meta.jsonl"), (1549,), "its video archives"
-    ),
-    # 2175 in the original's files, one less in the parquet.
-    "mlvu": Split("sy1998/MLVU_dev", _mlvu, ("test-*.parquet", "json/*.json"), (2174, 2175), "video_part_*.zip"),
+    "lvbench": Split("lmms-lab/LVBench", _lvbench, ("train-*.parquet",), (1549,), "its video archives"),
+    # Quoted with either number.
+    "mlvu": Split("sy1998/MLVU_dev", _mlvu, ("test-*.parquet",), (2174, 2175), "video_part_*.zip"),
     "mmvu": Split("yale-nlp/MMVU", _mmvu, ("validation.json", "validation-*.parquet"), (1000,)),
     "charades": Split("lmms-lab/charades_sta", _charades, ("test-*.parquet",), (3720,), "Charades_v1_480_part_*.zip"),
     "toy": Split("", _toy, ("test.parquet",)),
-    "toy_val": Split("", _toy, ("val.parquet",)),
 }
 
 
-def load_split(name: str, root: str, check: bool = True) -> list[Item]:
-    """The items of a split, in the dataset's order. An incomplete dataset raises SplitError.
-
-    `check=False` is for trying things out on a part of a dataset: items without their video are left out, and said."""
-    if name not in SPLITS:
-        near = difflib.get_close_matches(name, SPLITS, n=1)
-        raise SplitError(f"{name}: no such split; " + (f"did you mean {near[0]}?" if near else ", ".join(SPLITS)))
+def load_split(name: str, root: str) -> list[Item]:
+    """The items of a split, in the dataset's order. An incomplete dataset raises DataError."""
     split, base, hint = SPLITS[name], Path(root).expanduser(), _hint(name, root)
     if not base.is_dir():
-        raise SplitError(f"{root}: no such folder, so {name} cannot be read. {hint}")
+        raise DataError(f"{root}: no such folder, so {name} cannot be read. {hint}")
     globs = (where + pattern for pattern in split.tables for where in ("", "*/"))
     tables = next((found for pattern in globs if (found := sorted(base.glob(pattern)))), [])
     if not tables:
-        raise SplitError(f"{root}: no file {' or '.join(split.tables)}, where {name} has its questions. {hint}")
+        raise DataError(f"{root}: no file {' or '.join(split.tables)}, where {name} has its questions. {hint}")
 
     files, items, missing = Files(base), [], []
-    rows = [(table, row) for table in tables for row in _read(table)]
-    for i, (table, row) in enumerate(rows):
+    for i, (table, row) in enumerate((t, row) for t in tables for row in Rows(t)):
         try:
-            item = split.parse(row, i, files)
+            items.append(split.parse(row, i, files))
         except VideoMissing as error:
             missing.append(str(error))
         except (RowError, KeyError) as error:
             reason = f"no field {error}, only {', '.join(row)}" if isinstance(error, KeyError) else error
-            raise SplitError(f"{table}: row {i}: {reason}. Another revision of the dataset? {hint}") from None
-        else:
-            items += [item] if item else []
+            raise DataError(f"{table}: row {i}: {reason}. Another revision of the dataset? {hint}") from None
 
     count = len(items) + len(missing)
-    if check and split.counts and count not in split.counts:
+    if split.counts and count not in split.counts:
         wanted = " or ".join(map(str, split.counts))
-        raise SplitError(f"{root}: {name} has {wanted} items, found {count}: are shards missing? {hint}")
+        raise DataError(f"{root}: {name} has {wanted} items, found {count}: are shards missing? {hint}")
     if missing:
-        lost = sorted(set(missing))
-        said = f"{len(lost)} videos of {name} are nowhere below {root} (as {', '.join(VIDEO_SUFFIXES)}): "
-        said += ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
-        if check or not items:
-            raise SplitError(f"{said}. {hint}")
-        print(f"{said}; {len(missing)} of {count} items are left out", file=sys.stderr)
-    if split.subtitles and not any(item.subtitles for item in items):
-        raise SplitError(f"{root}: no {split.subtitles} file below it belongs to a video of {name}. {hint}")
+        videos = sorted(set(missing))
+        names = ", ".join(videos[:5]) + (", ..." if len(videos) > 5 else "")
+        where = f"nowhere below {root} (as {', '.join(VIDEO_SUFFIXES)})"
+        raise DataError(f"{len(videos)} videos of {name} are {where}: {names}. {hint}")
+    subtitled = {video for item in items for video in item.task.videos if files.find(f"{Path(video).stem}.srt")}
+    if len(subtitled) < split.subtitled:
+        raise DataError(f"{root}: {split.subtitled} videos of {name} have an .srt file, found {len(subtitled)}. {hint}")
     if twice := [id for id, n in collections.Counter(item.task.id for item in items).items() if n > 1]:
-        raise SplitError(f"{root}: {len(twice)} ids of {name} occur twice, such as {twice[0]}. {hint}")
+        raise DataError(f"{root}: {len(twice)} ids of {name} occur twice, such as {twice[0]}. {hint}")
     if lost := sum(item.task.answer == UNANSWERABLE for item in items):
         print(f"{name}: {lost} answers are not among their options; these items count as wrong", file=sys.stderr)
     return items
@@ -350,64 +298,45 @@ def _hint(name: str, root: str) -> str:
     return f"`hf download {split.hub} --repo-type dataset --local-dir {folder}` fetches the dataset{unpack}"
 
 
-def _read(path: Path) -> list[dict]:
-    """The rows of a parquet, JSON or JSONL file."""
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as pq  # 0.3 s that `--help` does not need
-
-            return pq.read_table(path).to_pylist()
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            return json.loads(text)
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError) as error:  # an interrupted download; a Git LFS pointer
-        raise SplitError(f"{path}: not a readable {path.suffix} file: {error}; fetch it again") from None
-    # LVBench's original has one line per video, its questions inside.
-    return [row | question for row in rows for question in row.get("qa", [{}])]
-
-
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def grade(item: Item, answer: str | None, cfg: RewardConfig) -> Verdict:
+def grade(item: Item, answer: str | None, cfg: RewardConfig) -> dict:
     """`answer` is the text that the protocol extracted; None: there was none. The judge, if asked, may raise JudgeError."""
-    task, judged = item.task, False
+    task, text = item.task, (answer or "").strip()
     if task.kind == "mcq":
-        prediction = parse_letter(answer or "", task.options)
+        read = parse_letter(text, task.options)
     elif task.kind == "tvg":
-        span = parse_span(answer or "")
-        prediction = f"[{span[0]}, {span[1]}]" if span else None
+        read = str(list(span)) if (span := parse_span(text)) else None
     else:
-        prediction = (answer or "").strip() or None
-        judged = cfg.open_answer == "judge" and prediction is not None
-    return Verdict(prediction, accuracy(answer, task, cfg) if prediction is not None else 0.0, judged)
+        read = text or None
+    if read is None:
+        return UNGRADED
+    judged = task.kind == "oe" and cfg.open_answer == "judge"
+    return {"prediction": read, "score": accuracy(text, task, cfg), "judged": judged}
 
 
-def figures(name: str, items: Sequence[Item], verdicts: Sequence[Verdict | None]) -> dict[str, float]:
-    """All figures of a split in percent, the headline first. A verdict of None is an error and counts as wrong."""
-    scores = [verdict.score if verdict else 0.0 for verdict in verdicts]
-    pairs = list(zip(items, scores, strict=True))
+def figures(name: str, records: Sequence[dict]) -> dict[str, float]:
+    """All figures of a split in percent, the headline first, from the lines of eval.py. An error has scored 0."""
+    scores = [r["score"] for r in records]
     if name == "charades":
         found = {"miou": _percent(scores)}
         found |= {f"r@{least}": _percent(score >= least for score in scores) for least in (0.3, 0.5, 0.7)}
     elif name == "mmvu":
-        found = {"mc_625": _percent(score for item, score in pairs if item.task.kind == "mcq")}
-        if any(verdict and verdict.judged for verdict in verdicts):  # without a judge, open answers give no accuracy
+        found = {"mc_625": _percent(r["score"] for r in records if r["kind"] == "mcq")}
+        if any(r["judged"] for r in records):  # without a judge, open answers give no accuracy
             found["all_1000"] = _percent(scores)
     else:
         found = {"accuracy": _percent(scores)}
 
-    by_label = collections.defaultdict(list)
-    for item, score in pairs:
-        for labels in item.groups.values():
-            for label in labels:  # an item of two types counts in both
-                by_label[label].append(score)
+    by_label = collections.defaultdict(list)  # an item of two types counts in both
+    for r in records:
+        for label in itertools.chain(*r["groups"].values()):
+            by_label[label].append(r["score"])
     groups = {label: _percent(by_label[label]) for label in sorted(by_label, key=_label_order)}
     if name == "mlvu":  # M-Avg = mean of the seven tasks' accuracies; `accuracy` is over all questions alike
         found["m_avg"] = sum(groups.values()) / len(groups) if groups else math.nan
-    unparsed = _percent(verdict is not None and verdict.prediction is None for verdict in verdicts)
-    return found | groups | {"error_rate": _percent(verdict is None for verdict in verdicts), "unparsed_rate": unparsed}
+    return found | groups
 
 
 def _percent(values: Iterable[float]) -> float:
@@ -415,29 +344,8 @@ def _percent(values: Iterable[float]) -> float:
     return 100 * sum(values) / len(values) if values else math.nan
 
 
-def _label_order(label: str) -> int:
-    """Numbers by size; words as the dataset has them: short, medium, long."""
-    return int(label) if label.isdigit() else 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("split", choices=SPLITS)
-    parser.add_argument("root", help="the dataset's folder")
-    args = parser.parse_args()
-    try:
-        items = load_split(args.split, args.root)
-    except SplitError as error:
-        sys.exit(f"data error: {error}")
-    videos = {item.task.videos: bool(item.subtitles) for item in items}
-    cues = f", {sum(videos.values())} of them with subtitles" if SPLITS[args.split].subtitles else ""
-    print(f"{args.split}: {len(items)} items about {len(videos)} videos{cues}")
-    counts = collections.Counter(label for item in items for labels in item.groups.values() for label in labels)
-    for label in sorted(counts, key=_label_order):
-        print(f"{counts[label]:>7} {label}")
-    print(f"\n{items[0].task.id}: {items[0].task.question}\n-> {items[0].task.answer}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _label_order(label: str) -> tuple[int, str]:
+    """Numbers by size; short, medium, long; other words by the alphabet. (Results come in the order of their ends.)"""
+    if label in LENGTHS:
+        return LENGTHS.index(label), ""
+    return (int(label), "") if label.isdigit() else (0, label)

@@ -8,7 +8,8 @@
 4. Arms of one model against each other, item by item: tools or none, parallel or sequential.
 
 The bootstrap draws videos, not questions: those of one video are not independent. A split that is not finished, or was
-limited, says `n of N`; items that ended in an error count as wrong, and are named beside the score.
+limited, says `n of N`; items that ended in an error count as wrong, and are named beside the score. Where arms are
+compared, a pair with an error is left out: it says nothing of either arm.
 
 Deliberately missing: significance tests, corrections for many comparisons.
 """
@@ -25,8 +26,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks import Item, Verdict, figures
-from data import Task
+from benchmarks import figures
 
 FILES = "*-K*-*.jsonl"  # of results, as eval.py names them
 PUBLISHED = Path(__file__).parent / "configs" / "eval" / "published.yaml"
@@ -54,9 +54,7 @@ class Results:
         return self.settings["split"]
 
     def figures(self) -> dict[str, float]:
-        items = [Item(Task(r["id"], "", (), r["kind"], ""), {k: tuple(v) for k, v in r["groups"].items()}) for r in self.records]  # fmt: skip
-        verdicts = [None if r["error"] else Verdict(r["prediction"], r["score"], r["judged"]) for r in self.records]
-        return figures(self.split, items, verdicts)
+        return figures(self.split, self.records)
 
     def headline(self) -> list[dict]:
         """The records that the split's first figure is the mean of."""
@@ -107,11 +105,11 @@ def collect(runs: Sequence[str | Path]) -> list[Results]:
 # ------------------------------------------------------------------------------------------------ intervals
 
 
-def interval(values: Sequence[float], clusters: Sequence[str], seed: int = 0) -> tuple[float, float]:
+def interval(values: Sequence[float], clusters: Sequence[str]) -> tuple[float, float]:
     """95 % interval of the mean: 1000 draws of whole clusters, with replacement."""
     names, index = np.unique(list(clusters), return_inverse=True)
     sums, counts = np.bincount(index, values), np.bincount(index)  # [clusters]
-    rng, means = np.random.default_rng(seed), []
+    rng, means = np.random.default_rng(0), []
     for _ in range(DRAWS):
         chosen = rng.integers(0, len(names), len(names))
         means.append(sums[chosen].sum() / counts[chosen].sum())
@@ -125,7 +123,7 @@ def videos(records: Iterable[dict]) -> list[str]:
 
 @dataclass
 class Difference:
-    """What changes from arm B to arm A, on the items that both have."""
+    """What changes from arm B to arm A, on the items that both have without an error."""
 
     items: int
     score: float  # percent
@@ -137,8 +135,8 @@ class Difference:
 
 def difference(a: Results, b: Results) -> Difference | None:
     """None where they share no item yet."""
-    theirs = {r["id"]: r for r in b.headline()}
-    pairs = [(r, theirs[r["id"]]) for r in a.headline() if r["id"] in theirs]
+    theirs = {r["id"]: r for r in b.headline() if not r["error"]}
+    pairs = [(r, theirs[r["id"]]) for r in a.headline() if not r["error"] and r["id"] in theirs]
     if not pairs:
         return None
     gain = [100 * (x["score"] - y["score"]) for x, y in pairs]
@@ -199,7 +197,7 @@ def ordered(values: Iterable) -> list:
 
 
 def scores_table(results: Sequence[Results], published: dict) -> str:
-    splits = ordered(r.split for r in results)
+    splits, shown = ordered(r.split for r in results), dict(zip(published["columns"], published["frames"]))
     rows = []
     for row in ordered(r.row for r in results):
         cells = []
@@ -209,11 +207,13 @@ def scores_table(results: Sequence[Results], published: dict) -> str:
         rows.append([row[0], row[1], row[2], *cells])
         theirs = published_scores(row[0], published)
         last_of_name = row == ordered(r.row for r in results if r.row[0] == row[0])[-1]
-        if theirs and last_of_name:
-            rows.append([row[0], "published", 64, *(theirs.get(split, "") for split in splits)])
+        for k in ordered(shown.values()) if last_of_name else ():
+            cells = [theirs.get(split, "") if shown.get(split) == k else "" for split in splits]
+            if any(cells):
+                rows.append([row[0], "published", k, *cells])
     table = markdown("### Scores (percent, 95 % interval)", ["model", "arm", "K", *splits], rows)
-    prompting = {r.row[0]: r.settings["prompting"] for r in results}
-    ours = [name for name, p in prompting.items() if p["protocol"] != "agent" and not p["prompt_file"]]
+    asked = ((r.row[0], r.settings["prompting"]) for r in results)
+    ours = ordered(name for name, p in asked if p["protocol"] != "agent" and not p["prompt_file"])
     return table + (f"\n\nAsked in our words, not in their authors': {', '.join(ours)}." if ours else "")
 
 
@@ -266,9 +266,8 @@ def breakdown_table(results: Sequence[Results]) -> str:
     """Every other figure of a split."""
     rows = []
     for r in results:
-        found = {name: value for name, value in list(r.figures().items())[1:] if not name.endswith("_rate")}
-        if found:
-            rows.append([*r.row, r.split, ", ".join(f"{name} {value:.1f}" for name, value in found.items())])
+        if found := list(r.figures().items())[1:]:
+            rows.append([*r.row, r.split, ", ".join(f"{name} {value:.1f}" for name, value in found)])
     return markdown("### Breakdown", ["model", "arm", "K", "split", "figures"], rows) if rows else ""
 
 
@@ -279,6 +278,7 @@ def costs(r: Results) -> dict[str, float]:
     mean = lambda value: sum(map(value, r.records)) / n  # noqa: E731
     return {
         "calls": mean(lambda x: sum(not call["error"] for call in x["calls"])),
+        "failed_calls": mean(lambda x: sum(bool(call["error"]) for call in x["calls"])),
         "turns": mean(lambda x: x["turns"]),
         "tokens": mean(lambda x: x["tokens"]),
         "agent_tokens": mean(lambda x: x["agent_tokens"]),

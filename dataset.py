@@ -11,7 +11,9 @@ To add a dataset: docs/add_a_dataset.md; a row that cannot be used raises RowErr
 Deliberately missing: epochs as a concept of the trainers, worker processes that load data (video.py has its own).
 """
 
+import functools
 import json
+import math
 import os
 import re
 import sys
@@ -25,6 +27,7 @@ from PIL import Image, UnidentifiedImageError
 
 from contract import Renderer, VisualContract
 from data import Bundle, Task, main_messages, subagent_messages
+from rewards import parse_span
 from video import Frames, VideoError, Videos
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -56,7 +59,7 @@ class DataConfig:
     """Where relative paths of the rows start; empty: at the data file's own folder."""
     seed: int = 0
     max_bad_fraction: float = 0.01
-    """The run stops when more than this share of the rows turned out to be unusable (each rank counts its own)."""
+    """The run stops when a rank has met more unusable rows than this share of all rows."""
 
 
 class DataError(ValueError):
@@ -68,7 +71,7 @@ class RowError(DataError):
 
 
 class Rows:
-    """The rows of one parquet or JSONL file, by index."""
+    """The rows of one parquet, JSONL or JSON file, by index."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -87,8 +90,12 @@ class Rows:
             self._lines = None
         elif self.path.suffix == ".jsonl":
             self._lines = self.path.read_bytes().splitlines()
+        elif self.path.suffix == ".json":
+            self._lines = _json(self.path.read_bytes(), str(path))
+            if not isinstance(self._lines, list):
+                raise DataError(f"{path}: expected a list of rows, got {type(self._lines).__name__}")
         else:
-            raise DataError(f"{path}: expected a .parquet or .jsonl file")
+            raise DataError(f"{path}: expected a .parquet, .jsonl or .json file")
 
     def __len__(self) -> int:
         return self._table.num_rows if self._lines is None else len(self._lines)
@@ -110,7 +117,7 @@ class Dataset:
         sources = [(source, Rows(source.path)) for source in cfg.sources]
         self._first = [(s, rows) for s, rows in sources if s.first]
         self._mixture = [(s, rows) for s, rows in sources if not s.first]
-        self.total, self.bad, self._world = sum(len(rows) for _, rows in sources), {}, 1
+        self.total, self.bad = sum(len(rows) for _, rows in sources), {}
         self._order = (None, np.zeros(0, int))  # the epoch whose permutation is in memory
         if not len(self):
             files = ", ".join(s.path for s in cfg.sources)
@@ -122,10 +129,10 @@ class Dataset:
 
     def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[tuple[Any, int]]:
         """This rank's share of step's batch: (item, epoch). Bad rows leave it shorter."""
-        items, self._world = [], world
+        items = []
         for position in range(step * size + rank, (step + 1) * size, world):
             source, rows, row, epoch = self._row(position)
-            origin = f"{rows.path.name}:{row}"
+            origin = f"{rows.path}:{row}"
             if origin in self.bad:
                 continue
             root = Path(self.cfg.video_root or rows.path.parent)
@@ -141,10 +148,9 @@ class Dataset:
             return
         self.bad[origin] = reason
         print(f"skipped {origin}: {reason}", file=sys.stderr)
-        mine = self.total // self._world
-        if len(self.bad) > self.cfg.max_bad_fraction * mine:
+        if len(self.bad) > self.cfg.max_bad_fraction * self.total:
             raise RowError(
-                f"{len(self.bad)} of {mine} rows are unusable, more than max_bad_fraction = "
+                f"{len(self.bad)} of {self.total} rows are unusable, more than max_bad_fraction = "
                 f"{self.cfg.max_bad_fraction}; the last: {origin}: {reason}. `python data.py check` lists them all."
             )
 
@@ -188,9 +194,23 @@ def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
     return [round(source.weight * len(rows)) for source, rows in pool]
 
 
+def _refusing(parse: Callable) -> Callable:
+    """Whatever else a foreign row may be shaped like costs that row, not the run."""
+
+    @functools.wraps(parse)
+    def parse_or_refuse(*arguments, **more):
+        try:
+            return parse(*arguments, **more)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise RowError(f"malformed: {error!r}") from error
+
+    return parse_or_refuse
+
+
 # ------------------------------------------------------------------------------------------------ RL rows
 
 
+@_refusing
 def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task:
     """`prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
     info = _json(row.get("extra_info") or {}, "extra_info")
@@ -208,19 +228,23 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     users = [m["content"] for m in messages or [] if isinstance(m, dict) and m.get("role") == "user"]
     if not users or not isinstance(users[-1], str):
         raise RowError("`prompt` holds no user message with text")
-    kind = info.get("question_type", "oe")
+    kind, answer = info.get("question_type") or "oe", info.get("answer")  # parquet fills what a row lacks with None
     if kind not in ("mcq", "tvg", "oe"):
         raise RowError(f"question_type = {kind!r}: must be mcq, tvg or oe")
-    answer = str(info.get("answer", "")).strip()
+    answer = "" if answer is None else str(answer).strip()
     if not answer:
         raise RowError("extra_info has no answer")
+    if kind == "mcq" and not re.fullmatch("[A-J]", answer.strip("() .").upper()):
+        raise RowError(f"answer = {answer!r}: of an mcq, must be a letter from A to J")
+    if kind == "tvg" and not parse_span(answer):
+        raise RowError(f"answer = {answer!r}: of a tvg, must be a span of seconds, as in [12.5, 20.1]")
     return Task(
-        id=str(info.get("id", origin)),
+        id=str(info.get("id") or origin),
         question=users[-1].replace("<video>", "").strip(),
         videos=present,
         kind=kind,
         answer=answer,
-        options=tuple(info.get("options", ())),
+        options=tuple(map(str, info.get("options") or ())),
     )
 
 
@@ -258,6 +282,7 @@ class Dialogue:
     weight: float = 1.0
 
 
+@_refusing
 def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> Dialogue:
     """`messages` (a JSON string or a list); tool results as `tool` messages or as user text in <tool_response> tags.
 
@@ -299,12 +324,10 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
     )
 
 
-def encode_dialogue(
-    dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict], look: Callable | None = None
-) -> Bundle:
-    """Tokens and frames of a row; loss only on assistant tokens. `look(clip)` replaces decoding (length checks)."""
-    look = look or (lambda clip: clip.frames(videos, renderer.contract))
-    media = [look(clip) for clip in dialogue.media]
+def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
+    """Tokens and frames of a row; loss only on assistant tokens."""
+    contract = renderer.contract
+    media = [clip.frames(videos, contract) for clip in dialogue.media]
     if dialogue.agent == "sub":
         if len(media) != 1:
             raise RowError(f"a sub-agent's row shows one clip, this one {len(media)}")
@@ -314,7 +337,7 @@ def encode_dialogue(
         task = Task(dialogue.id, dialogue.question, paths, "oe", "")
         opening = main_messages(task, media, with_tools=dialogue.agent == "main")
     turns = [
-        {"role": t["role"], "content": [look(p) if isinstance(p, Clip) else p for p in t["content"]]}
+        t | {"content": [p.frames(videos, contract) if isinstance(p, Clip) else p for p in t["content"]]}
         for t in dialogue.turns
     ]
     rendered = renderer.render([*opening, *turns], tools if dialogue.agent == "main" else None)
@@ -324,13 +347,11 @@ def encode_dialogue(
 
 
 def pack(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Best-fit decreasing: indices of rows that share a micro-batch of at most `limit` tokens; a row is never split.
-    A row longer than `limit` has no place: the caller skips and counts it beforehand."""
+    """Best-fit decreasing: indices of rows that share a micro-batch of at most `limit` tokens; a row is never split, and
+    one that is longer stands alone."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[i] > limit:
-            raise ValueError(f"row {i} has {lengths[i]} tokens, the limit is {limit}")
         best = min((b for b in range(len(bins)) if room[b] >= lengths[i]), key=lambda b: room[b], default=None)
         if best is None:
             best = len(bins)
@@ -358,10 +379,16 @@ def _parts(message: dict, root: Path) -> list[str | Clip]:
         path = _resolve(url["url"] if isinstance(url, dict) else url, root)
         if not os.path.exists(path):
             raise RowError(f"{path}: no such file")
-        start, end = options.get("video_start"), options.get("video_end")
+        nframes, start, end = (options.get(name) for name in ("nframes", "video_start", "video_end"))
         if (start is None) != (end is None):
             raise RowError(f"{path}: video_start and video_end come together")
-        parts.append(Clip(path, options.get("nframes"), start, end, still=key.startswith("image")))
+        if start is not None and not -math.inf < start <= end < math.inf:
+            raise RowError(
+                f"{path}: video_start = {start}, video_end = {end}: must be seconds, the start before the end"
+            )
+        if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
+            raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
+        parts.append(Clip(path, nframes, start, end, still=key.startswith("image")))
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
         arguments = _json(function.get("arguments", {}), "arguments")

@@ -5,11 +5,11 @@
     python eval.py configs/eval/paravt_8b.yaml --dry-run    # what is there, what is missing, what fits
     python eval.py table runs/eval/* [--csv FILE]           # compare.py: our numbers beside the published ones
 
-RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was asked, predicted and scored, the
-calls with their windows, turns, tokens, seconds, and the error if there was one. Its first line holds the settings that
-shape a result: weights, prompts, contract, data. A file made under others is refused, so a run of a few items never
-passes as the whole. Items that ended in an error are asked again by the next call, and count as wrong until then; so
-are those whose video file was replaced.
+RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was said last, what was read from
+it, the score, the calls with their windows, turns, tokens, seconds, and the error if there was one. Its first line holds
+the settings that shape a result: weights, prompts, contract, data. A file made under others is refused, so a run of a
+few items never passes as the whole. Items that ended in an error are asked again by the next call, and count as wrong
+until then; so are those whose video file was replaced.
 
 Deliberately missing: several checkpoints in a run, ensembles, majority votes.
 """
@@ -29,11 +29,12 @@ from tqdm import tqdm
 import compare
 import config
 import data
-from benchmarks import SPLITS, Item, SplitError, ask_with_subtitles, grade, load_split
+from benchmarks import SPLITS, UNGRADED, Item, ask_with_subtitles, grade, load_split
 from checks import check_run, check_servers, differences, find_checkpoint
 from contract import ContractError, Renderer, VisualContract, load_tokenizer
+from dataset import DataError
 from engine import EngineError, open_engine, run_all
-from protocols import Outcome, Prompting, look_over, play
+from protocols import Prompting, look_over, play
 from rewards import JudgeError, RewardConfig, final_answer, score, turn_texts
 from rollout import RolloutConfig, Stage, derive
 from video import VideoError, Videos
@@ -168,47 +169,40 @@ def work(cell: Cell, items: list[Item], stage: Stage, cfg: EvalConfig) -> None:
 
 def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
     """One item -> its line."""
-    task, episode, answer, verdict = item.task, None, None, None
+    task, episode, turns, answer, verdict = item.task, None, [], None, UNGRADED
     try:
         if item.subtitles:
             task = ask_with_subtitles(item, look_over(stage, task.videos[0], k, cfg.prompting.fps or 0.0).times)
-        outcome = play(stage, task, k, derive(cfg.seed, task.id), cfg.prompting)
-        episode, error = outcome.episode, outcome.episode.error
-        if not error:
-            answer = answer_of(outcome, stage.renderer, cfg)
+        episode, answer = play(stage, task, k, derive(cfg.seed, task.id), cfg.prompting)
+        turns = turn_texts(episode.main, stage.renderer)
+        if not (error := episode.error):
+            if answer is None and cfg.grading.untagged_answer:
+                answer = final_answer(turns[-1:], untagged=True)
             verdict = grade(item, answer, cfg.grading)
     except (VideoError, JudgeError) as problem:
         error = f"{type(problem).__name__}: {problem}"
-    form = score(episode, stage.renderer, RewardConfig(open_answer="exact")) if verdict and agentic(cfg) else {}
+    form = score(episode, stage.renderer, RewardConfig(open_answer="exact")) if not error and agentic(cfg) else {}
     calls = episode.calls if episode else []
     agents = [agent for call in calls if (agent := call.agent)]
     return {
         "id": task.id,
-        "videos": [Path(path).name for path in task.videos],
+        "videos": ["/".join(Path(path).parts[-2:]) for path in task.videos],  # MMVU numbers them anew in every folder
         "bytes": sizes(item),
         "kind": task.kind,
         "groups": item.groups,
         "gold": task.answer,
+        "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: why an answer could not be read
         "answer": answer,
-        "prediction": verdict.prediction if verdict else None,
-        "score": verdict.score if verdict else 0.0,
-        "judged": bool(verdict and verdict.judged),
+        **verdict,
         **{name: form[name] for name in ("fmt", "strict") if name in form},
         "calls": [{"name": c.name, "window": c.window, "error": c.error, "seconds": c.seconds} for c in calls],
-        "turns": len(episode.main.turns) if episode else 0,
+        "turns": len(turns),
         "tokens": sum(episode.main.mask) if episode else 0,
         "agent_tokens": sum(sum(agent.mask) for agent in agents),
         "truncated": bool(episode and episode.main.finish == "length"),
         "seconds": episode.seconds if episode else 0.0,
         "error": error,
     }
-
-
-def answer_of(outcome: Outcome, renderer: Renderer, cfg: EvalConfig) -> str | None:
-    """What the protocol took for the answer, or may be taken for it."""
-    if outcome.answer is None and cfg.grading.untagged_answer:
-        return final_answer(turn_texts(outcome.episode.main, renderer)[-1:], untagged=True)
-    return outcome.answer
 
 
 # ------------------------------------------------------------------------------------------------ settings
@@ -284,8 +278,12 @@ def _digest(value: Any) -> str:
 
 
 def dry_run(cfg: EvalConfig) -> int:
-    """What is there and what is missing, all of it at once; exit status 1 if the run could not start."""
+    """What is there and what is missing, all of it at once; exit status 1 if the run could not start. That a name on the
+    hub exists is believed."""
     missing = 0
+
+    def on_the_hub(name: str | Path) -> Path:
+        raise FileNotFoundError(f"{name} is not here; the run would fetch it from the hub")
 
     def check(what: str, found: str, good: bool) -> None:
         nonlocal missing
@@ -293,11 +291,14 @@ def dry_run(cfg: EvalConfig) -> int:
         print(f"  {'ok     ' if good else 'MISSING'} {what}: {found}")
 
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    folder = Path(cfg.checkpoint)
-    here = "there" if folder.is_dir() else "no folder: a name on the hub is downloaded, a path must be made first"
-    check(f"checkpoint {cfg.checkpoint}", here, folder.is_dir())
     try:
-        (cfg.visual or VisualContract.load(folder)).check(folder)
+        source = find_checkpoint(cfg.checkpoint, on_the_hub, served=bool(cfg.rollout.gpus or cfg.rollout.urls))
+        check("checkpoint", str(source), True)
+        (cfg.visual or VisualContract.load(source)).check(source)
+    except FileNotFoundError as error:
+        print(f"  note    checkpoint: {error}")
+    except config.ConfigError as error:
+        check("checkpoint", str(error), False)
     except ContractError as error:
         check("visual", str(error), False)
     if cfg.prompting.protocol != "agent" and not cfg.prompting.prompt_file:
@@ -305,7 +306,7 @@ def dry_run(cfg: EvalConfig) -> int:
     for split, root in cfg.splits.items():
         try:
             items = load_split(split, root)
-        except SplitError as error:
+        except DataError as error:
             check(split, str(error), False)
         else:
             asked = len(items[: cfg.limit or None]) * len(cfg.frames) * len(cfg.arms)
@@ -345,5 +346,5 @@ if __name__ == "__main__":
     cfg, args = config.command_line(EvalConfig, __doc__)
     try:
         sys.exit(dry_run(cfg) if args.dry_run else main(cfg))
-    except (config.ConfigError, compare.TableError, ContractError, EngineError, FileNotFoundError, SplitError) as error:
+    except (config.ConfigError, compare.TableError, ContractError, EngineError, FileNotFoundError, DataError) as error:
         sys.exit(f"error: {error}")

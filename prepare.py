@@ -1,8 +1,8 @@
 """prepare.py: what is done to data before training. Run as `python data.py ...`; the trainers never import it.
 
 python data.py check PATH|CONFIG [--model DIR] [--decode]
-    every row parsed, every video opened (`--decode`: its overview decoded), token lengths under the model's
-    tokenizer; exit status 1 if anything is unusable
+    every row parsed, every image read and video opened (`--decode`: the frames that its rows show decoded), token
+    lengths under the model's tokenizer; of a config, its `data` and its `val`; exit status 1 if anything is unusable
 python data.py materialize --root MEDIA --parquet-dir IN --output-dir OUT
     sentinel paths (`longvt_source/...`, `museg/...`, `selfqa/...`) -> file://MEDIA/...; lists what is missing
 python data.py parallelize IN OUT [--summaries FILE]
@@ -13,20 +13,24 @@ python data.py parallelize IN OUT [--summaries FILE]
 import argparse
 import collections
 import json
+import math
 import os
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 import config
 from checks import find_tokenizer
 from contract import Renderer, VisualContract, load_tokenizer
-from dataset import Clip, DataConfig, Dialogue, RowError, Rows, Source, encode_dialogue, parse_dialogue, parse_task
-from video import Frames, VideoError, Videos, uniform_indices, window_indices
+from data import Task
+from dataset import Clip, DataConfig, Dialogue, RowError, Rows, encode_dialogue, parse_dialogue, parse_task
+from video import Frames, VideoError, Videos
 
 MEDIA_KEYS = ("video", "video_url", "image", "image_url", "url")
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
@@ -35,129 +39,116 @@ THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.S)
 # ------------------------------------------------------------------------------------------------ check
 
 
+class Undecoded(Videos):
+    """Frames of the right number, size and times, which nobody decoded: all that token counts depend on."""
+
+    def frames(self, path: str, indices: Sequence[int], size: tuple[int, int]) -> Frames:
+        times = self.info(path).times[list(indices)].tolist()
+        return Frames(np.broadcast_to(np.uint8(0), (len(times), size[1], size[0], 3)), tuple(times))
+
+
 def check(target: str, model: str, decode: bool) -> int:
     """Print the truth about a data file, or about all files of a run's config."""
     from tools import TOOLS
 
-    names = ["crop_video"]
-    if target.endswith((".yaml", ".yml")):
+    tree = {"data": {"sources": [{"path": target}]}}
+    if of_config := target.endswith((".yaml", ".yml")):
         tree = config.read_tree(Path(target))
-        cfg = config.build(DataConfig, tree.get("data") or {}, "data.")
-        contract = config.build(VisualContract, tree.get("visual") or {}, "visual.")
         own = (tree.get("policy") or {}).get("checkpoint", "")
         model = model or (own if Path(own).is_dir() else "")
-        names = tree.get("tools", names)
+    if of_config or not model:
+        contract = config.build(VisualContract, tree.get("visual") or {}, "visual.")
     else:
-        cfg = DataConfig(sources=(Source(target),))
-        contract = VisualContract.load(model) if model else VisualContract()
+        contract = VisualContract.load(model)
     renderer = Renderer(load_tokenizer(find_tokenizer(model)), contract) if model else None
-    tools = [TOOLS[name].schema for name in names]
-    problems = 0
-    with Videos() as videos:
-        for source in cfg.sources:
-            problems += _check_file(source, cfg, contract, renderer, videos, decode, tools)
+    tools = [TOOLS[name].schema for name in tree.get("tools", ["crop_video"])]
+    names = ["data", "val"] if tree.get("val") else ["data"]
+    cfgs = [config.build(DataConfig, tree.get(name) or {}, f"{name}.") for name in names]
+    sources = [(Rows(source.path), cfg.video_root) for cfg in cfgs for source in cfg.sources]
+    problems, cores = 0, os.cpu_count() or 1
+    with Undecoded(cores) as undecoded, Videos(cores) as videos:
+        for rows, root in sources:
+            items, bad = _read_rows(rows, Path(root or rows.path.parent))
+            bad |= _look_at_media(items.values(), videos if decode else undecoded, contract)
+            lengths = []
+            if renderer:
+                good = {row: item for row, item in items.items() if not any(clip.path in bad for clip in _clips(item))}
+                lengths, refused = _lengths(good, undecoded, renderer, tools, tree.get("pack_tokens", math.inf))
+                bad |= refused
+            kinds = collections.Counter(map(_kind, items.values()))
+            print(f"\n{rows.path}: {len(rows)} rows")
+            print("  " + ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()))
+            if lengths:
+                shares = ", ".join(f"{q} % at most {np.percentile(lengths, q):.0f}" for q in (50, 90, 99, 100))
+                print(f"  tokens per row: {shares}")
+            elif not renderer:
+                print("  token lengths: name a checkpoint with --model")
+            for what, reason in list(bad.items())[:20]:
+                print(f"  unusable: {what}: {reason}")
+            if len(bad) > 20:
+                print(f"  ... and {len(bad) - 20} more")
+            problems += len(bad)
     print("all rows are usable" if not problems else f"{problems} unusable rows or media files")
     return int(problems > 0)
 
 
-def _check_file(
-    source: Source,
-    cfg: DataConfig,
-    contract: VisualContract,
-    renderer: Renderer | None,
-    videos: Videos,
-    decode: bool,
-    tools: list[dict],
-) -> int:
-    from tqdm import tqdm
-
-    rows = Rows(source.path)
-    root = Path(cfg.video_root or rows.path.parent)
-    items, kinds, bad = [], collections.Counter(), {}
+def _read_rows(rows: Rows, root: Path) -> tuple[dict[str, Task | Dialogue], dict[str, str]]:
+    """What can be read, and the reasons of what cannot, both by row."""
+    items, bad = {}, {}
     for i in tqdm(range(len(rows)), desc=f"{rows.path.name}: rows", unit="row"):
         try:
             row = rows[i]
-            parse = parse_dialogue if "messages" in row else parse_task
-            item = parse(row, f"{rows.path.name}:{i}", root, source.loss_weight)
+            items[f"row {i}"] = (parse_dialogue if "messages" in row else parse_task)(row, f"row {i}", root)
         except RowError as error:
             bad[f"row {i}"] = str(error)
-            continue
-        items.append(item)
-        kinds[_kind(item)] += 1
+    return items, bad
 
-    def probe(path: str) -> tuple[str, str]:
+
+def _look_at_media(items: Iterable[Task | Dialogue], videos: Videos, contract: VisualContract) -> dict[str, str]:
+    """What is wrong with a file, by path."""
+
+    def look(clip: Clip) -> str:
         try:
-            if decode:
-                videos.overview(path, contract.overview_frames, contract.frame_size)
-            else:
-                videos.info(path)
+            clip.frames(videos, contract)
         except VideoError as error:
-            return path, error.reason
-        return path, ""
+            return error.reason
+        return ""
 
-    paths = sorted({path for item in items for path in _video_paths(item)})
+    clips = list({clip: None for item in items for clip in _clips(item)})
     with ThreadPoolExecutor(8) as pool:
-        for path, reason in tqdm(pool.map(probe, paths), total=len(paths), desc="videos", unit="file"):
-            if reason:
-                bad[path] = reason
-
-    print(f"\n{rows.path}: {len(rows)} rows, {len(paths)} videos")
-    print("  " + ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()))
-    if renderer and any(isinstance(item, Dialogue) for item in items):
-        lengths = []
-        for item in tqdm(items, desc="tokens", unit="row"):
-            if not any(path in bad for path in _video_paths(item)):
-                lengths.append(len(encode_dialogue(item, videos, renderer, tools, look=_looker(videos, contract))))
-        _histogram(lengths)
-    elif not renderer:
-        print("  token lengths: name a checkpoint with --model")
-    for what, reason in list(bad.items())[:20]:
-        print(f"  unusable: {what}: {reason}")
-    if len(bad) > 20:
-        print(f"  ... and {len(bad) - 20} more")
-    return len(bad)
+        reasons = tqdm(pool.map(look, clips), total=len(clips), desc="media", unit="clip")
+        return {clip.path: reason for clip, reason in zip(clips, reasons) if reason}
 
 
-def _kind(item: Any) -> str:
-    if not isinstance(item, Dialogue):
+def _lengths(
+    items: dict[str, Task | Dialogue], videos: Undecoded, renderer: Renderer, tools: list[dict], most: float
+) -> tuple[list[int], dict[str, str]]:
+    """Tokens of each dialogue, and the reasons of those that a training would skip."""
+    lengths, refused = [], {}
+    dialogues = {row: item for row, item in items.items() if isinstance(item, Dialogue)}
+    for row, dialogue in tqdm(dialogues.items(), desc="tokens", unit="row"):
+        try:
+            lengths.append(len(encode_dialogue(dialogue, videos, renderer, tools)))
+            if lengths[-1] > most:
+                raise RowError(f"{lengths[-1]} tokens, more than pack_tokens = {most}")
+        except RowError as error:
+            refused[row] = str(error)
+    return lengths, refused
+
+
+def _kind(item: Task | Dialogue) -> str:
+    if isinstance(item, Task):
         return item.kind
     if item.agent != "main":
-        return {"sub": "sub-agent", "direct": "direct, no tools offered"}[item.agent]
-    calls = sum(p.count("<tool_call>") for t in item.turns for p in t["content"] if isinstance(p, str))
+        return f"agent {item.agent}"
+    calls = any("<tool_call>" in p for t in item.turns for p in t["content"] if isinstance(p, str))
     return "with calls" if calls else "without calls"
 
 
-def _video_paths(item: Any) -> list[str]:
-    if not isinstance(item, Dialogue):
-        return list(item.videos)
-    clips = [*item.media, *(p for turn in item.turns for p in turn["content"] if isinstance(p, Clip))]
-    return [clip.path for clip in clips if not clip.still]
-
-
-def _looker(videos: Videos, contract: VisualContract):
-    """Frames of the right number, size and times without decoding: all that token counts depend on."""
-
-    def look(clip: Clip) -> Frames:
-        if clip.still:
-            return clip.frames(videos, contract)
-        info = videos.info(clip.path)
-        if clip.start is None:
-            chosen = uniform_indices(info.n_frames, clip.nframes or contract.overview_frames)
-        else:
-            limits = contract.crop_fps, contract.crop_min_frames, contract.crop_max_frames
-            chosen = window_indices(info.times, clip.start, clip.end, *limits)
-        width, height = contract.frame_size(info.width, info.height)
-        pixels = np.broadcast_to(np.uint8(0), (len(chosen), height, width, 3))
-        return Frames(pixels, tuple(info.times[chosen].tolist()))
-
-    return look
-
-
-def _histogram(lengths: list[int], bins: int = 8) -> None:
-    counts, edges = np.histogram(lengths, bins)
-    print(f"  tokens per row: mean {np.mean(lengths):.0f}, longest {max(lengths)}")
-    for count, low, high in zip(counts, edges, edges[1:]):
-        print(f"  {low:7.0f} - {high:7.0f} {'#' * round(40 * count / max(counts)):40} {count}")
+def _clips(item: Task | Dialogue) -> list[Clip]:
+    if isinstance(item, Task):
+        return [Clip(path) for path in item.videos]
+    return [*item.media, *(p for turn in item.turns for p in turn["content"] if isinstance(p, Clip))]
 
 
 # ------------------------------------------------------------------------------------------------ materialize
@@ -218,17 +209,16 @@ def parallelize(source: Path, target: Path, summaries: Path | None) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows, given = Rows(source), {}
+    rows, given = Rows(source), collections.defaultdict(dict)
     for entry in Rows(summaries) if summaries else ():
-        given[entry["row"], entry["call"]] = entry["summary"]
+        given[entry["row"]][entry["call"]] = entry["summary"]
     converted, skipped = [], []
     for i in range(len(rows)):
         try:
             row = rows[i]
             messages = json.loads(row["messages"]) if isinstance(row["messages"], str) else row["messages"]
-            texts = {call: text for (r, call), text in given.items() if r == i}
-            converted.append({**row, "messages": json.dumps(parallel_messages(messages, texts), ensure_ascii=False)})
-        except (RowError, ValueError, KeyError, TypeError) as error:  # whatever a foreign row may be shaped like
+            converted.append(row | {"messages": json.dumps(parallel_messages(messages, given[i]), ensure_ascii=False)})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # whatever a foreign row may be shaped like
             skipped.append({"row": i, "reason": f"{error}" if isinstance(error, RowError) else f"malformed: {error!r}"})
     if target.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(converted), target)
@@ -245,37 +235,32 @@ def parallel_messages(messages: list[dict], summaries: dict[int, str]) -> list[d
 
     Calls are independent when no window lies inside an earlier one (that would be a closer look at what it showed) and
     none is repeated. The first turn's thought stays; later ones speak of results that are not there yet, and go."""
-    first = next((i for i, m in enumerate(messages) if m.get("role") == "assistant"), None)
-    if first is None:
-        raise RowError("no assistant turn")
-    opening, calls, responses, thought = messages[:first], [], [], ""
-    for message in messages[first:-1]:
-        text, has_frames = _text(message)
+    first = next((i for i, m in enumerate(messages) if m.get("role") == "assistant"), len(messages))
+    *between, final = messages[first:] or [{}]
+    calls, responses = [], []
+    for message in between:
+        text = _text(message)
         if message["role"] != "assistant":
-            responses += _summarise(text, has_frames, summaries, len(responses))
-            continue
-        if len(calls) != len(responses):
-            raise RowError(f"{len(calls)} calls but {len(responses)} responses before the next turn")
-        found = CALL.findall(text)
-        if not found:
-            raise RowError("an assistant turn before the last has no call")
-        if not calls:
-            match = THOUGHT.match(text)
-            thought = match[1].strip() if match else ""
-        calls += found
-    final = messages[-1]
-    text, _ = _text(final)
-    if final.get("role") != "assistant" or "<answer>" not in text:
+            blocks = re.findall(r"<tool_response>\s*(.*?)\s*</tool_response>", text, re.S) or [text]
+            responses += [summaries.get(len(responses) + i, block).strip() for i, block in enumerate(blocks)]
+        elif not (found := CALL.findall(text)) or len(calls) != len(responses):
+            raise RowError(f"a turn with {len(found)} calls, after {len(calls)} calls and {len(responses)} responses")
+        else:
+            calls += found
+    if final.get("role") != "assistant" or "<answer>" not in _text(final):
         raise RowError("the last turn is not an answer")
     if len(calls) < 2:
         raise RowError(f"{len(calls)} calls: nothing to run in parallel")
     if len(calls) != len(responses):
         raise RowError(f"{len(calls)} calls but {len(responses)} responses")
+    if "" in responses:
+        raise RowError(f"response {responses.index('')} has no text, and no summary is given for it")
     _assert_independent(calls)
-    turn = f"<think>\n{thought}\n</think>\n" if thought else ""
+    thought = THOUGHT.match(_text(between[0]))
+    turn = f"<think>\n{thought[1].strip()}\n</think>\n" if thought and thought[1].strip() else ""
     turn += "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
     reports = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in responses)
-    return [*opening, {"role": "assistant", "content": turn}, {"role": "user", "content": reports}, final]
+    return [*messages[:first], {"role": "assistant", "content": turn}, {"role": "user", "content": reports}, final]
 
 
 def _assert_independent(calls: list[str]) -> None:
@@ -292,21 +277,9 @@ def _assert_independent(calls: list[str]) -> None:
         windows.append((start, end))
 
 
-def _summarise(text: str, has_frames: bool, summaries: dict[int, str], done: int) -> list[str]:
-    blocks = re.findall(r"<tool_response>\s*(.*?)\s*</tool_response>", text, re.S) or [text.strip()]
-    reports = [summaries.get(done + i, block).strip() for i, block in enumerate(blocks)]
-    if not all(reports):
-        what = "frames only" if has_frames else "empty"
-        raise RowError(f"response {done + reports.index('')} is {what} and no summary is given for it")
-    return reports
-
-
-def _text(message: dict) -> tuple[str, bool]:
+def _text(message: dict) -> str:
     content = message.get("content") or ""
-    if isinstance(content, str):
-        return content, False
-    texts = [part["text"] for part in content if part.get("type") == "text"]
-    return "\n".join(texts), len(texts) < len(content)
+    return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p.get("type") == "text")
 
 
 def main() -> int:
@@ -317,7 +290,7 @@ def main() -> int:
     command = commands.add_parser("check", help="tell the truth about a data file or a config's data")
     command.add_argument("target", metavar="PATH|CONFIG")
     command.add_argument("--model", default="", help="checkpoint whose tokenizer counts the tokens")
-    command.add_argument("--decode", action="store_true", help="decode every overview, not only open the files")
+    command.add_argument("--decode", action="store_true", help="decode what the rows show, not only open the files")
     command = commands.add_parser("materialize", help="sentinel paths -> file:// paths")
     command.add_argument("--root", type=Path, required=True, help="where the media archives were unpacked")
     command.add_argument("--parquet-dir", type=Path, required=True)

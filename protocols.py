@@ -1,17 +1,18 @@
 """protocols.py: how each model of the comparison is asked. The protocol is part of what a score measures.
 
-    outcome = play(stage, task, k, seed, Prompting("video_zoomer"))     # -> Outcome(episode, answer)
+    episode, answer = play(stage, task, k, seed, Prompting("video_zoomer"))
 
     agent                   our agent, as in training: rollout.run_episode
-    direct, think, ...      one turn, no tools; eight of them, which differ in their words
+    direct, think, ...      one turn, no tools; seven of them, which differ in their words
     conan                   names clips, and gets unseen frames of them in a user's turn
     longvt                  calls crop_video, and gets the frames themselves in the tool's turn
     sage                    reads the video once; then a reasoner without eyes sends one tool at a time
     video_zoomer            asks for one segment a turn, at a rate of its choice
 
 All sample through the stage's engine and leave an Episode: exact tokens, turns, calls with their windows and errors.
-Flows, limits and formats are those of the models' own code; the words, in protocols.yaml, are **ours**. Other words
-give other scores: a `prompt_file` brings the authors', and a result should say which were used.
+Flows, limits and formats are those of the models' own code, but frames may be up to a quarter larger
+(configs/eval/base.yaml); the words, in protocols.yaml, are **ours**. Other words give other scores: a `prompt_file`
+brings the authors', and a result should say which were used.
 
 Deliberately missing: sampling beyond a temperature (top-p, repetition penalties), SAGE's tools that need a network or
 speech recognition, the video channel (what a model knew from the positions of a video, it reads as stamps).
@@ -55,7 +56,7 @@ def words(protocol: str, prompt_file: str) -> dict[str, str]:
 
 
 Protocol = Literal[
-    "agent", "direct", "think", "video_r1", "videochat_r1", "videochat_r1_thinking", "time_r1", "rewatch_r1",
+    "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",
     "video_thinker", "conan", "longvt", "sage", "video_zoomer",
 ]  # fmt: skip
 
@@ -103,14 +104,9 @@ SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp
 ATTEMPTS, RETRY_TEMPERATURE = 5, 0.7  # of sage, to write JSON
 
 
-@dataclass
-class Outcome:
-    episode: Episode
-    answer: str | None  # the text that is graded; None: there is none
-
-
-def play(stage: Stage, task: Task, k: int, seed: int, cfg: Prompting) -> Outcome:
-    """One attempt. What a model or a file can cause becomes `episode.error`, and what was played until then is kept."""
+def play(stage: Stage, task: Task, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
+    """One attempt, and the text that is graded (None: there is none). What a model or a file can cause becomes
+    `episode.error`, and what was played until then is kept."""
     if len(task.videos) != 1 and cfg.protocol != "agent":
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} asks about one")
     episode = Episode(task, k, Trajectory([], [], [], [], [], 0), seed=seed)
@@ -120,7 +116,7 @@ def play(stage: Stage, task: Task, k: int, seed: int, cfg: Prompting) -> Outcome
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"
     episode.seconds = time.perf_counter() - started
-    return Outcome(episode, answer or None)
+    return episode, None if episode.error else answer or None
 
 
 # ------------------------------------------------------------------------------------------------ verbs
@@ -187,7 +183,6 @@ def speak(stage: Stage, agent: Trajectory, seed: int, closing: str = "", **limit
             del column[start + kept :]
         agent.finish = "stop"
     agent.turns.append((start, len(agent.ids)))
-    stage.observe("turn", text)
     return text
 
 
@@ -207,7 +202,6 @@ def run(stage: Stage, episode: Episode, call: Call, work: Callable[..., list], *
         call.error, call.text = "failed", "The tool failed: it could not read this part of the video."
     call.seconds = time.perf_counter() - started
     episode.calls.append(call)
-    stage.observe("report", call)
     return [call.text] if call.error else parts
 
 
@@ -286,9 +280,7 @@ def _longvt(stage: Stage, episode: Episode, cfg: Prompting) -> str | None:
         calls = parse_calls(said[-1], turn)
         if not calls or turn == cfg.rounds or main.finish == "length":
             break
-        if not append(
-            stage, main, stage.renderer.continuation([run(stage, episode, call, _crop, cfg) for call in calls], "tool")
-        ):
+        if not tell(stage, main, [run(stage, episode, call, _crop, cfg) for call in calls], "tool"):
             break
     whole = "\n".join(said)
     if answers := ANSWER.findall(whole):
@@ -337,8 +329,8 @@ def _reply(stage: Stage, episode: Episode, cfg: Prompting, values: dict, names: 
     """One conversation of two messages -> its JSON; None if no attempt gives any."""
     for attempt in range(ATTEMPTS):
         agent, main, shift = begin(stage, cfg, values, *names), episode.main, len(episode.main.ids)
-        heat = RETRY_TEMPERATURE if attempt else stage.cfg.temperature
-        text = speak(stage, agent, derive(seed, attempt), temperature=heat)
+        temperature = RETRY_TEMPERATURE if attempt else stage.cfg.temperature
+        text = speak(stage, agent, derive(seed, attempt), temperature=temperature)
         for column in ("ids", "mask", "logprobs", "versions", "frames"):
             getattr(main, column).extend(getattr(agent, column))
         main.turns += [(start + shift, end + shift) for start, end in agent.turns]
@@ -366,26 +358,16 @@ def _at(value: Any, *keys: str) -> Any:
 
 def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, media: dict[str, list[int]]) -> list[str]:
     """`media`: the handles that tools gave out, and the frames that each stands for. None is ever opened as a path."""
-    arguments, path = call.arguments, episode.task.videos[0]
-    info, looked_at = stage.videos.info(path), []
+    arguments, info = call.arguments, stage.videos.info(episode.task.videos[0])
     if call.name in SAGE_SPANS:
         start, end = within(info, *(read_time(arguments, f"timestamp_{name}") for name in ("start", "end")))
         if not start < end < start + SAGE_SPANS[call.name]:
             rule = f"start before end, less than {SAGE_SPANS[call.name]} seconds apart"
             raise ToolError("bad_arguments", f"Write {rule}, as HH:MM:SS; the video ends at {clock(info.duration)}.")
         call.window = start, end
-        dense = window_indices(info.times, start, end, CROP_FPS, 1, episode.k)
-    if call.name == "identify_timestamps_visually":
-        looked_at = dense
-    elif call.name == "extract_parts_from_timestamp":
-        made = {f"clip_{start:.2f}s_{end:.2f}s.mp4": dense}
-        if arguments.get("extract_type") != "subclips":
-            few = window_indices(info.times, start, end, CROP_FPS, cfg.frames, cfg.frames)
-            made = {f"frame_{info.times[i]:.2f}s.jpg": [i] for i in few}
-        media |= made
-        call.text = json.dumps({"media_paths": list(made)})
+        looked_at = window_indices(info.times, start, end, CROP_FPS, 1, episode.k)
     elif call.name == "perform_reasoning":
-        known = media | {os.path.basename(path): uniform_indices(info.n_frames, episode.k)}
+        known = media | {os.path.basename(episode.task.videos[0]): uniform_indices(info.n_frames, episode.k)}
         paths = arguments.get("media_paths")
         names = [os.path.basename(str(p)) for p in paths] if isinstance(paths, list) else []
         if not names or not known.keys() >= set(names):
@@ -394,12 +376,20 @@ def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, media:
     else:
         there = ", ".join((*SAGE_SPANS, "perform_reasoning"))
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {there}.")
-    if looked_at:  # the same weights are the model behind the tool, in a fresh context
-        values = {"event": str(arguments.get("event")), "query": str(arguments.get("query"))}
-        call.agent = begin(stage, cfg, values | {"frames": [show(stage, info, looked_at)]}, call.name, "")
-        seed, sub = derive(episode.seed, call.turn, "tool"), stage.cfg.subagents
-        said = speak(stage, call.agent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
-        call.text = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
+    if call.name == "extract_parts_from_timestamp":
+        made = {f"clip_{start:.2f}s_{end:.2f}s.mp4": looked_at}
+        if arguments.get("extract_type") != "subclips":
+            few = window_indices(info.times, start, end, CROP_FPS, cfg.frames, cfg.frames)
+            made = {f"frame_{info.times[i]:.2f}s.jpg": [i] for i in few}
+        media |= made
+        call.text = json.dumps({"media_paths": list(made)})
+        return [call.text]
+    # The same weights are the model behind the tool, in a fresh context.
+    values = {name: str(arguments.get(name)) for name in ("event", "query")}
+    call.agent = begin(stage, cfg, values | {"frames": [show(stage, info, looked_at)]}, call.name, "")
+    seed, sub = derive(episode.seed, call.turn, "tool"), stage.cfg.subagents
+    said = speak(stage, call.agent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
+    call.text = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
     return [call.text]
 
 

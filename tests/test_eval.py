@@ -27,6 +27,7 @@ import eval as evaluation
 from benchmarks import Cue, Item, load_split
 from compare import TableError, difference, gains, interval, read_results
 from contract import END_OF_TURN, Renderer, VisualContract
+from data import Task
 from engine import EngineError, SGLang
 from eval import EvalConfig, dry_run
 from protocols import Prompting
@@ -136,6 +137,7 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
         assert (record["turns"], record["tokens"]) == (2, length(calls, seen))
         assert record["agent_tokens"] == length(report) and not record["truncated"] and not record["error"]
         assert record["prediction"] == often and record["score"] == (record["gold"] == often)
+        assert record["said"] == "<think>\n" + seen
         assert (record["fmt"], record["strict"]) == (1.0, 1.0)
     for record in without.records:
         assert (record["turns"], record["tokens"], record["calls"]) == (1, length(unseen), [])
@@ -212,6 +214,29 @@ def test_where_it_is_computed_is_no_setting(write, model, tmp_path):
     run(path)
     run(path, "rollout.concurrency=1", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")
     assert asked(engines) == 8 and len(engines) == 1
+
+
+def test_what_was_said_without_an_answer_is_kept_to_its_last_2000_characters(write, model, tmp_path):
+    """An item whose answer could not be read left no trace of what was said."""
+    model(says("I am sure. " * 300 + "It is red!"))
+    path = write(prompting={"protocol": "think"}, rollout={"temperature": 0, "max_new_tokens": 4000})
+    run(path)
+    for record in read_results(results_file(tmp_path, "think")).records:
+        assert (record["answer"], record["prediction"], record["error"]) == (None, None, "")
+        assert len(record["said"]) == 2000 and record["said"].endswith("I am sure. It is red!" + END_OF_TURN)
+
+
+def test_a_file_from_before_what_was_said_was_kept_goes_on(write, model, tmp_path):
+    path, file = write(), results_file(tmp_path)
+    model(says("red"))
+    run(path)
+    settings, *records = map(json.loads, file.read_text().splitlines())
+    for record in records:
+        del record["said"]
+    file.write_text("".join(json.dumps(record) + "\n" for record in (settings, *records[:6])))
+    engines = model(says("red"))
+    run(path)
+    assert asked(engines) == 2 and len(found(file)) == 8
 
 
 def test_a_torn_last_line_costs_its_item_only(write, model, tmp_path):
@@ -348,8 +373,12 @@ def test_a_video_that_cannot_be_read_costs_its_items_until_it_is_replaced(write,
     run(path)
     results = read_results(results_file(tmp_path))
     (record,) = [r for r in results.records if r["error"]]
-    assert record["videos"] == [bad.name] and record["error"].startswith("VideoError: ") and record["score"] == 0
-    assert results.figures()["error_rate"] == compare.costs(results)["no_frames_rate"] == 12.5
+    assert (
+        record["videos"] == [f"videos/{bad.name}"]
+        and record["error"].startswith("VideoError: ")
+        and record["score"] == 0
+    )
+    assert compare.costs(results)["error_rate"] == compare.costs(results)["no_frames_rate"] == 12.5
     shutil.copy(toy_dir / "videos" / bad.name, bad)
     engines = model(says("red"))
     run(path)
@@ -448,8 +477,8 @@ def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model,
 def line(id, score, *, video="", **more) -> dict:
     """A line of results."""
     plain = {
-        "id": id, "videos": [video or f"{id}.mp4"], "bytes": [1], "kind": "mcq", "groups": {}, "gold": "A", "answer": "A",
-        "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
+        "id": id, "videos": [video or f"v/{id}.mp4"], "bytes": [1], "kind": "mcq", "groups": {}, "gold": "A",
+        "said": "A", "answer": "A", "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
         "agent_tokens": 0, "truncated": False, "seconds": 1.0, "error": "",
     }  # fmt: skip
     return plain | more
@@ -505,6 +534,11 @@ def test_arms_are_compared_on_the_items_that_both_have(tmp_path):
     assert (d.items, d.score, d.seconds, d.tokens) == (4, 50.0, 2.0, 1.5)  # of 3 to 6: two of four more are right
     assert d.low < 50 < d.high
     assert tables(compare.report([tmp_path]))["Arms, item by item"][2][3:5] == ["parallel - none", "4"]
+    with_tools.append(line("7", 0, error="EngineError: gone"))  # it counted as wrong, against the arm that it hit
+    without.append(line("1", 0, error="VideoError: bad"))
+    a = read_results(write_results(tmp_path, "toy", with_tools))
+    b = read_results(write_results(tmp_path, "toy", without, arm="none"))
+    assert difference(a, b) == d
     write_results(tmp_path, "toy", without[4:], arm="none")  # a run that has just begun
     assert "Arms, item by item" not in tables(compare.report([tmp_path]))
 
@@ -542,6 +576,15 @@ def test_a_score_says_what_is_missing_failed_or_published(tmp_path):
     assert by_split[1] == {"model": "ParaVT-8B", "arm": "published", "K": "64", "videomme": "62.1", "lvbench": "39.8"}
 
 
+def test_a_published_score_stands_at_the_k_that_its_authors_used(tmp_path):
+    """Charades was printed as K = 64; their server shows 32 frames of it."""
+    for split in ("videomme", "charades"):
+        write_results(tmp_path, split, lines("10"), name="ParaVT-8B")
+    header, _, _, *published = tables(compare.report([tmp_path]))["Scores"]
+    assert header[3:] == ["charades", "videomme"]
+    assert [row[1:] for row in published] == [["published", "64", "", "62.1"], ["published", "32", "50.1", ""]]
+
+
 def test_mmvu_is_its_multiple_choice_questions_unless_a_judge_graded_the_others(tmp_path):
     rows = [*lines("1110"), line("4", 0, kind="oe"), line("5", 0, kind="oe")]
     found = tables(compare.report([write_results(tmp_path, "mmvu", rows)]))
@@ -549,6 +592,21 @@ def test_mmvu_is_its_multiple_choice_questions_unless_a_judge_graded_the_others(
     rows[4] |= {"judged": True, "score": 1.0}
     found = tables(compare.report([write_results(tmp_path, "mmvu", rows)]))
     assert found["Scores"][2][3].startswith("75.0 [") and found["Breakdown"][2][4] == "all_1000 66.7"
+
+
+def test_videos_of_two_subjects_that_share_a_number_are_two(toy_dir, tokenizer, videos, tmp_path):
+    """MMVU numbers its videos anew in every subject: the bootstrap took Art/1 and Law/1 for one video."""
+    source = next((toy_dir / "videos").glob("test*.mp4"))
+    cfg = EvalConfig(run="", name="", checkpoint="", splits={"toy": ""}, prompting=Prompting("direct"))
+    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+    stage = Stage(Scripted(renderer, says("red")), renderer, videos, RolloutConfig(temperature=0))
+    records = []
+    for subject in ("Art", "Law"):
+        path = tmp_path / "videos" / subject / "1.mp4"
+        path.parent.mkdir(parents=True)
+        path.symlink_to(source)
+        records.append(evaluation.ask(Item(Task(subject, "Why?", (str(path),), "oe", "red"), {}), 4, stage, cfg))
+    assert compare.videos(records) == ["Art/1.mp4", "Law/1.mp4"]
 
 
 def test_every_figure_is_in_the_csv(tmp_path):
@@ -562,7 +620,7 @@ def test_every_figure_is_in_the_csv(tmp_path):
         ("mine", "parallel", "32", "videomme", "2", "2700")
     }
     assert {row["figure"]: float(row["value"]) for row in written} == {
-        "accuracy": 50, "short": 100, "long": 0, "calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
+        "accuracy": 50, "short": 100, "long": 0, "calls": 0.5, "failed_calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
         "error_rate": 0, "no_frames_rate": 0, "unparsed_rate": 50, "truncated_rate": 50, "fmt": 0, "strict": 0,
     }  # fmt: skip
 
@@ -570,6 +628,9 @@ def test_every_figure_is_in_the_csv(tmp_path):
 def test_a_table_says_whose_words_were_used(tmp_path):
     asked = {"protocol": "video_r1", "prompt_file": ""}
     write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", arm="video_r1", prompting=asked)
+    assert "in our words, not in their authors': Video-R1-7B." in compare.report([tmp_path])
+    authors = {"protocol": "video_thinker", "prompt_file": "words.yaml"}  # the last arm of a name spoke for all of them
+    write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", arm="video_thinker", prompting=authors)
     assert "in our words, not in their authors': Video-R1-7B." in compare.report([tmp_path])
     asked["prompt_file"] = "words.yaml"
     write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", arm="video_r1", prompting=asked)
@@ -628,8 +689,13 @@ def test_a_row_is_asked_as_its_authors_ask_and_its_answers_have_room(row):
     assert rest == 0 and visual.patch == (16 if "Qwen3" in cfg.family else 14) and len(agent.gpus) == 8
     assert cfg.run == f"runs/eval/{row}" and len(cfg.splits) == 7 and "toy" not in cfg.splits
     assert cfg.arms == (("parallel", "none") if cfg.prompting.protocol == "agent" else ("parallel",))
-    width, height = visual.frame_size(1920, 1080)
-    assert agent.max_context - cfg.frames[0] * (visual.frame_tokens(width, height) + 12) > agent.max_new_tokens
+    shapes = ((1920, 1080), (1080, 1920), (640, 480), (1280, 544), (1000, 1000))
+    most = max(visual.frame_tokens(*visual.frame_size(*shape)) for shape in shapes)
+    assert tokens <= most <= 1.25 * tokens  # as base.yaml says
+    own, rounds = cfg.prompting, cfg.prompting.rounds if cfg.prompting.protocol in ("conan", "longvt") else 0
+    frames = cfg.frames[0] + rounds * (own.frames or 0)
+    stamp = 2 if own.protocol == "longvt" else 12
+    assert agent.max_context > frames * (most + stamp) + (rounds + 1) * agent.max_new_tokens
 
 
 def test_every_command_in_a_config_is_one_that_loads():
@@ -648,7 +714,7 @@ def test_a_dry_run_names_all_that_is_missing(row, tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     assert dry_run(cfg) == 1
     told = capsys.readouterr().out
-    assert f"MISSING checkpoint {cfg.checkpoint}" in told
+    assert f"note    checkpoint: {cfg.checkpoint} is not here; the run would fetch it from the hub" in told
     for split, root in cfg.splits.items():
         assert f"MISSING {split}: {root}: no such folder" in told and f"--local-dir {root}`" in told
     assert ("our own words" in told) == (cfg.prompting.protocol != "agent")
@@ -666,17 +732,31 @@ def test_a_dry_run_of_the_toy_finds_all_there(toy_dir, capsys):
     [
         (["gpu_gib=40"], "MISSING memory: .*do not fit into 40 GiB.*fewer concurrent rollouts"),
         (["visual={frame_pixels: 4096}", "checkpoint=TOY"], "MISSING visual: .*this run has 4096, the checkpoint 1024"),
+        (
+            ["checkpoint=runs/mine/model"],
+            "MISSING checkpoint: runs/mine/model: neither a folder nor a model on the hub",
+        ),
+        (["checkpoint=EMPTY"], "MISSING checkpoint: .* has no config.json"),
     ],
 )
-def test_a_dry_run_fails_where_the_run_would(toy_dir, overrides, told, capsys):
-    overrides = [text.replace("TOY", f"{toy_dir}/model") for text in overrides]
+def test_a_dry_run_fails_where_the_run_would(toy_dir, tmp_path, overrides, told, capsys):
+    overrides = [text.replace("TOY", f"{toy_dir}/model").replace("EMPTY", str(tmp_path)) for text in overrides]
     dry_run(load(CONFIGS / "paravt_8b.yaml", f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}"))
     assert "MISSING" not in capsys.readouterr().out  # but for what follows, all is well
     assert dry_run(load(CONFIGS / "paravt_8b.yaml", f"splits={{toy: {toy_dir}}}", *overrides)) == 1
     assert re.search(told, capsys.readouterr().out)
 
 
+def test_a_checkpoint_on_the_hub_is_no_obstacle(toy_dir, capsys):
+    """It was MISSING, with exit status 1, although the run downloads it."""
+    assert dry_run(load(CONFIGS / "paravt_8b.yaml", f"splits={{toy: {toy_dir}}}")) == 0
+    assert "fetch it from the hub" in capsys.readouterr().out
+
+
 def test_a_model_whose_memory_cannot_be_planned_is_no_obstacle(toy_dir, tmp_path, capsys):
+    shutil.copytree(toy_dir / "model", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "visual.json").unlink()
+    (tmp_path / "preprocessor_config.json").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     cfg = load(CONFIGS / "qwen25vl_7b.yaml", f"checkpoint={tmp_path}", f"splits={{toy: {toy_dir}}}")
     assert dry_run(cfg) == 0

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import random
+from collections import namedtuple
 
 import pytest
 import tiny_checkpoint
@@ -48,17 +49,20 @@ TERSE = {
 }
 
 
+Outcome = namedtuple("Outcome", "episode answer")
+
+
 class Model(Scripted):
     """Says its turns one after another, and keeps what it read and how it was sampled."""
 
     def __init__(self, renderer, *said):
         turns = iter(said)
         super().__init__(renderer, lambda prompt, seed: next(turns))
-        self.read, self.heat = [], []
+        self.read, self.temperatures = [], []
 
     def generate(self, ids, frames, **more):
         self.read.append(self.renderer.decode(self.renderer.compact(ids)).replace(PICTURE, "#"))
-        self.heat.append(more["temperature"])
+        self.temperatures.append(more["temperature"])
         return super().generate(ids, frames, **more)
 
     def told(self, said: list[str]) -> list[str]:
@@ -83,7 +87,7 @@ def ask(renderer, tmp_path_factory):
         cfg = RolloutConfig(**{"temperature": 0.0, "think_prefix": False, "max_context": 100_000} | (cfg or {}))
         file = str(folder / f"{protocol}.yaml") if terse and protocol in TERSE else ""
         stage = Stage(model, renderer, videos or MemoryVideos(), cfg)
-        outcome = play(stage, task, k, 7, Prompting(protocol, file, **limits))
+        outcome = Outcome(*play(stage, task, k, 7, Prompting(protocol, file, **limits)))
         check(outcome.episode, renderer, model)
         return outcome, model
 
@@ -296,7 +300,7 @@ def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, rend
     said = [plan(tool=tool, video_context="a room"), "at 00:00:11" + END, plan(tool=tool, verdict=False)]
     said += ["no" + END, plan("B", verdict=True)]
     outcome, model = ask("sage", said, cfg={"temperature": 0.3})
-    assert model.heat == [0.3, 0.0, 0.3, 0.0, 0.3]  # behind the tools: as sub-agents are sampled
+    assert model.temperatures == [0.3, 0.0, 0.3, 0.0, 0.3]  # behind the tools: as sub-agents are sampled
     _, seen, first, _, second = model.read
     # 1 fps of 10 ... 12 s.
     assert seen == user("00:00:10#00:00:11#|a cat")
@@ -370,7 +374,7 @@ def test_sage_repairs_or_retries_bad_json_and_gives_up_after_five(ask):
     sloppy = 'Well. ```json\n{"final_answer": "line\nbreak", "recommended_tools": {"needed": false,},}\n```' + END
     assert ask("sage", [sloppy])[0].answer == "line\nbreak"
     outcome, model = ask("sage", ["no" + END, "<json>{</json>" + END, plan("B")])
-    assert outcome.answer == "B" and model.heat == [0.0, 0.7, 0.7] and len(set(model.read)) == 1
+    assert outcome.answer == "B" and model.temperatures == [0.0, 0.7, 0.7] and len(set(model.read)) == 1
     assert len(outcome.episode.main.turns) == 3 and len(outcome.episode.main.frames) == 3
     outcome, model = ask("sage", ["no" + END] * 9)
     assert outcome.answer is None and len(model.read) == 5 and not outcome.episode.error
@@ -604,8 +608,8 @@ def test_a_real_video_is_seen_through_the_reader(toy_dir, videos, renderer):
     path = str(sorted((toy_dir / "videos").glob("*.mp4"))[0])
     model = Model(renderer, zoom(3, 5, 2), "<answer>\\boxed{red}</answer>" + END)
     task = Task("t", "Which color?", (path,), "oe", "red")
-    outcome = play(Stage(model, renderer, videos, RolloutConfig()), task, 64, 0, Prompting("video_zoomer"))
-    seen, zoomed = outcome.episode.main.frames
+    episode, answer = play(Stage(model, renderer, videos, RolloutConfig()), task, 64, 0, Prompting("video_zoomer"))
+    seen, zoomed = episode.main.frames
     duration = videos.info(path).duration
-    assert seen.times == tuple(range(0, int(duration), 2)) and outcome.answer == "red"
+    assert seen.times == tuple(range(0, int(duration), 2)) and answer == "red"
     assert zoomed.times == pytest.approx((3, 3.5, 4.5, 5)) and zoomed.pixels.shape[1:] == (64, 64, 3)
