@@ -6,13 +6,15 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo paradox test test-slow test-sglang lint format clean
+.PHONY: setup demo paradox test test-slow test-sglang lint format clean
 
 $(VENV)/.installed: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -r requirements-cpu.txt $(PIP_OPTIONS)
 	touch $@
+
+setup: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
@@ -48,4 +50,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .ruff_cache .hypothesis

@@ -65,11 +65,11 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> dict:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+        there = {p.name: p for folder in (Path("configs"), path.parent) for p in folder.glob("*.yaml")}
+        near = difflib.get_close_matches(path.name, there, n=1)
         whose = f", the `base` of {seen[-1].name}" if seen else ""
-        raise ConfigError(
-            f"{path}: no such file{whose}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
-        ) from None
+        hint = f"; did you mean {there[near[0]]}?" if near else ""
+        raise ConfigError(f"{path}: no such file{whose}{hint}") from None
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable YAML file: {error}") from None
     if not isinstance(tree, dict):
@@ -90,13 +90,13 @@ def build(cls: type, tree: dict, prefix: str, start: Any = None) -> Any:
     """A mapping -> a dataclass, checked field by field against the type hints. What it leaves out is as in `start`, an
     instance that is the default where this one stands."""
     hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls) if f.init]
+    fields = dataclasses.fields(cls)
+    names = [f.name for f in fields]
     for key in tree:
         if key not in names:
             near = difflib.get_close_matches(str(key), names, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(names)}"
             raise ConfigError(f"{prefix}{key} = {tree[key]!r}: unknown key; {hint}")
-    fields = [f for f in dataclasses.fields(cls) if f.init]
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     defaults |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
     defaults |= {name: getattr(start, name) for name in names} if start is not None else {}
@@ -131,8 +131,6 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
             raise ConfigError(f"{key} = {value!r}: must be a mapping")
         return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(hint):
-        if isinstance(value, hint):
-            return value
         if not isinstance(value, dict):
             raise ConfigError(
                 f"{key} = {value!r}: must be a mapping with keys {[f.name for f in dataclasses.fields(hint)]}"
@@ -157,7 +155,7 @@ def answer_help(doc: str) -> None:
 def _parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a YAML file of configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="override a value of the file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
     return parser
 
@@ -183,11 +181,16 @@ def save_run(cfg: Any, run_dir: str | Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     # Through JSON, so that tuples become lists and the file is plain YAML that `load` reads back.
     text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(cfg))), sort_keys=False, allow_unicode=True)
-    unborn = run_dir / "config.yaml.new"
-    unborn.write_text(text, encoding="utf-8")
-    unborn.rename(run_dir / "config.yaml")  # whole or not at all: `check_run` reads it before a run goes on
+    write_whole(run_dir / "config.yaml", text)  # `check_run` reads it before a run goes on
     run = {"command": sys.argv, "commit": git_commit(), "python": sys.version.split()[0], "packages": _versions()}
     (run_dir / "run.json").write_text(json.dumps(run, indent=1), encoding="utf-8")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of it or, if the process dies, none of it."""
+    unborn = path.with_name(path.name + ".new")
+    unborn.write_text(text, encoding="utf-8")
+    unborn.rename(path)
 
 
 class Metrics:
@@ -199,8 +202,9 @@ class Metrics:
         self._path, self._name, self._steps, self._shown = Path(run_dir) / "metrics.jsonl", name, steps, shown
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] < done]  # later steps will be run again
-        self._path.write_text("".join(line + "\n" for line in kept))
+        whole = [line for line in lines if line.endswith("}")]  # a run that was killed may leave half a line
+        kept = [line for line in whole if json.loads(line)["step"] < done]  # later steps will be run again
+        write_whole(self._path, "".join(line + "\n" for line in kept))
         self._bar = tqdm(total=steps, initial=done, desc=name, unit="step", disable=not sys.stderr.isatty())
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -210,12 +214,6 @@ class Metrics:
         shown = " ".join(f"{key} {values[key]:.4g}" for key in self._shown if key in values)
         self._bar.write(f"{self._name} step {step + 1}/{self._steps} {shown}", file=sys.stdout)
         sys.stdout.flush()
-
-    def __enter__(self) -> "Metrics":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bar.close()
 
 
 def git_commit() -> str:

@@ -133,8 +133,6 @@ def save_state(
     and in all draws of chance, which are functions of it) and `extra` (JSON). The `keep` newest states stay."""
     folder = Path(folder)
     target, unfinished = folder / f"step-{step:08d}", folder / f"step-{step:08d}.tmp"
-    if target.exists():  # after a resume, the same step would be the same state
-        return
     if rank() == 0:
         for left_over in folder.glob("step-*.*"):  # of a process that was killed
             shutil.rmtree(left_over)

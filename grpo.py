@@ -56,15 +56,27 @@ class GRPOConfig:
     batch with few lively groups moves the policy little."""
     behaviour_cap: float = 5.0
     """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
+    gap_limit: float = 0.5
+    """The first batch stops the run if log pi of trainer and engine differ more than this on average."""
     train_tokens: int = 16_384
-    """Tokens of a micro-batch. A group over it is split, and its prompt repeated."""
+    """Tokens of a micro-batch. A group over it is split, and its prompt repeated; a single episode may exceed it."""
+
+    def __post_init__(self):
+        if self.group_size < 2:
+            raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
+        positive = ("clip", "clip_high", "std_floor", "behaviour_cap", "train_tokens")
+        values = {name: getattr(self, name) for name in positive}
+        if small := [f"{name} = {x}" for name, x in values.items() if x is not None and x <= 0]:
+            raise ValueError(f"{', '.join(small)}: must be greater than 0")
+        if self.kl < 0:
+            raise ValueError(f"kl = {self.kl}: must not be negative; 0 loads no reference")
 
 
 # ------------------------------------------------------------------------------------------------ advantages
 
 
 def group_advantage(rewards: Sequence[float], floor: float, by_std: bool = True) -> np.ndarray:
-    """A_i = (R_i - mean R) / max(std R, floor); all 0 where the group is flat. The std is the sample's (G - 1)."""
+    """A_i = (R_i - mean R) / std R; all 0 where std R < floor. The std is the sample's (G - 1)."""
     r = np.asarray(rewards, np.float64)  # [G]
     spread = r.std(ddof=1) if len(r) > 1 else 0.0
     if spread < floor:
@@ -80,7 +92,7 @@ class Lesson:
     advantage: np.ndarray  # float32 [N]
     behaviour: np.ndarray  # float32 [N]: the engine's log-probs
     weight: np.ndarray  # float32 [N]: share in the mean over the batch
-    anchor: np.ndarray  # float32 [N]: share in the objective of credit `logp`
+    pull: np.ndarray  # float32 [N]: share in the objective of credit `logp`
 
 
 def make_lessons(groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig) -> list[Lesson]:
@@ -97,7 +109,7 @@ def make_lessons(groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig) -
     lessons = []
     for es in ran:
         if cfg.kl or any(e.advantage or e.anchor_advantage or cfg.reward.anchor.credit == "logp" for e in es):
-            rows = [(agent, columns(agent, e, total, renderer, cfg)) for e in es for agent in learned(e, cfg)]
+            rows = [(agent, per_token(agent, e, total, renderer, cfg)) for e in es for agent in learned(e, cfg)]
             lessons += [make_lesson(part) for part in split_by_prompt(rows, cfg.train_tokens)]
     return lessons
 
@@ -117,8 +129,10 @@ def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig) -> Non
             episode.advantage /= max(spread, cfg.std_floor)
 
 
-def columns(agent: Trajectory, episode: Episode, total: dict, renderer: Renderer, cfg: GRPOConfig) -> list[np.ndarray]:
-    """Of one trajectory, what a Lesson holds of its N sampled tokens: advantage, behaviour, weight, anchor."""
+def per_token(
+    agent: Trajectory, episode: Episode, total: dict, renderer: Renderer, cfg: GRPOConfig
+) -> list[np.ndarray]:
+    """Of one trajectory, what a Lesson holds of its N sampled tokens: advantage, behaviour, weight, pull."""
     sampled, anchor = np.array(agent.mask, bool), cfg.reward.anchor
     n = sampled.sum()
     is_struct = np.zeros(n)
@@ -133,7 +147,7 @@ def columns(agent: Trajectory, episode: Episode, total: dict, renderer: Renderer
 
 
 def learned(episode: Episode, cfg: GRPOConfig) -> list[Trajectory]:
-    return [episode.main, *(episode.agents if cfg.rollout.subagents.train else [])]
+    return episode.trajectories if cfg.rollout.subagents.train else [episode.main]
 
 
 def split_by_prompt(rows: list, budget: int) -> list[list]:
@@ -175,7 +189,7 @@ def token_losses(
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     w = (prox - behaviour).exp()
     kept = w <= cfg.behaviour_cap
-    losses = -torch.where(kept, w * surrogate, 0.0)
+    losses = -torch.where(kept, w, 0.0) * surrogate  # not where(kept, w * surrogate, 0): 0 * inf in its backward pass
     watched = {
         "clip_fraction": ((ratio < low) & (advantage < 0) | (ratio > high) & (advantage > 0)).float(),
         "capped_fraction": (~kept).float(),
@@ -202,7 +216,7 @@ def lessons_loss(
     prox = logprobs.detach() if prox is None else prox
     losses, watched = token_losses(logprobs, prox, column("behaviour"), reference, column("advantage"), cfg)
     # Credit `logp`: + lambda * mean over struct(o) of log pi, averaged over the rollouts that parse.
-    loss = (column("weight") * losses).sum() - (column("anchor") * logprobs).sum()
+    loss = (column("weight") * losses).sum() - (column("pull") * logprobs).sum()
     return loss, watched | {"entropy": scores.entropies}
 
 
@@ -213,6 +227,5 @@ def bundles(lessons: list[Lesson]) -> list[Bundle]:
 def micro_batches(lessons: list[Lesson], budget: int) -> list[list[Lesson]]:
     """Lessons that share a forward pass. Every rank gets as many as the one with the most: the rest are empty, since all
     ranks run the same collectives."""
-    lengths = [len(lesson.bundle) for lesson in lessons]
-    mine = [[lessons[i] for i in members] for members in pack(lengths, max([budget, *lengths]))]
+    mine = [[lessons[i] for i in members] for members in pack([len(lesson.bundle) for lesson in lessons], budget)]
     return mine + [[] for _ in range(max(gather(len(mine))) - len(mine))]

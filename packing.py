@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from config import ConfigError
 from data import Bundle
 
 # ------------------------------------------------------------------------------------------------ layout
@@ -195,8 +196,8 @@ def pick_kernel(wanted: str, where: torch.device, dtype: torch.dtype) -> str:
     if wanted == "auto":
         return next(kernel for kernel, ok in usable.items() if ok)
     if not usable[wanted]:
-        raise ValueError(
-            f"attention = {wanted!r} needs {'flash-attn 2, ' * (wanted == 'flash')}a GPU and bf16, "
+        raise ConfigError(
+            f"policy.attention = {wanted!r} needs {'flash-attn 2, ' * (wanted == 'flash')}a GPU and bf16, "
             f"this is {where.type} in {dtype}; use `auto`"
         )
     return wanted

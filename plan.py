@@ -100,8 +100,8 @@ def shapes(cfg: PolicyConfig) -> Shapes:
             break
     else:
         raise PlanError(
-            f"{cfg.checkpoint}: the plan needs its config.json; name a folder that has one, or set policy.family to a "
-            f"checkpoint whose shapes are known: {', '.join(PUBLISHED)}"
+            f"{cfg.checkpoint}: the plan needs its config.json; run the training first that leaves it there, or set "
+            f"policy.family to a checkpoint whose shapes are known: {', '.join(PUBLISHED)}"
         )
     policy = empty(config, cfg)
 
@@ -159,9 +159,7 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     if s.frozen:
         rows.append(Row("frozen vision tower, bf16, whole", 2 * s.frozen))
     if reference:
-        rows.append(
-            Row("reference policy, bf16", 2 * s.trained / gpus + 2 * s.frozen, "kl coefficient 0, or more GPUs")
-        )
+        rows.append(Row("reference policy, bf16", 2 * s.trained / gpus, "kl coefficient 0, or more GPUs"))
     one = tokens * block_bytes(s.text)
     layers = s.text.num_hidden_layers
     shorter = "fewer tokens per micro-batch"
@@ -183,6 +181,17 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     used = sum(row.bytes for row in rows)
     rows.append(Row("CUDA and NCCL, and 5 % of waste", 3 * GIB + 0.05 * used))
     return Plan(f"training, each of {gpus} GPUs", rows)
+
+
+def plan_updates(cfg, gpus: int) -> Plan:
+    """`plan_training` of an RLConfig: a micro-batch full of frames, or one episode that fills its context."""
+    longest = max(cfg.train_tokens, cfg.rollout.max_context)
+    plan = plan_training(cfg.policy, gpus, longest, cfg.train_tokens, reference=cfg.kl > 0)
+    if not (cfg.rollout.gpus or cfg.rollout.urls):
+        s = shapes(cfg.policy)
+        own = 2 * s.parameters + cfg.rollout.max_batch_tokens * kv_bytes_per_token(s.text)
+        plan.rows.append(Row("engine in this process", own, "rollout.gpus, or fewer rollout.max_batch_tokens"))
+    return plan
 
 
 def plan_engine(cfg: PolicyConfig, gpus: int, rows: int, row_tokens: int) -> Plan:
@@ -374,9 +383,11 @@ class Split:
 
 def plan_splits(cfg, gpus: int, pace: Pace) -> list[Split]:
     """All of them, for an RLConfig."""
+    if gpus < 2:
+        raise PlanError(f"{gpus} GPUs: a split needs 2, to train and to sample; `rl.py CONFIG --dry-run` plans one")
     found = []
     for t in range(1, gpus):
-        training = plan_training(cfg.policy, t, cfg.train_tokens, cfg.train_tokens, reference=cfg.kl > 0)
+        training = plan_updates(cfg, t)
         engine = plan_engine(cfg.policy, gpus - t, *engine_load(cfg))
         found.append(Split(t, gpus - t, plan_step(cfg, t, gpus - t, pace), training.gib, engine.gib))
     return found

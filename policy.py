@@ -5,7 +5,7 @@
     features = policy.encode(bundles)                        # frozen vision only: once, for every later pass
     scores = policy(bundles, temperature=0.7, features=features)      # log-probs [N] of the tokens whose mask is 1
     (-(scores.logprobs * advantages).sum() / tokens_of_all_ranks).backward()
-    norm = clip_gradients(policy, 1.0)
+    norm = optimizer_step(policy, optimizer, OptimConfig(), step, steps)
 
 One forward serves the training pass, the reference and the check of the engine's log-probs. It reads several bundles
 as one flat sequence in which the prompt of a group stands once (packing.py), so frames and prompt are computed once for
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from config import ConfigError
 from contract import patchify
 from data import Bundle
 from distributed import checkpoint_dir, device
@@ -189,7 +190,10 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and where.type == "cuda")
     dtype = torch.bfloat16 if bf16 else torch.float32
     if train and bf16 and not dist.is_initialized():
-        raise RuntimeError("bf16 training keeps its fp32 master weights in FSDP2: call init_distributed() before load")
+        raise ConfigError(
+            f"policy.dtype = {cfg.dtype!r}: training in bf16 keeps its fp32 master weights in FSDP2: call init_distributed() "
+            "before load, which needs torchrun or a GPU; on a CPU use fp32"
+        )
     policy = empty(AutoConfig.from_pretrained(path), cfg, never_sampled)
     policy.dtype, policy.kernel = dtype, pick_kernel(cfg.attention, where, dtype)
     if not train:
@@ -222,7 +226,7 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
 def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:
     """The policy's shapes, without memory."""
     if model_config.model_type != "qwen3_vl":
-        raise ValueError(
+        raise ConfigError(
             f"{cfg.checkpoint} is a {model_config.model_type!r}, this code runs dense Qwen3-VL: 'qwen3_vl'"
         )
     for part in (model_config, model_config.text_config, model_config.vision_config):
@@ -249,14 +253,16 @@ def _read_weights(model: nn.Module, path: Path) -> None:
             for name in [name for name in tensors.keys() if name in parameters]:  # noqa: SIM118
                 parameter, stored, start = parameters.pop(name).detach(), tensors.get_slice(name), 0
                 if stored.get_shape() != list(parameter.shape):
-                    raise ValueError(f"{file}: {name} has shape {stored.get_shape()}, config.json {[*parameter.shape]}")
+                    raise ConfigError(
+                        f"{file}: shape of {name}: {stored.get_shape()}, by config.json {[*parameter.shape]}"
+                    )
                 if isinstance(parameter, DTensor):  # FSDP2 gives rank r the r-th of equal chunks of rows
                     rows = math.ceil(len(parameter) / parameter.device_mesh.size())
                     start, parameter = parameter.device_mesh.get_local_rank() * rows, parameter.to_local()
                 if len(parameter):
                     parameter.copy_(stored[start : start + len(parameter)])
     if parameters:
-        raise ValueError(f"{path} lacks {len(parameters)} weights: {', '.join(sorted(parameters)[:3])} ...")
+        raise ConfigError(f"{path} lacks {len(parameters)} weights: {', '.join(sorted(parameters)[:3])} ...")
 
 
 # ------------------------------------------------------------------------------------------------ optimizer
@@ -302,20 +308,23 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
 
 
-def set_lr(optimizer: torch.optim.Optimizer, cfg: OptimConfig, step: int, steps: int) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(cfg, step, steps)
-
-
 def clip_gradients(policy: nn.Module, largest: float) -> float:
     """Scale the gradient to a norm of at most `largest`; returns the norm before, the same on every rank."""
-    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
-    sharded = [g for g in gradients if isinstance(g, DTensor)]
-    whole = [g for g in gradients if not isinstance(g, DTensor)]  # the same on every rank, so they count once
-    norms = [torch.nn.utils.get_total_norm(whole)] if whole else []
-    norms += [torch.nn.utils.get_total_norm(sharded).full_tensor()] if sharded else []
-    norm = torch.stack(norms).norm()
-    scale = (largest / (norm + 1e-6)).clamp(max=1)
-    for gradient in gradients:
-        (gradient.to_local() if isinstance(gradient, DTensor) else gradient).mul_(scale)
+    trained = [p for p in policy.parameters() if p.grad is not None]  # none, where no rank had anything to learn from
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
     return norm.item()
+
+
+def optimizer_step(
+    policy: nn.Module, optimizer: torch.optim.Optimizer, cfg: OptimConfig, step: int, steps: int
+) -> float:
+    """Clip, step, forget the gradient; returns its norm. If that is not finite, weights and moments stay as they are."""
+    norm = clip_gradients(policy, cfg.clip)
+    if math.isfinite(norm):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg, step, steps)
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm

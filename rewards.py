@@ -19,6 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -28,7 +29,10 @@ from data import Episode, Group, Task, Trajectory
 
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
+# Text without a tag, which may hold a `<` of its own: every prompt has stamps such as <12.5 seconds>, and answers quote them.
+PLAIN = rf"(?:(?!{TAG.pattern}).)*"
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
+NON_EMPTY = rf"<answer>\s*(?!{TAG.pattern})\S{PLAIN}</answer>"
 PARTS = ("reward", "acc", "fmt", "tool", "anchor", "strict")
 SPAM = {"think": 3, "answer": 3, "tool_call": 32}  # more of one tag in a turn is spam, and the episode earns nothing
 
@@ -75,7 +79,7 @@ class RewardConfig:
     judge: Judge = field(default_factory=Judge)
 
     def __post_init__(self):
-        if self.open_answer == "judge" and not self.judge.url:
+        if self.open_answer == "judge" and not (self.judge.url and self.judge.model):
             raise ValueError("open_answer = 'judge': needs judge.url and judge.model")
         if self.anchor.credit == "sequence" and not self.w_fmt:
             raise ValueError(
@@ -122,17 +126,19 @@ def closure(turns: list[str]) -> dict[str, float]:
 
 def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig) -> int:
     """Score every episode that ran; returns how many the judge failed on. Those earn nothing, not zero."""
-    lost = 0
-    for group in groups:
-        for episode in group.episodes:
-            if episode.error:
-                continue
+
+    def give(group: Group) -> int:
+        lost = 0
+        for episode in [episode for episode in group.episodes if not episode.error]:
             try:
                 episode.reward = score(episode, renderer, cfg)
             except JudgeError as error:
                 lost += 1
                 episode.error = f"JudgeError: {error}"
-    return lost
+        return lost
+
+    with ThreadPoolExecutor(16) as pool:  # judges take seconds
+        return sum(pool.map(give, groups))
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
@@ -254,7 +260,7 @@ def format_reward(turns: list[str], turns_with_calls: set[int], answer_suffix: b
     """R_fmt without its anchor: think + answer tags + think before a call + balance, at most 1."""
     think, opened, closed = (0.2, 0.3, 0.2) if answer_suffix else (0.3, 0.2, 0.1)
     value = think * any(len(t.strip()) >= 10 for turn in turns for t in THINK.findall(turn))
-    answer_open = any(re.search(r"<answer>\s*[^<\s]", turn) for turn in turns)
+    answer_open = any(re.search(rf"<answer>\s*(?!{TAG.pattern})\S", turn) for turn in turns)
     value += opened * answer_open + closed * bool(final_answer(turns))
     value += 0.3 * any(re.search(r"<think>.*?</think>.*?<tool_c(?:all|ode)>", turns[i], re.S) for i in turns_with_calls)
     balanced = all(turn.count(f"<{tag}>") == turn.count(f"</{tag}>") for turn in turns for tag in SPAM)
@@ -268,10 +274,8 @@ def anchor_reward(turns: list[str], anchor: Anchor) -> float:
     flow: all of that, and the last turn is `... </think> ... <answer>non-empty</answer>` *and then ends*: without the
     end, `<answer>x</answer>x</answer>...` would earn it."""
     closed = bool(turns) and all(_think_state(turn) == "closed" for turn in turns)
-    ending = r"</think>(?:(?!</?(?:think|answer|tool_call)>).)*<answer>\s*[^<\s][^<]*</answer>\s*" + re.escape(
-        END_OF_TURN
-    )
-    flow = closed and re.search(ending + r"\Z", turns[-1], re.S) is not None
+    ending = rf"</think>{PLAIN}{NON_EMPTY}\s*{re.escape(END_OF_TURN)}\Z"
+    flow = closed and re.search(ending, turns[-1], re.S) is not None
     unclosed = any(_think_state(turn) == "open" for turn in turns)
     return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * unclosed
 
@@ -289,10 +293,10 @@ def _think_state(turn: str) -> str:
 def strict(turns: list[str]) -> bool:
     """Every turn is exactly think + calls, the last exactly think + answer, nothing else but white space. Sequential
     dispatch ends a turn with its first call, before the model could."""
-    think, end = r"\s*<think>[^<]*</think>\s*", re.escape(END_OF_TURN)
-    calls = think + rf"(?:<tool_call>\s*\{{[^<]*\}}\s*</tool_call>\s*)+(?:{end})?"
-    answer = think + r"<answer>\s*[^<\s][^<]*</answer>\s*" + end
-    return bool(turns) and all(re.fullmatch(calls, t) for t in turns[:-1]) and bool(re.fullmatch(answer, turns[-1]))
+    think, end = rf"\s*<think>{PLAIN}</think>\s*", re.escape(END_OF_TURN)
+    calls = re.compile(rf"{think}(?:<tool_call>\s*\{{{PLAIN}\}}\s*</tool_call>\s*)+(?:{end})?", re.S)
+    answer = re.compile(rf"{think}{NON_EMPTY}\s*{end}", re.S)
+    return bool(turns) and all(map(calls.fullmatch, turns[:-1])) and bool(answer.fullmatch(turns[-1]))
 
 
 # ------------------------------------------------------------------------------------------------ R_tool
@@ -344,12 +348,12 @@ def ask_judge(question: str, gold: str, answer: str, cfg: Judge) -> float:
     import requests
 
     prompt = JUDGE_PROMPT.format(question=question, gold=gold, answer=answer)
-    key = hashlib.sha256(f"{cfg.model}\0{prompt}".encode()).hexdigest()
+    key = hashlib.sha256(f"{cfg.url}\0{cfg.model}\0{prompt}".encode()).hexdigest()
     cache = Path(cfg.cache) if cfg.cache else None
     if cache and cache.exists():
         for line in cache.read_text().splitlines():
-            if (entry := json.loads(line))["key"] == key:
-                return entry["verdict"]
+            if key in line and line.endswith("}"):  # whole: others may be writing
+                return json.loads(line)["verdict"]
     body = {"model": cfg.model, "temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": prompt}]}
     said = ""
     for attempt in range(cfg.retries):
@@ -434,7 +438,8 @@ def main() -> int:
         turns[-1] = turns[-1].removesuffix(END_OF_TURN)
     episode = stage(turns, Task("lab", "", (), args.kind, args.answer), renderer, args.executed)
     for name, value in score(episode, renderer, RewardConfig()).items():
-        print(f"{name:>10} {value:6.2f}")
+        note = "  with lambda x anchor, which only credit `sequence` pays here" if name == "fmt" else ""
+        print(f"{name:>10} {value:6.2f}{note}")
     paint = sys.stdout.isatty()
     for token, structural in zip(episode.main.ids, structural_mask(episode.main, renderer), strict=True):
         mark = ("\033[7m{}\033[0m" if paint else "[{}]") if structural else "{}"

@@ -55,8 +55,8 @@ from distributed import (
 )
 from engine import Engine, EngineError, open_engine
 from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
-from plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_training
-from policy import OptimConfig, Policy, PolicyConfig, clip_gradients, load, make_optimizer, set_lr
+from plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_updates
+from policy import OptimConfig, Policy, PolicyConfig, load, make_optimizer, optimizer_step
 from rewards import give_rewards
 from rollout import RolloutConfig, rollout
 from video import Videos
@@ -83,8 +83,6 @@ class RLConfig(GRPOConfig):
     """Updates per batch."""
     staleness: Literal[0, 1] = 0
     """0: sample, then train. 1: the next batch is sampled while this one trains, by weights that are one update old."""
-    gap_limit: float = 0.5
-    """The first batch stops the run if log pi of trainer and engine differ more than this on average."""
     val: DataConfig | None = None
     """Held-out tasks, answered greedily with tools and without, every `eval_every` steps and at the end."""
     eval_every: int = 10
@@ -95,7 +93,7 @@ class RLConfig(GRPOConfig):
     keep: int = 2
     resume: Literal["auto", "never"] = "auto"
     max_bad_steps: int = 5
-    """As in sft.py: steps whose loss or gradient is not finite are skipped; more than this many stop the run."""
+    """As in sft.py: updates whose gradient is not finite are skipped; more steps with such updates stop the run."""
     dump_groups: int = 1
     """Groups per step whose episodes are kept in full, in RUN/episodes/."""
     seed: int = 0
@@ -107,6 +105,7 @@ class RLConfig(GRPOConfig):
     """... and the machine, how much memory each has."""
 
     def __post_init__(self):
+        super().__post_init__()
         if self.rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature = 0: greedy episodes of a group are all alike, there is nothing to learn"
@@ -124,18 +123,7 @@ class RLConfig(GRPOConfig):
             )
         if small := [k for k in (*self.gating, *self.val_frames) if k < 1]:
             raise ValueError(f"gating or val_frames = {small}: an overview has at least 1 frame; gating = [] is off")
-        if self.group_size < 2:
-            raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
-        counts = (
-            "steps",
-            "batch_tasks",
-            "minibatches",
-            "train_tokens",
-            "eval_every",
-            "val_tasks",
-            "save_every",
-            "keep",
-        )
+        counts = ("steps", "batch_tasks", "minibatches", "eval_every", "val_tasks", "save_every", "keep")
         if small := [f"{name} = {getattr(self, name)}" for name in counts if getattr(self, name) < 1]:
             raise ValueError(f"{', '.join(small)}: must be at least 1")
         if self.rollout.tool_return == "frames":
@@ -155,12 +143,17 @@ def main(cfg: RLConfig) -> None:
     renderer = Renderer(load_tokenizer(source), cfg.visual)
     every_frame = (cfg.visual.overview_frames,)
     check_rows(parse_task, cfg.data, cfg.val)
-    dataset = Dataset(cfg.data, parse_task)
-    held_out = [task for task, _ in Dataset(cfg.val, parse_task).batch(0, cfg.val_tasks, me, world)] if cfg.val else []
+    dataset, held_out = Dataset(cfg.data, parse_task), []
+    if cfg.val:
+        tasks = Dataset(cfg.val, parse_task)
+        held_out = [task for task, _ in tasks.batch(0, min(cfg.val_tasks, tasks.total), me, world)]
+    start = replace(cfg.policy, checkpoint=str(source))
     if torch.cuda.is_available():
-        check_memory(replace(cfg, gpus=world, policy=replace(cfg.policy, checkpoint=str(source))))
-    policy = load(cfg.policy, renderer.never_sampled)
-    reference = load(cfg.policy, renderer.never_sampled, train=False) if cfg.kl else None
+        check_memory(replace(cfg, gpus=world, policy=start))
+    policy = load(start, renderer.never_sampled)
+    reference = load(start, renderer.never_sampled, train=False) if cfg.kl else None
+    if reference and policy.vision_frozen:  # one tower for both: it stays what the reference's is
+        reference.model.model.visual = policy.vision
     optimizer = make_optimizer(policy, cfg.optim)
     done, counted = load_state(run / "state", policy, optimizer, cfg.resume)
     bad_steps = counted.get("bad_steps", 0)
@@ -186,7 +179,7 @@ def main(cfg: RLConfig) -> None:
             clock.lap("reward")
 
             if step == done:
-                self_check(policy, groups, cfg, cfg.gap_limit)
+                self_check(policy, groups, cfg)
             measured, bad = update(policy, reference, optimizer, lessons, cfg, step)
             clock.lap("train")
 
@@ -196,8 +189,8 @@ def main(cfg: RLConfig) -> None:
             clock.lap("publish")
 
             bad_steps += bad
-            measured |= describe(groups, cfg.gating or every_frame, cfg.std_floor, step)
-            measured |= speed(groups, lessons, replace(cfg.policy, checkpoint=str(source)), clock, sampling)
+            measured |= describe(groups, cfg.gating or every_frame, step)
+            measured |= speed(groups, lessons, start, clock, sampling)
             measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(dataset.bad)}) | clock.seconds
             measured |= {"bad_steps": bad_steps, "peak_memory_gib": peak_memory()}
             last = step + 1 == cfg.steps
@@ -210,7 +203,7 @@ def main(cfg: RLConfig) -> None:
                 keep_episodes(groups, renderer, run / "bad_steps" / f"step-{step:06d}-rank{me}.jsonl")
             if bad_steps > cfg.max_bad_steps:
                 raise FloatingPointError(
-                    f"loss or gradient not finite in {bad_steps} steps, more than max_bad_steps = {cfg.max_bad_steps}: "
+                    f"gradient not finite in {bad_steps} steps, more than max_bad_steps = {cfg.max_bad_steps}: "
                     f"lower optim.lr; the batches are in {run}/bad_steps, and rollout.load reads them"
                 )
             if last or (step + 1) % cfg.save_every == 0:
@@ -313,16 +306,16 @@ def snapshot_folder(run: Path, source: Path) -> Path:
 
 def update(
     policy: Policy, reference: Policy | None, optimizer, lessons: list[Lesson], cfg: RLConfig, step: int
-) -> tuple[dict[str, float], int]:
-    """One AdamW step per minibatch, over the lessons of all ranks; returns what was measured and the steps skipped."""
+) -> tuple[dict[str, float], bool]:
+    """One AdamW step per minibatch, over the lessons of all ranks -> what was measured; was an update skipped?"""
     minibatches = [micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens) for i in range(cfg.minibatches)]
     minibatches = [micro for micro in minibatches if micro]  # empty on all ranks or on none
     tau = cfg.rollout.temperature
-    prox = {}  # with one minibatch, pi itself
+    prox = {}  # with one minibatch, pi itself; with more, its frames are encoded twice: their features are not kept
     if len(minibatches) > 1:
         with torch.no_grad():
             prox = {id(part): policy(bundles(part), tau).logprobs for micro in minibatches for part in micro}
-    sums, norms, bad = {"tokens": 0.0, "loss": 0.0}, [], 0
+    sums, norms = {"tokens": 0.0, "loss": 0.0}, []
     for micro in minibatches:
         for part in micro:
             features = policy.encode(bundles(part)) if policy.vision_frozen else None
@@ -336,23 +329,17 @@ def update(
             for name, values in (watched | {"loss": loss.detach()}).items():
                 sums[name] = sums.get(name, 0.0) + values.sum().item()
             sums["tokens"] += len(scores.logprobs)
-        norms.append(clip_gradients(policy, cfg.optim.clip))
-        if math.isfinite(norms[-1]):
-            set_lr(optimizer, cfg.optim, step, cfg.steps)
-            optimizer.step()
-        else:
-            bad += 1
-        optimizer.zero_grad()
+        norms.append(optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps))
     sums = sum_over_ranks(sums)
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
-    means = {"gap": 0.0, "kl": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
-    lr = optimizer.param_groups[0]["lr"]
-    return means | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0])), "lr": lr}, bad
+    means = {"gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
+    norm, lr = float(np.mean(norms or [0.0])), optimizer.param_groups[0]["lr"]
+    return means | {"loss": loss, "learned_tokens": tokens, "grad_norm": norm, "lr": lr}, not math.isfinite(norm)
 
 
 def check_memory(cfg: RLConfig) -> None:
     """Print the plan of trainer and engine; PlanError if they do not fit."""
-    plans = [plan_training(cfg.policy, cfg.gpus, cfg.train_tokens, cfg.train_tokens, reference=cfg.kl > 0)]
+    plans = [plan_updates(cfg, cfg.gpus)]
     if engines := len(cfg.rollout.gpus):
         plans.append(plan_engine(cfg.policy, engines, *engine_load(cfg)))
     if set(cfg.rollout.gpus) & set(range(cfg.gpus)):
@@ -363,7 +350,7 @@ def check_memory(cfg: RLConfig) -> None:
 
 
 def dry_run(cfg: RLConfig) -> int:
-    """Memory, data, disk: what `main` would stumble over, now or later, is an error here; exit status 1: no cold start yet."""
+    """Memory, data, disk: what `main` would stumble over; exit status 1: there is no cold start yet."""
     check_memory(cfg)
     check_rows(parse_task, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse_task).total} rows")

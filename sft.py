@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from checks import check_run, find_checkpoint
-from contract import ContractError, Renderer, VisualContract, load_tokenizer
+from contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer
 from data import Bundle
 from dataset import (
     DataConfig,
@@ -63,7 +63,8 @@ from distributed import (
     sum_over_ranks,
 )
 from plan import PlanError, plan_disk, plan_training, training_seconds, utilisation
-from policy import OptimConfig, PolicyConfig, clip_gradients, load, make_optimizer, set_lr
+from policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
+from rewards import TAG
 from tools import TOOLS
 from video import VideoError, Videos
 
@@ -71,7 +72,7 @@ from video import VideoError, Videos
 KIND_PATTERNS = {
     "arguments": re.compile(r"<tool_call>(.*?)</tool_call>", re.S),
     "answer": re.compile(r"<answer>(.*?)</answer>", re.S),
-    "structure": re.compile(r"(</?(?:think|tool_call|answer)>|<\|im_end\|>)"),
+    "structure": re.compile(rf"({TAG.pattern}|{re.escape(END_OF_TURN)})"),
 }
 KINDS = ("prose", *KIND_PATTERNS)
 
@@ -85,7 +86,7 @@ class SFTConfig:
     policy: PolicyConfig
     data: DataConfig
     val: DataConfig | None = None
-    """Held-out rows: their loss is measured every `eval_every` steps."""
+    """Held-out rows: the loss on `batch_rows` of them is measured every `eval_every` steps."""
     visual: VisualContract = VisualContract()
     tools: tuple[str, ...] = ("crop_video",)
     """Names of tools.TOOLS that the prompt offers."""
@@ -104,7 +105,7 @@ class SFTConfig:
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest state of `run`, if there is one."""
     max_bad_steps: int = 5
-    """A step with a loss or gradient that is not finite is skipped; after more than this many the run stops."""
+    """A step whose gradient is not finite is skipped; after more than this many the run stops."""
     decoders: int = 2
     """Video decoder processes per rank."""
     gpus: int = 8
@@ -145,23 +146,21 @@ def main(cfg: SFTConfig) -> None:
     with Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl") as videos:
         batches = Batches(cfg, cfg.data, videos, renderer, rank, world)
         held_out = Batches(cfg, cfg.val, videos, renderer, rank, world).make(0) if cfg.val else None
+        if held_out and not any(gather(len(held_out.micro))):
+            raise DataError(f"val: none of its first {cfg.batch_rows} rows can be used: see `python data.py check`")
         for step in range(done, cfg.steps):
             clock = time.perf_counter()
             batch = batches.take(step)
             waited = time.perf_counter() - clock
 
             measured = accumulate(policy, batch)
-            norm = clip_gradients(policy, cfg.optim.clip)
-            if finite := math.isfinite(measured["loss"]) and math.isfinite(norm):
-                set_lr(optimizer, cfg.optim, step, cfg.steps)
-                optimizer.step()
-            else:
+            norm = optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps)
+            if bad := not math.isfinite(norm):
                 bad_steps += 1
                 batch.dump(run / f"bad_step_{step}_rank{rank}.json")
-            optimizer.zero_grad()
 
             seconds = time.perf_counter() - clock
-            measured |= {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"] * finite, "bad_steps": bad_steps}
+            measured |= {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"] * (not bad), "bad_steps": bad_steps}
             measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
             measured |= {"peak_memory_gib": peak_memory()}
             measured |= utilisation(
@@ -177,7 +176,7 @@ def main(cfg: SFTConfig) -> None:
                 metrics.write(step, measured)
             if bad_steps > cfg.max_bad_steps:
                 raise FloatingPointError(
-                    f"loss or gradient not finite in {bad_steps} steps, more than max_bad_steps = {cfg.max_bad_steps}; "
+                    f"gradient not finite in {bad_steps} steps, more than max_bad_steps = {cfg.max_bad_steps}; "
                     f"their rows and tokens: {run}/bad_step_*.json. Lower optim.lr, or drop these rows."
                 )
             if last or (step + 1) % cfg.save_every == 0:
@@ -212,7 +211,8 @@ def accumulate(policy, batch: "Batch") -> dict[str, float]:
                 sums[f"targets_{kind}"] += int(chosen.sum())
     sums = sum_over_ranks(sums)
     per_kind = {f"loss_{kind}": sums[f"nll_{kind}"] / n for kind in KINDS if (n := sums[f"targets_{kind}"])}
-    return {"loss": sums["loss"], **per_kind, "tokens": sums["tokens"]}
+    loss = {"loss": sums["loss"]} if total else {}  # of nothing there is none
+    return {**loss, **per_kind, "tokens": sums["tokens"]}
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -241,12 +241,11 @@ class Batches:
         self.dataset = Dataset(source, parse_dialogue)
         self.schemas = [TOOLS[name].schema for name in cfg.tools]
         self.rows, self.ahead = ThreadPoolExecutor(2 * cfg.decoders, "row"), ThreadPoolExecutor(1, "batch")
-        self.next: tuple[int, Future] | None = None
+        self.next: Future | None = None
 
     def take(self, step: int) -> Batch:
-        made = self.next[1] if self.next and self.next[0] == step else self.ahead.submit(self.make, step)
-        batch = made.result()
-        self.next = (step + 1, self.ahead.submit(self.make, step + 1)) if step + 1 < self.cfg.steps else None
+        batch = (self.next or self.ahead.submit(self.make, step)).result()
+        self.next = self.ahead.submit(self.make, step + 1) if step + 1 < self.cfg.steps else None
         return batch
 
     def make(self, step: int) -> Batch:
@@ -301,7 +300,7 @@ def check_memory(cfg: SFTConfig) -> None:
 
 
 def dry_run(cfg: SFTConfig) -> int:
-    """Memory, data, disk: what `main` would stumble over, now or later, is an error here."""
+    """Memory, data, disk: what `main` would stumble over."""
     check_memory(cfg)
     seconds = training_seconds(cfg.policy, cfg.gpus, cfg.gpus * cfg.pack_tokens)
     print(f"one full micro-batch on every GPU: about {seconds:.1f} s (H100, 30 % of its peak)")

@@ -1,7 +1,7 @@
 """watch.py: what a step of RL tells about itself: the figures of metrics.jsonl, the check before the first update.
 
-    self_check(policy, groups, cfg, gap_limit)           # trajectories are whole, trainer and engine agree; or stop
-    describe(groups, ks, floor, step)                    # rewards, kappa, closure, K, truncation, tool errors, staleness
+    self_check(policy, groups, cfg)                      # trajectories are whole, trainer and engine agree; or stop
+    describe(groups, ks, step)                           # rewards, kappa, closure, K, truncation, tool errors, staleness
     speed(groups, lessons, policy_cfg, clock, sampling)  # tokens per second, MFU
     evaluate(tasks, frames, engine, renderer, videos, cfg)           # greedy, with tools and without
 
@@ -22,7 +22,7 @@ from contract import Renderer
 from data import CALL_ERRORS, Bundle, Group, Task, Trajectory
 from distributed import gather, mean_over_ranks, sum_over_ranks, world_size
 from engine import Engine, EngineError
-from grpo import GRPOConfig, Lesson, group_advantage
+from grpo import GRPOConfig, Lesson
 from plan import utilisation
 from policy import Policy, PolicyConfig
 from rewards import give_rewards
@@ -46,13 +46,13 @@ class Clock:
 # ------------------------------------------------------------------------------------------------ before the first update
 
 
-def self_check(policy: Policy, groups: Sequence[Group], cfg: GRPOConfig, gap_limit: float) -> None:
+def self_check(policy: Policy, groups: Sequence[Group], cfg: GRPOConfig) -> None:
     """Before the first update: the trajectories are whole, and the trainer computes the engine's log-probs."""
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
     errors = [error for own in gather([e.error for group in groups for e in group.episodes]) for error in own]
     if errors and all(errors):  # a training without episodes would end as if nothing were wrong
         raise EngineError(f"all {len(errors)} episodes of the first batch failed, such as: {errors[0]}")
-    flaws = [flaw for episode in ran for agent in [episode.main, *episode.agents] if (flaw := flaw_of(agent, policy))]
+    flaws = [flaw for episode in ran for agent in episode.trajectories if (flaw := flaw_of(agent, policy))]
     sample = sorted((e.main for e in ran if sum(e.main.mask)), key=lambda agent: len(agent.ids))[:1]  # memory is dear
     rows = [Bundle([], [agent.ids], [agent.mask], agent.frames) for agent in sample]
     behaviour = [p for agent in sample for p, m in zip(agent.logprobs, agent.mask) if m]
@@ -62,13 +62,13 @@ def self_check(policy: Policy, groups: Sequence[Group], cfg: GRPOConfig, gap_lim
             found = policy(rows, temperature).logprobs
             gaps[temperature] = (found - torch.tensor(behaviour).to(found)).abs().mean().item() if sample else 0.0
     gap = gaps[cfg.rollout.temperature]
-    if gap > gap_limit:
+    if gap > cfg.gap_limit:
         reason = "its images, its weights or its banned tokens are others than the trainer's"
         if gaps[1.0] < gap / 2:
             reason = f"its log-probs are those of temperature 1, not {cfg.rollout.temperature}"
         flaws.append(
             f"trainer and engine disagree: their log-probs differ by {gap:.3f} on average, more than gap_limit = "
-            f"{gap_limit}; {reason}. `python rollout.py doctor` looks closer"
+            f"{cfg.gap_limit}; {reason}. `python rollout.py doctor` looks closer"
         )
     if flaws := list(itertools.chain(*gather(flaws[:3]))):
         raise EngineError("; ".join(flaws))
@@ -94,7 +94,7 @@ def flaw_of(agent: Trajectory, policy: Policy) -> str:
 # ------------------------------------------------------------------------------------------------ what happened
 
 
-def describe(groups: Sequence[Group], ks: Sequence[int], floor: float, step: int) -> dict[str, float]:
+def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
     """Means over the episodes of all ranks that ran; kappa is executed calls per episode, fmt the paper's f. `ks`: the K
     that may be drawn."""
     episodes = [episode for group in groups for episode in group.episodes]
@@ -106,12 +106,11 @@ def describe(groups: Sequence[Group], ks: Sequence[int], floor: float, step: int
     for episode in episodes:
         if episode.error:
             continue
-        executed = sum(not call.error for call in episode.calls)
         for name, value in episode.reward.items():
             note(name, value)
-        note("kappa", executed)
-        note(f"kappa/K={episode.k}", executed)
-        note(f"acc/K={episode.k}/{'called' if executed else 'skipped'}", episode.reward["acc"])
+        note("kappa", episode.executed)
+        note(f"kappa/K={episode.k}", episode.executed)
+        note(f"acc/K={episode.k}/{'called' if episode.executed else 'skipped'}", episode.reward["acc"])
         note("truncated_rate", episode.main.finish == "length")
         note("turns", len(episode.main.turns))
         note("sampled_tokens", sum(episode.main.mask))
@@ -123,8 +122,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], floor: float, step: int
     for group in groups:
         for k in ks:
             note(f"share/K={k}", group.k == k)
-        rewards = [episode.reward["reward"] for episode in group.episodes if not episode.error]
-        note("flat_groups", not group_advantage(rewards, floor).any())
+        note("flat_groups", not any(episode.advantage for episode in group.episodes))
     return mean_over_ranks(seen)
 
 
@@ -132,7 +130,7 @@ def speed(
     groups: Sequence[Group], lessons: Sequence[Lesson], policy: PolicyConfig, clock: Clock, sampling: float
 ) -> dict[str, float]:
     """Tokens per second of all ranks together; `sampling_seconds` may lie within the training of the last step."""
-    every = [agent for group in groups for e in group.episodes for agent in [e.main, *e.agents]]
+    every = [agent for group in groups for e in group.episodes for agent in e.trajectories]
     mine = {"sampled": sum(sum(agent.mask) for agent in every), "packed": sum(len(x.bundle) for x in lessons)}
     total = sum_over_ranks({name: float(value) for name, value in mine.items()})
     seconds = max(gather(clock.seconds["train_seconds"]))
@@ -155,7 +153,7 @@ def evaluate(
         for episode in [episode for group in groups for episode in group.episodes]:
             seen.setdefault(f"{name}/failed_rate", []).append(float(bool(episode.error)))
             if not episode.error:
-                values = episode.reward | {"kappa": sum(not call.error for call in episode.calls)}
+                values = episode.reward | {"kappa": episode.executed}
                 for part in ("acc", "strict", *(["kappa"] if dispatch != "none" else [])):
                     for key in (f"{name}/{part}", f"{name}/{part}/K={episode.k}"):
                         seen.setdefault(key, []).append(values[part])

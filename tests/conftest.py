@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests are of a CPU; with CUDA_VISIBLE_DEVICES=0, some of a GPU
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np

@@ -116,7 +116,6 @@ def test_the_newest_complete_states_stay_and_left_overs_go(tmp_path):
     (tmp_path / "step-00000010.tmp").mkdir()  # a save that was killed
     (tmp_path / "step-00000001.old").mkdir()  # a removal that was killed
     assert latest_state(tmp_path).name == "step-00000009" and load_state(tmp_path, model, optimizer)[0] == 9
-    save_state(tmp_path, model, optimizer, 9, keep=2)  # of the same step: nothing to do
     save_state(tmp_path, model, optimizer, 10, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
 

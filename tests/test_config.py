@@ -1,5 +1,6 @@
 """The config loader: what is written is what runs, and what cannot run says why."""
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -111,6 +112,13 @@ def test_the_saved_config_is_the_run_config(tmp_path):
     config.save_run(cfg, tmp_path / "run")
     assert config.load(Run, tmp_path / "run" / "config.yaml") == cfg
     assert '"torch": "2.13.0' in (tmp_path / "run" / "run.json").read_text()
+
+
+def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    config.Metrics(tmp_path, "sft", done=1, steps=3).write(1, {"loss": 0.5})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(0, 2.0), (1, 0.5)]
 
 
 def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):

@@ -22,6 +22,7 @@ from plan import (
     plan_engine,
     plan_step,
     plan_training,
+    plan_updates,
     shapes,
     training_flops,
     training_seconds,
@@ -60,9 +61,23 @@ def test_knobs_move_the_sum_in_their_direction():
     assert plan_training(EIGHT, 4, 8192, 4096).gib > base > plan_training(EIGHT, 8, 4096, 2048).gib
     assert plan_training(PolicyConfig(EIGHT.checkpoint, freeze=()), 8, 8192, 4096).gib > base
     assert plan_training(PolicyConfig(EIGHT.checkpoint, logit_chunk=256), 8, 8192, 4096).gib < base
-    assert plan_training(EIGHT, 8, 8192, 4096, reference=True).gib == pytest.approx(base + (2 * 8.19 / 8 + 2 * 0.576) * 1e9 * 1.05 / GIB, rel=1e-3)  # fmt: skip
+    assert plan_training(EIGHT, 8, 8192, 4096, reference=True).gib == pytest.approx(base + 2 * 8.19 / 8 * 1e9 * 1.05 / GIB, rel=1e-3)  # fmt: skip
     seconds = training_seconds(EIGHT, 7, 8 * 7 * 6000)
     assert seconds == pytest.approx(2 * training_seconds(EIGHT, 14, 8 * 7 * 6000)) and 1 < seconds < 60
+
+
+def test_an_episode_that_fills_its_context_and_an_engine_in_the_trainer_are_planned_for():
+    """Past bug: the plan was for train_tokens, which a single episode may exceed."""
+
+    def plan(**changes):
+        rollout = SimpleNamespace(
+            **{"max_context": 16_384, "gpus": (7,), "urls": (), "max_batch_tokens": 1000} | changes
+        )
+        return plan_updates(SimpleNamespace(policy=EIGHT, train_tokens=8192, kl=0, rollout=rollout), 8).gib
+
+    assert plan() == plan_training(EIGHT, 8, 16_384, 8192).gib > plan(max_context=4096)
+    assert plan(gpus=()) - plan() == pytest.approx((2 * 8_767_123_696 + 1000 * 147_456) / GIB)
+    assert plan(gpus=(), urls=("http://x",)) == plan()
 
 
 def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):

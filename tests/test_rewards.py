@@ -114,6 +114,7 @@ CASES = {
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, 0.0),
     "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2 + 0.3 + 0.2, 0, 0.4),
     "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, 0),
+    "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> <b>B</b><")], 0, 1, 0.8 + 0.35, 0, 0.7),
     "call tags in the thought": ([f"<think>\nI could {CALL} here.\n</think>\n<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.8 + 0.35, 0.1, 0.7),
 }  # fmt: skip
 
@@ -173,9 +174,16 @@ def test_f1_and_iou_must_reach_a_half_to_count_as_scored():
     assert earned([LOOK, DONE.replace(">B<", ">10 - 18<")], 1, task=whole_video)["tool"] == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0)])  # fmt: skip
+def test_a_span_that_is_answered_in_the_stamps_of_the_prompt_is_in_form():
+    parts = earned(
+        [DONE.replace(">B<", "><10.0 seconds> - <20.0 seconds><")], task=Task("t", "", (), "tvg", "[10, 20]")
+    )
+    assert (parts["acc"], parts["strict"], parts["anchor"]) == (1, 1, pytest.approx(0.7)) and parts["fmt"] == 1
+
+
+@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
 def test_the_strict_parse_allows_nothing_beside_the_format(turns, right):
-    """Sequential dispatch ends a turn with </tool_call>, and no such turn was strict."""
+    """Past bugs: sequential dispatch ends a turn with </tool_call>, and a thought may quote a stamp."""
     assert earned(turns, 1)["strict"] == right
 
 

@@ -237,7 +237,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
 def test_steps_that_are_not_finite_are_skipped_dumped_and_end_the_run(toy_dir, tmp_path):
     cfg = write_config(tmp_path / "c.yaml", toy_dir, optim={"lr": 1e30, "warmup": 0.0}, max_bad_steps=2, steps=10)
     told = finish(run(cfg), code=1)
-    assert "loss or gradient not finite in 3 steps, more than max_bad_steps = 2" in told
+    assert "gradient not finite in 3 steps, more than max_bad_steps = 2" in told
     dumped = sorted((tmp_path / "run").glob("bad_step_*_rank0.json"))
     assert len(dumped) == 3
     batch = json.loads(dumped[0].read_text())
@@ -258,6 +258,18 @@ def test_unusable_rows_cost_themselves_only(toy_dir, tmp_path):
     assert victim.name in told and "more than pack_tokens = 380" in told
     assert metrics(tmp_path / "run")[-1]["bad_rows"] >= 2
     assert victim.name in (tmp_path / "run" / "bad_videos.jsonl").read_text()
+
+
+def test_a_step_or_a_held_out_set_without_a_usable_row_is_told_from_one_with_loss_0(toy_dir, tmp_path):
+    """The first crashed in the norm of no gradients, the second reported a val_loss of 0."""
+    data = {"sources": [{"path": str(toy_dir / "sft.parquet")}], "max_bad_fraction": 1.0}
+    cfg = write_config(tmp_path / "c.yaml", toy_dir, data=data, steps=4, batch_rows=1, pack_tokens=135)
+    finish(run(cfg))
+    lines = metrics(tmp_path / "run")
+    assert [line["tokens"] > 0 for line in lines] == ["loss" in line for line in lines] and len(lines) == 4
+    assert not all("loss" in line for line in lines)
+    cfg = write_config(tmp_path / "c.yaml", toy_dir, val=data, pack_tokens=20, run=str(tmp_path / "other"))
+    assert "val: none of its first 4 rows can be used" in finish(run(cfg), code=1)
 
 
 @pytest.mark.parametrize(
