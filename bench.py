@@ -271,8 +271,8 @@ def plan(gpus: int, path: str, overrides: Sequence[str]) -> str:
         best = best_split(splits, staleness, cfg.gpu_gib)
         took, released, aim = best.step.seconds(staleness), RELEASED * episodes / 56, AIM * episodes / 56
         said.append(
-            f"Best at staleness {staleness}: {best.trainers} + {best.engines}, {took:.1f} s, {released / took:.1f}x as "
-            f"fast as the release; the aim of {aim:.0f} s is {'met' if took <= aim else 'missed'}."
+            f"Best at staleness {staleness}: {best.trainers} + {best.engines}, {took:.1f} s, where the release takes "
+            f"{released:.0f} s on 7 + 1; the aim of {aim:.0f} s is {'met' if took <= aim else 'missed'}."
         )
     said += ["Assumed: " + ", ".join(f"{name} = {x:g}" for name, x in vars(pace).items()), f"Not counted: {UNCOUNTED}"]
     columns = ["train + rollout", "rollout", "training", "publish", "staleness 0", "staleness 1", "trainer, GiB", "engine, GiB", "fits"]  # fmt: skip
@@ -291,10 +291,12 @@ def sections(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     if args.names[:1] == ["plan"]:
         path, *overrides = args.names[1:] or ["CONFIG"]
         try:
-            yield f"plan of {path}", plan(args.gpus, path, overrides)
+            yield f"plan of {path}", plan(8 if args.gpus is None else args.gpus, path, overrides)
         except (config.ConfigError, PlanError) as error:
             sys.exit(f"error: {error}")
         return
+    if args.gpus is not None:
+        sys.exit(f"error: --gpus {args.gpus} is for `plan CONFIG`")
     known, where = benches(), torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if unknown := set(args.names) - set(known):
         sys.exit(f"error: {', '.join(sorted(unknown))}: there is only {', '.join(known)}, and `plan CONFIG`")
@@ -320,7 +322,7 @@ def main() -> int:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="benches (default: all), or: plan CONFIG [KEY=VALUE ...]"
     )
-    parser.add_argument("--gpus", type=int, default=8, help="of the planned node")
+    parser.add_argument("--gpus", type=int, help="of the planned node (default: 8)")
     parser.add_argument("--write", action="store_true", help="also into results/bench.md")
     args, began = parser.parse_intermixed_args(), time.perf_counter()
     for title, text in sections(args):

@@ -245,14 +245,17 @@ class Seeds:
                 found[folder.name] = {r.settings["k"]: r for r in files}
         return found
 
-    def accuracy(self, name: str, k: int, *how, **more) -> BySeed:
-        found = self.evaluated(name, *how, **more)
+    def accuracy(self, name: str, k: int, kind: str = "greedy", *how, **more) -> BySeed:
+        found = self.evaluated(name, kind, *how, **more)
         return {seed: next(iter(by_k[k].figures().values())) / 100 for seed, by_k in found.items() if k in by_k}
 
-    def cost(self, name: str, what: str, kind: str = "sampled", *how, **more) -> BySeed:
-        """Mean over the K of an evaluation: `fmt` is the paper's f, `calls` its kappa."""
-        found = self.evaluated(name, kind, *how, **more)
-        return {seed: statistics.fmean(costs(r)[what] for r in by_k.values()) for seed, by_k in found.items() if by_k}
+    def cost(self, name: str, what: str, kind: str = "sampled", *how, k: int = 0, **more) -> BySeed:
+        """At one K, or the mean over those of an evaluation: `fmt` is the paper's f, `calls` its kappa."""
+        found = {
+            seed: [costs(results)[what] for at, results in by_k.items() if k in (0, at)]
+            for seed, by_k in self.evaluated(name, kind, *how, **more).items()
+        }
+        return {seed: statistics.fmean(values) for seed, values in found.items() if values}
 
     def seconds_of_two(self, name: str, arm: str) -> BySeed:
         """Of the lone episodes with exactly two calls: both dispatches at the same budget."""
@@ -278,12 +281,16 @@ class Seeds:
         return found
 
 
-def spread(values: BySeed, form: str = "{:.2f}") -> str:
+def deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def spread(values: BySeed) -> str:
     """mean ± std over seeds."""
     if not values:
         return ""
-    mean = form.format(statistics.fmean(values.values()))
-    return f"{mean} ± {form.format(statistics.stdev(values.values()))}" if len(values) > 1 else mean
+    mean, std = (f"{how(list(values.values())):.2f}" for how in (statistics.fmean, deviation))
+    return f"{mean} ± {std}" if len(values) > 1 else mean
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -292,7 +299,8 @@ def spread(values: BySeed, form: str = "{:.2f}") -> str:
 def claims_table(seeds: Seeds) -> str:
     """What the paper says, and in how many seeds the toy says it, too."""
     f, kappa = ({name: seeds.cost(name, what) for name in ("sft", "grpo", "paragrpo")} for what in ("fmt", "calls"))
-    at_4 = {name: seeds.accuracy(name, 4) for name in ("grpo", "paragrpo")}
+    at_4 = {name: seeds.accuracy(name, 4, "sampled") for name in ("sft", "grpo", "paragrpo")}
+    few, many = (seeds.cost("paragrpo", "calls", k=k) for k in (4, 64))
     called, skipped = (seeds.accuracy_if("sft", 4, called) for called in (True, False))
     ways = [DISPATCH[f"cold start: {way}"] for way in ("parallel", "one call per turn")]
     quick, slow = (seeds.seconds_of_two(name, arm) for name, arm in ways)
@@ -300,12 +308,14 @@ def claims_table(seeds: Seeds) -> str:
     claims = [
         ("plain GRPO loses its calls: kappa", "cold start", kappa["sft"], ">", "GRPO", kappa["grpo"]),
         ("PARA-GRPO keeps them: kappa", "PARA-GRPO", kappa["paragrpo"], ">", "GRPO", kappa["grpo"]),
-        ("plain GRPO does not repair the format: f", "PARA-GRPO", f["paragrpo"], ">", "GRPO", f["grpo"]),
+        ("plain GRPO loses its format: f", "cold start", f["sft"], ">", "GRPO", f["grpo"]),
         ("anchoring repairs it: f", "PARA-GRPO", f["paragrpo"], ">", "cold start", f["sft"]),
         ("with 4 frames, calling pays: accuracy of the cold start", "called", called, ">", "did not", skipped),
-        ("so what keeps calling is better there: accuracy at K = 4", "PARA-GRPO", at_4["paragrpo"], ">", "GRPO", at_4["grpo"]),
+        ("plain GRPO unlearns it: accuracy with 4 frames", "cold start", at_4["sft"], ">", "GRPO", at_4["grpo"]),
+        ("PARA-GRPO learns it: accuracy with 4 frames", "PARA-GRPO", at_4["paragrpo"], ">", "cold start", at_4["sft"]),
+        ("and calls where it pays: kappa of PARA-GRPO", "4 frames", few, ">", "64 frames", many),
         ("parallel calls are faster: seconds of an episode with two", "parallel", quick, "<", "sequential", slow),
-        ("and no worse: accuracy, mean over K", "parallel", at_once, ">=", "sequential", in_turn),
+        ("and no worse: greedy accuracy, mean over K", "parallel", at_once, ">=", "sequential", in_turn),
     ]  # fmt: skip
     rows = []
     for claim, left, a, sign, right, b in claims:
@@ -317,7 +327,7 @@ def claims_table(seeds: Seeds) -> str:
 
 
 def outcome_table(title: str, seeds: Seeds, rows: Sequence[Row]) -> str:
-    """f and kappa in samples (paper's values in brackets), and greedy accuracy by K."""
+    """In samples, as in training: f, kappa (paper's values in brackets), accuracy with 4 frames; greedy accuracy by K."""
     published = yaml.safe_load(PUBLISHED.read_text())["ablations"]
     paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
     lines = []
@@ -325,10 +335,11 @@ def outcome_table(title: str, seeds: Seeds, rows: Sequence[Row]) -> str:
         if count := len(seeds.evaluated(row.name)):
             theirs = [f" [{value}]" for value in paper.get(row.paper, ())] or ["", ""]
             ours = [spread(seeds.cost(row.name, what)) for what in ("fmt", "calls")]
-            by_k = [spread(seeds.accuracy(row.name, k)) for k in GREEDY]
-            strict = spread(seeds.cost(row.name, "strict"))
-            lines.append([row.title, count, *map("".join, zip(ours, theirs)), strict, *by_k])
-    header = ["row", "seeds", "f [paper]", "kappa [paper]", "strict", *(f"acc K={k}" for k in GREEDY)]
+            sampled = [seeds.cost(row.name, "strict"), *(seeds.cost(row.name, "calls", k=k) for k in (4, 64))]
+            values = [*sampled, seeds.accuracy(row.name, 4, "sampled"), *(seeds.accuracy(row.name, k) for k in GREEDY)]
+            lines.append([row.title, count, *map("".join, zip(ours, theirs)), *map(spread, values)])
+    header = ["row", "seeds", "f [paper]", "kappa [paper]", "strict", "kappa K=4", "kappa K=64", "acc K=4, sampled"]
+    header += [f"acc K={k}" for k in GREEDY]
     return markdown(title, header, lines)
 
 
@@ -386,6 +397,31 @@ def tables(root: Path, demo: bool) -> str:
     return "\n\n".join([*parts, claims_table(seeds)])
 
 
+def draw_outcomes(seeds: Seeds, path: Path) -> None:
+    """The point in two panels: accuracy and calls of sampled episodes by K, after training."""
+    from matplotlib import pyplot, rc_context
+
+    from report import COLORS, STYLE
+
+    with rc_context(STYLE):
+        figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
+        for name, color in zip((*DRAWN, "sft"), (*COLORS[: len(DRAWN)], "#777777")):
+            for axis, values_at in zip(axes, (lambda n, k: seeds.accuracy(n, k, "sampled"), lambda n, k: seeds.cost(n, "calls", k=k))):  # fmt: skip
+                at = [values for k in SAMPLED if (values := list(values_at(name, k).values()))]
+                if len(at) == len(SAMPLED):
+                    y, std = ([how(values) for values in at] for how in (statistics.fmean, deviation))
+                    axis.errorbar(range(len(at)), y, std, color=color, label=ROWS[name].title, capsize=2, marker="o", markersize=4,
+                                  linewidth=1.6, linestyle="--" if name == "sft" else "-")  # fmt: skip
+        for axis, title in zip(axes, ("accuracy", "κ: calls per episode")):
+            axis.set_title(title, loc="left", fontsize=10)
+            axis.set_xticks(range(len(SAMPLED)), [f"{k} frames" for k in SAMPLED])
+            axis.set_ylim(bottom=0)
+            axis.grid(axis="y", alpha=0.25, linewidth=0.6)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=5, frameon=False)
+        figure.savefig(path, dpi=160)
+        pyplot.close(figure)
+
+
 # ------------------------------------------------------------------------------------------------ the commands
 
 
@@ -399,23 +435,33 @@ def write_results(path: Path, text: str, command: str, root: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["demo", "study", "tables"], help="tables: only write what there is")
-    parser.add_argument("--root", type=Path, help="folder of all runs (default: runs/demo, runs/paradox)")
+    parser.add_argument(
+        "--root",
+        type=Path,
+        help="folder of the runs, and of what is written (default: runs/demo; runs/paradox, results)",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of the study")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once, one thread each")
     args = parser.parse_args()
+    if min(args.seeds, args.jobs) < 1:
+        parser.error(f"--seeds {args.seeds} --jobs {args.jobs}: at least 1 of each")
     demo = args.what == "demo"
-    root = args.root or Path("runs/demo" if demo else "runs/paradox")
     os.chdir(Path(__file__).parent)
+    root = args.root or Path("runs/demo" if demo else "runs/paradox")
+    if args.what == "tables" and not (root / "done").exists():
+        parser.error(f"there is no study in {root}; `python paradox.py study --root {root}` makes one")
     jobs = plan(root, [0], MAIN) if demo else plan(root, range(args.seeds), STUDY, CONTROLS)
     good = args.what == "tables" or work(jobs, args.jobs, root)
     text = tables(root, demo)
     print(f"\n{text}\n")
     shown = [path for name in DRAWN for path in sorted(root.glob(f"seed*/{name}"))]
-    target = root / "report.html"
-    picture = str(root if demo else "results")
-    good &= subprocess.call([sys.executable, "report.py", *map(str, shown), "-o", str(target), "--png", picture]) == 0
+    target, written = root / "report.html", root if demo or args.root else Path("results")
+    report = [sys.executable, "report.py", *map(str, shown), "-o", str(target), "--png", str(written)]
+    good &= subprocess.call(report) == 0
+    draw_outcomes(Seeds(root), written / "outcomes.png")
     if not demo:
-        write_results(Path("results/paradox.md"), text, f"python paradox.py study --seeds {args.seeds}", root)
+        seeds = len(list(root.glob("seed*")))
+        write_results(written / "paradox.md", text, f"python paradox.py study --seeds {seeds}", root)
     return 0 if good else 1
 
 

@@ -43,6 +43,7 @@ from video import Frames, VideoError, Videos, uniform_indices
 
 TEMPLATE = Path(__file__).with_name("report.html")
 LAST = 10  # steps that the table averages
+STYLE = {"backend": "Agg", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}  # of PNGs
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777")  # of the curves, as on the page
 SIDE = 96  # pixels: longest side of a thumbnail
 
@@ -134,10 +135,11 @@ def read_run(path: Path, name: str, pictures: Pictures, most: int = 200, model: 
         if "rollout" in run.config:
             run.notes.append(f"{path}/episodes: no episodes were kept (dump_groups)")
         return run
-    places = [model] if model else [path / "model", Path(str(run.setting("policy.checkpoint", path / "model")))]
+    home = path if path.is_dir() else path.parent.parent  # RUN/episodes/step-000010.jsonl
+    places = [model] if model else [home / "model", Path(str(run.setting("policy.checkpoint", home / "model")))]
     source = next((place for place in places if (place / "tokenizer_config.json").exists()), None)
     if source is None:
-        tried = " or ".join(map(str, places))
+        tried = " or ".join(dict.fromkeys(map(str, places)))
         run.notes.append(f"{path}: no tokenizer in {tried}, so its episodes are left out; pass --model CHECKPOINT")
         return run
     try:
@@ -178,7 +180,7 @@ def read_episodes(run: RunData, files: list[Path], most: int) -> None:
     each = max(1, files[0].read_text("utf-8", errors="replace").count("\n"))
     chosen = [files[i] for i in uniform_indices(len(files), max(1, most // each))]
     if len(chosen) < len(files):
-        run.notes.append(f"{run.name}: the viewer has {len(chosen)} of {len(files)} steps (--episodes {most})")
+        run.notes.append(f"{run.name}: the viewer has {len(chosen)} of {len(files)} steps (see --episodes)")
     bare = []  # why episodes have no pictures
     with Videos(workers=1) as videos:
         for file in chosen:
@@ -206,7 +208,7 @@ def read_episode(line: str, videos: Videos, contract: VisualContract) -> tuple[E
     record = json.loads(line)
     times = [agent["frames"] for agent in (record["main"], *(call["agent"] for call in record["calls"])) if agent]
     episode = episode_of(record, None, None)
-    for agent, clips in zip([episode.main, *episode.agents], times, strict=True):
+    for agent, clips in zip(episode.trajectories, times, strict=True):
         agent.frames = [Frames(np.zeros((len(clip), 0, 0, 3), np.uint8), tuple(clip)) for clip in clips]
     return episode, reason
 
@@ -232,7 +234,7 @@ def view_episode(episode: Episode, run: RunData) -> dict:
     shown = {name: getattr(episode, name) for name in ("error", "seconds", "reward", "advantage")}
     return shown | {
         "answer": final_answer(turns, run.setting("reward.untagged_answer", False)),
-        "kappa": sum(not call.error for call in episode.calls),
+        "kappa": episode.executed,
         # A_t = advantage + anchor_advantage * [t is structural]: the page adds them up.
         "anchor_advantage": run.setting("reward.anchor.scale", 0.0) * episode.anchor_advantage * anchored,
         "subagents_learn": run.setting("rollout.subagents.train", False),
@@ -388,11 +390,11 @@ def episode_page(path: str | Path, episodes: Sequence[Episode], renderer: Render
 
 
 def draw_png(path: Path, runs: Sequence[RunData]) -> None:
-    """Accuracy, f, strict and kappa of the runs that have them."""
+    """f, strict, kappa and accuracy of the runs that have them."""
     from matplotlib import pyplot, rc_context
 
-    shown, groups = ("acc", "fmt", "strict", "kappa"), seed_groups(runs)
-    with rc_context({"backend": "Agg", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
+    shown, groups = ("fmt", "strict", "kappa", "acc"), seed_groups(runs)
+    with rc_context(STYLE):
         figure, axes = pyplot.subplots(1, len(shown), figsize=(11, 2.7), layout="constrained")
         for axis, key in zip(axes, shown):
             drawn = [(name, line) for name, members in groups if (line := curve(members, key))]
@@ -400,9 +402,11 @@ def draw_png(path: Path, runs: Sequence[RunData]) -> None:
                 x, y, std = line["x"], np.array(line["y"]), np.array(line.get("std", 0.0))
                 axis.fill_between(x, y - std, y + std, color=color, alpha=0.18, linewidth=0)
                 axis.plot(x, y, color=color, linewidth=1.6, label=name)
-            axis.set_title(TITLES[key], loc="left", fontsize=10)
+            # With gating, the exam of an easier run: few frames, at which only a call helps.
+            axis.set_title(TITLES[key] + ", at the K that is drawn" * (key == "acc"), loc="left", fontsize=10)
             axis.set_xlabel("step")
-            axis.set_ylim(bottom=0, top=None if key == "kappa" else 1.03)
+            lowest = min((y for _, line in drawn for y in line["y"]), default=0)
+            axis.set_ylim(bottom=min(0, lowest - 0.03), top=None if key == "kappa" else 1.03)
             axis.grid(axis="y", alpha=0.25, linewidth=0.6)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -418,6 +422,8 @@ def main() -> int:
     parser.add_argument("--episodes", type=int, default=200, help="at most about this many in the viewer, of all runs")
     parser.add_argument("--model", type=Path, help="a checkpoint whose tokenizer and contract the episodes have")
     args = parser.parse_args()
+    if args.episodes < 1:
+        parser.error(f"--episodes {args.episodes}: at least 1")
     given = [path for path in args.runs if path.suffix != ".html"]  # runs/* may hold an earlier page
     missing = [str(path) for path in given if not path.exists()]
     if missing or not given:
@@ -433,9 +439,11 @@ def main() -> int:
     with_episodes = sum(path.is_file() or (path / "episodes").is_dir() for path in whole)
     pictures, share = Pictures(), args.episodes // max(1, with_episodes)
     runs = [read_run(p, q.relative_to(parent).as_posix(), pictures, share, args.model) for p, q in zip(given, whole)]
+    print("".join(f"note: {note}\n" for run in runs for note in run.notes), end="")
+    if not any(run.metrics or run.steps for run in runs):
+        sys.exit(f"error: neither curves nor episodes in {', '.join(map(str, given))}; {out} is left as it is")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, runs)
-    print("".join(f"note: {note}\n" for run in runs for note in run.notes), end="")
     kept = sum(len(group["episodes"]) for run in runs for groups in run.steps.values() for group in groups)
     print(f"{out}: {len(runs)} runs, {kept} episodes, {out.stat().st_size / 2**20:.1f} MiB")
     if args.png:

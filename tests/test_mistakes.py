@@ -66,7 +66,7 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     (root / "no_weights" / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (root / "torn" / "model.safetensors.index.json").write_text(json.dumps(index))
-    (root / "no_template" / "chat_template.jinja").unlink()
+    (root / "no_template" / "chat_template.jinja").rename(root / "no_template" / "chat_template.json")  # for processors
     shape = json.loads((root / "qwen25" / "config.json").read_text())
     (root / "qwen25" / "config.json").write_text(json.dumps(shape | {"model_type": "qwen2_5_vl"}))
     return root
@@ -118,7 +118,7 @@ MISTAKES = [
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python data.py materialize`"),
     ("no such held-out data", f"{SFT} 'val.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file"),
-    ("another kind of file", f"{SFT} 'data.sources=[{{path: notes.txt}}]'", "notes.txt: expected a .parquet or .jsonl file"),
+    ("another kind of file", f"{SFT} 'data.sources=[{{path: notes.txt}}]'", "notes.txt: expected a .parquet, .jsonl or .json file"),
     ("no parquet inside", f"{SFT} 'data.sources=[{{path: fake.parquet}}]'", "fake.parquet: not a readable parquet file"),
     ("no rows", f"{SFT} 'data.sources=[{{path: empty.parquet}}]'", "no rows in empty.parquet"),
     ("RL rows for SFT", f"{SFT} 'data.sources=[{{path: toy_data/rl.parquet}}]'", "no field `messages`, only prompt, videos, extra_info: SFT rows have it; rows with `prompt` are for rl.py"),
@@ -150,7 +150,18 @@ MISTAKES = [
     ("no such video", 'rollout.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened (No such file or directory); check the path"),
     ("no video inside", 'rollout.py "Why?" --model toy_data/model --video fake.mp4', "fake.mp4: cannot be decoded"),
     ("an overview of nothing", f"{ASK} --model toy_data/model --k 0", "--k 0: an overview has at least 1 frame"),
+    ("a temperature below 0", f"{ASK} --model toy_data/model --temperature -1", "--temperature not negative"),
     ("a trace into nowhere", f"{ASK} --model toy_data/model --trace gone/t.html", "there is no folder gone; make it first"),
+    # results
+    ("a study that is not there", "paradox.py tables --root nowhere", "there is no study in nowhere; `python paradox.py study --root nowhere` makes one"),
+    ("no seeds", "paradox.py study --seeds 0", "--seeds 0 --jobs"),
+    ("a run without curves or episodes", "report.py gone", "no such run: ['gone']"),
+    ("a report of other rows", "report.py toy_data/sft.parquet", "neither curves nor episodes in toy_data/sft.parquet"),
+    ("a plan of one GPU", "bench.py plan configs/paragrpo_2b_1gpu.yaml --gpus 1", "1 GPUs: a split needs 2"),
+    ("GPUs of no plan", "bench.py --gpus 4", "--gpus 4 is for `plan CONFIG`"),
+    ("a config without its folder", "sft.py toy_sft", "did you mean configs/toy_sft.yaml?"),
+    ("a kernel for other machines", f"{SFT} policy.attention=varlen", "policy.attention = 'varlen' needs a GPU and bf16"),
+    ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
     ("no question", "rollout.py --model toy_data/model --video fake.mp4", "the following arguments are required: question"),
 ]  # fmt: skip
 
@@ -227,7 +238,7 @@ def said_by_a_trainer_that_disagrees() -> list[str]:
 
     cfg = RLConfig(run="", policy=None, data=None)
     with pytest.raises(EngineError) as error:
-        self_check(Policy(), [Group(episode.task, 4, [episode])], cfg, cfg.gap_limit)
+        self_check(Policy(), [Group(episode.task, 4, [episode])], cfg)
     return [str(error.value)]
 
 

@@ -159,6 +159,8 @@ def test_figures_are_of_each_seed(studied):
     assert seeds.accuracy_if("paragrpo", 4, False) == {"seed0": 0.5, "seed1": 0.0}
     assert seeds.cost("paragrpo", "calls") == {"seed0": 0.5, "seed1": 1.25} and seeds.cost("grpo", "calls") == {}
     assert seeds.cost("paragrpo", "fmt") == {"seed0": 0.25, "seed1": 0.25}
+    assert seeds.cost("paragrpo", "calls", k=4) == {"seed0": 0.5, "seed1": 1.25}
+    assert seeds.cost("paragrpo", "calls", k=64) == {}
 
 
 def test_a_spread_is_mean_and_sample_deviation():
@@ -202,4 +204,5 @@ def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypa
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
     monkeypatch.setattr(paradox, "write_results", lambda *args: called.append(args))
     assert paradox.main() == 0
+    assert (studied / "outcomes.png").stat().st_size > 10_000
     assert "#### A. Stages" in capsys.readouterr().out and "report.py" in called[0] and len(called) == 2

@@ -18,6 +18,8 @@ def test_every_file_is_listed_with_its_length():
     assert listed.keys() == FILES.keys()
     wrong = {name: (n, FILES[name]) for name, n in listed.items() if abs(n - FILES[name]) > max(5, FILES[name] / 20)}
     assert not wrong and abs(total - sum(FILES.values())) < 200
+    method = [FILES[f"{name}.py"] for name in ("data", "tools", "rollout", "rewards", "grpo", "rl")]
+    assert "under 2,000 lines in six flat files" in README and sum(method) < 2000
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+\.\w+)`", README))))

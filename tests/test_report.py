@@ -258,7 +258,7 @@ def test_the_frames_are_those_of_the_video_each_kept_once(tmp_path, toy_dir, vid
     pictures = Pictures()
     run = read_run(folder, "run", pictures, model=toy_dir / "model")
     assert not [note for note in run.notes if "without pictures" in note]
-    clips = [clip for agent in (played[0].main, *played[0].agents) for clip in agent.frames]
+    clips = [clip for agent in played[0].trajectories for clip in agent.frames]
     assert len(pictures.uris) == len({pixels.tobytes() for clip in clips for pixels in clip.pixels})
     time, place = run.steps[0][0]["episodes"][2]["calls"][0]["agent"]["images"][3]
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(pictures.uris[place].partition(",")[2]))), int)
