@@ -58,9 +58,9 @@ from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_
 from plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_updates
 from policy import OptimConfig, Policy, PolicyConfig, load, make_optimizer, optimizer_step
 from rewards import give_rewards
-from rollout import RolloutConfig, rollout
+from rollout import RolloutConfig, keep_episodes, rollout
 from video import Videos
-from watch import Clock, describe, evaluate, keep_episodes, self_check, speed
+from watch import Clock, describe, evaluate, self_check, speed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -380,6 +380,15 @@ def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
     file.flush()
 
 
+def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> None:
+    """Every episode of the groups, in a file of their own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for group in groups:
+            for episode in group.episodes:
+                dump(episode, file, renderer)
+
+
 def load(path: str | Path, videos: Videos | None = None, contract: VisualContract | None = None) -> list[Episode]:
     """The episodes of a file. With videos, their frames are decoded again; without, there are none."""
     return [episode_of(json.loads(line), videos, contract) for line in Path(path).read_text("utf-8").splitlines()]

@@ -7,14 +7,13 @@
 
 All figures are over the episodes of all ranks, and every rank calls every function.
 
-Deliberately missing: writing them down (config.Metrics), drawing them (report.py).
+Deliberately missing: writing them down (config.Metrics, rollout.keep_episodes), drawing them (report.py).
 """
 
 import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -26,7 +25,7 @@ from grpo import GRPOConfig, Lesson
 from plan import utilisation
 from policy import Policy, PolicyConfig
 from rewards import give_rewards
-from rollout import dump, rollout
+from rollout import rollout
 from video import Videos
 
 
@@ -158,11 +157,3 @@ def evaluate(
                     for key in (f"{name}/{part}", f"{name}/{part}/K={episode.k}"):
                         seen.setdefault(key, []).append(values[part])
     return mean_over_ranks(seen)
-
-
-def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for group in groups:
-            for episode in group.episodes:
-                dump(episode, file, renderer)
