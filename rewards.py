@@ -29,10 +29,10 @@ from data import Episode, Group, Task, Trajectory
 
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
-# Text without a tag, which may hold a `<` of its own: every prompt has stamps such as <12.5 seconds>, and answers quote them.
-PLAIN = rf"(?:(?!{TAG.pattern}).)*"
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
-NON_EMPTY = rf"<answer>\s*(?!{TAG.pattern})\S{PLAIN}</answer>"
+STAMP = r"<[\d.]+ seconds>"  # every prompt has some, and what is said may quote them; any other `<` is a broken tag
+PLAIN = rf"(?:[^<]|{STAMP})*"
+NON_EMPTY = rf"<answer>(?!\s*</answer>){PLAIN}</answer>"
 PARTS = ("reward", "acc", "fmt", "tool", "anchor", "strict")
 SPAM = {"think": 3, "answer": 3, "tool_call": 32}  # more of one tag in a turn is spam, and the episode earns nothing
 
@@ -260,7 +260,7 @@ def format_reward(turns: list[str], turns_with_calls: set[int], answer_suffix: b
     """R_fmt without its anchor: think + answer tags + think before a call + balance, at most 1."""
     think, opened, closed = (0.2, 0.3, 0.2) if answer_suffix else (0.3, 0.2, 0.1)
     value = think * any(len(t.strip()) >= 10 for turn in turns for t in THINK.findall(turn))
-    answer_open = any(re.search(rf"<answer>\s*(?!{TAG.pattern})\S", turn) for turn in turns)
+    answer_open = any(re.search(rf"<answer>\s*(?:[^<\s]|{STAMP})", turn) for turn in turns)
     value += opened * answer_open + closed * bool(final_answer(turns))
     value += 0.3 * any(re.search(r"<think>.*?</think>.*?<tool_c(?:all|ode)>", turns[i], re.S) for i in turns_with_calls)
     balanced = all(turn.count(f"<{tag}>") == turn.count(f"</{tag}>") for turn in turns for tag in SPAM)
@@ -274,7 +274,7 @@ def anchor_reward(turns: list[str], anchor: Anchor) -> float:
     flow: all of that, and the last turn is `... </think> ... <answer>non-empty</answer>` *and then ends*: without the
     end, `<answer>x</answer>x</answer>...` would earn it."""
     closed = bool(turns) and all(_think_state(turn) == "closed" for turn in turns)
-    ending = rf"</think>{PLAIN}{NON_EMPTY}\s*{re.escape(END_OF_TURN)}\Z"
+    ending = rf"</think>(?:(?!{TAG.pattern}).)*{NON_EMPTY}\s*{re.escape(END_OF_TURN)}\Z"
     flow = closed and re.search(ending, turns[-1], re.S) is not None
     unclosed = any(_think_state(turn) == "open" for turn in turns)
     return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * unclosed
@@ -294,8 +294,8 @@ def strict(turns: list[str]) -> bool:
     """Every turn is exactly think + calls, the last exactly think + answer, nothing else but white space. Sequential
     dispatch ends a turn with its first call, before the model could."""
     think, end = rf"\s*<think>{PLAIN}</think>\s*", re.escape(END_OF_TURN)
-    calls = re.compile(rf"{think}(?:<tool_call>\s*\{{{PLAIN}\}}\s*</tool_call>\s*)+(?:{end})?", re.S)
-    answer = re.compile(rf"{think}{NON_EMPTY}\s*{end}", re.S)
+    calls = re.compile(rf"{think}(?:<tool_call>\s*\{{[^<]*\}}\s*</tool_call>\s*)+(?:{end})?")
+    answer = re.compile(rf"{think}{NON_EMPTY}\s*{end}")
     return bool(turns) and all(map(calls.fullmatch, turns[:-1])) and bool(answer.fullmatch(turns[-1]))
 
 

@@ -114,7 +114,8 @@ CASES = {
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, 0.0),
     "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2 + 0.3 + 0.2, 0, 0.4),
     "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, 0),
-    "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> <b>B</b><")], 0, 1, 0.8 + 0.35, 0, 0.7),
+    "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> B <12.5 seconds><")], 0, 1, 0.8 + 0.35, 0, 0.7),
+    "a broken tag is not text": ([DONE.replace(">B<", ">B</answe<")], 0, 1, 0.8 + 0.2, 0, 0.4),
     "call tags in the thought": ([f"<think>\nI could {CALL} here.\n</think>\n<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.8 + 0.35, 0.1, 0.7),
 }  # fmt: skip
 
