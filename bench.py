@@ -271,8 +271,8 @@ def plan(gpus: int, path: str, overrides: Sequence[str]) -> str:
         best = best_split(splits, staleness, cfg.gpu_gib)
         took, released, aim = best.step.seconds(staleness), RELEASED * episodes / 56, AIM * episodes / 56
         said.append(
-            f"Best at staleness {staleness}: {best.trainers} + {best.engines}, {took:.1f} s, where the release takes "
-            f"{released:.0f} s on 7 + 1; the aim of {aim:.0f} s is {'met' if took <= aim else 'missed'}."
+            f"Best at staleness {staleness}: {best.trainers} + {best.engines}, {took:.1f} s; the release's {RELEASED:.0f} s "
+            f"for 56 episodes on 7 + 1 would be {released:.0f} s; the aim of {aim:.0f} s is {'met' if took <= aim else 'missed'}."
         )
     said += ["Assumed: " + ", ".join(f"{name} = {x:g}" for name, x in vars(pace).items()), f"Not counted: {UNCOUNTED}"]
     columns = ["train + rollout", "rollout", "training", "publish", "staleness 0", "staleness 1", "trainer, GiB", "engine, GiB", "fits"]  # fmt: skip

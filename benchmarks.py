@@ -1,4 +1,4 @@
-"""benchmarks.py: the evaluation splits. A dataset's own folder -> items; an answer -> a verdict; verdicts -> figures.
+"""benchmarks.py: the evaluation splits. A dataset's own folder -> items; an answer -> a grade; grades -> figures.
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # the *_wsub splits: the cues of the sampled frames, no others
@@ -262,8 +262,10 @@ def load_split(name: str, root: str) -> list[Item]:
         raise DataError(f"{root}: no file {' or '.join(split.tables)}, where {name} has its questions. {hint}")
 
     files, items, missing = Files(base), [], []
-    for i, (table, row) in enumerate((t, row) for t in tables for row in Rows(t)):
+    places = [(table, rows, n) for table in tables for rows in [Rows(table)] for n in range(len(rows))]
+    for i, (table, rows, n) in enumerate(places):
         try:
+            row = rows[n]
             items.append(split.parse(row, i, files))
         except VideoMissing as error:
             missing.append(str(error))

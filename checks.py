@@ -138,7 +138,7 @@ def check_urls(urls: Sequence[str], patience: float) -> None:
                 if time.monotonic() > deadline or isinstance(error, ValueError):  # ValueError: no URL at all
                     raise ConfigError(
                         f"no server answers at {url}; start it (python -m sglang.launch_server ...) and "
-                        "wait until it serves, or correct the address: http://HOST:PORT"
+                        "wait until it serves, or correct the address: http://HOST:PORT. The last try: {error}"
                     ) from None
                 time.sleep(0.5)
 

@@ -65,7 +65,7 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> dict:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
-        there = {p.name: p for folder in (Path("configs"), path.parent) for p in folder.glob("*.yaml")}
+        there = {p.name: p for p in (*Path("configs").rglob("*.yaml"), *path.parent.glob("*.yaml"))}
         near = difflib.get_close_matches(path.name, there, n=1)
         whose = f", the `base` of {seen[-1].name}" if seen else ""
         hint = f"; did you mean {there[near[0]]}?" if near else ""

@@ -145,7 +145,10 @@ class VisualContract:
 
 
 def _read_json(path: Path) -> dict | None:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise ContractError(f"{path}: not readable: {error}; copy the checkpoint here again") from None
 
 
 # 0 ... 255 -> [-1, 1], rounded exactly as transformers' PIL image processor rounds (rescale in float64, then float32).
@@ -173,7 +176,10 @@ def patchify(frames: list[Frames], patch: int = 16, merge: int = 2) -> tuple[np.
 def load_tokenizer(checkpoint: str | Path):
     from transformers import AutoTokenizer  # 2 s of imports that `--help` does not need
 
-    return AutoTokenizer.from_pretrained(str(checkpoint))
+    try:
+        return AutoTokenizer.from_pretrained(str(checkpoint))
+    except Exception as error:  # of the tokenizers library, whose own kind of error is Exception itself
+        raise ContractError(f"{checkpoint}: its tokenizer is not readable: {error}; copy it here again") from None
 
 
 @dataclass
@@ -279,6 +285,8 @@ class Renderer:
         if start != len(self.decode(ids)):  # bytes that are no UTF-8 decode otherwise among their neighbours
             ends = [len(self.decode(ids[:i])) for i in range(len(ids) + 1)]
             spans = list(itertools.pairwise(ends))
+            for i in range(1, len(ids)):  # the further bytes of a character
+                spans[i] = spans[i] if spans[i][0] < spans[i][1] else spans[i - 1]
         return spans
 
     def compact(self, ids: list[int]) -> list[int]:

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from video import Frames, VideoError, Videos
 
 @dataclass(frozen=True)
 class Source:
-    """One parquet or JSONL file of the mixture."""
+    """One parquet, JSONL or JSON file of the mixture."""
 
     path: str
     weight: float = 1.0
@@ -59,7 +60,7 @@ class DataConfig:
     """Where relative paths of the rows start; empty: at the data file's own folder."""
     seed: int = 0
     max_bad_fraction: float = 0.01
-    """The run stops when a rank has met more unusable rows than this share of all rows."""
+    """The run stops when more than this share of the rows that a rank meets is unusable."""
 
 
 class DataError(ValueError):
@@ -89,7 +90,7 @@ class Rows:
                 raise DataError(f"{path}: not a readable parquet file: {error}; fetch it again") from None
             self._lines = None
         elif self.path.suffix == ".jsonl":
-            self._lines = self.path.read_bytes().splitlines()
+            self._lines = [line for line in self.path.read_bytes().splitlines() if line.strip()]
         elif self.path.suffix == ".json":
             self._lines = _json(self.path.read_bytes(), str(path))
             if not isinstance(self._lines, list):
@@ -117,7 +118,11 @@ class Dataset:
         sources = [(source, Rows(source.path)) for source in cfg.sources]
         self._first = [(s, rows) for s, rows in sources if s.first]
         self._mixture = [(s, rows) for s, rows in sources if not s.first]
-        self.total, self.bad = sum(len(rows) for _, rows in sources), {}
+        self.total, self.bad, self._met = sum(len(rows) for _, rows in sources), {}, 0
+        # Rows are called after their file, not after its place, since K and all seeds hang on it; unless two are called so.
+        paths = {rows.path for _, rows in sources}
+        shared = Counter(path.name for path in paths)
+        self._names = {path: path.name if shared[path.name] == 1 else path for path in paths}
         self._order = (None, np.zeros(0, int))  # the epoch whose permutation is in memory
         if not len(self):
             files = ", ".join(s.path for s in cfg.sources)
@@ -130,9 +135,11 @@ class Dataset:
     def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[tuple[Any, int]]:
         """This rank's share of step's batch: (item, epoch). Bad rows leave it shorter."""
         items = []
+        # A rank meets its share of the rows in the first epoch, and then others in every further one.
+        self._met = min(self.total, max(self.total, (step + 1) * size) // world)
         for position in range(step * size + rank, (step + 1) * size, world):
             source, rows, row, epoch = self._row(position)
-            origin = f"{rows.path}:{row}"
+            origin = f"{self._names[rows.path]}:{row}"
             if origin in self.bad:
                 continue
             root = Path(self.cfg.video_root or rows.path.parent)
@@ -148,9 +155,9 @@ class Dataset:
             return
         self.bad[origin] = reason
         print(f"skipped {origin}: {reason}", file=sys.stderr)
-        if len(self.bad) > self.cfg.max_bad_fraction * self.total:
+        if len(self.bad) > self.cfg.max_bad_fraction * self._met:
             raise RowError(
-                f"{len(self.bad)} of {self.total} rows are unusable, more than max_bad_fraction = "
+                f"{len(self.bad)} of {self._met} rows are unusable, more than max_bad_fraction = "
                 f"{self.cfg.max_bad_fraction}; the last: {origin}: {reason}. `python data.py check` lists them all."
             )
 
@@ -239,7 +246,7 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     if kind == "tvg" and not parse_span(answer):
         raise RowError(f"answer = {answer!r}: of a tvg, must be a span of seconds, as in [12.5, 20.1]")
     return Task(
-        id=str(info.get("id") or origin),
+        id=origin if info.get("id") is None else str(info["id"]),
         question=users[-1].replace("<video>", "").strip(),
         videos=present,
         kind=kind,

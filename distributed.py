@@ -130,7 +130,7 @@ def save_state(
     folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict[str, Any] | None = None
 ) -> None:
     """Save weights that train, AdamW's moments, the step (with it the position in the data, on the learning-rate schedule
-    and in all draws of chance, which are functions of it) and `extra` (JSON). The `keep` newest states stay."""
+    and in all draws of chance, which are functions of it) and `extra` (JSON). Each step once; the `keep` newest stay."""
     folder = Path(folder)
     target, unfinished = folder / f"step-{step:08d}", folder / f"step-{step:08d}.tmp"
     if rank() == 0:

@@ -83,9 +83,9 @@ class Engine(Protocol):
 
 def open_engine(
     checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
-    server_args: Sequence[str] = (), **local: Any,
+    server_args: Sequence[str] = (), max_batch_tokens: int = 131_072,
 ) -> Engine:  # fmt: skip
-    """The engine that a config describes: neither GPUs nor URLs mean this process, its GPU if any, and `local`."""
+    """The engine that a config describes: neither GPUs nor URLs mean this process, and its GPU if it has one."""
     if gpus or urls:
         return SGLang(checkpoint, renderer, gpus=gpus, urls=urls, server_args=server_args)
     import torch  # which a client of servers does not need
@@ -93,7 +93,7 @@ def open_engine(
     from inprocess import InProcess
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    return InProcess(checkpoint, renderer, device=device, dtype=dtype, **local)
+    return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=max_batch_tokens)
 
 
 def together(engine: Engine, jobs: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
@@ -302,8 +302,10 @@ class SGLang:
 
         key = id(clip.pixels)
         with self._changed:
-            first = key not in self._images  # held with its clip, so that nobody else gets its id
-            _, encoded = self._images.setdefault(key, (clip, Future()))
+            first = key not in self._images
+            _, encoded = self._images.setdefault(
+                key, (clip, Future())
+            )  # with the clip, so that nobody else gets its id
             self._images.move_to_end(key)
             while len(self._images) > 256:
                 self._images.popitem(last=False)

@@ -403,16 +403,24 @@ def draw_outcomes(seeds: Seeds, path: Path) -> None:
 
     from report import COLORS, STYLE
 
+    panels = {
+        "accuracy": lambda name, k: seeds.accuracy(name, k, "sampled"),
+        "κ: calls per episode": lambda name, k: seeds.cost(name, "calls", k=k),
+    }
     with rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
-        for name, color in zip((*DRAWN, "sft"), (*COLORS[: len(DRAWN)], "#777777")):
-            for axis, values_at in zip(axes, (lambda n, k: seeds.accuracy(n, k, "sampled"), lambda n, k: seeds.cost(n, "calls", k=k))):  # fmt: skip
+        figure, axes = pyplot.subplots(1, len(panels), figsize=(9, 3), layout="constrained")
+        for axis, (title, values_at) in zip(axes, panels.items()):
+            for name, color in zip((*DRAWN, "sft"), (*COLORS[: len(DRAWN)], "#777777")):
                 at = [values for k in SAMPLED if (values := list(values_at(name, k).values()))]
-                if len(at) == len(SAMPLED):
+                if len(at) == len(SAMPLED):  # all K have been evaluated
                     y, std = ([how(values) for values in at] for how in (statistics.fmean, deviation))
-                    axis.errorbar(range(len(at)), y, std, color=color, label=ROWS[name].title, capsize=2, marker="o", markersize=4,
-                                  linewidth=1.6, linestyle="--" if name == "sft" else "-")  # fmt: skip
-        for axis, title in zip(axes, ("accuracy", "κ: calls per episode")):
+                    line = {
+                        "linestyle": "--" if name == "sft" else "-",
+                        "linewidth": 1.6,
+                        "marker": "o",
+                        "markersize": 4,
+                    }
+                    axis.errorbar(range(len(at)), y, std, color=color, label=ROWS[name].title, capsize=2, **line)
             axis.set_title(title, loc="left", fontsize=10)
             axis.set_xticks(range(len(SAMPLED)), [f"{k} frames" for k in SAMPLED])
             axis.set_ylim(bottom=0)
@@ -438,7 +446,7 @@ def main() -> int:
     parser.add_argument(
         "--root",
         type=Path,
-        help="folder of the runs, and of what is written (default: runs/demo; runs/paradox, results)",
+        help="folder of the runs and of what is written (default: runs/demo; of the study, runs/paradox and results)",
     )
     parser.add_argument("--seeds", type=int, default=3, help="of the study")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at once, one thread each")

@@ -183,11 +183,12 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     return Plan(f"training, each of {gpus} GPUs", rows)
 
 
-def plan_updates(cfg, gpus: int) -> Plan:
-    """`plan_training` of an RLConfig: a micro-batch full of frames, or one episode that fills its context."""
+def plan_updates(cfg, gpus: int, engine: bool = True) -> Plan:
+    """`plan_training` of an RLConfig: a micro-batch full of frames, or one episode that fills its context; and the engine,
+    where the ranks sample for themselves."""
     longest = max(cfg.train_tokens, cfg.rollout.max_context)
     plan = plan_training(cfg.policy, gpus, longest, cfg.train_tokens, reference=cfg.kl > 0)
-    if not (cfg.rollout.gpus or cfg.rollout.urls):
+    if engine and not (cfg.rollout.gpus or cfg.rollout.urls):
         s = shapes(cfg.policy)
         own = 2 * s.parameters + cfg.rollout.max_batch_tokens * kv_bytes_per_token(s.text)
         plan.rows.append(Row("engine in this process", own, "rollout.gpus, or fewer rollout.max_batch_tokens"))
@@ -387,7 +388,7 @@ def plan_splits(cfg, gpus: int, pace: Pace) -> list[Split]:
         raise PlanError(f"{gpus} GPUs: a split needs 2, to train and to sample; `rl.py CONFIG --dry-run` plans one")
     found = []
     for t in range(1, gpus):
-        training = plan_updates(cfg, t)
+        training = plan_updates(cfg, t, engine=False)
         engine = plan_engine(cfg.policy, gpus - t, *engine_load(cfg))
         found.append(Split(t, gpus - t, plan_step(cfg, t, gpus - t, pace), training.gib, engine.gib))
     return found

@@ -64,8 +64,13 @@ def check(target: str, model: str, decode: bool) -> int:
     tools = [TOOLS[name].schema for name in tree.get("tools", ["crop_video"])]
     names = ["data", "val"] if tree.get("val") else ["data"]
     cfgs = [config.build(DataConfig, tree.get(name) or {}, f"{name}.") for name in names]
-    sources = [(Rows(source.path), cfg.video_root) for cfg in cfgs for source in cfg.sources]
-    problems, cores = 0, os.cpu_count() or 1
+    files = dict.fromkeys((source.path, cfg.video_root) for cfg in cfgs for source in cfg.sources)  # each once
+    sources = [(Rows(path), root) for path, root in files]
+    problems, cores, most = 0, os.cpu_count() or 1, math.inf
+    if of_config and renderer:
+        from sft import SFTConfig  # torch
+
+        most = tree.get("pack_tokens", SFTConfig.pack_tokens)
     with Undecoded(cores) as undecoded, Videos(cores) as videos:
         for rows, root in sources:
             items, bad = _read_rows(rows, Path(root or rows.path.parent))
@@ -73,7 +78,7 @@ def check(target: str, model: str, decode: bool) -> int:
             lengths = []
             if renderer:
                 good = {row: item for row, item in items.items() if not any(clip.path in bad for clip in _clips(item))}
-                lengths, refused = _lengths(good, undecoded, renderer, tools, tree.get("pack_tokens", math.inf))
+                lengths, refused = _lengths(good, undecoded, renderer, tools, most)
                 bad |= refused
             kinds = collections.Counter(map(_kind, items.values()))
             print(f"\n{rows.path}: {len(rows)} rows")

@@ -402,7 +402,7 @@ def draw_png(path: Path, runs: Sequence[RunData]) -> None:
                 x, y, std = line["x"], np.array(line["y"]), np.array(line.get("std", 0.0))
                 axis.fill_between(x, y - std, y + std, color=color, alpha=0.18, linewidth=0)
                 axis.plot(x, y, color=color, linewidth=1.6, label=name)
-            # With gating, the exam of an easier run: few frames, at which only a call helps.
+            # Not comparable across runs: with gating many episodes have few frames, where only a call helps.
             axis.set_title(TITLES[key] + ", at the K that is drawn" * (key == "acc"), loc="left", fontsize=10)
             axis.set_xlabel("step")
             lowest = min((y for _, line in drawn for y in line["y"]), default=0)

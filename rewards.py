@@ -30,7 +30,7 @@ from data import Episode, Group, Task, Trajectory
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
-STAMP = r"<[\d.]+ seconds>"  # every prompt has some, and what is said may quote them; any other `<` is a broken tag
+STAMP = r"<[\d.]+ seconds>"  # of frames (VisualContract.stamp), which may be quoted; any other `<` is a broken tag
 PLAIN = rf"(?:[^<]|{STAMP})*"
 NON_EMPTY = rf"<answer>(?!\s*</answer>){PLAIN}</answer>"
 PARTS = ("reward", "acc", "fmt", "tool", "anchor", "strict")
@@ -353,7 +353,7 @@ def ask_judge(question: str, gold: str, answer: str, cfg: Judge) -> float:
     if cache and cache.exists():
         for line in cache.read_text().splitlines():
             if key in line and line.endswith("}"):  # whole: others may be writing
-                return json.loads(line)["verdict"]
+                return json.loads(line[line.rindex("{") :])["verdict"]  # what stands before it, nobody ended
     body = {"model": cfg.model, "temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": prompt}]}
     said = ""
     for attempt in range(cfg.retries):

@@ -93,7 +93,7 @@ class RLConfig(GRPOConfig):
     keep: int = 2
     resume: Literal["auto", "never"] = "auto"
     max_bad_steps: int = 5
-    """As in sft.py: updates whose gradient is not finite are skipped; more steps with such updates stop the run."""
+    """Updates whose gradient is not finite are skipped; more than this many steps with one stop the run."""
     dump_groups: int = 1
     """Groups per step whose episodes are kept in full, in RUN/episodes/."""
     seed: int = 0
@@ -311,7 +311,7 @@ def update(
     minibatches = [micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens) for i in range(cfg.minibatches)]
     minibatches = [micro for micro in minibatches if micro]  # empty on all ranks or on none
     tau = cfg.rollout.temperature
-    prox = {}  # with one minibatch, pi itself; with more, its frames are encoded twice: their features are not kept
+    prox = {}  # with one minibatch, pi itself; with more, computed here, and frames are encoded once more
     if len(minibatches) > 1:
         with torch.no_grad():
             prox = {id(part): policy(bundles(part), tau).logprobs for micro in minibatches for part in micro}

@@ -257,7 +257,9 @@ class _Worker:
         with contextlib.suppress(EOFError, OSError):  # it died
             if self.pipe.poll(START_LIMIT) and self.pipe.recv():  # "ready"
                 return
-        raise RuntimeError(f"a video worker did not start in {START_LIMIT:g} s ({self.stop()}): does `import av` work?")
+        raise RuntimeError(
+            f"a video worker died at its start, or took {START_LIMIT:g} s ({self.stop()}): does `import av` work?"
+        )
 
     def ask(self, request: tuple) -> tuple[bool, object]:
         """(True, value) or (False, what is wrong with the file), within the timeout whatever the worker does."""
@@ -269,7 +271,7 @@ class _Worker:
             self.pipe.send(request)
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            answer = False, f"killed its decoder twice ({self.stop()}); fetch it again or re-encode it"
+            answer = False, f"killed its decoder ({self.stop()}); fetch it again or re-encode it"
         watchdog.cancel()
         watchdog.join()  # `expired` is settled now, and no late kill can hit the next request
         if self.expired:
@@ -302,7 +304,7 @@ class Videos:
         workers: int = 2,  # decoder processes, one CPU each, started when first needed
         timeout: float = 300.0,  # seconds for one request (64 frames of an hour in 4K take minutes); then its worker is killed
         cache_bytes: int = 2 << 30,  # budget for decoded frames and indexes
-        quarantine: str | Path | None = None,  # JSONL of files that failed, read at start and appended to
+        quarantine: str | Path | None = None,  # JSONL of files that are not asked again, read at start and appended to
         tasks_per_worker: int = 256,  # requests before a worker is replaced: decoders leak
     ):
         if min(workers, timeout, tasks_per_worker) <= 0:
@@ -431,14 +433,17 @@ class Videos:
             return worker
         if worker:
             worker.stop()
-        new = _Worker(self._timeout)  # not under the lock, which nobody shall hold for so long
+        new = (
+            None if self._closed else _Worker(self._timeout)
+        )  # not under the lock, which nobody shall hold for so long
         with self._lock:  # close() must know every worker
             self._workers.discard(worker)
-            self._workers.add(new)
-            if self._closed:
-                new.stop()
-                raise RuntimeError("Videos is closed: make a new one")
-        return new
+            if new and not self._closed:
+                self._workers.add(new)
+                return new
+        if new:
+            new.stop()
+        raise RuntimeError("Videos is closed: make a new one")
 
     def _condemn(self, identity: Identity, reason: str) -> None:
         known = self._bad.setdefault(identity, reason) is not reason

@@ -433,6 +433,17 @@ def test_open_answers_are_texts():
 # ------------------------------------------------------------------------------------------------ the published numbers
 
 
+def test_a_line_that_is_no_json_is_named_and_an_empty_one_is_none(tmp_path, monkeypatch, toy_dir):
+    monkeypatch.setitem(SPLITS, "toy", replace(SPLITS["toy"], tables=("test.jsonl",)))
+    rows = [json.dumps(row, default=str) for row in pq.read_table(toy_dir / "test.parquet").to_pylist()[:2]]
+    (tmp_path / "videos").symlink_to(toy_dir / "videos")
+    (tmp_path / "test.jsonl").write_text("\n\n".join(rows))
+    assert len(load_split("toy", str(tmp_path))) == 2
+    (tmp_path / "test.jsonl").write_text("\n".join([*rows, "milk"]))
+    with pytest.raises(DataError, match=r"test\.jsonl: row 2: the line is not JSON"):
+        load_split("toy", str(tmp_path))
+
+
 def test_the_published_numbers_are_columns_of_our_splits_and_average_as_claimed():
     published = yaml.safe_load((Path(benchmarks.__file__).parent / "configs/eval/published.yaml").read_text())
     table = published["table"]

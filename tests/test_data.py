@@ -333,13 +333,18 @@ def test_a_bad_row_is_named_once_and_skipped_and_too_many_stop_the_run(tmp_path,
         Dataset(DataConfig((Source(path),), max_bad_fraction=0.0), number).batch(0, 1)
 
 
-def test_ranks_that_meet_other_rows_in_every_epoch_do_not_add_up_to_too_many_bad_ones(tmp_path):
-    """Each rank held the bad rows of all epochs against its share of one epoch."""
-    path = write_jsonl(tmp_path / "a.jsonl", [{"n": i, "bad": i % 50 == 0} for i in range(400)])
-    dataset = Dataset(DataConfig((Source(path),), max_bad_fraction=0.02), number)
-    for step in range(100):
-        dataset.batch(step, 40, rank=3, world=8)
-    assert 1 < len(dataset.bad) <= 8
+@pytest.mark.parametrize("rank", range(8))
+def test_a_rank_holds_its_bad_rows_against_the_rows_that_it_has_met(tmp_path, rank):
+    """Past bugs: it held those of all epochs against its share of one, then those of its share against all rows."""
+    few, many = (
+        write_jsonl(tmp_path / f"{n}.jsonl", [{"n": i, "bad": i % n == 0} for i in range(4000)]) for n in (400, 20)
+    )
+    good, bad = (Dataset(DataConfig((Source(path),), max_bad_fraction=0.01), number) for path in (few, many))
+    for step in range(100):  # ten epochs
+        good.batch(step, 400, rank, world=8)
+    assert 5 <= len(good.bad) <= 10
+    with pytest.raises(RowError, match="6 of 500 rows are unusable"):
+        [bad.batch(step, 400, rank, world=8) for step in range(10)]
 
 
 def test_a_bad_row_costs_no_row_of_another_file_of_the_same_name(tmp_path):
@@ -351,6 +356,18 @@ def test_a_bad_row_costs_no_row_of_another_file_of_the_same_name(tmp_path):
     dataset = Dataset(DataConfig(tuple(map(Source, paths)), max_bad_fraction=0.5), number)
     seen = collections.Counter(n for step in range(3) for n, _ in dataset.batch(step, 10))
     assert seen["x3"] == 0 and seen["y3"] == 3
+
+
+def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
+    """K and all seeds are drawn by the names of tasks."""
+    names = []
+    for folder in (tmp_path, tmp_path / "moved"):
+        folder.mkdir(exist_ok=True)
+        path = write_jsonl(folder / "a.jsonl", [{"n": i} for i in range(3)])
+        names.append(
+            [name for name, _ in Dataset(DataConfig((Source(path),)), lambda row, origin, *_: origin).batch(0, 3)]
+        )
+    assert names[0] == names[1] and sorted(names[0]) == ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2"]
 
 
 @given(st.lists(st.integers(1, 100), max_size=60))

@@ -61,8 +61,10 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     pq.write_table(rows.slice(0, 0), root / "empty.parquet")
     pq.write_table(rows, root / "moved.parquet")  # its relative paths now lead nowhere
     pq.write_table(pa.table({"question": ["Why?"]}), root / "other.parquet")
-    for name in ("no_weights", "torn", "no_template", "qwen25"):
+    for name in ("no_weights", "torn", "no_template", "qwen25", "no_tokenizer", "no_processor"):
         shutil.copytree(toy_dir / "model", root / name)
+    (root / "no_tokenizer" / "tokenizer.json").write_text("milk")
+    (root / "no_processor" / "preprocessor_config.json").write_text("milk")
     (root / "no_weights" / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (root / "torn" / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -162,6 +164,8 @@ MISTAKES = [
     ("a config without its folder", "sft.py toy_sft", "did you mean configs/toy_sft.yaml?"),
     ("a kernel for other machines", f"{SFT} policy.attention=varlen", "policy.attention = 'varlen' needs a GPU and bf16"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
+    ("a torn tokenizer", f"{ASK} --model no_tokenizer", "no_tokenizer: its tokenizer is not readable: "),
+    ("a torn processor", f"{ASK} --model no_processor", "no_processor/preprocessor_config.json: not readable: "),
     ("no question", "rollout.py --model toy_data/model --video fake.mp4", "the following arguments are required: question"),
 ]  # fmt: skip
 

@@ -199,10 +199,13 @@ def test_results_keep_what_people_wrote_around_the_tables(studied):
 
 def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypatch, capsys):
     """`tables` runs nothing and needs no finished study."""
-    called = []
+    called, drawn = [], []
+    monkeypatch.setattr(paradox, "SAMPLED", (4,))  # what there is
+    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda axis, x, y, std, **style: drawn.append((y, std)))
     monkeypatch.setattr(sys, "argv", ["paradox.py", "tables", "--root", str(studied)])
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
     monkeypatch.setattr(paradox, "write_results", lambda *args: called.append(args))
     assert paradox.main() == 0
-    assert (studied / "outcomes.png").stat().st_size > 10_000
+    assert (studied / "outcomes.png").exists()
+    assert drawn == [([0.625], [pytest.approx(0.125 * 2**0.5)]), ([0.875], [pytest.approx(0.375 * 2**0.5)])]
     assert "#### A. Stages" in capsys.readouterr().out and "report.py" in called[0] and len(called) == 2

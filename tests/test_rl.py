@@ -519,6 +519,16 @@ def test_a_run_evaluates_itself_greedily_with_tools_and_without(toy_dir, cold_st
     assert "eval_no_tools/kappa" not in lines[-1] and lines[-1]["eval/kappa"] >= 0
 
 
+def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(toy_dir, cold_start, tmp_path, monkeypatch):
+    """The plan counts the tower once."""
+    held, update = [], rl.update
+    monkeypatch.setattr(rl, "update", lambda *args: held.append(args[:2]) or update(*args))
+    rl.main(config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, cold_start, steps=1, kl=0.1)))
+    [(policy, reference)] = held
+    assert reference.vision is policy.vision and reference.text is not policy.text
+    assert not any(p.requires_grad for p in reference.parameters())
+
+
 def test_a_batch_whose_gradient_is_not_finite_changes_nothing_and_can_be_replayed(
     toy_dir, cold_start, tmp_path, monkeypatch
 ):

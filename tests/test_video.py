@@ -452,7 +452,7 @@ def test_a_worker_that_is_killed_once_costs_nothing(good, tmp_path):
 
 def test_a_file_that_kills_two_workers_is_quarantined(good, tmp_path, fake_av):
     fake_av("import os, signal\ndef open(path, options):\n    os.kill(os.getpid(), signal.SIGSEGV)\n")
-    record, twice = tmp_path / "quarantine.jsonl", r"killed its decoder twice \(exit code -11\)"
+    record, twice = tmp_path / "quarantine.jsonl", r"killed its decoder \(exit code -11\)"
     with Videos(workers=1, quarantine=record) as videos, pytest.raises(VideoError, match=twice):
         videos.info(good)
     assert len(record.read_text().splitlines()) == 1
@@ -477,7 +477,7 @@ def test_a_worker_that_starts_slowly_holds_up_nobody(good, fake_av):
 def test_a_worker_that_never_starts_is_an_error(good, fake_av, monkeypatch):
     monkeypatch.setattr(video, "START_LIMIT", 0.5)
     fake_av("import time; time.sleep(60)")
-    with Videos(workers=1) as videos, pytest.raises(RuntimeError, match=r"did not start in 0\.5 s"):
+    with Videos(workers=1) as videos, pytest.raises(RuntimeError, match=r"or took 0\.5 s"):
         videos.info(good)
 
 
