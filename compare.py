@@ -271,14 +271,19 @@ def breakdown_table(results: Sequence[Results]) -> str:
     return markdown("### Breakdown", ["model", "arm", "K", "split", "figures"], rows) if rows else ""
 
 
+def executed(record: dict) -> int:
+    """Calls that ran, as `data.Episode.executed`."""
+    return sum(not call["error"] for call in record["calls"])
+
+
 def costs(r: Results) -> dict[str, float]:
     """Means per item, and rates in percent."""
     n = max(1, len(r.records))
     rate = lambda test: 100 * sum(map(test, r.records)) / n  # noqa: E731
     mean = lambda value: sum(map(value, r.records)) / n  # noqa: E731
     return {
-        "calls": mean(lambda x: sum(not call["error"] for call in x["calls"])),
-        "failed_calls": mean(lambda x: sum(bool(call["error"]) for call in x["calls"])),
+        "calls": mean(executed),
+        "failed_calls": mean(lambda x: len(x["calls"]) - executed(x)),
         "turns": mean(lambda x: x["turns"]),
         "tokens": mean(lambda x: x["tokens"]),
         "agent_tokens": mean(lambda x: x["agent_tokens"]),

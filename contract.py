@@ -105,9 +105,10 @@ class VisualContract:
     def load(cls, checkpoint: str | Path) -> "VisualContract":
         """The contract that a checkpoint carries; the default one of a stock checkpoint."""
         path = Path(checkpoint) / "visual.json"
+        saved = _read_json(path) or {}
         try:
-            return cls(**(_read_json(path) or {}))
-        except (TypeError, ValueError) as error:  # a key of another version, an impossible value, no JSON
+            return cls(**saved)
+        except (TypeError, ValueError) as error:  # a key of another version, an impossible value
             raise ContractError(f"{path}: {error}; correct it, or use the version of the code that wrote it") from None
 
     def save(self, checkpoint: str | Path) -> None:

@@ -303,9 +303,8 @@ class SGLang:
         key = id(clip.pixels)
         with self._changed:
             first = key not in self._images
-            _, encoded = self._images.setdefault(
-                key, (clip, Future())
-            )  # with the clip, so that nobody else gets its id
+            # Held with its clip, so that nobody else gets its id.
+            _, encoded = self._images.setdefault(key, (clip, Future()))
             self._images.move_to_end(key)
             while len(self._images) > 256:
                 self._images.popitem(last=False)

@@ -238,9 +238,7 @@ def unfinished(cell: Cell, wanted: dict[str, Any]) -> list[Item]:
     wanted = json.loads(json.dumps(wanted))
     if not cell.path.exists():
         cell.path.parent.mkdir(parents=True, exist_ok=True)
-        unborn = cell.path.with_suffix(".new")
-        unborn.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
-        unborn.rename(cell.path)
+        config.write_whole(cell.path, json.dumps(wanted) + "\n")
         return cell.items
     results = compare.read_results(cell.path, repair=True)
     if wrong := differences(results.settings, wanted):

@@ -29,7 +29,7 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from compare import PUBLISHED, Results, costs, markdown, put_between_marks, read_results
+from compare import PUBLISHED, Results, costs, executed, markdown, put_between_marks, read_results
 from config import git_commit
 
 GREEDY, SAMPLED, ALONE = (4, 8, 16, 32, 64), (4, 16, 64), (4, 64)  # K of the evaluations
@@ -262,7 +262,7 @@ class Seeds:
         found = {}
         for seed, by_k in self.evaluated(name, "alone", arm).items():
             records = [r for results in by_k.values() for r in results.records]
-            seconds = [r["seconds"] for r in records if sum(not call["error"] for call in r["calls"]) == 2]
+            seconds = [r["seconds"] for r in records if executed(r) == 2]
             found |= {seed: statistics.fmean(seconds)} if seconds else {}
         return found
 
@@ -276,7 +276,7 @@ class Seeds:
         found = {}
         for seed, by_k in self.evaluated(name, "sampled").items():
             records = by_k[k].records if k in by_k else []
-            scores = [r["score"] for r in records if any(not call["error"] for call in r["calls"]) is called]
+            scores = [r["score"] for r in records if (executed(r) > 0) is called]
             found |= {seed: statistics.fmean(scores)} if scores else {}
         return found
 
@@ -414,19 +414,13 @@ def draw_outcomes(seeds: Seeds, path: Path) -> None:
                 at = [values for k in SAMPLED if (values := list(values_at(name, k).values()))]
                 if len(at) == len(SAMPLED):  # all K have been evaluated
                     y, std = ([how(values) for values in at] for how in (statistics.fmean, deviation))
-                    line = {
-                        "linestyle": "--" if name == "sft" else "-",
-                        "linewidth": 1.6,
-                        "marker": "o",
-                        "markersize": 4,
-                    }
-                    axis.errorbar(range(len(at)), y, std, color=color, label=ROWS[name].title, capsize=2, **line)
-            axis.set_title(title, loc="left", fontsize=10)
+                    form = {"color": color, "linestyle": "--" if name == "sft" else "-", "marker": "o", "capsize": 2}
+                    axis.errorbar(range(len(at)), y, std, label=ROWS[name].title, **form)
+            axis.set_title(title)
             axis.set_xticks(range(len(SAMPLED)), [f"{k} frames" for k in SAMPLED])
             axis.set_ylim(bottom=0)
-            axis.grid(axis="y", alpha=0.25, linewidth=0.6)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=5, frameon=False)
-        figure.savefig(path, dpi=160)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=5)
+        figure.savefig(path)
         pyplot.close(figure)
 
 

@@ -43,7 +43,11 @@ from video import Frames, VideoError, Videos, uniform_indices
 
 TEMPLATE = Path(__file__).with_name("report.html")
 LAST = 10  # steps that the table averages
-STYLE = {"backend": "Agg", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}  # of PNGs
+STYLE = {  # of PNGs
+    "backend": "Agg", "savefig.dpi": 160, "font.size": 9, "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 10,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.6,
+}  # fmt: skip
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777")  # of the curves, as on the page
 SIDE = 96  # pixels: longest side of a thumbnail
 
@@ -401,16 +405,15 @@ def draw_png(path: Path, runs: Sequence[RunData]) -> None:
             for (name, line), color in zip(drawn, itertools.cycle(COLORS)):
                 x, y, std = line["x"], np.array(line["y"]), np.array(line.get("std", 0.0))
                 axis.fill_between(x, y - std, y + std, color=color, alpha=0.18, linewidth=0)
-                axis.plot(x, y, color=color, linewidth=1.6, label=name)
+                axis.plot(x, y, color=color, label=name)
             # Not comparable across runs: with gating many episodes have few frames, where only a call helps.
-            axis.set_title(TITLES[key] + ", at the K that is drawn" * (key == "acc"), loc="left", fontsize=10)
+            axis.set_title(TITLES[key] + ", at the K that is drawn" * (key == "acc"))
             axis.set_xlabel("step")
             lowest = min((y for _, line in drawn for y in line["y"]), default=0)
             axis.set_ylim(bottom=min(0, lowest - 0.03), top=None if key == "kappa" else 1.03)
-            axis.grid(axis="y", alpha=0.25, linewidth=0.6)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160)
+        figure.savefig(path)
         pyplot.close(figure)
 
 

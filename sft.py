@@ -133,9 +133,10 @@ def main(cfg: SFTConfig) -> None:
     cfg.visual.check(source)
     renderer = Renderer(load_tokenizer(source), cfg.visual)
     check_rows(parse_dialogue, cfg.data, cfg.val)
+    start = replace(cfg.policy, checkpoint=str(source))
     if torch.cuda.is_available():
-        check_memory(replace(cfg, gpus=world, policy=replace(cfg.policy, checkpoint=str(source))))
-    policy = load(cfg.policy, renderer.never_sampled)
+        check_memory(replace(cfg, gpus=world, policy=start))
+    policy = load(start, renderer.never_sampled)
     optimizer = make_optimizer(policy, cfg.optim)
     done, counted = load_state(run / "state", policy, optimizer, cfg.resume)
     bad_steps = counted.get("bad_steps", 0)
@@ -163,9 +164,7 @@ def main(cfg: SFTConfig) -> None:
             measured |= {"grad_norm": norm, "lr": optimizer.param_groups[0]["lr"] * (not bad), "bad_steps": bad_steps}
             measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
             measured |= {"peak_memory_gib": peak_memory()}
-            measured |= utilisation(
-                replace(cfg.policy, checkpoint=str(source)), int(measured["tokens"]), seconds, world
-            )
+            measured |= utilisation(start, int(measured["tokens"]), seconds, world)
             measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
             last = step + 1 == cfg.steps
             if held_out and (last or (step + 1) % cfg.eval_every == 0):

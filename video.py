@@ -433,9 +433,8 @@ class Videos:
             return worker
         if worker:
             worker.stop()
-        new = (
-            None if self._closed else _Worker(self._timeout)
-        )  # not under the lock, which nobody shall hold for so long
+        # Started outside the lock, which nobody shall hold for so long.
+        new = None if self._closed else _Worker(self._timeout)
         with self._lock:  # close() must know every worker
             self._workers.discard(worker)
             if new and not self._closed:

@@ -286,3 +286,10 @@ def test_a_model_that_is_only_served_is_normalised_by_its_server(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor | {"patch_size": 16}))
     with pytest.raises(ContractError, match="image_mean"):
         VisualContract().check(tmp_path)
+
+
+def test_a_contract_that_is_no_json_is_named_once(tmp_path):
+    (tmp_path / "visual.json").write_text("milk")
+    with pytest.raises(ContractError) as error:
+        VisualContract.load(tmp_path)
+    assert str(error.value).count("visual.json") == 1 and "copy the checkpoint here again" in str(error.value)
