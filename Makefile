@@ -33,13 +33,13 @@ test-sglang: $(VENV)/.installed .venv-sglang/.installed
 
 # The paradox and its cure on one seed (12 minutes on two cores), then one question that needs two windows at once.
 demo: $(VENV)/.installed
-	$(BIN)/python paradox.py demo
+	$(BIN)/python -m study.paradox demo
 	$(BIN)/python rollout.py --model runs/demo/seed0/paragrpo/model --video runs/demo/data/sft/videos/test00003.mp4 --k 4 "Which color flashes?"
 	@echo "curves, tables and episodes: runs/demo/report.html"
 
 # Every row and control over three seeds (100 minutes on two cores; goes on where it was stopped) -> results/paradox.md
 paradox: $(VENV)/.installed
-	$(BIN)/python paradox.py study
+	$(BIN)/python -m study.paradox study
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

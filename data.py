@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract import VisualContract
-from video import Frames, Videos
+from runtime.contract import VisualContract
+from runtime.video import Frames, Videos
 
 # ------------------------------------------------------------------------------------------------ the nouns
 
@@ -174,6 +174,6 @@ def draw_frames(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0)
 
 
 if __name__ == "__main__":
-    import prepare  # the commands stand apart from what training imports
+    from study import prepare  # the commands stand apart from what training imports
 
     sys.exit(prepare.main())

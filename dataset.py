@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from contract import Renderer, VisualContract
 from data import Bundle, Task, main_messages, subagent_messages
 from rewards import parse_span
-from video import Frames, VideoError, Videos
+from runtime.contract import Renderer, VisualContract
+from runtime.video import Frames, VideoError, Videos
 
 # ------------------------------------------------------------------------------------------------ batches
 
@@ -79,7 +79,7 @@ class Rows:
         if not self.path.is_file():
             raise FileNotFoundError(
                 f"{path}: no such data file; `python data.py materialize` prepares the published ones, "
-                "`python toy.py build DIR` makes the toy's"
+                "`python -m study.toy build DIR` makes the toy's"
             )
         if self.path.suffix == ".parquet":
             import pyarrow.parquet as pq  # 0.3 s that `--help` does not need

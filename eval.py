@@ -26,18 +26,18 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-import compare
-import config
 import data
-from benchmarks import SPLITS, UNGRADED, Item, ask_with_subtitles, grade, load_split
-from checks import check_run, check_servers, differences, find_checkpoint
-from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from dataset import DataError
-from engine import EngineError, open_engine, run_all
-from protocols import Prompting, look_over, play
+from evals import compare
+from evals.benchmarks import SPLITS, UNGRADED, Item, ask_with_subtitles, grade, load_split
+from evals.protocols import Prompting, look_over, play
 from rewards import JudgeError, RewardConfig, final_answer, score, turn_texts
 from rollout import RolloutConfig, Stage, derive
-from video import VideoError, Videos
+from runtime import config
+from runtime.checks import check_run, check_servers, differences, find_checkpoint
+from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.engine import EngineError, open_engine, run_all
+from runtime.video import VideoError, Videos
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Cell:
 
 
 def main(cfg: EvalConfig) -> None:
-    from distributed import checkpoint_dir  # torch, which `table` does not need
+    from runtime.distributed import checkpoint_dir  # torch, which `table` does not need
 
     check_run(cfg)
     served = bool(cfg.rollout.gpus or cfg.rollout.urls)
@@ -318,8 +318,8 @@ def dry_run(cfg: EvalConfig) -> int:
 
 def servers_fit(cfg: EvalConfig) -> bool:
     """Whether the servers fit into their GPUs; of a model whose shapes are unknown, that is believed."""
-    from plan import PlanError, plan_engine
-    from policy import PolicyConfig
+    from runtime.plan import PlanError, plan_engine
+    from runtime.policy import PolicyConfig
 
     rows, visual = cfg.rollout.concurrency, cfg.visual or VisualContract()
     frame = visual.frame_pixels // visual.cell**2 + 16  # its tokens, and its stamp's

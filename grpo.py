@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contract import Renderer
 from data import Bundle, Episode, Group, Trajectory
 from dataset import pack
-from distributed import gather, sum_over_ranks
-from policy import Scores
 from rewards import RewardConfig, structural_mask
 from rollout import RolloutConfig
+from runtime.contract import Renderer
+from runtime.distributed import gather, sum_over_ranks
+from runtime.policy import Scores
 
 
 @dataclass(frozen=True, kw_only=True)

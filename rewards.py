@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from contract import END_OF_TURN, Renderer
 from data import Episode, Group, Task, Trajectory
+from runtime.contract import END_OF_TURN, Renderer
 
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
@@ -426,8 +426,8 @@ def main() -> int:
     args = parser.parse_args()
     renderer = Characters()
     if args.model:
-        from checks import find_tokenizer
-        from contract import VisualContract, load_tokenizer
+        from runtime.checks import find_tokenizer
+        from runtime.contract import VisualContract, load_tokenizer
 
         try:
             renderer = Renderer(load_tokenizer(find_tokenizer(args.model)), VisualContract())

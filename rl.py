@@ -16,7 +16,7 @@ Deliberately missing: batches that are more than one update old, trainers that c
 
 import os
 
-import config
+from runtime import config
 
 if __name__ == "__main__":
     config.answer_help(__doc__)  # before torch and transformers, which take seconds to import
@@ -35,11 +35,14 @@ from typing import Literal
 import numpy as np
 import torch
 
-from checks import check_run, check_servers, find_checkpoint
-from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Group, draw_frames
 from dataset import DataConfig, DataError, Dataset, check_rows, parse_task
-from distributed import (
+from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
+from rewards import give_rewards
+from rollout import RolloutConfig, keep_episodes, rollout
+from runtime.checks import check_run, check_servers, find_checkpoint
+from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.distributed import (
     barrier,
     checkpoint_dir,
     device,
@@ -53,13 +56,10 @@ from distributed import (
     save_state,
     sum_over_ranks,
 )
-from engine import Engine, EngineError, open_engine
-from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
-from plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_updates
-from policy import OptimConfig, Policy, PolicyConfig, load, make_optimizer, optimizer_step
-from rewards import give_rewards
-from rollout import RolloutConfig, keep_episodes, rollout
-from video import Videos
+from runtime.engine import Engine, EngineError, open_engine
+from runtime.plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_updates
+from runtime.policy import OptimConfig, Policy, PolicyConfig, load, make_optimizer, optimizer_step
+from runtime.video import Videos
 from watch import Clock, describe, evaluate, self_check, speed
 
 

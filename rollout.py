@@ -36,11 +36,11 @@ from typing import Any, Literal, TextIO
 from tqdm import tqdm
 
 import data
-from contract import ContractError, Rendered, Renderer, VisualContract
 from data import Call, Episode, Group, Task, Trajectory
-from engine import Engine, EngineError, Sample, run_all, together
+from runtime.contract import ContractError, Rendered, Renderer, VisualContract
+from runtime.engine import Engine, EngineError, Sample, run_all, together
+from runtime.video import VideoError, Videos
 from tools import TOOLS, Look, ToolError, parse_calls, use
-from video import VideoError, Videos
 
 THINK_PREFIX = "<think>\n"
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
@@ -423,6 +423,6 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
 
 
 if __name__ == "__main__":
-    import ask  # the commands of the docstring
+    from study import ask  # the commands of the docstring
 
     sys.exit(ask.main())

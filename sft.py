@@ -18,7 +18,7 @@ Deliberately missing: gradient accumulation as a knob (it is what packing leaves
 
 import os
 
-import config
+from runtime import config
 
 if __name__ == "__main__":
     config.answer_help(__doc__)  # before torch and transformers, which take seconds to import
@@ -37,8 +37,6 @@ from typing import Literal
 import numpy as np
 import torch
 
-from checks import check_run, find_checkpoint
-from contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer
 from data import Bundle
 from dataset import (
     DataConfig,
@@ -51,7 +49,10 @@ from dataset import (
     pack,
     parse_dialogue,
 )
-from distributed import (
+from rewards import TAG
+from runtime.checks import check_run, find_checkpoint
+from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.distributed import (
     checkpoint_dir,
     export,
     gather,
@@ -62,11 +63,10 @@ from distributed import (
     save_state,
     sum_over_ranks,
 )
-from plan import PlanError, plan_disk, plan_training, training_seconds, utilisation
-from policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
-from rewards import TAG
+from runtime.plan import PlanError, plan_disk, plan_training, training_seconds, utilisation
+from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
+from runtime.video import VideoError, Videos
 from tools import TOOLS
-from video import VideoError, Videos
 
 # What a target token is, by the assistant's text; everything else is prose.
 KIND_PATTERNS = {

@@ -26,9 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from contract import VisualContract
 from data import Call, Task
-from video import Frames, VideoError, Videos
+from runtime.contract import VisualContract
+from runtime.video import Frames, VideoError, Videos
 
 MAX_CALL_CHARS, MAX_BRACKETS = 4096, 64  # a call has about 100 characters and 2 brackets; beyond this nobody parses
 MIN_CROP = 0.1  # seconds: a shorter window is widened to this where the video allows

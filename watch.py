@@ -17,16 +17,16 @@ from dataclasses import replace
 
 import torch
 
-from contract import Renderer
 from data import CALL_ERRORS, Bundle, Group, Task, Trajectory
-from distributed import gather, mean_over_ranks, sum_over_ranks, world_size
-from engine import Engine, EngineError
 from grpo import GRPOConfig, Lesson
-from plan import utilisation
-from policy import Policy, PolicyConfig
 from rewards import give_rewards
 from rollout import rollout
-from video import Videos
+from runtime.contract import Renderer
+from runtime.distributed import gather, mean_over_ranks, sum_over_ranks, world_size
+from runtime.engine import Engine, EngineError
+from runtime.plan import utilisation
+from runtime.policy import Policy, PolicyConfig
+from runtime.video import Videos
 
 
 class Clock:

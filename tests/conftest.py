@@ -11,10 +11,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import pytest
 
-import toy
-from contract import Renderer, VisualContract, load_tokenizer
+from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.video import Frames, Videos
+from study import toy
 from tools import TOOLS
-from video import Frames, Videos
 
 SMALL = {"videos": 30, "perception": 120, "direct": 20, "sft": 300, "sft_val": 20, "rl": 24, "val": 8, "test": 8}
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import ask
-import distributed
-import inprocess
-from contract import VisualContract
-from engine import Sample
 from rollout import RolloutConfig, load
-from video import Frames
+from runtime import distributed, inprocess
+from runtime.contract import VisualContract
+from runtime.engine import Sample
+from runtime.video import Frames
+from study import ask
 
 CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}</tool_call>'
 

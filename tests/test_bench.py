@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-import bench
-import bench_training
-import config
-import measure
-from measure import Row
-from plan import Pace, PlanError, best_split, plan_splits
 from rl import RLConfig
-from video import Videos
+from runtime import config
+from runtime.plan import Pace, PlanError, best_split, plan_splits
+from runtime.video import Videos
+from study import bench, bench_training, measure
+from study.measure import Row
 
 torch.set_num_threads(1)
 SHAPE = {"frames": 3, "rollouts": 3, "suffix": (8, 16), "side": 64}
@@ -235,8 +233,11 @@ def test_the_plan_takes_overrides_of_the_config_and_of_what_it_assumes(run):
 
 def test_help_answers_before_torch_is_imported():
     told = subprocess.run(
-        [sys.executable, "-X", "importtime", "bench.py", "--help"], cwd=bench.REPO, capture_output=True, text=True
+        [sys.executable, "-X", "importtime", "-m", "study.bench", "--help"],
+        cwd=bench.REPO,
+        capture_output=True,
+        text=True,
     )
     assert told.returncode == 0 and "--write" in told.stdout
     imported = {line.split("|")[-1].strip() for line in told.stderr.splitlines()}
-    assert "measure" in imported and not imported & {"torch", "transformers"}
+    assert "study.measure" in imported and not imported & {"torch", "transformers"}

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-import benchmarks
 import rewards
-from benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, figures, grade, load_split
 from data import Task
 from dataset import DataError
+from evals import benchmarks
+from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, figures, grade, load_split
 from rewards import Judge, RewardConfig, parse_letter, parse_span
 
 CFG = RewardConfig()

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from contract import VisualContract
-from distributed import (
+from runtime.contract import VisualContract
+from runtime.distributed import (
     barrier,
     checkpoint_dir,
     export,
@@ -29,7 +29,7 @@ from distributed import (
     save_state,
     sum_over_ranks,
 )
-from policy import OptimConfig, PolicyConfig, load, make_optimizer
+from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
 
 torch.set_num_threads(1)
 CONTRACT = VisualContract(frame_pixels=64 * 64)
@@ -122,7 +122,7 @@ def test_the_newest_complete_states_stay_and_left_overs_go(tmp_path):
 
 SAVE_FOR_EVER = """  # weights and moments of step n are all n
 import sys, torch
-from distributed import load_state, save_state
+from runtime.distributed import load_state, save_state
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 step, _ = load_state(sys.argv[1], model, optimizer)

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 from scripts import REPO
 
-import config
+from runtime import config
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,9 @@ def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
     assert config.load(Run, tmp_path / "c.yaml", ["optim.lr=1"]).optim == Optim(lr=1.0, warmup=9)
 
 
-@pytest.mark.parametrize("script", ["sft.py", "rl.py", "eval.py", "rollout.py", "report.py", "paradox.py", "toy.py"])
+@pytest.mark.parametrize(
+    "script", ["sft.py", "rl.py", "eval.py", "rollout.py", "study/report.py", "study/paradox.py", "study/toy.py"]
+)
 def test_help_is_answered_before_torch_is_imported(script):
     """Importing torch and transformers takes seconds."""
     probe = f"""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from contract import ContractError, Renderer, VisualContract, patchify
-from video import Frames
+from runtime.contract import ContractError, Renderer, VisualContract, patchify
+from runtime.video import Frames
 
 # ------------------------------------------------------------------------------------------------ pixels
 

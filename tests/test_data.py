@@ -16,8 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-import prepare
-from contract import Renderer, VisualContract
 from data import Task, draw_frames, main_messages, overview
 from dataset import (
     Clip,
@@ -31,7 +29,9 @@ from dataset import (
     parse_dialogue,
     parse_task,
 )
-from video import VideoError
+from runtime.contract import Renderer, VisualContract
+from runtime.video import VideoError
+from study import prepare
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -19,13 +19,13 @@ from tiny_checkpoint import MemoryVideos, noise
 from transformers import Qwen3VLForConditionalGeneration
 
 import data
-from checks import check_urls
-from config import ConfigError
-from contract import ContractError, patchify
 from data import Task
-from engine import EngineError, Sample, SGLang
-from inprocess import InProcess
 from rollout import RolloutConfig, SubagentConfig, rollout
+from runtime.checks import check_urls
+from runtime.config import ConfigError
+from runtime.contract import ContractError, patchify
+from runtime.engine import EngineError, Sample, SGLang
+from runtime.inprocess import InProcess
 
 FAKE = Path(__file__).parent / "fake_sglang.py"
 
@@ -499,7 +499,7 @@ def test_servers_of_ours_end_with_a_process_that_is_killed(tmp_path):
     script = f"""
 import sys, time
 sys.path.insert(0, {str(FAKE.parents[1])!r})
-from engine import SGLang
+from runtime.engine import SGLang
 fake = "sleep 300 & echo $! $$ > {tmp_path}/pids; exec {sys.executable} {FAKE} $0 1 32 2"
 SGLang("", None, gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
 print("up", flush=True)

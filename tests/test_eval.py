@@ -21,18 +21,18 @@ import yaml
 from scripts import REPO, start
 from tiny_checkpoint import Scripted, is_subagent
 
-import compare
-import config
 import eval as evaluation
-from benchmarks import Cue, Item, load_split
-from compare import TableError, difference, gains, interval, read_results
-from contract import END_OF_TURN, Renderer, VisualContract
 from data import Task
-from engine import EngineError, SGLang
 from eval import EvalConfig, dry_run
-from protocols import Prompting
+from evals import compare
+from evals.benchmarks import Cue, Item, load_split
+from evals.compare import TableError, difference, gains, interval, read_results
+from evals.protocols import Prompting
 from rollout import RolloutConfig, Stage, derive
-from toy import DURATIONS
+from runtime import config
+from runtime.contract import END_OF_TURN, Renderer, VisualContract
+from runtime.engine import EngineError, SGLang
+from study.toy import DURATIONS
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 1000}}\n</tool_call>'
 FAKE = Path(__file__).parent / "fake_sglang.py"

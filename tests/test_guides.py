@@ -23,8 +23,10 @@ class Fork:
 
     def __init__(self, root: Path, toy: Path, guide: str):
         self.root = root
-        for path in [*REPO.glob("*.py"), *REPO.glob("*.yaml"), *REPO.glob("*.html")]:
+        for path in REPO.glob("*.py"):
             shutil.copy(path, root)
+        for room in ("runtime", "evals", "study"):
+            shutil.copytree(REPO / room, root / room)
         shutil.copytree(REPO / "configs", root / "configs")
         (root / "toy_data").mkdir()
         for path in toy.iterdir():  # what a guide adds beside them stays in the copy
@@ -73,12 +75,12 @@ def zooming() -> dict:
     import numpy as np
     from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, is_subagent
 
-    import config
-    from contract import Renderer, VisualContract, load_tokenizer
     from data import Call, Task
     from rollout import RolloutConfig, rollout
+    from runtime import config
+    from runtime.contract import Renderer, VisualContract, load_tokenizer
+    from runtime.video import Frames, Videos
     from tools import Look, ToolError, use
-    from video import Frames, Videos
 
     said = [
         "Both.\n</think>"
@@ -173,11 +175,11 @@ def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
 
 def brevity() -> dict:
     """Episodes of 44 and 45 tokens (here: characters) under the guide's config, and what a step writes of them."""
-    import config
-    from contract import END_OF_TURN
     from data import Group, Task
     from rewards import Characters, score, stage
     from rl import RLConfig
+    from runtime import config
+    from runtime.contract import END_OF_TURN
     from watch import describe
 
     cfg, renderer = config.load(RLConfig, "configs/toy_brief.yaml").reward, Characters()
@@ -222,10 +224,10 @@ def mine() -> dict:
     """The guide's rows as tasks and as items, and a row that cannot be used."""
     import dataclasses
 
-    import config
-    from benchmarks import load_split
     from dataset import DataConfig, RowError, Rows, parse_task
     from eval import EvalConfig
+    from evals.benchmarks import load_split
+    from runtime import config
 
     data = config.build(DataConfig, config.read_tree(Path("configs/toy_mine.yaml"))["data"], "data.")
     rows = Rows(data.sources[1].path)

@@ -22,17 +22,15 @@ import pytest
 import torch
 from scripts import REPO
 
-import checks
-import config
 import rl
-import video
-from config import ConfigError
 from data import Episode, Group, Task, Trajectory
 from dataset import DataConfig, Source
-from engine import EngineError, SGLang
-from policy import PolicyConfig
 from rl import RLConfig
 from rollout import RolloutConfig
+from runtime import checks, config, video
+from runtime.config import ConfigError
+from runtime.engine import EngineError, SGLang
+from runtime.policy import PolicyConfig
 from watch import self_check
 
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text("utf-8")
@@ -144,10 +142,10 @@ MISTAKES = [
     ("no weights to evaluate", f"{EVAL} checkpoint=no_weights", "no_weights has no model.safetensors"),
     ("a table of nothing", "eval.py table holiday", "no results in holiday: `python eval.py CONFIG` makes them"),
     ("a table of something else", "eval.py table results", "toy-K4-none.jsonl: not a file of results"),
-    ("a report on no run", "report.py holiday", "no config.yaml and no metrics.jsonl in ['holiday']"),
-    ("a page below a file", "report.py begun -o notes.txt/page.html", "notes.txt/page.html is the page's template, or lies below a file"),
-    ("a file for the toy", "toy.py build notes.txt", "notes.txt is a file; name a folder"),
-    ("a share above 1", "toy.py build new --p-loose 60", "60: must lie in 0 ... 1"),
+    ("a report on no run", "study/report.py holiday", "no config.yaml and no metrics.jsonl in ['holiday']"),
+    ("a page below a file", "study/report.py begun -o notes.txt/page.html", "notes.txt/page.html is the page's template, or lies below a file"),
+    ("a file for the toy", "study/toy.py build notes.txt", "notes.txt is a file; name a folder"),
+    ("a share above 1", "study/toy.py build new --p-loose 60", "60: must lie in 0 ... 1"),
     # asking
     ("no such video", 'rollout.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened (No such file or directory); check the path"),
     ("no video inside", 'rollout.py "Why?" --model toy_data/model --video fake.mp4', "fake.mp4: cannot be decoded"),
@@ -155,12 +153,12 @@ MISTAKES = [
     ("a temperature below 0", f"{ASK} --model toy_data/model --temperature -1", "--temperature not negative"),
     ("a trace into nowhere", f"{ASK} --model toy_data/model --trace gone/t.html", "there is no folder gone; make it first"),
     # results
-    ("a study that is not there", "paradox.py tables --root nowhere", "there is no study in nowhere; `python paradox.py study --root nowhere` makes one"),
-    ("no seeds", "paradox.py study --seeds 0", "--seeds 0 --jobs"),
-    ("a run without curves or episodes", "report.py gone", "no such run: ['gone']"),
-    ("a report of other rows", "report.py toy_data/sft.parquet", "neither curves nor episodes in toy_data/sft.parquet"),
-    ("a plan of one GPU", "bench.py plan configs/paragrpo_2b_1gpu.yaml --gpus 1", "1 GPUs: a split needs 2"),
-    ("GPUs of no plan", "bench.py --gpus 4", "--gpus 4 is for `plan CONFIG`"),
+    ("a study that is not there", "study/paradox.py tables --root nowhere", "there is no study in nowhere; `python -m study.paradox study --root nowhere` makes one"),
+    ("no seeds", "study/paradox.py study --seeds 0", "--seeds 0 --jobs"),
+    ("a run without curves or episodes", "study/report.py gone", "no such run: ['gone']"),
+    ("a report of other rows", "study/report.py toy_data/sft.parquet", "neither curves nor episodes in toy_data/sft.parquet"),
+    ("a plan of one GPU", "study/bench.py plan configs/paragrpo_2b_1gpu.yaml --gpus 1", "1 GPUs: a split needs 2"),
+    ("GPUs of no plan", "study/bench.py --gpus 4", "--gpus 4 is for `plan CONFIG`"),
     ("a config without its folder", "sft.py toy_sft", "did you mean configs/toy_sft.yaml?"),
     ("a kernel for other machines", f"{SFT} policy.attention=varlen", "policy.attention = 'varlen' needs a GPU and bf16"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),

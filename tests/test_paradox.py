@@ -7,13 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from scripts import REPO
 
-import config
-import paradox
 from eval import EvalConfig
-from paradox import CONTROLS, STUDY, Job, Seeds, plan, spread, work
 from rl import RLConfig
+from runtime import config
 from sft import SFTConfig
+from study import paradox
+from study.paradox import CONTROLS, STUDY, Job, Seeds, plan, spread, work
 
 ROOT = Path("runs/paradox")
 JOBS = plan(ROOT, range(3), STUDY, CONTROLS)
@@ -22,7 +23,7 @@ CLASSES = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
 
 def config_of(job: Job):
     script, path, *changes = job.command
-    return config.load(CLASSES[script], paradox.__file__.replace("paradox.py", path), changes)
+    return config.load(CLASSES[script], str(REPO / path), changes)
 
 
 # ------------------------------------------------------------------------------------------------ the plan
@@ -208,4 +209,4 @@ def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypa
     assert paradox.main() == 0
     assert (studied / "outcomes.png").exists()
     assert drawn == [([0.625], [pytest.approx(0.125 * 2**0.5)]), ([0.875], [pytest.approx(0.375 * 2**0.5)])]
-    assert "#### A. Stages" in capsys.readouterr().out and "report.py" in called[0] and len(called) == 2
+    assert "#### A. Stages" in capsys.readouterr().out and "study.report" in called[0] and len(called) == 2

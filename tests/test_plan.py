@@ -10,9 +10,9 @@ import pytest
 import tiny
 import torch
 
-from contract import VisualContract
 from data import Bundle
-from plan import (
+from runtime.contract import VisualContract
+from runtime.plan import (
     GIB,
     Pace,
     PlanError,
@@ -27,7 +27,7 @@ from plan import (
     training_flops,
     training_seconds,
 )
-from policy import PolicyConfig, load
+from runtime.policy import PolicyConfig, load
 
 EIGHT = PolicyConfig("Qwen/Qwen3-VL-8B-Instruct")
 

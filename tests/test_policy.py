@@ -13,10 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-import packing
 from data import Bundle
-from distributed import rank
-from policy import OptimConfig, PolicyConfig, clip_gradients, learning_rate, load, make_optimizer, optimizer_step
+from runtime import packing
+from runtime.distributed import rank
+from runtime.policy import (
+    OptimConfig,
+    PolicyConfig,
+    clip_gradients,
+    learning_rate,
+    load,
+    make_optimizer,
+    optimizer_step,
+)
 
 torch.set_num_threads(1)
 CELL = 32

@@ -11,11 +11,11 @@ import tiny_checkpoint
 import yaml
 from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted
 
-from contract import ContractError, Renderer
 from data import Task
-from engine import EngineError
-from protocols import PROTOCOLS, WORDS, Prompting, play, read_json
+from evals.protocols import PROTOCOLS, WORDS, Prompting, play, read_json
 from rollout import RolloutConfig, Stage, dump, opening, run_episode
+from runtime.contract import ContractError, Renderer
+from runtime.engine import EngineError
 
 TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))  # 60 s, 2 frames per second
 END = "<|im_end|>"
@@ -263,7 +263,7 @@ def test_a_template_that_hides_the_tools_is_refused(renderer, ask):
         def render(self, messages, tools=None, generate=False):
             return super().render(messages, None, generate)
 
-    import protocols
+    from evals import protocols
 
     stage = Stage(Model(renderer), Blind(renderer.tokenizer, CONTRACT), MemoryVideos(), RolloutConfig())
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,9 @@ import pytest
 from scripts import REPO
 
 README = (REPO / "README.md").read_text(encoding="utf-8")
-FILES = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in sorted(REPO.glob("*.py"))}
+ROOMS = (".", "runtime", "evals", "study")
+PATHS = {path.name: path for room in ROOMS for path in sorted(REPO.glob(f"{room}/*.py")) if path.name != "__init__.py"}
+FILES = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in PATHS.items()}
 
 
 def test_every_file_is_listed_with_its_length():
@@ -27,14 +29,15 @@ def test_what_it_names_is_there(name):
     """`rewards.score`: a function of that file; `protocols.yaml`: a file."""
     module, _, attribute = name.partition(".")
     if f"{module}.py" in FILES and attribute != "py":
-        assert hasattr(importlib.import_module(module), attribute) or (REPO / name).exists() or is_key(attribute)
+        dotted = ".".join(PATHS[f"{module}.py"].relative_to(REPO).with_suffix("").parts)
+        assert hasattr(importlib.import_module(dotted), attribute) or is_key(attribute)
     elif attribute in ("py", "yaml", "md", "html"):
-        assert (REPO / name).exists()
+        assert next(REPO.rglob(name), None)
 
 
 def is_key(attribute: str) -> bool:
     """`anchor.credit`, `rollout.gpus`: a key of the configs."""
-    return any(re.search(rf"^    {attribute}:", (REPO / file).read_text(encoding="utf-8"), re.M) for file in FILES)
+    return any(re.search(rf"^    {attribute}:", path.read_text(encoding="utf-8"), re.M) for path in PATHS.values())
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import yaml
 from PIL import Image
 from tiny_checkpoint import MemoryVideos, Scripted, is_subagent
 
-import report
-from contract import Renderer, VisualContract
 from data import Task
-from report import Pictures, RunData, curve, read_metrics, read_run, sections, seed_groups, table, write_page
 from rollout import RolloutConfig, dump, rollout
+from runtime.contract import Renderer, VisualContract
+from study import report
+from study.report import Pictures, RunData, curve, read_metrics, read_run, sections, seed_groups, table, write_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %d, "end_time": %d}}\n</tool_call>'

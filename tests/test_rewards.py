@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rewards
-from contract import END_OF_TURN
 from data import Task
 from rewards import (
     Anchor,
@@ -29,6 +28,7 @@ from rewards import (
     structural_mask,
     token_f1,
 )
+from runtime.contract import END_OF_TURN
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
 LOOK = f"<think>\nLet me look closer.\n</think>\n{CALL}{END_OF_TURN}"

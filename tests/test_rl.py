@@ -20,22 +20,22 @@ import yaml
 from safetensors.torch import load_file
 from scripts import REPO, finish, metrics, start
 
-import config
 import grpo
 import rl
 import sft
-from contract import END_OF_TURN, Renderer, VisualContract, load_tokenizer, patchify
 from data import Bundle, Call, Group, Task, Trajectory
 from dataset import Dataset, parse_task
-from engine import EngineError, open_engine
 from grpo import group_advantage, make_lessons, split_by_prompt, token_losses
-from plan import PlanError
-from policy import OptimConfig, PolicyConfig, Scores, clip_gradients, load, make_optimizer
 from rewards import Anchor, RewardConfig, score, stage
 from rl import RLConfig
 from rollout import RolloutConfig, rollout
 from rollout import load as load_episodes
-from video import Frames, Videos
+from runtime import config
+from runtime.contract import END_OF_TURN, Renderer, VisualContract, load_tokenizer, patchify
+from runtime.engine import EngineError, open_engine
+from runtime.plan import PlanError
+from runtime.policy import OptimConfig, PolicyConfig, Scores, clip_gradients, load, make_optimizer
+from runtime.video import Frames, Videos
 from watch import flaw_of, self_check
 
 run = partial(start, "rl.py")

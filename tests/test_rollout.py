@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, is_subagent
 
 import data
-from contract import IMAGE_PAD, ContractError
 from data import Episode, Task
-from engine import EngineError
 from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load, rollout
+from runtime.contract import IMAGE_PAD, ContractError
+from runtime.engine import EngineError
 from tools import TOOLS
 
 TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")

@@ -19,14 +19,14 @@ import yaml
 from safetensors.torch import load_file
 from scripts import REPO, finish, metrics, start
 
-import config
 import sft
-from contract import Renderer, VisualContract, load_tokenizer, patchify
 from data import Bundle, main_messages, overview
 from dataset import Rows, parse_task
-from engine import open_engine
-from plan import PlanError
-from policy import load
+from runtime import config
+from runtime.contract import Renderer, VisualContract, load_tokenizer, patchify
+from runtime.engine import open_engine
+from runtime.plan import PlanError
+from runtime.policy import load
 from sft import KINDS, SFTConfig, accumulate, target_kinds
 
 run = partial(start, "sft.py")

@@ -18,14 +18,14 @@ from test_engine import at_once, plain_logprobs, request
 from tiny_checkpoint import MemoryVideos, noise
 from transformers import Qwen3VLForConditionalGeneration
 
-import ask
-import config
 import data
 import rl
-from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Task
-from engine import EngineError, SGLang, server_command
 from rollout import RolloutConfig, SubagentConfig, rollout
+from runtime import config
+from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.engine import EngineError, SGLang, server_command
+from study import ask
 
 HERE = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("SGLANG_VENV", HERE.parent / ".venv-sglang"))

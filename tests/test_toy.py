@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import toy
 from dataset import Rows, parse_dialogue, parse_task
+from study import toy
 
 
 def flashes(count, seed=0):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import rewards
-import toy
-from contract import Renderer, load_tokenizer
 from dataset import Rows, parse_task
-from engine import open_engine
 from rollout import RolloutConfig, rollout
-from video import Videos
+from runtime.contract import Renderer, load_tokenizer
+from runtime.engine import open_engine
+from runtime.video import Videos
+from study import toy
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -23,9 +23,12 @@ REPO = Path(__file__).resolve().parent.parent
 def trained(tmp_path_factory) -> Path:
     """configs/toy_sft.yaml, exactly as the README runs it."""
     folder = tmp_path_factory.mktemp("trained")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    for command in (["toy.py", "build", "toy_data"], ["sft.py", str(REPO / "configs" / "toy_sft.yaml")]):
-        subprocess.run([sys.executable, str(REPO / command[0]), *command[1:]], cwd=folder, env=environment, check=True)
+    environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    for command in (
+        ["-m", "study.toy", "build", "toy_data"],
+        [str(REPO / "sft.py"), str(REPO / "configs" / "toy_sft.yaml")],
+    ):
+        subprocess.run([sys.executable, *command], cwd=folder, env=environment, check=True)
     return folder
 
 

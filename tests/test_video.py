@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import video
-from video import VideoError, Videos, uniform_indices, window_indices
+from runtime import video
+from runtime.video import VideoError, Videos, uniform_indices, window_indices
 
 WIDTH, HEIGHT = 96, 64
 X264, X265 = "threads=1:scenecut=0", "bframes=3:log-level=none:pools=1"
@@ -533,7 +533,8 @@ def test_close_ends_every_worker_busy_or_idle(good):
 
 
 LIFE = """
-import sys, video
+import sys
+from runtime import video
 videos = video.Videos(workers=1, timeout=1)
 videos.info(sys.argv[1]) if len(sys.argv) == 2 else videos._idle.put(videos._fit(videos._idle.get()))
 print(*[worker.process.pid for worker in videos._workers], flush=True)
@@ -546,7 +547,7 @@ print(*[worker.process.pid for worker in videos._workers], flush=True)
 )
 def test_no_worker_outlives_its_parent(good, end):
     command = [sys.executable, "-c", LIFE.format(end=end), good]
-    output = subprocess.run(command, stdout=subprocess.PIPE, cwd=Path(video.__file__).parent).stdout
+    output = subprocess.run(command, stdout=subprocess.PIPE, cwd=Path(video.__file__).parent.parent).stdout
     assert wait_until(lambda: not alive(int(output)))
 
 
@@ -555,7 +556,7 @@ def test_a_hung_orphan_ends_by_itself(good, fake_av):
     end = "import threading; threading.Thread(target=videos.info, args=(sys.argv[1],), daemon=True).start()\n"
     end += "import os, signal, time; time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"
     command = [sys.executable, "-c", LIFE.format(end=end), good, "do not ask yet"]
-    output = subprocess.run(command, stdout=subprocess.PIPE, cwd=Path(video.__file__).parent).stdout
+    output = subprocess.run(command, stdout=subprocess.PIPE, cwd=Path(video.__file__).parent.parent).stdout
     assert alive(int(output)) and wait_until(lambda: not alive(int(output)), 5)
 
 

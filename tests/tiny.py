@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from contract import patchify
 from data import Bundle
-from distributed import init_distributed
-from video import Frames
+from runtime.contract import patchify
+from runtime.distributed import init_distributed
+from runtime.video import Frames
 
 # An odd vocabulary: two ranks hold different numbers of its rows.
 VOCABULARY, IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 129, 120, 121, 122, 123

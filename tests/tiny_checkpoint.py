@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 import data
-import toy
-from contract import Renderer, VisualContract, load_tokenizer
-from engine import Sample
+from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.engine import Sample
+from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
+from study import toy
 from tools import TOOLS
-from video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
 
 # Four tokens per frame: with one, M-RoPE positions are plain ones and prove nothing.
 CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)

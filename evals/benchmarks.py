@@ -295,7 +295,7 @@ def load_split(name: str, root: str) -> list[Item]:
 def _hint(name: str, root: str) -> str:
     split, folder = SPLITS[name], shlex.quote(root)
     if not split.hub:
-        return f"`python toy.py build {folder}` makes it."
+        return f"`python -m study.toy build {folder}` makes it."
     unpack = f"; then unpack {split.archives}, anywhere below it." if split.archives else "."
     return f"`hf download {split.hub} --repo-type dataset --local-dir {folder}` fetches the dataset{unpack}"
 

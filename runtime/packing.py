@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config import ConfigError
 from data import Bundle
+from runtime.config import ConfigError
 
 # ------------------------------------------------------------------------------------------------ layout
 

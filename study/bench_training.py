@@ -1,4 +1,4 @@
-"""bench_training.py: benches of what has weights: updates, SFT, the engine, weight sync. (For `python bench.py`.)
+"""bench_training.py: benches of what has weights: updates, SFT, the engine, weight sync. (For `python -m study.bench`.)
 
 The plain side of training is transformers' own forward and backward on right-padded rows, with the same weights, the
 same frozen vision tower, the same recomputation, and logits at the targets only, as ours.
@@ -22,19 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-import toy
-from contract import Renderer, VisualContract, load_tokenizer, patchify
 from data import Bundle
 from dataset import encode_dialogue, pack, parse_dialogue
-from distributed import device, export, load_state, save_state
-from engine import run_all
 from grpo import GRPOConfig, token_losses
-from inprocess import InProcess
-from measure import CACHE, Row, peak, take_turns, toy_folder, toy_items, versus
-from plan import PUBLISHED, utilisation
-from policy import OptimConfig, Policy, PolicyConfig, load, make_optimizer, recompute
+from runtime.contract import Renderer, VisualContract, load_tokenizer, patchify
+from runtime.distributed import device, export, load_state, save_state
+from runtime.engine import run_all
+from runtime.inprocess import InProcess
+from runtime.plan import PUBLISHED, utilisation
+from runtime.policy import OptimConfig, Policy, PolicyConfig, load, make_optimizer, recompute
+from runtime.video import Frames, Videos
+from study import toy
+from study.measure import CACHE, Row, peak, take_turns, toy_folder, toy_items, versus
 from tools import TOOLS
-from video import Frames, Videos
 
 Plain = Qwen3VLForConditionalGeneration
 Parts = list[list[Bundle]]  # micro-batches

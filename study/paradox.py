@@ -1,7 +1,7 @@
 """paradox.py: the Tool Prior Paradox on the toy: trainings, evaluations, and the paper's tables with the toy's numbers.
 
-    python paradox.py demo      # one seed: cold start, plain GRPO, PARA-GRPO, evaluation, runs/demo/report.html
-    python paradox.py study     # every row over three seeds, the controls over one; the tables of results/paradox.md
+    python -m study.paradox demo      # one seed: cold start, plain GRPO, PARA-GRPO, evaluation, runs/demo/report.html
+    python -m study.paradox study     # every row over three seeds, the controls over one; the tables of results/paradox.md
 
 All rows of a seed have the same budget, and the same cold start unless their name says otherwise. Each training or
 evaluation is a process of its own, as a user would start it; those that are done are not run again, so that the study
@@ -29,8 +29,8 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from compare import PUBLISHED, Results, costs, executed, markdown, put_between_marks, read_results
-from config import git_commit
+from evals.compare import PUBLISHED, Results, costs, executed, markdown, put_between_marks, read_results
+from runtime.config import git_commit
 
 GREEDY, SAMPLED, ALONE = (4, 8, 16, 32, 64), (4, 16, 64), (4, 64)  # K of the evaluations
 LIMIT = 64  # test tasks of each
@@ -136,7 +136,7 @@ def data_of(root: Path, start: str) -> Path:
 
 def build(root: Path, start: str) -> Job:
     target = data_of(root, start)
-    return Job(f"data-{start}", ("toy.py", "build", str(target), *ROWS[start].changes))
+    return Job(f"data-{start}", ("-m", "study.toy", "build", str(target), *ROWS[start].changes))
 
 
 def cold_start(root: Path, folder: Path, start: str, seed: int) -> Job:
@@ -401,7 +401,7 @@ def draw_outcomes(seeds: Seeds, path: Path) -> None:
     """The point in two panels: accuracy and calls of sampled episodes by K, after training."""
     from matplotlib import pyplot, rc_context
 
-    from report import COLORS, STYLE
+    from study.report import COLORS, STYLE
 
     panels = {
         "accuracy": lambda name, k: seeds.accuracy(name, k, "sampled"),
@@ -448,22 +448,22 @@ def main() -> int:
     if min(args.seeds, args.jobs) < 1:
         parser.error(f"--seeds {args.seeds} --jobs {args.jobs}: at least 1 of each")
     demo = args.what == "demo"
-    os.chdir(Path(__file__).parent)
+    os.chdir(Path(__file__).parent.parent)
     root = args.root or Path("runs/demo" if demo else "runs/paradox")
     if args.what == "tables" and not (root / "done").exists():
-        parser.error(f"there is no study in {root}; `python paradox.py study --root {root}` makes one")
+        parser.error(f"there is no study in {root}; `python -m study.paradox study --root {root}` makes one")
     jobs = plan(root, [0], MAIN) if demo else plan(root, range(args.seeds), STUDY, CONTROLS)
     good = args.what == "tables" or work(jobs, args.jobs, root)
     text = tables(root, demo)
     print(f"\n{text}\n")
     shown = [path for name in DRAWN for path in sorted(root.glob(f"seed*/{name}"))]
     target, written = root / "report.html", root if demo or args.root else Path("results")
-    report = [sys.executable, "report.py", *map(str, shown), "-o", str(target), "--png", str(written)]
+    report = [sys.executable, "-m", "study.report", *map(str, shown), "-o", str(target), "--png", str(written)]
     good &= subprocess.call(report) == 0
     draw_outcomes(Seeds(root), written / "outcomes.png")
     if not demo:
         seeds = len(list(root.glob("seed*")))
-        write_results(written / "paradox.md", text, f"python paradox.py study --seeds {seeds}", root)
+        write_results(written / "paradox.md", text, f"python -m study.paradox study --seeds {seeds}", root)
     return 0 if good else 1
 
 

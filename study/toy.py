@@ -1,6 +1,6 @@
 """toy.py: the embedded default: a tiny Qwen3-VL, real mp4s, and parquets in the published schemas. CPU, under a minute.
 
-    python toy.py build DIR [--seed 0] [--p-loose 0.6] [--p-tool 0.75] [--one-by-one]
+    python -m study.toy build DIR [--seed 0] [--p-loose 0.6] [--p-tool 0.75] [--one-by-one]
 
     DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
     DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one coloured flash
@@ -33,9 +33,9 @@ from pathlib import Path
 import numpy as np
 
 import data
-from contract import VisualContract
+from runtime.contract import VisualContract
+from runtime.video import uniform_indices, window_indices
 from tools import TOOLS
-from video import uniform_indices, window_indices
 
 COLORS = {
     "red": (255, 25, 25),

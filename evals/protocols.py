@@ -31,14 +31,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from config import read_tree
-from contract import ContractError, Live, Renderer, clock
 from data import Call, Episode, Task, Trajectory
-from engine import EngineError
 from rewards import ANSWER, final_answer, parse_span, turn_texts
 from rollout import Stage, Stopped, append, derive, open_trajectory, opening, run_episode, sample_turn
+from runtime.config import read_tree
+from runtime.contract import ContractError, Live, Renderer, clock
+from runtime.engine import EngineError
+from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
 from tools import ToolError, parse_calls, read_number, read_time, use
-from video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
 
 # ------------------------------------------------------------------------------------------------ what is asked for
 

@@ -1,8 +1,8 @@
 """bench.py: every claim of speed as the ratio of two sides that do the same work, measured in one run.
 
-    python bench.py                            # everything (under 25 minutes on two cores); on a GPU where there is one
-    python bench.py update decode --write      # some of it, into results/bench.md
-    python bench.py plan configs/paragrpo_8b.yaml pace.mfu=0.25    # computed: seconds per step by split of 8 GPUs
+    python -m study.bench                            # everything (under 25 minutes on two cores); on a GPU where there is one
+    python -m study.bench update decode --write      # some of it, into results/bench.md
+    python -m study.bench plan configs/paragrpo_8b.yaml pace.mfu=0.25    # computed: seconds per step by split of 8 GPUs
 
     with weights (bench_training.py)   update, update_8b, sft, engine, sync
     around them (here)                 dispatch, overhead, decode, startup
@@ -34,24 +34,24 @@ from statistics import fmean, median
 import av
 import numpy as np
 
-import config
-import toy
-from compare import markdown, put_between_marks
-from contract import Renderer, VisualContract, load_tokenizer
 from data import Episode
 from dataset import parse_task
-from engine import Engine, Sample, open_engine
-from measure import CACHE, Row, take_turns, toy_folder, toy_items, versus
+from evals.compare import markdown, put_between_marks
 from rollout import RolloutConfig, SubagentConfig, rollout
-from video import Videos, uniform_indices, window_indices
+from runtime import config
+from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.engine import Engine, Sample, open_engine
+from runtime.video import Videos, uniform_indices, window_indices
+from study import toy
+from study.measure import CACHE, Row, take_turns, toy_folder, toy_items, versus
 
-REPO = Path(__file__).resolve().parent
+REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "results" / "bench.md"
 
 
 def benches() -> dict[str, Callable[..., Iterator[Row]]]:
     """By name, in the order of a run. Imported here: torch takes seconds, and `--help` has none to spend."""
-    from bench_training import engine, sft, sync, update, update_8b
+    from study.bench_training import engine, sft, sync, update, update_8b
 
     run = (update, update_8b, sft, dispatch, overhead, decode, engine, sync, startup)
     return {bench.__name__: bench for bench in run}
@@ -254,8 +254,8 @@ def startup(repeats: int = 3, scripts: str = "*.py") -> Iterator[Row]:
 
 def plan(gpus: int, path: str, overrides: Sequence[str]) -> str:
     """Computed, not measured: the splits of a node. Overrides of the config's keys, and pace.* of what is assumed."""
-    from plan import AIM, RELEASED, UNCOUNTED, Pace, best_split, plan_splits
     from rl import RLConfig
+    from runtime.plan import AIM, RELEASED, UNCOUNTED, Pace, best_split, plan_splits
 
     assumed = dict(o.removeprefix("pace.").partition("=")[::2] for o in overrides if o.startswith("pace."))
     pace = config.build(Pace, assumed, "pace.")
@@ -286,7 +286,7 @@ def sections(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """(title, text) of what was asked for."""
     import torch
 
-    from plan import PlanError
+    from runtime.plan import PlanError
 
     if args.names[:1] == ["plan"]:
         path, *overrides = args.names[1:] or ["CONFIG"]

@@ -38,12 +38,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from config import ConfigError
-from contract import patchify
 from data import Bundle
-from distributed import checkpoint_dir, device
-from packing import KeyLayout, group_packed_attention, pack_bundles, pick_kernel
-from video import Frames
+from runtime.config import ConfigError
+from runtime.contract import patchify
+from runtime.distributed import checkpoint_dir, device
+from runtime.packing import KeyLayout, group_packed_attention, pack_bundles, pick_kernel
+from runtime.video import Frames
 
 # Keep the inputs, compute the rest again in the backward pass; nothing here draws random numbers.
 recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import toy
 from dataset import DataConfig, Dataset, Source
+from study import toy
 
-CACHE = Path(__file__).resolve().parent / "runs" / "bench"  # of what is made once
+CACHE = Path(__file__).resolve().parent.parent / "runs" / "bench"  # of what is made once
 
 
 @dataclass(frozen=True)

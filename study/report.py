@@ -1,8 +1,8 @@
 """report.py: what runs did, as one HTML file: curves, a table, and the kept episodes token by token.
 
-    python report.py RUN... [-o FILE] [--episodes 200]        # no server, no network: the file holds everything
-    python report.py RUN... --png pictures                    # and pictures/curves.png, for a README
-    python report.py episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of rollout.py's --trace
+    python -m study.report RUN... [-o FILE] [--episodes 200]        # no server, no network: the file holds everything
+    python -m study.report RUN... --png pictures                    # and pictures/curves.png, for a README
+    python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of rollout.py's --trace
     write_page(path, [run, ...]); episode_page(path, episodes, renderer)    # from Python
 
 Runs that differ in their seed alone are one line: their mean, with a band of one standard deviation. The viewer shows who
@@ -33,13 +33,13 @@ from typing import Any
 
 import numpy as np
 
-from config import ConfigError, build, read_tree
-from contract import ContractError, Renderer, VisualContract, load_tokenizer
 from data import Call, Episode, Task, Trajectory
 from rewards import final_answer, structural_mask, turn_texts
 from rollout import episode_of
+from runtime.config import ConfigError, build, read_tree
+from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.video import Frames, VideoError, Videos, uniform_indices
 from tools import ToolError, choose_video
-from video import Frames, VideoError, Videos, uniform_indices
 
 TEMPLATE = Path(__file__).with_name("report.html")
 LAST = 10  # steps that the table averages

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from video import Frames
+from runtime.video import Frames
 
 TEMPORAL_PATCH = 2  # an image is one temporal slot: the frame stands in it twice
 VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"

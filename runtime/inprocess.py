@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AttentionInterface, DynamicCache, Qwen3VLForConditionalGeneration
 
-from contract import Renderer, patchify
-from engine import EngineError, Sample
-from packing import rope_positions
-from video import Frames
+from runtime.contract import Renderer, patchify
+from runtime.engine import EngineError, Sample
+from runtime.packing import rope_positions
+from runtime.video import Frames
 
 
 @dataclass

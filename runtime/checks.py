@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from config import ConfigError, load
+from runtime.config import ConfigError, load
 
 # What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps.
 MAY_CHANGE = re.compile(
@@ -95,7 +95,7 @@ def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], serve
 
 def find_tokenizer(name: str | Path) -> Path:
     """The folder of a checkpoint whose weights are not needed; from the hub, only its small files come."""
-    from distributed import checkpoint_dir  # torch
+    from runtime.distributed import checkpoint_dir  # torch
 
     return find_checkpoint(name, lambda name: checkpoint_dir(name, only=("*.json", "*.jinja", "*.txt")), served=True)
 

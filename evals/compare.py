@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 import yaml
 
-from benchmarks import figures
+from evals.benchmarks import figures
 
 FILES = "*-K*-*.jsonl"  # of results, as eval.py names them
-PUBLISHED = Path(__file__).parent / "configs" / "eval" / "published.yaml"
+PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 ARMS = (("parallel", "none"), ("parallel", "sequential"), ("sequential", "none"))  # that are compared item by item
 DRAWS = 1000
 

@@ -40,8 +40,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from contract import ContractError, Renderer
-from video import Frames
+from runtime.contract import ContractError, Renderer
+from runtime.video import Frames
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def open_engine(
         return SGLang(checkpoint, renderer, gpus=gpus, urls=urls, server_args=server_args)
     import torch  # which a client of servers does not need
 
-    from inprocess import InProcess
+    from runtime.inprocess import InProcess
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=max_batch_tokens)

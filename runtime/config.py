@@ -218,7 +218,7 @@ class Metrics:
 
 def git_commit() -> str:
     """The commit that is checked out here, with `+` when files (but results) differ from it; "unknown" outside a checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
+    git = ["git", "-C", str(Path(__file__).parent.parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         changes = [*git, "status", "--porcelain", "-uno", "--", ".", ":!results"]

@@ -34,7 +34,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from contract import VisualContract
+from runtime.contract import VisualContract
 
 # ------------------------------------------------------------------------------------------------ ranks
 

@@ -27,15 +27,15 @@ from pathlib import Path
 import numpy as np
 
 import data
-import report
-from checks import check_urls, find_checkpoint, find_tokenizer
-from config import ConfigError
-from contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer, patchify
 from data import Bundle, Call, Episode, Task, Trajectory
-from engine import Engine, EngineError, Sample, open_engine
 from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, opening, run_episode
+from runtime.checks import check_urls, find_checkpoint, find_tokenizer
+from runtime.config import ConfigError
+from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer, patchify
+from runtime.engine import Engine, EngineError, Sample, open_engine
+from runtime.video import Frames, VideoError, Videos
+from study import report
 from tools import TOOLS
-from video import Frames, VideoError, Videos
 
 WIDTH = 40  # characters of the timeline
 
@@ -85,7 +85,7 @@ def _parser(doctor: bool) -> argparse.ArgumentParser:
 
 def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **more) -> Stage:
     """Everything an agent needs, from the checkpoint's own contract."""
-    from distributed import checkpoint_dir  # torch
+    from runtime.distributed import checkpoint_dir  # torch
 
     source = find_tokenizer(args.model) if args.url else find_checkpoint(args.model, checkpoint_dir)
     check_urls(args.url, patience=0.0)
@@ -212,7 +212,7 @@ def run_doctor(args: argparse.Namespace, videos: Videos) -> int:
 
 def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Namespace) -> list[tuple[str, bool, str]]:
     """(what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
-    from policy import PolicyConfig, load
+    from runtime.policy import PolicyConfig, load
 
     renderer, main, agents = stage.renderer, episode.main, episode.trajectories
     rows = []
@@ -272,7 +272,7 @@ def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
 def _position_error(model, agent: Trajectory, renderer: Renderer) -> int:
     import torch
 
-    from packing import rope_positions
+    from runtime.packing import rope_positions
 
     merge = renderer.contract.merge
     _, grid = patchify(agent.frames, renderer.contract.patch, merge)

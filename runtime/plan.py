@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, Qwen3VLConfig
 
-from policy import PolicyConfig, empty
+from runtime.policy import PolicyConfig, empty
 
 GIB = 1 << 30
 

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-import config
-from checks import find_tokenizer
-from contract import Renderer, VisualContract, load_tokenizer
 from data import Task
 from dataset import Clip, DataConfig, Dialogue, RowError, Rows, encode_dialogue, parse_dialogue, parse_task
-from video import Frames, VideoError, Videos
+from runtime import config
+from runtime.checks import find_tokenizer
+from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.video import Frames, VideoError, Videos
 
 MEDIA_KEYS = ("video", "video_url", "image", "image_url", "url")
 CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
