@@ -27,16 +27,16 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 import data
-from dataset import DataError
 from evals import compare
 from evals.benchmarks import SPLITS, UNGRADED, Item, ask_with_subtitles, grade, load_split
 from evals.protocols import Prompting, look_over, play
 from rewards import JudgeError, RewardConfig, final_answer, score, turn_texts
-from rollout import RolloutConfig, Stage, derive
+from rollout import RolloutConfig, Stage, derive, open_engine, run_all
 from runtime import config
 from runtime.checks import check_run, check_servers, differences, find_checkpoint
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
-from runtime.engine import EngineError, open_engine, run_all
+from runtime.dataset import DataError
+from runtime.engine import EngineError
 from runtime.video import VideoError, Videos
 
 
@@ -319,7 +319,7 @@ def dry_run(cfg: EvalConfig) -> int:
 def servers_fit(cfg: EvalConfig) -> bool:
     """Whether the servers fit into their GPUs; of a model whose shapes are unknown, that is believed."""
     from runtime.plan import PlanError, plan_engine
-    from runtime.policy import PolicyConfig
+    from runtime.settings import PolicyConfig
 
     rows, visual = cfg.rollout.concurrency, cfg.visual or VisualContract()
     frame = visual.frame_pixels // visual.cell**2 + 16  # its tokens, and its stamp's

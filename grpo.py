@@ -1,6 +1,6 @@
 """grpo.py: rewards -> advantages -> loss. Tensors and lists in, tensors out; ranks only where a mean is over all of them.
 
-    lessons = make_lessons(groups, renderer, cfg)             # advantages of this rank's episodes, as bundles
+    lessons = make_lessons(groups, renderer, cfg, anchor)             # advantages of this rank's episodes, as bundles
     for part in micro_batches(lessons, cfg.train_tokens):     # as many on every rank
         loss, watched = lessons_loss(policy(bundles(part), tau), part, prox, reference, cfg)
 
@@ -18,59 +18,18 @@ Deliberately missing: a value model, rewards on parts of an episode.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data import Bundle, Episode, Group, Trajectory
-from dataset import pack
-from rewards import RewardConfig, structural_mask
-from rollout import RolloutConfig
-from runtime.contract import Renderer
+from data import Episode, Group, Trajectory
+from rewards import Anchor, structural_mask
+from runtime.contract import Bundle, Renderer
 from runtime.distributed import gather, sum_over_ranks
+from runtime.packing import best_fit
 from runtime.policy import Scores
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
-    """What an update does with a batch of episodes."""
-
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
-    group_size: int = 8
-    """G: episodes per task."""
-    kl: float = 0.01
-    """beta; 0 loads no reference."""
-    clip: float = 0.2
-    clip_high: float | None = None
-    """eps_high; null: the same as clip."""
-    std_floor: float = 1e-3
-    """A group whose rewards vary less is flat. Fractional rewards leave a residue of rounding."""
-    normalise: Literal["group", "mean", "batch"] = "group"
-    """group: mean and std of the group; mean: its mean alone; batch: group, then divided by the std over all episodes of
-    the batch (their mean is 0), so that few lively groups among flat ones weigh more."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """token: mean over all tokens; sequence: mean over agents of their tokens' mean. Tokens of flat groups count, so a
-    batch with few lively groups moves the policy little."""
-    behaviour_cap: float = 5.0
-    """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
-    gap_limit: float = 0.5
-    """The first batch stops the run if log pi of trainer and engine differ more than this on average."""
-    train_tokens: int = 16_384
-    """Tokens of a micro-batch. A group over it is split, and its prompt repeated; a single episode may exceed it."""
-
-    def __post_init__(self):
-        if self.group_size < 2:
-            raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
-        positive = ("clip", "clip_high", "std_floor", "behaviour_cap", "train_tokens")
-        values = {name: getattr(self, name) for name in positive}
-        if small := [f"{name} = {x}" for name, x in values.items() if x is not None and x <= 0]:
-            raise ValueError(f"{', '.join(small)}: must be greater than 0")
-        if self.kl < 0:
-            raise ValueError(f"kl = {self.kl}: must not be negative; 0 loads no reference")
-
+from runtime.settings import GRPOConfig
 
 # ------------------------------------------------------------------------------------------------ advantages
 
@@ -95,33 +54,39 @@ class Lesson:
     pull: np.ndarray  # float32 [N]: share in the objective of credit `logp`
 
 
-def make_lessons(groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig) -> list[Lesson]:
+def make_lessons(
+    groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
+) -> list[Lesson]:
     """Advantages of this rank's groups, and their bundles. Normalisers are those of all ranks.
 
     A group is left out if nothing in it can be learned: R and R_anchor are flat, and no KL pulls."""
     ran = [[e for e in group.episodes if not e.error] for group in groups]
-    give_advantages(ran, cfg)
-    agents = [agent for es in ran for e in es for agent in learned(e, cfg)]
+    give_advantages(ran, cfg, anchor)
+    agents = [agent for es in ran for e in es for agent in learned(e, subagents)]
     mine = {"tokens": sum(sum(agent.mask) for agent in agents), "agents": len(agents)}
     mine["tidy"] = sum(e.reward["strict"] for es in ran for e in es)
     total = sum_over_ranks({name: float(value) for name, value in mine.items()})
 
     lessons = []
     for es in ran:
-        if cfg.kl or any(e.advantage or e.anchor_advantage or cfg.reward.anchor.credit == "logp" for e in es):
-            rows = [(agent, per_token(agent, e, total, renderer, cfg)) for e in es for agent in learned(e, cfg)]
+        if cfg.kl or any(e.advantage or e.anchor_advantage or anchor.credit == "logp" for e in es):
+            rows = [
+                (agent, per_token(agent, e, total, renderer, cfg, anchor))
+                for e in es
+                for agent in learned(e, subagents)
+            ]
             lessons += [make_lesson(part) for part in split_by_prompt(rows, cfg.train_tokens)]
     return lessons
 
 
-def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig) -> None:
+def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor: Anchor) -> None:
     """A_i and, under credit `struct`, A_anchor_i: written into the episodes, where reports find them."""
     for episodes in groups:
         own = group_advantage([e.reward["reward"] for e in episodes], cfg.std_floor, cfg.normalise != "mean")
-        anchor = group_advantage([e.reward["anchor"] for e in episodes], cfg.std_floor)
-        for episode, a, a_anchor in zip(episodes, own, anchor):
+        of_anchor = group_advantage([e.reward["anchor"] for e in episodes], cfg.std_floor)
+        for episode, a, a_anchor in zip(episodes, own, of_anchor):
             episode.advantage = float(a)
-            episode.anchor_advantage = float(a_anchor) if cfg.reward.anchor.credit == "struct" else 0.0
+            episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
     if cfg.normalise == "batch":
         mine = [episode.advantage for episodes in groups for episode in episodes]
         spread = np.std([a for rank in gather(mine) for a in rank] or [0.0])
@@ -130,10 +95,10 @@ def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig) -> Non
 
 
 def per_token(
-    agent: Trajectory, episode: Episode, total: dict, renderer: Renderer, cfg: GRPOConfig
+    agent: Trajectory, episode: Episode, total: dict, renderer: Renderer, cfg: GRPOConfig, anchor: Anchor
 ) -> list[np.ndarray]:
     """Of one trajectory, what a Lesson holds of its N sampled tokens: advantage, behaviour, weight, pull."""
-    sampled, anchor = np.array(agent.mask, bool), cfg.reward.anchor
+    sampled = np.array(agent.mask, bool)
     n = sampled.sum()
     is_struct = np.zeros(n)
     if agent is episode.main:
@@ -146,8 +111,8 @@ def per_token(
     return [advantage, np.array(agent.logprobs)[sampled], np.full(n, 1 / share), pull]
 
 
-def learned(episode: Episode, cfg: GRPOConfig) -> list[Trajectory]:
-    return episode.trajectories if cfg.rollout.subagents.train else [episode.main]
+def learned(episode: Episode, subagents: bool) -> list[Trajectory]:
+    return episode.trajectories if subagents else [episode.main]
 
 
 def split_by_prompt(rows: list, budget: int) -> list[list]:
@@ -227,5 +192,5 @@ def bundles(lessons: list[Lesson]) -> list[Bundle]:
 def micro_batches(lessons: list[Lesson], budget: int) -> list[list[Lesson]]:
     """Lessons that share a forward pass. Every rank gets as many as the one with the most: the rest are empty, since all
     ranks run the same collectives."""
-    mine = [[lessons[i] for i in members] for members in pack([len(lesson.bundle) for lesson in lessons], budget)]
+    mine = [[lessons[i] for i in members] for members in best_fit([len(lesson.bundle) for lesson in lessons], budget)]
     return mine + [[] for _ in range(max(gather(len(mine))) - len(mine))]

@@ -22,11 +22,13 @@ if __name__ == "__main__":
     config.answer_help(__doc__)  # before torch and transformers, which take seconds to import
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no two micro-batches have the same length
 
+import itertools
 import math
 import shutil
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,13 +37,13 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data import Group, draw_frames
-from dataset import DataConfig, DataError, Dataset, check_rows, parse_task
-from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
-from rewards import give_rewards
-from rollout import RolloutConfig, keep_episodes, rollout
+from data import CALL_ERRORS, Group, Task, draw_frames, parse_task
+from grpo import Lesson, bundles, lessons_loss, make_lessons, micro_batches
+from rewards import RewardConfig, give_rewards
+from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime.checks import check_run, check_servers, find_checkpoint
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.dataset import DataConfig, DataError, Dataset, check_rows
 from runtime.distributed import (
     barrier,
     checkpoint_dir,
@@ -50,17 +52,20 @@ from runtime.distributed import (
     gather,
     init_distributed,
     load_state,
+    mean_over_ranks,
     peak_memory,
     print0,
     rank,
     save_state,
     sum_over_ranks,
+    world_size,
 )
-from runtime.engine import Engine, EngineError, open_engine
-from runtime.plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_updates
-from runtime.policy import OptimConfig, Policy, PolicyConfig, load, make_optimizer, optimizer_step
+from runtime.doctor import self_check
+from runtime.engine import Engine, EngineError
+from runtime.plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_updates, utilisation
+from runtime.policy import Policy, load, make_optimizer, optimizer_step
+from runtime.settings import GRPOConfig, OptimConfig, PolicyConfig
 from runtime.video import Videos
-from watch import Clock, describe, evaluate, self_check, speed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,8 @@ class RLConfig(GRPOConfig):
     """Where the policy starts; the reference of the KL is the same checkpoint."""
     data: DataConfig
     visual: VisualContract = VisualContract()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
     optim: OptimConfig = OptimConfig()
     gating: tuple[int, ...] = (4, 8, 16, 32, 64)
     """nFrames gating: K is drawn from these, once per task and epoch. [] switches it off: visual.overview_frames."""
@@ -175,11 +182,11 @@ def main(cfg: RLConfig) -> None:
             clock.lap("rollout")
 
             lost = give_rewards(groups, renderer, cfg.reward)
-            lessons = make_lessons(groups, renderer, cfg)
+            lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
             clock.lap("reward")
 
             if step == done:
-                self_check(policy, groups, cfg)
+                self_check(policy, groups, cfg.rollout.temperature, cfg.gap_limit)
             measured, bad = update(policy, reference, optimizer, lessons, cfg, step)
             clock.lap("train")
 
@@ -335,6 +342,91 @@ def update(
     means = {"gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
     norm, lr = float(np.mean(norms or [0.0])), optimizer.param_groups[0]["lr"]
     return means | {"loss": loss, "learned_tokens": tokens, "grad_norm": norm, "lr": lr}, not math.isfinite(norm)
+
+
+# ------------------------------------------------------------------------------------------------ what happened
+
+
+class Clock:
+    """Seconds per phase, on this rank."""
+
+    def __init__(self):
+        self.seconds, self._last = {"seconds": 0.0}, time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        for name in (f"{phase}_seconds", "seconds"):
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
+    """Means over the episodes of all ranks that ran; kappa is executed calls per episode, fmt the paper's f. `ks`: the K
+    that may be drawn."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    seen: dict[str, list[float]] = {"failed_rate": [float(bool(episode.error)) for episode in episodes]}
+
+    def note(name: str, value: float) -> None:
+        seen.setdefault(name, []).append(float(value))
+
+    for episode in episodes:
+        if episode.error:
+            continue
+        for name, value in episode.reward.items():
+            note(name, value)
+        note("kappa", episode.executed)
+        note(f"kappa/K={episode.k}", episode.executed)
+        note(f"acc/K={episode.k}/{'called' if episode.executed else 'skipped'}", episode.reward["acc"])
+        note("truncated_rate", episode.main.finish == "length")
+        note("turns", len(episode.main.turns))
+        note("sampled_tokens", sum(episode.main.mask))
+        for call in episode.calls:
+            for kind in CALL_ERRORS:
+                note(f"call_errors/{kind}", call.error == kind)
+        if versions := [version for version in episode.main.versions if version >= 0]:
+            note("staleness", step - sum(versions) / len(versions))
+    for group in groups:
+        for k in ks:
+            note(f"share/K={k}", group.k == k)
+        note("flat_groups", not any(episode.advantage for episode in group.episodes))
+    return mean_over_ranks(seen)
+
+
+def speed(
+    groups: Sequence[Group], lessons: Sequence[Lesson], policy: PolicyConfig, clock: Clock, sampling: float
+) -> dict[str, float]:
+    """Tokens per second of all ranks together; `sampling_seconds` may lie within the training of the last step."""
+    every = [agent for group in groups for e in group.episodes for agent in e.trajectories]
+    mine = {"sampled": sum(sum(agent.mask) for agent in every), "packed": sum(len(x.bundle) for x in lessons)}
+    total = sum_over_ranks({name: float(value) for name, value in mine.items()})
+    seconds = max(gather(clock.seconds["train_seconds"]))
+    found = {"sampling_seconds": max(gather(sampling))}
+    found["sampled_tokens_per_second"] = total["sampled"] / found["sampling_seconds"]
+    found["trained_tokens_per_second"] = total["packed"] / seconds
+    return found | utilisation(policy, int(total["packed"]), seconds, world_size())
+
+
+def evaluate(
+    tasks: Sequence[Task], frames: Sequence[int], engine: Engine, renderer: Renderer, videos: Videos, cfg: RLConfig
+) -> dict[str, float]:
+    """Greedy accuracy on held-out tasks at each K of `frames`: as the policy likes, and without tools."""
+    seen: dict[str, list[float]] = {}
+    for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
+        agent = replace(cfg.rollout, temperature=0.0, dispatch=dispatch)
+        asked, ks = zip(*itertools.product(tasks, frames)) if tasks else ((), ())
+        groups = rollout(asked, ks, 1, engine=engine, renderer=renderer, videos=videos, cfg=agent, progress=False)
+        give_rewards(groups, renderer, cfg.reward)
+        for episode in [episode for group in groups for episode in group.episodes]:
+            seen.setdefault(f"{name}/failed_rate", []).append(float(bool(episode.error)))
+            if not episode.error:
+                values = episode.reward | {"kappa": episode.executed}
+                for part in ("acc", "strict", *(["kappa"] if dispatch != "none" else [])):
+                    for key in (f"{name}/{part}", f"{name}/{part}/K={episode.k}"):
+                        seen.setdefault(key, []).append(values[part])
+    return mean_over_ranks(seen)
+
+
+# ------------------------------------------------------------------------------------------------ before it starts
 
 
 def check_memory(cfg: RLConfig) -> None:

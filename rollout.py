@@ -21,14 +21,22 @@ context). Whatever goes wrong in a call becomes a text that the model reads and 
 Deliberately missing: rewards, and what to do with an episode. An episode whose video or engine failed has `error` set.
 """
 
+import sys
+
+if (
+    __name__ == "__main__"
+):  # the commands, before this file's own imports: what is loaded as a script is not loaded again
+    from study.ask import main
+
+    sys.exit(main())
+
 import dataclasses
 import hashlib
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -38,7 +46,8 @@ from tqdm import tqdm
 import data
 from data import Call, Episode, Group, Task, Trajectory
 from runtime.contract import ContractError, Rendered, Renderer, VisualContract
-from runtime.engine import Engine, EngineError, Sample, run_all, together
+from runtime.engine import Engine, EngineError, Sample
+from runtime.servers import SGLang
 from runtime.video import VideoError, Videos
 from tools import TOOLS, Look, ToolError, parse_calls, use
 
@@ -361,6 +370,89 @@ def rollout(
     return groups
 
 
+# ------------------------------------------------------------------------------------------------ engine and threads
+
+
+def open_engine(
+    checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
+    server_args: Sequence[str] = (), max_batch_tokens: int = 131_072,
+) -> Engine:  # fmt: skip
+    """The engine that a config describes: neither GPUs nor URLs mean this process, and its GPU if it has one."""
+    if gpus or urls:
+        return SGLang(checkpoint, renderer, gpus=gpus, urls=urls, server_args=server_args)
+    import torch  # which a client of servers does not need
+
+    from runtime.inprocess import InProcess
+
+    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
+    return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=max_batch_tokens)
+
+
+def together(engine: Engine, jobs: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
+    """Run jobs at the same time -> their results in order, None for one that is given up.
+
+    The engine is told who is about to ask it for something: while this thread waits, the jobs in its place."""
+    if not jobs:
+        return []
+    lock, waiting, left = threading.Lock(), True, len(jobs)
+
+    def run(job):
+        nonlocal left
+        try:
+            return job()
+        finally:
+            with lock:
+                left -= 1
+                if waiting and left:  # the last one hands its place back to us
+                    engine.expect(-1)
+
+    engine.expect(len(jobs) - 1)
+    pool = ThreadPoolExecutor(len(jobs), "call")  # of our own: in a shared pool, calls would wait for strangers' calls
+    futures = [pool.submit(run, job) for job in jobs]
+    wait(futures, timeout)
+    with lock:
+        waiting = False
+        if left:
+            engine.expect(1 - left)
+        finished = [future.done() for future in futures]
+    pool.shutdown(wait=False)
+    return [future.result() if done else None for future, done in zip(futures, finished)]
+
+
+def run_all(
+    engine: Engine, jobs: Sequence[Callable[[], Any]], at_once: int, on_done: Callable[[int, Any], None]
+) -> None:
+    """Run jobs, `at_once` at a time -> on_done(index, result) as each ends, in this thread.
+
+    The engine is told how many threads may ask it for something: a job that ends leaves its place to the next."""
+    workers = min(at_once, len(jobs))
+    lock, unstarted = threading.Lock(), len(jobs) - workers
+
+    def run(job):
+        nonlocal unstarted
+        try:
+            return job()
+        finally:
+            with lock:
+                if unstarted:
+                    unstarted -= 1
+                else:
+                    engine.expect(-1)
+
+    engine.expect(workers)
+    pool = ThreadPoolExecutor(max(1, workers), "episode")
+    try:
+        running = {pool.submit(run, job): i for i, job in enumerate(jobs)}
+        for future in as_completed(running):
+            on_done(running[future], future.result())
+    except BaseException:  # Ctrl-C, or a bug: no further job begins
+        with lock:
+            unstarted = 0
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 # ------------------------------------------------------------------------------------------------ on disk
 
 
@@ -420,9 +512,3 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
             call.agent = agent(seen, shown)
         calls.append(call)
     return Episode(**record | {"task": task, "main": agent(record["main"], clips), "calls": calls})
-
-
-if __name__ == "__main__":
-    from study import ask  # the commands of the docstring
-
-    sys.exit(ask.main())

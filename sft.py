@@ -37,21 +37,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data import Bundle
-from dataset import (
-    DataConfig,
-    DataError,
-    Dataset,
-    Dialogue,
-    RowError,
-    check_rows,
-    encode_dialogue,
-    pack,
-    parse_dialogue,
-)
+from data import Dialogue, encode_dialogue, parse_dialogue
 from rewards import TAG
 from runtime.checks import check_run, find_checkpoint
-from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.contract import END_OF_TURN, Bundle, ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.dataset import DataConfig, DataError, Dataset, RowError, check_rows
 from runtime.distributed import (
     checkpoint_dir,
     export,
@@ -63,8 +53,10 @@ from runtime.distributed import (
     save_state,
     sum_over_ranks,
 )
+from runtime.packing import best_fit
 from runtime.plan import PlanError, plan_disk, plan_training, training_seconds, utilisation
-from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
+from runtime.policy import load, make_optimizer, optimizer_step
+from runtime.settings import OptimConfig, PolicyConfig
 from runtime.video import VideoError, Videos
 from tools import TOOLS
 
@@ -256,7 +248,7 @@ class Batches:
             else:
                 encoded.append((dialogue.id, bundle, target_kinds(bundle, self.renderer)))
         weight_of = np.array([self.cfg.kind_weights.get(kind, 1.0) for kind in KINDS], np.float32)
-        bins = pack([len(bundle) for _, bundle, _ in encoded], self.cfg.pack_tokens)
+        bins = best_fit([len(bundle) for _, bundle, _ in encoded], self.cfg.pack_tokens)
         members = [[encoded[i] for i in bin] for bin in bins]
         return Batch(
             micro=[[bundle for _, bundle, _ in bin] for bin in members],

@@ -26,9 +26,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data import Task
-from dataset import DataError, RowError, Rows, parse_task
-from rewards import RewardConfig, accuracy, parse_letter, parse_span, seconds_of
+from data import Task, parse_task
+from rewards import RewardConfig, accuracy
+from runtime.answers import parse_letter, parse_span, seconds_of
+from runtime.dataset import DataError, RowError, Rows
 
 LETTERS = tuple("ABCDEFGHIJ")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")

@@ -32,8 +32,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from data import Call, Episode, Task, Trajectory
-from rewards import ANSWER, final_answer, parse_span, turn_texts
+from rewards import ANSWER, final_answer, turn_texts
 from rollout import Stage, Stopped, append, derive, open_trajectory, opening, run_episode, sample_turn
+from runtime.answers import parse_span
 from runtime.config import read_tree
 from runtime.contract import ContractError, Live, Renderer, clock
 from runtime.engine import EngineError

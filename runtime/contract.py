@@ -192,6 +192,20 @@ class Rendered:
     frames: list[Frames]  # in the order of their pads
 
 
+@dataclass
+class Bundle:
+    """One prompt and the suffixes that continue it; a lone conversation is one suffix of an empty prompt."""
+
+    prompt: list[int]
+    suffixes: list[list[int]]
+    masks: list[list[int]]  # per suffix: 1 on the tokens whose log-probs are wanted
+    frames: list[Frames]  # of the prompt, then of each suffix, in the order of their pads
+    weight: float = 1.0  # of its target tokens in the loss
+
+    def __len__(self) -> int:
+        return len(self.prompt) + sum(map(len, self.suffixes))
+
+
 # Private-use characters mark places in the rendered text. They are removed from text that comes from outside, and so
 # are lone surrogates (half an emoji in somebody's JSON), which no tokenizer takes.
 _BEGIN, _END = "\U000f0000", "\U000f0001"  # of what the assistant says

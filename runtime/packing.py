@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data import Bundle
 from runtime.config import ConfigError
+from runtime.contract import Bundle
 
 # ------------------------------------------------------------------------------------------------ layout
 
@@ -201,3 +201,22 @@ def pick_kernel(wanted: str, where: torch.device, dtype: torch.dtype) -> str:
             f"this is {where.type} in {dtype}; use `auto`"
         )
     return wanted
+
+
+# ------------------------------------------------------------------------------------------------ micro-batches
+
+
+def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Best-fit decreasing: indices of rows that share a micro-batch of at most `limit` tokens; a row is never split, and
+    one that is longer stands alone."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        best = min((b for b in range(len(bins)) if room[b] >= lengths[i]), key=lambda b: room[b], default=None)
+        if best is None:
+            best = len(bins)
+            bins.append([])
+            room.append(limit)
+        bins[best].append(i)
+        room[best] -= lengths[i]
+    return bins

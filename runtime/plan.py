@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, Qwen3VLConfig
 
-from runtime.policy import PolicyConfig, empty
+from runtime.policy import empty
+from runtime.settings import PolicyConfig
 
 GIB = 1 << 30
 

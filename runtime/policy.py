@@ -23,9 +23,8 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,40 +37,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from data import Bundle
 from runtime.config import ConfigError
-from runtime.contract import patchify
+from runtime.contract import Bundle, patchify
 from runtime.distributed import checkpoint_dir, device
 from runtime.packing import KeyLayout, group_packed_attention, pack_bundles, pick_kernel
+from runtime.settings import OptimConfig, PolicyConfig
 from runtime.video import Frames
 
 # Keep the inputs, compute the rest again in the backward pass; nothing here draws random numbers.
 recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
-@dataclass(frozen=True)
-class PolicyConfig:
-    """Which model, and how it is held and run."""
-
-    checkpoint: str
-    """A Hugging Face folder of a dense Qwen3-VL, or its name on the hub."""
-    family: str = ""
-    """What --dry-run plans with as long as `checkpoint` is not there: another folder, or a published name."""
-    freeze: tuple[Literal["vision"], ...] = ("vision",)
-    """`[vision]` keeps the vision tower as it is: whole on every rank, run without gradient. `[]` trains everything."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of computation; master weights and gradient sums are fp32 in any case. auto: bf16 on a GPU, fp32 on a CPU."""
-    attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Kernel of the text model. flash: FlashAttention 2; varlen: torch's own; sdpa: any device, one call per segment.
-    auto: the first of these that runs here."""
-    activation_checkpointing: bool = True
-    """Keep only the input of each block and compute the rest again in the backward pass."""
-    logit_chunk: int = 1024
-    """Target tokens whose logits exist at the same time (fp32: 4 bytes x vocabulary each, several copies)."""
-
-    def __post_init__(self):
-        if self.logit_chunk < 1:
-            raise ValueError(f"logit_chunk = {self.logit_chunk}: must be positive")
 
 
 # ------------------------------------------------------------------------------------------------ the policy
@@ -266,25 +240,6 @@ def _read_weights(model: nn.Module, path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ optimizer
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW, its schedule and the clipping of gradients."""
-
-    lr: float = 2e-6
-    schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up. cosine falls to zero at the run's last step."""
-    warmup: float = 0.0
-    """Share of the run's steps in which the learning rate rises from zero."""
-    weight_decay: float = 0.01
-    betas: tuple[float, ...] = (0.9, 0.95)
-    clip: float = 1.0
-    """Largest norm of the gradient."""
-
-    def __post_init__(self):
-        if self.lr <= 0 or self.clip <= 0 or not 0 <= self.warmup < 1 or len(self.betas) != 2:
-            raise ValueError(f"{self}: needs lr > 0, clip > 0, 0 <= warmup < 1 and two betas")
 
 
 def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:

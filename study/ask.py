@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 
 import data
-from data import Bundle, Call, Episode, Task, Trajectory
-from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, opening, run_episode
+from data import Call, Episode, Task, Trajectory
+from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, open_engine, opening, run_episode
 from runtime.checks import check_urls, find_checkpoint, find_tokenizer
 from runtime.config import ConfigError
-from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer, patchify
-from runtime.engine import Engine, EngineError, Sample, open_engine
+from runtime.contract import END_OF_TURN, Bundle, ContractError, Renderer, VisualContract, load_tokenizer, patchify
+from runtime.engine import Engine, EngineError, Sample
 from runtime.video import Frames, VideoError, Videos
 from study import report
 from tools import TOOLS
@@ -212,7 +212,8 @@ def run_doctor(args: argparse.Namespace, videos: Videos) -> int:
 
 def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Namespace) -> list[tuple[str, bool, str]]:
     """(what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
-    from runtime.policy import PolicyConfig, load
+    from runtime.policy import load
+    from runtime.settings import PolicyConfig
 
     renderer, main, agents = stage.renderer, episode.main, episode.trajectories
     rows = []

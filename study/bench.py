@@ -34,13 +34,12 @@ from statistics import fmean, median
 import av
 import numpy as np
 
-from data import Episode
-from dataset import parse_task
+from data import Episode, parse_task
 from evals.compare import markdown, put_between_marks
-from rollout import RolloutConfig, SubagentConfig, rollout
+from rollout import RolloutConfig, SubagentConfig, open_engine, rollout
 from runtime import config
 from runtime.contract import Renderer, VisualContract, load_tokenizer
-from runtime.engine import Engine, Sample, open_engine
+from runtime.engine import Engine, Sample
 from runtime.video import Videos, uniform_indices, window_indices
 from study import toy
 from study.measure import CACHE, Row, take_turns, toy_folder, toy_items, versus

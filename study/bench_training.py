@@ -22,15 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from data import Bundle
-from dataset import encode_dialogue, pack, parse_dialogue
-from grpo import GRPOConfig, token_losses
-from runtime.contract import Renderer, VisualContract, load_tokenizer, patchify
+from data import encode_dialogue, parse_dialogue
+from grpo import token_losses
+from rollout import run_all
+from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer, patchify
 from runtime.distributed import device, export, load_state, save_state
-from runtime.engine import run_all
 from runtime.inprocess import InProcess
+from runtime.packing import best_fit
 from runtime.plan import PUBLISHED, utilisation
-from runtime.policy import OptimConfig, Policy, PolicyConfig, load, make_optimizer, recompute
+from runtime.policy import Policy, load, make_optimizer, recompute
+from runtime.settings import GRPOConfig, OptimConfig, PolicyConfig
 from runtime.video import Frames, Videos
 from study import toy
 from study.measure import CACHE, Row, peak, take_turns, toy_folder, toy_items, versus
@@ -206,7 +207,7 @@ def sft(repeats: int = 3, counts: tuple[int, int] = (64, 16), **base) -> Iterato
         shape = {"frames": frames, "rollouts": 1, "suffix": (text, text)} | base
         mixed += draw_group(Qwen3VLConfig.from_pretrained(small), **shape)[0][0]
     for what, rows, folder, most in (("the toy", short, toy_folder() / "model", 4096), ("mixed", mixed, small, 8192)):
-        packs, padded = pack([len(row) for row in rows], most), [[]]
+        packs, padded = best_fit([len(row) for row in rows], most), [[]]
         for row in rows:
             if max(map(len, [*padded[-1], row])) * (len(padded[-1]) + 1) > most:
                 padded.append([])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from dataset import DataConfig, Dataset, Source
+from runtime.dataset import DataConfig, Dataset, Source
 from study import toy
 
 CACHE = Path(__file__).resolve().parent.parent / "runs" / "bench"  # of what is made once

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data import Task
-from dataset import Clip, DataConfig, Dialogue, RowError, Rows, encode_dialogue, parse_dialogue, parse_task
+from data import Clip, Dialogue, Task, encode_dialogue, parse_dialogue, parse_task
 from runtime import config
 from runtime.checks import find_tokenizer
 from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.dataset import DataConfig, RowError, Rows
 from runtime.video import Frames, VideoError, Videos
 
 MEDIA_KEYS = ("video", "video_url", "image", "image_url", "url")

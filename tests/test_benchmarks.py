@@ -12,10 +12,11 @@ import yaml
 
 import rewards
 from data import Task
-from dataset import DataError
 from evals import benchmarks
 from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, figures, grade, load_split
-from rewards import Judge, RewardConfig, parse_letter, parse_span
+from rewards import Judge, RewardConfig
+from runtime.answers import parse_letter, parse_span
+from runtime.dataset import DataError
 
 CFG = RewardConfig()
 
@@ -346,7 +347,7 @@ def test_an_absent_dataset_names_the_command_that_fetches_it(tmp_path):
     with pytest.raises(DataError, match=r"no file train-\*\.parquet, where") as error:
         load_split("lvbench", str(root))
     assert fetch in str(error.value)
-    with pytest.raises(DataError, match=r"python toy\.py build"):
+    with pytest.raises(DataError, match=r"python -m study\.toy build"):
         load_split("toy", str(root))
 
 
@@ -445,7 +446,7 @@ def test_a_line_that_is_no_json_is_named_and_an_empty_one_is_none(tmp_path, monk
 
 
 def test_the_published_numbers_are_columns_of_our_splits_and_average_as_claimed():
-    published = yaml.safe_load((Path(benchmarks.__file__).parent / "configs/eval/published.yaml").read_text())
+    published = yaml.safe_load((Path(benchmarks.__file__).parent.parent / "configs/eval/published.yaml").read_text())
     table = published["table"]
     assert set(table["columns"]) <= set(SPLITS) and len(table["figures"]) == len(table["frames"]) == 7
     rows = {row["name"]: row["scores"] for row in table["rows"]}

@@ -16,20 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from data import Task, draw_frames, main_messages, overview
-from dataset import (
-    Clip,
-    DataConfig,
-    Dataset,
-    RowError,
-    Rows,
-    Source,
-    encode_dialogue,
-    pack,
-    parse_dialogue,
-    parse_task,
-)
+from data import Clip, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
 from runtime.contract import Renderer, VisualContract
+from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source
+from runtime.packing import best_fit
 from runtime.video import VideoError
 from study import prepare
 
@@ -372,7 +362,7 @@ def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
 
 @given(st.lists(st.integers(1, 100), max_size=60))
 def test_packing_splits_no_row_and_wastes_little(lengths):
-    bins = pack(lengths, 100)
+    bins = best_fit(lengths, 100)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in b) <= 100 for b in bins)
     assert len(bins) <= 11 / 9 * -(-sum(lengths) // 100) * 2  # never worse than twice the bound ...
@@ -381,7 +371,7 @@ def test_packing_splits_no_row_and_wastes_little(lengths):
 
 
 def test_a_row_over_the_packing_length_stands_alone():
-    assert pack([5, 101, 60, 35, 250], 100) == [[4], [1], [2, 3, 0]]
+    assert best_fit([5, 101, 60, 35, 250], 100) == [[4], [1], [2, 3, 0]]
 
 
 # ------------------------------------------------------------------------------------------------ python data.py ...

@@ -24,8 +24,9 @@ from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime.checks import check_urls
 from runtime.config import ConfigError
 from runtime.contract import ContractError, patchify
-from runtime.engine import EngineError, Sample, SGLang
+from runtime.engine import EngineError, Sample
 from runtime.inprocess import InProcess
+from runtime.servers import SGLang
 
 FAKE = Path(__file__).parent / "fake_sglang.py"
 
@@ -499,7 +500,7 @@ def test_servers_of_ours_end_with_a_process_that_is_killed(tmp_path):
     script = f"""
 import sys, time
 sys.path.insert(0, {str(FAKE.parents[1])!r})
-from runtime.engine import SGLang
+from runtime.servers import SGLang
 fake = "sleep 300 & echo $! $$ > {tmp_path}/pids; exec {sys.executable} {FAKE} $0 1 32 2"
 SGLang("", None, gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
 print("up", flush=True)

@@ -31,7 +31,8 @@ from evals.protocols import Prompting
 from rollout import RolloutConfig, Stage, derive
 from runtime import config
 from runtime.contract import END_OF_TURN, Renderer, VisualContract
-from runtime.engine import EngineError, SGLang
+from runtime.engine import EngineError
+from runtime.servers import SGLang
 from study.toy import DURATIONS
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 1000}}\n</tool_call>'

@@ -39,7 +39,7 @@ class Fork:
     def change(self) -> None:
         """Apply the guide's diffs, and write its configs where their first line says."""
         for diff in self.diffs:
-            told = subprocess.run(["patch", "-p1", "-F0"], cwd=self.root, input=diff, text=True, capture_output=True)
+            told = subprocess.run(["patch", "-p1"], cwd=self.root, input=diff, text=True, capture_output=True)
             assert told.returncode == 0, f"{told.stdout}\n{diff}"
         for text in self.configs:
             (self.root / re.match(r"# (configs/\S+\.yaml)\n", text)[1]).write_text(text, "utf-8")
@@ -177,10 +177,9 @@ def brevity() -> dict:
     """Episodes of 44 and 45 tokens (here: characters) under the guide's config, and what a step writes of them."""
     from data import Group, Task
     from rewards import Characters, score, stage
-    from rl import RLConfig
+    from rl import RLConfig, describe
     from runtime import config
     from runtime.contract import END_OF_TURN
-    from watch import describe
 
     cfg, renderer = config.load(RLConfig, "configs/toy_brief.yaml").reward, Characters()
     task = Task("t", "", (), "mcq", "B")
@@ -224,10 +223,11 @@ def mine() -> dict:
     """The guide's rows as tasks and as items, and a row that cannot be used."""
     import dataclasses
 
-    from dataset import DataConfig, RowError, Rows, parse_task
+    from data import parse_task
     from eval import EvalConfig
     from evals.benchmarks import load_split
     from runtime import config
+    from runtime.dataset import DataConfig, RowError, Rows
 
     data = config.build(DataConfig, config.read_tree(Path("configs/toy_mine.yaml"))["data"], "data.")
     rows = Rows(data.sources[1].path)

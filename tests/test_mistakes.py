@@ -24,14 +24,15 @@ from scripts import REPO
 
 import rl
 from data import Episode, Group, Task, Trajectory
-from dataset import DataConfig, Source
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import checks, config, video
 from runtime.config import ConfigError
-from runtime.engine import EngineError, SGLang
-from runtime.policy import PolicyConfig
-from watch import self_check
+from runtime.dataset import DataConfig, Source
+from runtime.doctor import self_check
+from runtime.engine import EngineError
+from runtime.servers import SGLang
+from runtime.settings import PolicyConfig
 
 PAGE = (REPO / "docs" / "troubleshooting.md").read_text("utf-8")
 SFT = "sft.py configs/toy_sft.yaml policy.checkpoint=toy_data/model"
@@ -99,7 +100,7 @@ MISTAKES = [
     ("a scalar for a list", f"{RL} gating=4", "gating = 4: must be a list, as in [a, b]"),
     ("no such YAML", "sft.py configs/toysft.yaml", "no such file; did you mean configs/toy_sft.yaml?"),
     ("no such base", "sft.py child.yaml", "gone.yaml: no such file, the `base` of child.yaml"),
-    ("another script's YAML", "rl.py configs/toy_sft.yaml", "unknown key; RLConfig has rollout, reward"),
+    ("another script's YAML", "rl.py configs/toy_sft.yaml", "unknown key; RLConfig has group_size, kl"),
     ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not among tools.TOOLS: crop_video"),
     # checkpoints
     ("no cold start before RL", "rl.py configs/toy_paragrpo.yaml", "runs/toy/sft/model: neither a folder nor a model on the hub; a training leaves its checkpoint in RUN/model"),
@@ -238,9 +239,8 @@ def said_by_a_trainer_that_disagrees() -> list[str]:
         def __call__(self, rows, temperature):
             return SimpleNamespace(logprobs=torch.tensor([-4.0]))
 
-    cfg = RLConfig(run="", policy=None, data=None)
     with pytest.raises(EngineError) as error:
-        self_check(Policy(), [Group(episode.task, 4, [episode])], cfg)
+        self_check(Policy(), [Group(episode.task, 4, [episode])], 1.0, 0.5)
     return [str(error.value)]
 
 

@@ -10,8 +10,7 @@ import pytest
 import tiny
 import torch
 
-from data import Bundle
-from runtime.contract import VisualContract
+from runtime.contract import Bundle, VisualContract
 from runtime.plan import (
     GIB,
     Pace,
@@ -27,7 +26,8 @@ from runtime.plan import (
     training_flops,
     training_seconds,
 )
-from runtime.policy import PolicyConfig, load
+from runtime.policy import load
+from runtime.settings import PolicyConfig
 
 EIGHT = PolicyConfig("Qwen/Qwen3-VL-8B-Instruct")
 

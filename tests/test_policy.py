@@ -13,18 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from data import Bundle
 from runtime import packing
+from runtime.contract import Bundle
 from runtime.distributed import rank
-from runtime.policy import (
-    OptimConfig,
-    PolicyConfig,
-    clip_gradients,
-    learning_rate,
-    load,
-    make_optimizer,
-    optimizer_step,
-)
+from runtime.policy import clip_gradients, learning_rate, load, make_optimizer, optimizer_step
+from runtime.settings import OptimConfig, PolicyConfig
 
 torch.set_num_threads(1)
 CELL = 32

@@ -20,15 +20,15 @@ def test_every_file_is_listed_with_its_length():
     assert listed.keys() == FILES.keys()
     wrong = {name: (n, FILES[name]) for name, n in listed.items() if abs(n - FILES[name]) > max(5, FILES[name] / 20)}
     assert not wrong and abs(total - sum(FILES.values())) < 200
-    method = [FILES[f"{name}.py"] for name in ("data", "tools", "rollout", "rewards", "grpo", "rl")]
-    assert "under 2,000 lines in six flat files" in README and sum(method) < 2000
+    method = [FILES[f"{name}.py"] for name in ("data", "tools", "rollout", "rewards", "grpo", "rl", "sft", "eval")]
+    assert "under 2,900 lines in eight flat files" in README and sum(method) < 2900
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+\.\w+)`", README))))
 def test_what_it_names_is_there(name):
     """`rewards.score`: a function of that file; `protocols.yaml`: a file."""
     module, _, attribute = name.partition(".")
-    if f"{module}.py" in FILES and attribute != "py":
+    if f"{module}.py" in FILES and attribute not in ("py", "yaml", "md", "html"):
         dotted = ".".join(PATHS[f"{module}.py"].relative_to(REPO).with_suffix("").parts)
         assert hasattr(importlib.import_module(dotted), attribute) or is_key(attribute)
     elif attribute in ("py", "yaml", "md", "html"):

@@ -21,13 +21,12 @@ from rewards import (
     RewardConfig,
     accuracy,
     iou,
-    parse_letter,
-    parse_span,
     score,
     stage,
     structural_mask,
     token_f1,
 )
+from runtime.answers import parse_letter, parse_span
 from runtime.contract import END_OF_TURN
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'

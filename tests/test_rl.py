@@ -23,20 +23,21 @@ from scripts import REPO, finish, metrics, start
 import grpo
 import rl
 import sft
-from data import Bundle, Call, Group, Task, Trajectory
-from dataset import Dataset, parse_task
+from data import Call, Group, Task, Trajectory, parse_task
 from grpo import group_advantage, make_lessons, split_by_prompt, token_losses
 from rewards import Anchor, RewardConfig, score, stage
 from rl import RLConfig
-from rollout import RolloutConfig, rollout
+from rollout import RolloutConfig, open_engine, rollout
 from rollout import load as load_episodes
 from runtime import config
-from runtime.contract import END_OF_TURN, Renderer, VisualContract, load_tokenizer, patchify
-from runtime.engine import EngineError, open_engine
+from runtime.contract import END_OF_TURN, Bundle, Renderer, VisualContract, load_tokenizer, patchify
+from runtime.dataset import Dataset
+from runtime.doctor import flaw_of, self_check
+from runtime.engine import EngineError
 from runtime.plan import PlanError
-from runtime.policy import OptimConfig, PolicyConfig, Scores, clip_gradients, load, make_optimizer
+from runtime.policy import Scores, clip_gradients, load, make_optimizer
+from runtime.settings import OptimConfig, PolicyConfig
 from runtime.video import Frames, Videos
-from watch import flaw_of, self_check
 
 run = partial(start, "rl.py")
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
@@ -70,6 +71,10 @@ def group(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
     return Group(task, 64, episodes)
 
 
+def lessons_of(groups, renderer, cfg):
+    return make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
+
+
 # ------------------------------------------------------------------------------------------------ advantages
 
 
@@ -89,7 +94,7 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
     """All four answers are right, so R is flat: whatever advantage there is, is the anchor's."""
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
-    (lesson,) = make_lessons([one], toy_renderer, cfg)
+    (lesson,) = lessons_of([one], toy_renderer, cfg)
     anchored = group_advantage([0.7, -0.3, 0.0, 0.7], cfg.std_floor)
     at = 0
     for episode, a in zip(one.episodes, anchored, strict=True):
@@ -109,7 +114,7 @@ def test_to_stop_after_the_answer_is_credited(toy_renderer):
     cfg = settings()
     babble = TIDY.replace(END_OF_TURN, "red" + "." * 40)
     one = group(toy_renderer, cfg, [TIDY, babble, TIDY, babble])
-    (lesson,) = make_lessons([one], toy_renderer, cfg)
+    (lesson,) = lessons_of([one], toy_renderer, cfg)
     stops = np.array(
         [t == toy_renderer.end_of_turn for e in one.episodes for t, m in zip(e.main.ids, e.main.mask) if m]
     )
@@ -119,22 +124,20 @@ def test_to_stop_after_the_answer_is_credited(toy_renderer):
 def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
     cfg = settings(reward=RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True, anchor=Anchor(credit="off")))
     one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
-    (lesson,) = make_lessons([one], toy_renderer, cfg)
+    (lesson,) = lessons_of([one], toy_renderer, cfg)
     lengths = [sum(e.main.mask) for e in one.episodes]
     expected = np.repeat(group_advantage([1, 0, 0], 1e-3), lengths)
     assert lesson.advantage == pytest.approx(expected.astype(np.float32))
-    assert not make_lessons(
-        [group(toy_renderer, cfg, [TIDY, LOOSE])], toy_renderer, cfg
-    )  # both right: nothing to learn
+    assert not lessons_of([group(toy_renderer, cfg, [TIDY, LOOSE])], toy_renderer, cfg)  # both right: nothing to learn
 
 
 def test_the_mean_is_over_the_tokens_of_the_whole_batch_flat_groups_included(toy_renderer):
     cfg = settings(reward=RewardConfig(w_fmt=0, w_tool=0, anchor=Anchor(credit="off")))
     groups = [group(toy_renderer, cfg, [TIDY, WRONG], "a"), group(toy_renderer, cfg, [TIDY, TIDY], "b")]
     tokens = sum(sum(e.main.mask) for g in groups for e in g.episodes)
-    (lesson,) = make_lessons(groups, toy_renderer, cfg)
+    (lesson,) = lessons_of(groups, toy_renderer, cfg)
     assert lesson.weight == pytest.approx(np.full(len(lesson.weight), 1 / tokens))
-    (lesson,) = make_lessons(groups, toy_renderer, replace(cfg, aggregation="sequence"))
+    (lesson,) = lessons_of(groups, toy_renderer, replace(cfg, aggregation="sequence"))
     lengths = [sum(e.main.mask) for e in groups[0].episodes]
     assert lesson.weight == pytest.approx(np.repeat([1 / (4 * n) for n in lengths], lengths))
 
@@ -143,7 +146,7 @@ def test_batch_normalisation_lifts_the_few_that_vary(toy_renderer):
     """Past bug: flat groups were left out of its std, which made it a constant factor."""
     cfg = settings(reward=RewardConfig(w_fmt=0, w_tool=0, anchor=Anchor(credit="off")), normalise="batch", kl=0.1)
     groups = [group(toy_renderer, cfg, turns, name) for turns, name in (([TIDY, WRONG, WRONG], "a"), ([TIDY] * 3, "b"))]
-    varied, flat = make_lessons(groups, toy_renderer, cfg)  # with a KL, a flat group is trained on too
+    varied, flat = lessons_of(groups, toy_renderer, cfg)  # with a KL, a flat group is trained on too
     own = group_advantage([1, 0, 0], 1e-3)
     spread = np.sqrt(sum(own**2) / 6)  # of six episodes, three of which have 0
     lengths = [sum(e.main.mask) for e in groups[0].episodes]
@@ -153,7 +156,7 @@ def test_batch_normalisation_lifts_the_few_that_vary(toy_renderer):
 
 def test_credit_logp_is_a_mean_over_the_structure_of_rollouts_that_parse(toy_renderer):
     cfg = settings(reward=RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True, anchor=Anchor(credit="logp")))
-    (lesson,) = make_lessons([group(toy_renderer, cfg, [TIDY, LOOSE, TIDY])], toy_renderer, cfg)
+    (lesson,) = lessons_of([group(toy_renderer, cfg, [TIDY, LOOSE, TIDY])], toy_renderer, cfg)
     assert lesson.pull.sum() == pytest.approx(0.5)  # lambda, shared out
     assert not lesson.advantage.any() and np.count_nonzero(lesson.pull) == 2 * 9
 
@@ -162,7 +165,7 @@ def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, WRONG, WRONG])
     one.episodes[2].error = "EngineError: gone"
-    (lesson,) = make_lessons([one], toy_renderer, cfg)
+    (lesson,) = lessons_of([one], toy_renderer, cfg)
     assert len(lesson.bundle.suffixes) == 2
 
 
@@ -225,7 +228,7 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
         episode.main.frames = [frames]
         with torch.no_grad():  # the engine is exact, so w = 1
             episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
-    lessons = make_lessons(groups, toy_renderer, cfg)
+    lessons = lessons_of(groups, toy_renderer, cfg)
     scores = policy([lesson.bundle for lesson in lessons], 0.7)
     loss, watched = grpo.lessons_loss(scores, lessons, None, None, cfg)
     loss.backward()
@@ -252,7 +255,7 @@ def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_di
     for budget in (40, 10_000):
         cfg = replace(cfg, train_tokens=budget)
         policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
-        micro = grpo.micro_batches(make_lessons(groups, toy_renderer, cfg), budget)
+        micro = grpo.micro_batches(lessons_of(groups, toy_renderer, cfg), budget)
         sizes.append(len(micro))
         for part in micro:
             assert sum(len(b) for b in grpo.bundles(part)) <= budget
@@ -267,7 +270,7 @@ def test_structural_credit_reaches_the_logits_of_structural_tokens_only(toy_rend
     """One row of logits per token: all answers are right, so whatever gradient there is, is the anchor's."""
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
-    (lesson,) = make_lessons([one], toy_renderer, cfg)
+    (lesson,) = lessons_of([one], toy_renderer, cfg)
     targets = torch.tensor([t for e in one.episodes for t, m in zip(e.main.ids, e.main.mask) if m])
     logits = torch.zeros(len(targets), 600, requires_grad=True)
     logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -293,7 +296,7 @@ def test_training_sub_agents_makes_good_reports_likelier_and_bad_ones_less_likel
 
     for train in (False, True):
         cfg = replace(cfg, rollout=replace(cfg.rollout, subagents=replace(subagents, train=train)))
-        lessons = make_lessons([one], toy_renderer, cfg)
+        lessons = lessons_of([one], toy_renderer, cfg)
         spoken = [toy_renderer.decode(s) for lesson in lessons for s in lesson.bundle.suffixes]
         assert any("A red flash" in text for text in spoken) == train
     before = likelihoods()
@@ -316,7 +319,7 @@ def test_further_minibatches_are_clipped_against_the_policy_before_the_first(toy
                 with torch.no_grad():
                     found = policy([Bundle([], [e.main.ids], [e.main.mask], [])]).logprobs.tolist()
                 e.main.logprobs = [found.pop(0) if m else 0.0 for m in e.main.mask]
-        lessons = make_lessons(groups, toy_renderer, cfg)
+        lessons = lessons_of(groups, toy_renderer, cfg)
         measured, bad = rl.update(policy, None, optimizer, lessons, cfg, 0)
         assert not bad and measured["gap"] < 1e-4  # behaviour and prox are the policy before the first update
         clipped[minibatches] = measured["clip_fraction"]
@@ -356,16 +359,16 @@ def exact_group(toy_renderer, toy_dir):
 
 def test_the_first_batch_is_checked_against_the_trainer(exact_group):
     one, policy = exact_group
-    cfg = settings(rollout=RolloutConfig(temperature=1.0), gap_limit=1e-3)
-    self_check(policy, [one], cfg)
-    self_check(policy, [], cfg)  # a rank without episodes
+    cfg = settings(gap_limit=1e-3)
+    self_check(policy, [one], 1.0, cfg.gap_limit)
+    self_check(policy, [], 1.0, cfg.gap_limit)  # a rank without episodes
     with pytest.raises(
         EngineError, match=r"more than gap_limit = 0.001; its log-probs are those of temperature 1, not 0.3"
     ):
-        self_check(policy, [one], replace(cfg, rollout=RolloutConfig(temperature=0.3)))
+        self_check(policy, [one], 0.3, cfg.gap_limit)
     one.episodes[0].main.logprobs = [2 * p for p in one.episodes[0].main.logprobs]
     with pytest.raises(EngineError, match="its images, its weights or its banned tokens are others"):
-        self_check(policy, [one], cfg)
+        self_check(policy, [one], 1.0, cfg.gap_limit)
 
 
 def broken(trajectory, column, where, value):
@@ -537,7 +540,7 @@ def test_a_batch_whose_gradient_is_not_finite_changes_nothing_and_can_be_replaye
         return math.nan if len(norms) > 1 else norms[-1]
 
     norms, taught = [], []
-    monkeypatch.setattr("policy.clip_gradients", clip)
+    monkeypatch.setattr("runtime.policy.clip_gradients", clip)
     monkeypatch.setattr(rl, "make_lessons", lambda *args: taught.append(make_lessons(*args)) or taught[-1])
     cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, cold_start, max_bad_steps=1, save_every=1))
     with pytest.raises(FloatingPointError, match=r"not finite in 2 steps, more than max_bad_steps = 1.*bad_steps"):
@@ -548,7 +551,7 @@ def test_a_batch_whose_gradient_is_not_finite_changes_nothing_and_can_be_replaye
     with Videos(1) as videos:
         episodes = load_episodes(kept[0], videos, cfg.visual)
     groups = [Group(e.task, e.k, [x for x in episodes if x.task == e.task]) for e in episodes[:: cfg.group_size]]
-    again = make_lessons(groups, Renderer(load_tokenizer(cold_start), cfg.visual), cfg)
+    again = lessons_of(groups, Renderer(load_tokenizer(cold_start), cfg.visual), cfg)
     for ours, theirs in zip(again, taught[1], strict=True):
         assert ours.bundle.suffixes == theirs.bundle.suffixes
         assert all(np.array_equal(a.pixels, b.pixels) for a, b in zip(ours.bundle.frames, theirs.bundle.frames))

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from scripts import REPO, finish, metrics, start
 
 import sft
-from data import Bundle, main_messages, overview
-from dataset import Rows, parse_task
+from data import main_messages, overview, parse_task
+from rollout import open_engine
 from runtime import config
-from runtime.contract import Renderer, VisualContract, load_tokenizer, patchify
-from runtime.engine import open_engine
+from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer, patchify
+from runtime.dataset import Rows
 from runtime.plan import PlanError
 from runtime.policy import load
 from sft import KINDS, SFTConfig, accumulate, target_kinds
@@ -305,7 +305,7 @@ def test_a_dry_run_plans_the_8b_model_for_the_node_and_names_what_is_missing(cap
 
 
 def test_a_dry_run_of_the_toy_counts_its_rows_and_weighs_its_states(toy_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("plan.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    monkeypatch.setattr("runtime.plan.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
     assert sft.dry_run(config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))) == 0
     told = capsys.readouterr().out
     assert "data: 420 rows, 420 per epoch" in told

@@ -24,7 +24,8 @@ from data import Task
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
-from runtime.engine import EngineError, SGLang, server_command
+from runtime.engine import EngineError
+from runtime.servers import SGLang, server_command
 from study import ask
 
 HERE = Path(__file__).resolve().parent

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset import Rows, parse_dialogue, parse_task
+from data import parse_dialogue, parse_task
+from runtime.dataset import Rows
 from study import toy
 
 

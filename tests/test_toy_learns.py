@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import rewards
-from dataset import Rows, parse_task
-from rollout import RolloutConfig, rollout
+from data import parse_task
+from rollout import RolloutConfig, open_engine, rollout
 from runtime.contract import Renderer, load_tokenizer
-from runtime.engine import open_engine
+from runtime.dataset import Rows
 from runtime.video import Videos
 from study import toy
 

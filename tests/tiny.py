@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from data import Bundle
-from runtime.contract import patchify
+from runtime.contract import Bundle, patchify
 from runtime.distributed import init_distributed
 from runtime.video import Frames
 

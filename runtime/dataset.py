@@ -1,0 +1,201 @@
+"""dataset.py: every dataset, as a stream of tasks or dialogues.
+
+    Dataset(cfg, parse_dialogue).batch(step, size)    # SFT rows -> Dialogue, then encode_dialogue -> Bundle
+    Dataset(cfg, parse_task).batch(step, size)        # RL rows -> Task
+
+A batch is a pure function of (seed, step): the position to resume at is the step number, and every rank takes its slice
+of the same batch, whatever the number of ranks. A bad row is reported once, skipped and counted.
+
+To add a dataset: docs/add_a_dataset.md; a row that cannot be used raises RowError with the reason.
+
+Deliberately missing: epochs as a concept of the trainers, worker processes that load data (video.py has its own).
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+@dataclass(frozen=True)
+class Source:
+    """One parquet, JSONL or JSON file of the mixture."""
+
+    path: str
+    weight: float = 1.0
+    """Copies of each row in an epoch; 0.5 is another random half in every epoch."""
+    first: bool = False
+    """Read once, before the mixture of all other sources begins: a curriculum."""
+    loss_weight: float = 1.0
+    """Factor on the loss of its target tokens (SFT)."""
+
+    def __post_init__(self):
+        if self.weight <= 0 or self.loss_weight <= 0:
+            raise ValueError(f"weight = {self.weight}, loss_weight = {self.loss_weight}: must be positive")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which rows a run reads."""
+
+    sources: tuple[Source, ...]
+    video_root: str = ""
+    """Where relative paths of the rows start; empty: at the data file's own folder."""
+    seed: int = 0
+    max_bad_fraction: float = 0.01
+    """The run stops when more than this share of the rows that a rank meets is unusable."""
+
+
+class DataError(ValueError):
+    """Data that a run cannot use; the text says what to do."""
+
+
+class RowError(DataError):
+    """A row that cannot be used; the text is the reason."""
+
+
+class Rows:
+    """The rows of one parquet, JSONL or JSON file, by index."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(
+                f"{path}: no such data file; `python data.py materialize` prepares the published ones, "
+                "`python -m study.toy build DIR` makes the toy's"
+            )
+        if self.path.suffix == ".parquet":
+            import pyarrow.parquet as pq  # 0.3 s that `--help` does not need
+
+            try:
+                self._table = pq.read_table(self.path, memory_map=True)
+            except (OSError, ValueError) as error:  # an interrupted download; a Git LFS pointer
+                raise DataError(f"{path}: not a readable parquet file: {error}; fetch it again") from None
+            self._lines = None
+        elif self.path.suffix == ".jsonl":
+            self._lines = [line for line in self.path.read_bytes().splitlines() if line.strip()]
+        elif self.path.suffix == ".json":
+            self._lines = read_json(self.path.read_bytes(), str(path))
+            if not isinstance(self._lines, list):
+                raise DataError(f"{path}: expected a list of rows, got {type(self._lines).__name__}")
+        else:
+            raise DataError(f"{path}: expected a .parquet, .jsonl or .json file")
+
+    def __len__(self) -> int:
+        return self._table.num_rows if self._lines is None else len(self._lines)
+
+    def __getitem__(self, i: int) -> dict:
+        if self._lines is None:
+            return self._table.slice(i, 1).to_pylist()[0]
+        row = read_json(self._lines[i], "the line")
+        if not isinstance(row, dict):
+            raise RowError(f"expected a JSON object, got {type(row).__name__}")
+        return row
+
+
+class Dataset:
+    """An endless, seeded shuffle of the sources' rows, read by step number."""
+
+    def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path, float], Any]):
+        self.cfg, self._parse = cfg, parse
+        sources = [(source, Rows(source.path)) for source in cfg.sources]
+        self._first = [(s, rows) for s, rows in sources if s.first]
+        self._mixture = [(s, rows) for s, rows in sources if not s.first]
+        self.total, self.bad, self._met = sum(len(rows) for _, rows in sources), {}, 0
+        # Rows are called after their file, not after its place, since K and all seeds hang on it; unless two are called so.
+        paths = {rows.path for _, rows in sources}
+        shared = Counter(path.name for path in paths)
+        self._names = {path: path.name if shared[path.name] == 1 else path for path in paths}
+        self._order = (None, np.zeros(0, int))  # the epoch whose permutation is in memory
+        if not len(self):
+            files = ", ".join(s.path for s in cfg.sources)
+            raise DataError(f"no rows in {files or 'an empty list of sources'}, apart from those read `first`")
+
+    def __len__(self) -> int:
+        """Rows of an epoch of the mixture."""
+        return sum(_draws(self._mixture))
+
+    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[tuple[Any, int]]:
+        """This rank's share of step's batch: (item, epoch). Bad rows leave it shorter."""
+        items = []
+        # A rank meets its share of the rows in the first epoch, and then others in every further one.
+        self._met = min(self.total, max(self.total, (step + 1) * size) // world)
+        for position in range(step * size + rank, (step + 1) * size, world):
+            source, rows, row, epoch = self._row(position)
+            origin = f"{self._names[rows.path]}:{row}"
+            if origin in self.bad:
+                continue
+            root = Path(self.cfg.video_root or rows.path.parent)
+            try:
+                items.append((self._parse(rows[row], origin, root, source.loss_weight), epoch))
+            except RowError as error:
+                self.reject(origin, str(error))
+        return items
+
+    def reject(self, origin: str, reason: str) -> None:
+        """Count a row as bad: named once, skipped from now on; too many stop the run."""
+        if origin in self.bad:
+            return
+        self.bad[origin] = reason
+        print(f"skipped {origin}: {reason}", file=sys.stderr)
+        if len(self.bad) > self.cfg.max_bad_fraction * self._met:
+            raise RowError(
+                f"{len(self.bad)} of {self._met} rows are unusable, more than max_bad_fraction = "
+                f"{self.cfg.max_bad_fraction}; the last: {origin}: {reason}. `python data.py check` lists them all."
+            )
+
+    def _row(self, position: int) -> tuple[Source, Rows, int, int]:
+        """What stands at a position of the endless order: the `first` rows, then epoch after epoch of the mixture."""
+        opening = sum(_draws(self._first))
+        epoch, offset = divmod(position - opening, len(self)) if position >= opening else (-1, position)
+        pool = self._first if epoch < 0 else self._mixture
+        if self._order[0] != epoch:
+            rng = np.random.default_rng([self.cfg.seed, epoch + 1])
+            chosen = []
+            for (_, rows), count in zip(pool, _draws(pool)):
+                whole, rest = divmod(count, max(1, len(rows)))
+                chosen.append(np.concatenate([*[np.arange(len(rows))] * whole, rng.permutation(len(rows))[:rest]]))
+            pairs = np.stack([np.repeat(np.arange(len(pool)), _draws(pool)), np.concatenate(chosen)])  # [2, rows]
+            self._order = (epoch, rng.permutation(pairs, axis=1).astype(int))
+        source, row = self._order[1][:, offset]
+        return *pool[source], int(row), max(epoch, 0)
+
+
+def check_rows(parse: Callable, *cfgs: DataConfig | None, look: int = 64) -> None:
+    """Raise if not one of the first rows can be used: before weights are loaded, and anything is written."""
+    for cfg in filter(None, cfgs):
+        dataset, reasons = Dataset(cfg, parse), []
+        for position in range(min(look, len(dataset))):
+            source, rows, row, _ = dataset._row(position)
+            origin, root = f"{rows.path}: row {row}", Path(cfg.video_root or rows.path.parent)
+            try:
+                parse(rows[row], origin, root, source.loss_weight)
+                break
+            except RowError as error:
+                reasons.append(f"{origin}: {error}")
+        else:
+            raise DataError(
+                f"{reasons[0]}; of the {len(reasons)} rows that are read first, none can be used. Relative paths start at "
+                f"data.video_root = {cfg.video_root!r} (empty: the data file's folder); `python data.py check` lists all"
+            )
+
+
+def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
+    return [round(source.weight * len(rows)) for source, rows in pool]
+
+
+def read_json(value: Any, what: str) -> Any:
+    """Columns come as JSON strings or as values."""
+    if not isinstance(value, str | bytes):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise RowError(f"{what} is not JSON: {error}") from None

@@ -1,0 +1,334 @@
+"""servers.py: SGLang servers as an engine: started, supervised and asked over HTTP.
+
+    engine = SGLang(checkpoint, renderer, gpus=(6, 7))      # starts one server per GPU
+    engine = SGLang(checkpoint, renderer, urls=(...,))      # servers that already run
+
+Every response must echo exactly the ids that the trainer will learn from, and must carry the weights' current version. A
+dead server is restarted, loads the current snapshot, and only lost requests run again. The servers that we start end with
+us, however we end.
+
+Deliberately missing: streaming, tensor parallelism (one server per GPU), weight sync over NCCL.
+"""
+
+import atexit
+import base64
+import contextlib
+import io
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from runtime.contract import ContractError, Renderer
+from runtime.engine import EngineError, Sample
+from runtime.video import Frames
+
+log = logging.getLogger(__name__)
+
+
+# How variables of torchrun and of the trainer begin, which the servers do not inherit.
+OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
+# Beside the server, a shell waits for the end of a pipe that we hold open, and then kills their process group. That end
+# also comes if we are killed, by torchrun or for memory, when nothing of ours can run any more.
+LEASH = 'exec 3<&0; (read -r _ <&3; kill -9 -$$) & exec "$@" </dev/null 3<&-'
+
+
+class _Lost(Exception):
+    """A request that was lost or answered by the wrong weights: it is sent again when its server has been checked."""
+
+
+@dataclass
+class _Server:
+    url: str
+    gpu: int | None = None  # None: somebody else started it
+    process: subprocess.Popen | None = None
+    log: Path | None = None
+    busy: int = 0  # requests under way
+    healthy: bool = False  # it answers, with the current weights
+    failed: str = ""  # why it was given up
+    ours: bool = False  # it has loaded a snapshot of this run; another run's may bear the same number
+
+    def dead(self) -> bool:
+        return self.gpu is not None and (self.process is None or self.process.poll() is not None)
+
+
+class SGLang:
+    """Client and supervisor of SGLang servers."""
+
+    def __init__(
+        self,
+        checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
+        server_args: Sequence[str] = (),
+        launch: Callable[[int], list[str]] | None = None,  # port -> command; tests start something smaller
+        timeout: float = 1200.0,  # seconds of one `generate`: a server's restart and another attempt included
+        request_timeout: float = 600.0,  # of one attempt
+        start_timeout: float = 900.0,  # of a server's start
+        attempts: int = 6,
+        patience: float = 1.0,  # seconds before the second attempt; doubles
+    ):  # fmt: skip
+        self.version, self.snapshot, self.restarts = 0, None, 0
+        self.renderer, self.attempts, self.patience = renderer, attempts, patience
+        self.timeout, self.request_timeout, self.start_timeout = timeout, request_timeout, start_timeout
+        self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, server_args))
+        self._servers = [_Server(url.rstrip("/")) for url in urls] + [_Server("", gpu) for gpu in gpus]
+        self._changed, self._closed = threading.Condition(), False
+        self._images: OrderedDict[int, tuple[Frames, Future]] = OrderedDict()  # not done: somebody encodes it
+        self._sockets: set[socket.socket] = set()  # of requests under way
+        self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
+        atexit.register(self.close)
+        for supervisor in self._supervisors:
+            supervisor.start()
+        try:
+            self._ready(all)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
+        # top_p = 1: log-probs are not renormalised for truncated sampling.
+        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "sampling_seed": seed % 2**31}
+        sampling |= {"max_new_tokens": max_new_tokens, "stop_token_ids": list(stop), "skip_special_tokens": False}
+        sampling["logit_bias"] = {str(token): -1000.0 for token in self.renderer.never_sampled}
+        payload = {"input_ids": self.renderer.compact(ids), "sampling_params": sampling, "return_logprob": True}
+        payload |= {"image_data": [png for clip in frames for png in self._pngs(clip)], "return_prompt_token_ids": True}
+        deadline, problem = time.monotonic() + self.timeout, None
+        for attempt in range(self.attempts):
+            if attempt:  # jitter: hundreds of requests that were lost together must not return together
+                self._pause(min(self.patience * 2 ** (attempt - 1), 30.0) * random.uniform(0.5, 1.5))
+            with self._changed:
+                ready = self._ready(any, deadline - time.monotonic())
+                left = min(self.request_timeout, deadline - time.monotonic())
+                if not ready or left <= 0:
+                    raise EngineError(f"not served within {self.timeout:g} s, last: {problem}")
+                server, oldest = min(ready, key=lambda s: s.busy), self.version
+                server.busy += 1
+            try:
+                return self._sample(self._ask(server, "/generate", left, payload), ids, oldest)
+            except _Lost as error:
+                problem, server.healthy = error, False  # until its supervisor has checked it
+            finally:
+                with self._changed:
+                    server.busy -= 1
+                    self._changed.notify_all()
+        raise EngineError(f"a request was lost {self.attempts} times, last: {problem}")
+
+    @property
+    def urls(self) -> list[str]:
+        """For the other ranks, which connect to the servers that rank 0 has started."""
+        return [server.url for server in self._servers]
+
+    def expect(self, change: int) -> None:
+        """Servers batch on their own."""
+
+    def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
+        with self._changed:
+            self.snapshot, self.version = str(path), version
+            for server in self._servers:
+                server.ours, server.healthy = server.ours or not push, server.healthy and not push
+            self._changed.notify_all()
+        self._ready(all)
+
+    def close(self) -> None:
+        """Requests under way end with an EngineError, our servers with their children."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for sock in list(self._sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for server, supervisor in zip(self._servers, self._supervisors):
+            supervisor.join()
+            _stop(server)
+        atexit.unregister(self.close)
+
+    def _sample(self, reply: dict, ids: list[int], oldest: int) -> Sample:
+        """The reply, if it is a result, of the right weights, to the prompt that the trainer will see."""
+        meta = reply["meta_info"]
+        finish = meta["finish_reason"]["type"]
+        if finish not in ("stop", "length"):
+            raise _Lost(f"finish reason {meta['finish_reason']}")
+        version = _number(meta["weight_version"])
+        if self.snapshot and not oldest <= version <= self.version:
+            raise _Lost(f"sampled by weights {meta['weight_version']!r}, expected {oldest} ... {self.version}")
+        if (theirs := reply.get("prompt_token_ids")) is None:
+            raise ContractError("the server returns no `prompt_token_ids`, which SGLang has since 0.5.13: update it")
+        if theirs != ids:
+            raise ContractError(_drift(ids, theirs))
+        logprobs, tokens = zip(*((logprob, token) for logprob, token, _ in meta["output_token_logprobs"]))
+        if list(tokens) != reply["output_ids"]:
+            raise ContractError("the server's output ids are not those of its log-probs")
+        return Sample(list(tokens), list(logprobs), finish, version)
+
+    def _pngs(self, clip: Frames) -> list[str]:
+        """Lossless, and encoded once for all rollouts and turns that show the clip."""
+        from PIL import Image
+
+        key = id(clip.pixels)
+        with self._changed:
+            first = key not in self._images
+            # Held with its clip, so that nobody else gets its id.
+            _, encoded = self._images.setdefault(key, (clip, Future()))
+            self._images.move_to_end(key)
+            while len(self._images) > 256:
+                self._images.popitem(last=False)
+        if first:
+            try:
+                files = [io.BytesIO() for _ in clip.pixels]
+                for pixels, file in zip(clip.pixels, files):
+                    Image.fromarray(pixels).save(file, "png", compress_level=1)
+                encoded.set_result([base64.b64encode(file.getvalue()).decode() for file in files])
+            except BaseException as error:  # raised below, and in the threads that wait for it
+                with self._changed:
+                    self._images.pop(key, None)
+                encoded.set_exception(error)
+        return encoded.result()
+
+    def _pause(self, seconds: float | None, until: Callable[[], bool] = lambda: False) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or until(), seconds)
+            if self._closed:
+                raise EngineError("the engine was closed")
+
+    def _ready(self, enough: Callable[[Iterable[bool]], bool], seconds: float | None = None) -> list[_Server]:
+        """The healthy servers, as soon as enough are (all or any), or the time is over."""
+        possible = lambda: enough(not server.failed for server in self._servers)  # noqa: E731
+        with self._changed:
+            self._pause(seconds, lambda: enough(server.healthy for server in self._servers) or not possible())
+            if not possible():
+                raise EngineError(next(server.failed for server in self._servers if server.failed))
+            return [server for server in self._servers if server.healthy]
+
+    def _ask(self, server: _Server, route: str, timeout: float, payload: dict | None = None) -> dict:
+        """Over a connection of its own, which `close` can break off; straight to the server, whatever http_proxy says."""
+        address = urlsplit(server.url)
+        connection = (HTTPSConnection if address.scheme == "https" else HTTPConnection)(address.netloc, timeout=10)
+        method, body = ("GET", None) if payload is None else ("POST", json.dumps(payload))
+        sock = None
+        try:
+            connection.connect()
+            sock = connection.sock
+            sock.settimeout(timeout)
+            self._sockets.add(sock)
+            self._pause(0)  # raises if `close` has come too early to break it off
+            connection.request(method, address.path + route, body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            text = reply.read().decode("utf-8", "replace")
+            if reply.status == 400:
+                raise EngineError(f"{server.url}{route} refuses the request: {text[:500]}")
+            if reply.status != 200:
+                raise _Lost(f"{server.url}{route}: status {reply.status}: {text[:500]}")
+            return json.loads(text)
+        except (OSError, HTTPException, json.JSONDecodeError) as error:
+            raise _Lost(f"{server.url}{route}: {error!r}") from None
+        finally:
+            self._sockets.discard(sock)
+            connection.close()
+
+    def _supervise(self, server: _Server) -> None:
+        """A thread per server, the only one that starts it and loads weights into it, until it has to be given up."""
+        starts, deadline = 0, time.monotonic() + self.start_timeout
+        try:
+            while True:
+                if server.dead():
+                    server.healthy, starts = False, starts + 1
+                    self._start(server, starts)
+                try:
+                    if not server.healthy:
+                        self._bring_up_to_date(server)
+                    self._pause(2.0, lambda: not server.healthy)  # one that dies unasked is noticed after 2 s
+                    starts, deadline = 0, time.monotonic() + self.start_timeout
+                except _Lost as error:
+                    if time.monotonic() > deadline:
+                        raise EngineError(f"no answer for {self.start_timeout:g} s: {error}") from None
+                    self._pause(0.5)
+        except Exception as error:  # whatever it is, it belongs to the threads that wait for the server
+            log.log(logging.DEBUG if self._closed else logging.ERROR, "%s", error)
+            with self._changed:
+                server.healthy, server.failed = False, str(error) if isinstance(error, EngineError) else repr(error)
+                self._changed.notify_all()
+
+    def _bring_up_to_date(self, server: _Server) -> None:
+        info = self._ask(server, "/model_info", 10)
+        with self._changed:
+            snapshot, version = self.snapshot, self.version
+        if snapshot and not (server.ours and _number(info["weight_version"]) == version):
+            load = {"model_path": snapshot, "weight_version": str(version), "flush_cache": True}
+            try:
+                self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
+            except EngineError:  # the next snapshot may just be taking this one's place
+                self._pause(2.0)
+                self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
+            server.ours = True
+        with self._changed:
+            server.healthy = version == self.version  # else still newer weights have come meanwhile
+            self._changed.notify_all()
+
+    def _start(self, server: _Server, attempt: int) -> None:
+        if attempt > 2:
+            end = "\n".join(server.log.read_text("utf-8", "replace").splitlines()[-20:])
+            raise EngineError(f"the server on GPU {server.gpu} died twice at its start; {server.log} ends:\n{end}")
+        if not server.url:  # a restarted server keeps its address, which other ranks know
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                server.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        if died := server.process:
+            self.restarts += 1
+            log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpu, died.returncode, server.log)
+        _stop(server)  # its children may live on
+        server.log = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
+        env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[server.gpu] if visible else str(server.gpu)
+        env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}  # it sends itself a first request
+        # A cache of image embeddings that outlives weight updates: right for a frozen vision tower, which only pays for
+        # encoding again what has left the KV cache; for one that trains, it would go on serving the old tower's.
+        env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+        command = ["sh", "-c", LEASH, "sh", *self._launch(int(server.url.rpartition(":")[2]))]
+        with open(server.log, "ab") as output:
+            pipes = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
+            server.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+
+
+def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra: Sequence[str] = ()) -> list[str]:
+    """How a server is started, so that it shows the model the pixels that the trainer shows it."""
+    size = renderer.contract.processor_size()
+    image = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--host", "127.0.0.1"]
+    return [*command, "--port", str(port), "--mm-process-config", json.dumps({"image": image}), *extra]
+
+
+def _stop(server: _Server) -> None:
+    """End a server of ours and all its children."""
+    if server.process:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.stdin.close()
+        server.process.wait()
+        server.process = None
+
+
+def _number(version: str) -> int:
+    return int(version) if version.isdigit() else 0  # a server that has loaded no snapshot says "default"
+
+
+def _drift(ours: list[int], theirs: list[int]) -> str:
+    at = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+    return (
+        f"the server read another prompt than the trainer will: they differ from position {at} on, "
+        f"ours {ours[at : at + 5]} of {len(ours)} ids, the server's {theirs[at : at + 5]} of {len(theirs)}. "
+        "Compare the checkpoint's preprocessor_config.json with the run's `visual` keys"
+    )

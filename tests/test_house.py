@@ -1,0 +1,72 @@
+"""The house of the README: imports go one way, and nothing stands on top that does not belong there."""
+
+import ast
+import graphlib
+
+from scripts import REPO
+
+ROOMS = ("runtime", "evals", "study")
+METHOD = ("data", "tools", "rollout", "rewards", "grpo", "rl", "sft", "eval")
+FILES = [*REPO.glob("*.py"), *(path for room in ROOMS for path in REPO.glob(f"{room}/*.py"))]
+# What each room may import; `eval` is the only script of the method that may look into evals.
+MAY_IMPORT = {"runtime": {"runtime"}, "method": {"runtime", "method"}, "evals": {"runtime", "method", "evals"}}
+MODULES = {".".join(path.relative_to(REPO).with_suffix("").parts) for path in FILES}
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0] if "." in module else "method"
+
+
+def is_main_guard(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def imported(path, node=None) -> set[str]:
+    """Modules of this repository that a file imports anywhere, functions included; the main guard may hand over."""
+    found = set()
+    for child in ast.iter_child_nodes(node or ast.parse(path.read_text(encoding="utf-8"))):
+        if is_main_guard(child):
+            continue
+        if isinstance(child, ast.Import):
+            found |= {name.name for name in child.names}
+        elif isinstance(child, ast.ImportFrom):
+            found |= {child.module, *(f"{child.module}.{name.name}" for name in child.names)}
+        found |= imported(path, child)
+    return found & MODULES
+
+
+IMPORTS = {".".join(path.relative_to(REPO).with_suffix("").parts): imported(path) for path in FILES}
+
+
+def test_no_file_imports_itself_in_a_circle():
+    graphlib.TopologicalSorter(IMPORTS).prepare()
+
+
+def test_imports_go_from_study_to_evals_to_the_method_to_the_runtime():
+    for module, names in IMPORTS.items():
+        allowed = MAY_IMPORT.get(
+            "evals" if module == "eval" else room_of(module), {"runtime", "method", "evals", "study"}
+        )
+        assert {room_of(name) for name in names} <= allowed, (module, names)
+
+
+def test_the_method_reads_in_one_direction():
+    order = METHOD[:6]
+    for i, module in enumerate(order):
+        assert not IMPORTS[module] & set(order[i:]), module
+    assert "eval" not in set().union(*(names for module, names in IMPORTS.items() if room_of(module) != "study"))
+
+
+def test_tools_rollout_and_rewards_know_no_ranks():
+    for module in ("tools", "rollout", "rewards"):
+        assert (
+            "runtime.distributed" not in IMPORTS[module]
+            and "torch.distributed" not in (REPO / f"{module}.py").read_text()
+        )
+
+
+def test_on_top_stand_the_method_and_the_rooms():
+    assert {path.stem for path in REPO.glob("*.py")} == set(METHOD)
+    folders = {path.name for path in REPO.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    assert folders - {"runs", "toy_data", "data", "__pycache__"} == {*ROOMS, "configs", "docs", "results", "tests"}
+    assert not any(path.read_text() for room in ROOMS for path in REPO.glob(f"{room}/__init__.py"))
