@@ -1,19 +1,17 @@
-"""grpo.py: rewards -> advantages -> loss. Tensors and lists in, tensors out; ranks only where a mean is over all of them.
+"""grpo.py: rewards become advantages, advantages become a loss. Each equation stands above its code.
 
-    lessons = make_lessons(groups, renderer, cfg, anchor)             # advantages of this rank's episodes, as bundles
-    for part in micro_batches(lessons, cfg.train_tokens):     # as many on every rank
+    lessons = make_lessons(groups, renderer, cfg, anchor)      # this rank's episodes, their advantages token by token
+    for part in micro_batches(lessons, cfg.train_tokens):      # as many on every rank
         loss, watched = lessons_loss(policy(bundles(part), tau), part, prox, reference, cfg)
+        loss.backward()
 
-    A_i    = (R_i - mean_group R) / std_group R, 0 where that is < floor       group-normalised advantage of episode i
-    A_i,t  = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]                   Selective Anchoring (credit: struct)
-    l_i,t  = -w * min(r A, clip(r, 1 - eps, 1 + eps_high) A) + beta * KL       r = pi / pi_prox, w = pi_prox / pi_behaviour
-    KL     = exp(d) - d - 1, d = log pi_ref - log pi                           (k3; the release puts its KL into the reward)
-    L      = sum of l over all sampled tokens of all ranks / their number      (aggregation: token)
+Symbols: i an episode of a group of G, t a token of its output o_i, R_i its reward, r the ratio, N target tokens.
 
-With one minibatch per batch (the paper), pi_prox is pi itself, so r = 1 and the clip is inert; with more, pi_prox is
-computed before the first update. Tokens with w above `behaviour_cap` are left out, as in the release.
+Three policies have log-probs of the same tokens: `old_logprobs` are the engine's, at the moment of sampling
+(pi_behaviour); `prox` those of the policy before the first update on this batch (pi_prox); `logprobs` those of the
+policy that learns (pi). With one minibatch per batch (the paper) pi_prox is pi itself: r = 1, and the clip is inert.
 
-Deliberately missing: a value model, rewards on parts of an episode.
+Deliberately missing: a value model, rewards for parts of an episode.
 """
 
 from collections.abc import Sequence
@@ -34,111 +32,145 @@ from runtime.settings import GRPOConfig
 # ------------------------------------------------------------------------------------------------ advantages
 
 
-def group_advantage(rewards: Sequence[float], floor: float, by_std: bool = True) -> np.ndarray:
-    """A_i = (R_i - mean R) / std R; all 0 where std R < floor. The std is the sample's (G - 1)."""
+def group_advantage(rewards: Sequence[float], std_floor: float) -> np.ndarray:
+    """Return the advantages of one group, [G]."""
     r = np.asarray(rewards, np.float64)  # [G]
-    spread = r.std(ddof=1) if len(r) > 1 else 0.0
-    if spread < floor:
+    if len(r) < 2:
         return np.zeros(len(r))
-    return (r - r.mean()) / (spread if by_std else 1.0)
+    # A_i = (R_i - mean_group R) / std_group R, and 0 where std_group R < floor. The std is the sample's (G - 1).
+    std = r.std(ddof=1)
+    if std < std_floor:
+        return np.zeros(len(r))
+    return (r - r.mean()) / std
+
+
+def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor: Anchor) -> None:
+    """Write A_i and, under credit `struct`, A_anchor_i into the episodes, where reports find them."""
+    for episodes in groups:
+        advantages = group_advantage([e.reward["reward"] for e in episodes], cfg.std_floor)
+        anchor_advantages = group_advantage([e.reward["anchor"] for e in episodes], cfg.std_floor)
+        for episode, a, a_anchor in zip(episodes, advantages, anchor_advantages, strict=True):
+            episode.advantage = float(a)
+            episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
+
+    if cfg.normalise == "batch":
+        # A_i <- A_i / std_batch A, over all episodes of all ranks; A_anchor_i stays as it is.
+        mine = [episode.advantage for episodes in groups for episode in episodes]
+        everyone = [a for advantages in gather(mine) for a in advantages]
+        std = np.std(everyone or [0.0])
+        for episodes in groups:
+            for episode in episodes:
+                episode.advantage /= max(std, cfg.std_floor)
+
+
+# ------------------------------------------------------------------------------------------------ lessons
 
 
 @dataclass
 class Lesson:
-    """A bundle, and what the loss needs of each of its N target tokens."""
+    """A bundle and what the loss needs to know of each of its N target tokens."""
 
     bundle: Bundle
-    advantage: np.ndarray  # float32 [N]
-    behaviour: np.ndarray  # float32 [N]: the engine's log-probs
-    weight: np.ndarray  # float32 [N]: share in the mean over the batch
-    pull: np.ndarray  # float32 [N]: share in the objective of credit `logp`
+    advantages: np.ndarray  # float32 [N]: A_i,t
+    old_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
+    weights: np.ndarray  # float32 [N]: share in the mean over the batch's tokens
+    logp_weights: np.ndarray  # float32 [N]: share in the objective of credit `logp`
 
 
 def make_lessons(
     groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
 ) -> list[Lesson]:
-    """Advantages of this rank's groups, and their bundles. Normalisers are those of all ranks.
-
-    A group is left out if nothing in it can be learned: R and R_anchor are flat, and no KL pulls."""
-    ran = [[e for e in group.episodes if not e.error] for group in groups]
+    """Give this rank's episodes their advantages, and return what is learned of them. Means are over all ranks."""
+    # Episodes that failed are neither compared nor learned from.
+    ran = [[episode for episode in group.episodes if not episode.error] for group in groups]
     give_advantages(ran, cfg, anchor)
-    agents = [agent for es in ran for e in es for agent in learned(e, subagents)]
-    mine = {"tokens": sum(sum(agent.mask) for agent in agents), "agents": len(agents)}
-    mine["tidy"] = sum(e.reward["strict"] for es in ran for e in es)
-    total = sum_over_ranks({name: float(value) for name, value in mine.items()})
+
+    # Count over all ranks what the means divide by. Groups that teach nothing count, too.
+    tokens, parsed = 0, 0.0
+    for episodes in ran:
+        for episode in episodes:
+            tokens += sum(sum(agent.mask) for agent in agents_that_learn(episode, subagents))
+            parsed += episode.reward["strict"]
+    total = sum_over_ranks({"tokens": float(tokens), "parsed": float(parsed)})
 
     lessons = []
-    for es in ran:
-        if cfg.kl or any(e.advantage or e.anchor_advantage or anchor.credit == "logp" for e in es):
-            rows = [
-                (agent, per_token(agent, e, total, renderer, cfg, anchor))
-                for e in es
-                for agent in learned(e, subagents)
-            ]
-            lessons += [make_lesson(part) for part in split_by_prompt(rows, cfg.train_tokens)]
+    for episodes in ran:
+        # Leave a group out if nothing in it can be learned: R and R_anchor are flat, and there is no KL.
+        varies = any(episode.advantage or episode.anchor_advantage for episode in episodes)
+        if not (varies or cfg.kl or anchor.credit == "logp"):
+            continue
+        rows = []
+        for episode in episodes:
+            for agent in agents_that_learn(episode, subagents):
+                rows.append(lesson_of(agent, episode, total, renderer, anchor))
+        lessons += share_prompts(rows, cfg.train_tokens)
     return lessons
 
 
-def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor: Anchor) -> None:
-    """A_i and, under credit `struct`, A_anchor_i: written into the episodes, where reports find them."""
-    for episodes in groups:
-        own = group_advantage([e.reward["reward"] for e in episodes], cfg.std_floor, cfg.normalise != "mean")
-        of_anchor = group_advantage([e.reward["anchor"] for e in episodes], cfg.std_floor)
-        for episode, a, a_anchor in zip(episodes, own, of_anchor):
-            episode.advantage = float(a)
-            episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
-    if cfg.normalise == "batch":
-        mine = [episode.advantage for episodes in groups for episode in episodes]
-        spread = np.std([a for rank in gather(mine) for a in rank] or [0.0])
-        for episode in (episode for episodes in groups for episode in episodes):
-            episode.advantage /= max(spread, cfg.std_floor)
-
-
-def per_token(
-    agent: Trajectory, episode: Episode, total: dict, renderer: Renderer, cfg: GRPOConfig, anchor: Anchor
-) -> list[np.ndarray]:
-    """Of one trajectory, what a Lesson holds of its N sampled tokens: advantage, behaviour, weight, pull."""
-    sampled = np.array(agent.mask, bool)
-    n = sampled.sum()
-    is_struct = np.zeros(n)
-    if agent is episode.main:
-        is_struct = np.array(structural_mask(agent, renderer), float)[sampled]
-    advantage = episode.advantage + anchor.scale * episode.anchor_advantage * is_struct
-    share = total["tokens"] if cfg.aggregation == "token" else total["agents"] * max(1, n)
-    pull = np.zeros(n)
-    if anchor.credit == "logp" and episode.reward["strict"] and is_struct.any():
-        pull = anchor.scale * is_struct / is_struct.sum() / total["tidy"]
-    return [advantage, np.array(agent.logprobs)[sampled], np.full(n, 1 / share), pull]
-
-
-def learned(episode: Episode, subagents: bool) -> list[Trajectory]:
+def agents_that_learn(episode: Episode, subagents: bool) -> list[Trajectory]:
     return episode.trajectories if subagents else [episode.main]
 
 
-def split_by_prompt(rows: list, budget: int) -> list[list]:
-    """Rows that share a prompt, in parts of at most `budget` tokens (a single row may exceed it)."""
-    parts, room = [], {}
-    for row in rows:
-        trajectory = row[0]
-        # Two looks may have the same words, stamps included, and yet other pixels.
-        key = (*trajectory.ids[: trajectory.prompt_length], *(id(clip.pixels) for clip in trajectory.frames))
-        suffix = len(trajectory.ids) - trajectory.prompt_length
-        if room.get(key, (0, -1))[1] < suffix:
-            parts.append([])
-            room[key] = (len(parts) - 1, budget - trajectory.prompt_length)
-        place, left = room[key]
-        parts[place].append(row)
-        room[key] = (place, left - suffix)
-    return parts
+def lesson_of(
+    agent: Trajectory, episode: Episode, total: dict[str, float], renderer: Renderer, anchor: Anchor
+) -> Lesson:
+    """Return one trajectory as a lesson: a bundle with one suffix, and arrays over its N sampled tokens."""
+    sampled = np.array(agent.mask, bool)
+    n = sampled.sum()
+    struct = np.zeros(n)  # 1[t in struct(o_i)]; sub-agents write no tags
+    if agent is episode.main:
+        struct = np.array(structural_mask(agent, renderer), float)[sampled]
 
+    # Selective Anchoring: A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]
+    advantages = episode.advantage + anchor.scale * episode.anchor_advantage * struct
 
-def make_lesson(rows: list) -> Lesson:
-    first = rows[0][0]
-    p = first.prompt_length
-    suffixes, masks = ([getattr(t, name)[p:] for t, _ in rows] for name in ("ids", "mask"))
-    bundle = Bundle(first.ids[:p], suffixes, masks, list(first.frames))
+    # Credit `logp`: J = lambda * mean over the rollouts that parse of (mean over struct(o_i) of log pi(o_i,t))
+    logp_weights = np.zeros(n)
+    if anchor.credit == "logp" and episode.reward["strict"] and struct.any():
+        logp_weights = anchor.scale * struct / struct.sum() / total["parsed"]
+
+    p = agent.prompt_length
     return Lesson(
-        bundle, *(np.concatenate(column).astype(np.float32) for column in zip(*(values for _, values in rows)))
+        bundle=Bundle(agent.ids[:p], [agent.ids[p:]], [agent.mask[p:]], list(agent.frames)),
+        advantages=advantages.astype(np.float32),
+        old_logprobs=np.array(agent.logprobs)[sampled].astype(np.float32),
+        weights=np.full(n, 1 / total["tokens"], np.float32),
+        logp_weights=logp_weights.astype(np.float32),
+    )
+
+
+def share_prompts(rows: Sequence[Lesson], budget: int) -> list[Lesson]:
+    """Join lessons with the same prompt, so that it is computed once, up to `budget` tokens (a single one may be
+    longer). What does not fit opens another lesson, which repeats the prompt."""
+    parts: list[list[Lesson]] = []
+    newest: dict[tuple, list[Lesson]] = {}  # per prompt, the part that still has room
+    for row in rows:
+        # Two clips may have the same words, stamps included, and yet other pixels.
+        prompt = (tuple(row.bundle.prompt), *(id(clip.pixels) for clip in row.bundle.frames))
+        part = newest.get(prompt)
+        if part is not None:
+            length = len(part[0].bundle.prompt) + sum(len(other.bundle.suffixes[0]) for other in part)
+            if length + len(row.bundle.suffixes[0]) > budget:
+                part = None
+        if part is None:
+            part = []
+            parts.append(part)
+            newest[prompt] = part
+        part.append(row)
+    return [join(part) for part in parts]
+
+
+def join(rows: Sequence[Lesson]) -> Lesson:
+    """Return lessons of one prompt as one."""
+    first = rows[0].bundle
+    suffixes = [row.bundle.suffixes[0] for row in rows]
+    masks = [row.bundle.masks[0] for row in rows]
+    return Lesson(
+        bundle=Bundle(first.prompt, suffixes, masks, first.frames),
+        advantages=np.concatenate([row.advantages for row in rows]),
+        old_logprobs=np.concatenate([row.old_logprobs for row in rows]),
+        weights=np.concatenate([row.weights for row in rows]),
+        logp_weights=np.concatenate([row.logp_weights for row in rows]),
     )
 
 
@@ -146,21 +178,26 @@ def make_lesson(rows: list) -> Lesson:
 
 
 def token_losses(
-    logprobs: Tensor, prox: Tensor, behaviour: Tensor, reference: Tensor | None, advantage: Tensor, cfg: GRPOConfig
+    logprobs: Tensor, prox: Tensor, old_logprobs: Tensor, reference: Tensor | None, advantages: Tensor, cfg: GRPOConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """l per token [N], as at the top of the file, and what is worth watching (no gradient), per token [N]."""
+    """Return the loss of each token, [N], and what is worth watching of it (without gradient), each [N]."""
+    # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * KL
+    # r = pi / pi_prox
     ratio = (logprobs - prox).exp()
     low, high = 1 - cfg.clip, 1 + (cfg.clip if cfg.clip_high is None else cfg.clip_high)
-    surrogate = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-    w = (prox - behaviour).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+
+    # w = pi_prox / pi_behaviour, and 0 where it exceeds the cap: those tokens are left out, as in the release.
+    w = (prox - old_logprobs).exp()
     kept = w <= cfg.behaviour_cap
     losses = -torch.where(kept, w, 0.0) * surrogate  # not where(kept, w * surrogate, 0): 0 * inf in its backward pass
     watched = {
-        "clip_fraction": ((ratio < low) & (advantage < 0) | (ratio > high) & (advantage > 0)).float(),
+        "clip_fraction": ((ratio < low) & (advantages < 0) | (ratio > high) & (advantages > 0)).float(),
         "capped_fraction": (~kept).float(),
-        "gap": (prox - behaviour).abs(),
+        "gap": (prox - old_logprobs).abs(),
     }
     if reference is not None:
+        # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
         d = reference - logprobs
         kl = d.exp() - d - 1
         losses = losses + cfg.kl * kl
@@ -171,17 +208,21 @@ def token_losses(
 def lessons_loss(
     scores: Scores, lessons: list[Lesson], prox: Tensor | None, reference: Tensor | None, cfg: GRPOConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The micro-batch's part of L, and per token [N] what is worth watching."""
+    """Return the micro-batch's part of the batch's loss L, and what is worth watching per token, [N]. `prox` and
+    `reference` are log-probs [N]; without `prox`, pi_prox is pi."""
     logprobs = scores.logprobs  # [N]
 
     def column(name: str) -> Tensor:
-        values = [getattr(lesson, name) for lesson in lessons]
-        return torch.from_numpy(np.concatenate(values)).to(logprobs) if values else logprobs.detach()  # N = 0
+        if not lessons:  # a rank with nothing left to learn keeps step: N = 0
+            return logprobs.detach()
+        values = np.concatenate([getattr(lesson, name) for lesson in lessons])
+        return torch.from_numpy(values).to(logprobs)  # [N]
 
-    prox = logprobs.detach() if prox is None else prox
-    losses, watched = token_losses(logprobs, prox, column("behaviour"), reference, column("advantage"), cfg)
-    # Credit `logp`: + lambda * mean over struct(o) of log pi, averaged over the rollouts that parse.
-    loss = (column("weight") * losses).sum() - (column("pull") * logprobs).sum()
+    if prox is None:
+        prox = logprobs.detach()
+    losses, watched = token_losses(logprobs, prox, column("old_logprobs"), reference, column("advantages"), cfg)
+    # L = sum over all sampled tokens of all ranks of l_i,t / their number   [ - J under credit `logp` ]
+    loss = (column("weights") * losses).sum() - (column("logp_weights") * logprobs).sum()
     return loss, watched | {"entropy": scores.entropies}
 
 
@@ -190,7 +231,12 @@ def bundles(lessons: list[Lesson]) -> list[Bundle]:
 
 
 def micro_batches(lessons: list[Lesson], budget: int) -> list[list[Lesson]]:
-    """Lessons that share a forward pass. Every rank gets as many as the one with the most: the rest are empty, since all
-    ranks run the same collectives."""
-    mine = [[lessons[i] for i in members] for members in best_fit([len(lesson.bundle) for lesson in lessons], budget)]
-    return mine + [[] for _ in range(max(gather(len(mine))) - len(mine))]
+    """Return the lessons of each forward pass. Every rank gets as many as the one with the most, the last ones empty:
+    all ranks run the same collectives."""
+    mine = []
+    for members in best_fit([len(lesson.bundle) for lesson in lessons], budget):
+        mine.append([lessons[i] for i in members])
+    most = max(gather(len(mine)))
+    while len(mine) < most:
+        mine.append([])
+    return mine

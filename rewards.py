@@ -1,14 +1,14 @@
-"""rewards.py: every reward term and the structural tokens, as pure functions of an episode.
+"""rewards.py: every term of the reward and the structural tokens, as pure functions of an episode.
 
-    R = R_acc + w_fmt * R_fmt + w_tool * R_tool                       score(episode, renderer, cfg) -> {part: value}
-    struct(o) = the sampled tokens that carry the tags                structural_mask(trajectory, renderer) -> [bool]
+    score(episode, renderer, cfg) -> {part: value}           R = R_acc + w_fmt * R_fmt + w_tool * R_tool
+    structural_mask(trajectory, renderer) -> [bool]          struct(o), the tokens that Selective Anchoring credits
 
-Only the assistant's turns are read, the forced `<think>\\n` included; of a tool call only the fact counts (which call ran,
-with what outcome), never the text that came back. The *last* complete `<answer>` is the answer.
+Only the assistant's turns are read, the forced `<think>\\n` included. Of a tool call only the fact counts (which call
+ran, with what outcome), never the text that came back. The *last* complete `<answer>` is the answer.
 
-    python rewards.py "<think>\\nI look.\\n</think>\\n<answer>B</answer>" --answer B --kind mcq     the reward lab
+    python rewards.py "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B     the reward lab
 
-Deliberately missing: advantages and losses (grpo.py), a learned reward model. The only I/O is the optional judge.
+Deliberately missing: a learned reward model. The only I/O is the optional judge.
 """
 
 import argparse
@@ -16,8 +16,9 @@ import collections
 import hashlib
 import json
 import re
-import sys
+import string
 import time
+import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,16 +26,18 @@ from pathlib import Path
 from typing import Literal
 
 from data import Episode, Group, Task, Trajectory
-from runtime.answers import normalise, parse_letter, parse_span
+from runtime.answers import LETTERS, listed_options, normalise, parse_letter, parse_span, words_of
 from runtime.contract import END_OF_TURN, Renderer
+from tools import parse_calls
 
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
-STAMP = r"<[\d.]+ seconds>"  # of frames (VisualContract.stamp), which may be quoted; any other `<` is a broken tag
-PLAIN = rf"(?:[^<]|{STAMP})*"
+STAMP = r"<[\d.]+ seconds>"  # a frame's stamp (VisualContract.stamp), which may be quoted
+PLAIN = rf"(?:[^<]|{STAMP})*"  # any other `<` is a broken tag
 NON_EMPTY = rf"<answer>(?!\s*</answer>){PLAIN}</answer>"
 PARTS = ("reward", "acc", "fmt", "tool", "anchor", "strict")
+LEAST_THOUGHT = 10  # characters; a shorter thought earns nothing
 SPAM = {"think": 3, "answer": 3, "tool_call": 32}  # more of one tag in a turn is spam, and the episode earns nothing
 
 
@@ -43,13 +46,14 @@ class Anchor:
     """Selective Anchoring: R_anchor = alpha * closed + beta * flow - gamma * unclosed."""
 
     credit: Literal["struct", "sequence", "logp", "off"] = "struct"
-    """Who is credited: only structural tokens (the paper's idea), all tokens (the released code: R_anchor is part of
-    R_fmt), the log-prob of structural tokens as an objective of its own (the project page), or nobody."""
+    """struct: the advantage of R_anchor, at structural tokens only (the paper's idea). sequence: lambda * R_anchor inside
+    R_fmt, so all tokens (the released code). logp: the log-prob of structural tokens as an objective of its own (the
+    project page). off: no credit."""
     alpha: float = 0.4
     beta: float = 0.3
     gamma: float = 0.3
     scale: float = 0.5
-    """The paper's lambda."""
+    """lambda."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,8 @@ class Judge:
 
     url: str = ""
     model: str = ""
-    timeout: float = 30.0
-    retries: int = 3
     cache: str = ""
-    """JSONL of verdicts by content; empty: none is kept."""
+    """JSONL file of verdicts; empty: nothing is cached."""
 
 
 @dataclass(frozen=True)
@@ -72,112 +74,131 @@ class RewardConfig:
     w_tool: float = 1.0
     """Both 0: accuracy-only GRPO."""
     answer_suffix: bool = True
-    """Exploration Anchoring's weights for the answer's tags; false: the plain ones."""
+    """Exploration Anchoring's weights of the answer's tags; false: the plain weights."""
     anchor: Anchor = Anchor()
     open_answer: Literal["f1", "exact", "judge"] = "f1"
     untagged_answer: bool = False
-    """Without an <answer>, accept what follows "the answer is". Off in training, but for runs that say so."""
+    """Without an <answer>, accept what follows "the answer is". The toy's accuracy-only runs need it."""
     judge: Judge = field(default_factory=Judge)
 
     def __post_init__(self):
         if self.open_answer == "judge" and not (self.judge.url and self.judge.model):
             raise ValueError("open_answer = 'judge': needs judge.url and judge.model")
         if self.anchor.credit == "sequence" and not self.w_fmt:
-            raise ValueError(
-                "anchor.credit = 'sequence' is paid through R_fmt, and w_fmt = 0 pays nothing: raise w_fmt"
-            )
+            raise ValueError("anchor.credit = 'sequence' is paid inside R_fmt, and w_fmt = 0 pays nothing: raise w_fmt")
 
 
 class JudgeError(RuntimeError):
-    """The judge gave no verdict. The episode is dropped from the loss and counted: it is never a zero."""
+    """The judge gave no verdict. The episode is counted and left out of the loss: this is not a zero."""
 
 
-# ------------------------------------------------------------------------------------------------ the whole
+# ------------------------------------------------------------------------------------------------ R
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, float]:
-    """All parts by name; `reward` is their sum. Raises JudgeError if a judge was asked for and failed."""
+    """Return all parts by name, `reward` their weighted sum. Raise JudgeError if a judge was asked and failed."""
     turns = turn_texts(episode.main, renderer)
-    if spam := tag_spam(turns):
-        return dict.fromkeys(PARTS, 0.0) | {f"spam_{spam}": 1.0}
+    spam = tag_spam(turns)
+    if any(spam.values()):
+        return dict.fromkeys(PARTS, 0.0) | spam
+
     acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg)
     anchor = anchor_reward(turns, cfg.anchor)
-    parsed = {call.turn for call in episode.calls if call.error != "unparseable"}
-    fmt = format_reward(turns, parsed, cfg.answer_suffix)
-    # f is logged with the anchor in every credit mode; only `sequence` pays it through R_fmt.
-    f = min(1.0, fmt + cfg.anchor.scale * anchor)
-    paid = f if cfg.anchor.credit == "sequence" else fmt
+    turns_with_calls = {call.turn for call in episode.calls if call.error != "unparseable"}
+    plain_fmt = format_reward(turns, turns_with_calls, cfg.answer_suffix)
+    # f is logged with the anchor in every credit mode; only `sequence` pays it here.
+    fmt = min(1.0, plain_fmt + cfg.anchor.scale * anchor)
+    paid_fmt = fmt if cfg.anchor.credit == "sequence" else plain_fmt
     tool = tool_reward(episode, acc)
     return {
-        "reward": acc + cfg.w_fmt * paid + cfg.w_tool * tool,
+        # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
+        "reward": acc + cfg.w_fmt * paid_fmt + cfg.w_tool * tool,
         "acc": acc,
-        "fmt": f,
+        "fmt": fmt,
         "tool": tool,
         "anchor": anchor,
         "strict": float(strict(turns)),
+        **spam,
         **closure(turns),
     }
 
 
-def closure(turns: list[str]) -> dict[str, float]:
-    """Per tag that was opened, the share that was closed: what Format Fragility loses first."""
-    counts = collections.Counter(TAG.findall("".join(turns)))
-    return {f"closure/{tag}": min(1.0, counts[f"</{tag}>"] / n) for tag in SPAM if (n := counts[f"<{tag}>"])}
-
-
 def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig) -> int:
-    """Score every episode that ran; returns how many the judge failed on. Those earn nothing, not zero."""
+    """Score every episode that ran. Return how many the judge failed on: they get an error, not a reward."""
 
-    def give(group: Group) -> int:
-        lost = 0
-        for episode in [episode for episode in group.episodes if not episode.error]:
-            try:
-                episode.reward = score(episode, renderer, cfg)
-            except JudgeError as error:
-                lost += 1
-                episode.error = f"JudgeError: {error}"
-        return lost
+    def give(episode: Episode) -> int:
+        try:
+            episode.reward = score(episode, renderer, cfg)
+        except JudgeError as error:
+            episode.error = f"JudgeError: {error}"
+            return 1
+        return 0
 
-    with ThreadPoolExecutor(16) as pool:  # judges take seconds
-        return sum(pool.map(give, groups))
+    ran = [episode for group in groups for episode in group.episodes if not episode.error]
+    with ThreadPoolExecutor(16) as pool:  # a judge takes seconds
+        return sum(pool.map(give, ran))
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
-    """The assistant's turns as text: a forced <think>, and `<|im_end|>` where it was sampled, included. (The release
-    reads sampled tokens alone, so that a forced <think> earns nothing.)"""
-    return [renderer.decode(trajectory.ids[a:b]) for a, b in trajectory.turns]
-
-
-def tag_spam(turns: list[str]) -> str:
-    """The name of a tag that some turn repeats beyond reason, or ""."""
-    for turn in turns:
-        counts = collections.Counter(TAG.findall(turn))
-        for name, most in SPAM.items():
-            if max(counts[f"<{name}>"], counts[f"</{name}>"]) > most:
-                return name
-    return ""
+    """Return the assistant's turns as text, a forced <think> included. (The release leaves it out, so it earns nothing.)
+    A sampled end of turn is written `<|im_end|>`, whichever token of the checkpoint's list it was."""
+    texts = []
+    for start, end in trajectory.turns:
+        ids = trajectory.ids[start:end]
+        if ids and ids[-1] in renderer.ends_of_turn and trajectory.mask[end - 1] == 1:
+            texts.append(renderer.decode(ids[:-1]) + END_OF_TURN)
+        else:
+            texts.append(renderer.decode(ids))
+    return texts
 
 
 def final_answer(turns: list[str], untagged: bool = False) -> str | None:
-    """The content of the last complete <answer>; without one, if `untagged`, what follows the last turn's last "answer
-    is" or "answer:" on its line."""
+    """Return the content of the last complete <answer>. Without one, if `untagged`: what follows the last "answer is"
+    or "answer:" of the last turn, to the end of its line."""
     for turn in reversed(turns):
-        if found := ANSWER.findall(turn):
-            return found[-1].strip()
-    last = turns[-1].replace(END_OF_TURN, "") if untagged and turns else ""
-    found = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", last, re.I | re.S)
+        answers = ANSWER.findall(turn)
+        if answers:
+            return answers[-1].strip()
+    if not (untagged and turns):
+        return None
+    found = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", turns[-1].replace(END_OF_TURN, ""), re.I | re.S)
     return found[1] if found else None
+
+
+def tag_spam(turns: list[str]) -> dict[str, float]:
+    """Return for each tag 1 if some turn repeats it too often, else 0."""
+    spam = {f"spam_{name}": 0.0 for name in SPAM}
+    for turn in turns:
+        for name, most in SPAM.items():
+            if turn.count(f"<{name}>") > most or turn.count(f"</{name}>") > most:
+                spam[f"spam_{name}"] = 1.0
+    return spam
+
+
+def closure(turns: list[str]) -> dict[str, float]:
+    """Return, for each tag that was opened, the share that was closed: Format Fragility shows here first."""
+    text = "".join(turns)
+    rates = {}
+    for name in SPAM:
+        opened, closed = text.count(f"<{name}>"), text.count(f"</{name}>")
+        if opened:
+            rates[f"closure/{name}"] = min(1.0, closed / opened)
+    return rates
 
 
 # ------------------------------------------------------------------------------------------------ R_acc
 
 
 def accuracy(answer: str | None, task: Task, cfg: RewardConfig) -> float:
-    """mcq: letters equal; tvg: temporal IoU; oe: token F1, exact match or the judge. No answer: 0."""
+    """Return R_acc. mcq: letters equal; tvg: temporal IoU; oe: token F1, exact match or the judge. No answer: 0."""
     if not answer:
         return 0.0
     if task.kind == "mcq":
-        return float(parse_letter(answer, task.options) == task.answer.strip("() .").upper())
+        gold = task.answer.strip("() .").upper()
+        options = task.options or listed_options(task.question)  # published RL rows list them in the question alone
+        if gold not in LETTERS[: len(options)]:  # not the list that was meant
+            options = ()
+        return float(parse_letter(answer, options) == gold)
     if task.kind == "tvg":
         span, gold = parse_span(answer), parse_span(task.answer)
         return iou(span, gold) if span and gold else 0.0
@@ -189,103 +210,160 @@ def accuracy(answer: str | None, task: Task, cfg: RewardConfig) -> float:
 
 
 def iou(a: tuple[float, float], b: tuple[float, float]) -> float:
-    """|a n b| / |a u b| of two intervals of seconds."""
+    # IoU = |a n b| / |a u b|, of two intervals of seconds
     overlap = max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
     union = (a[1] - a[0]) + (b[1] - b[0]) - overlap
     return overlap / union if union > 0 else 0.0
 
 
 def token_f1(answer: str, gold: str) -> float:
-    """F1 = 2PR / (P + R) over normalised words."""
-    a, b = normalise(answer).split(), normalise(gold).split()
+    # F1 = 2PR / (P + R) = 2 * common / (words of a + words of b), over normalised words
+    a, b = words_of(answer), words_of(gold)
     common = (collections.Counter(a) & collections.Counter(b)).total()
     return 2 * common / (len(a) + len(b)) if common else 0.0
 
 
-# ------------------------------------------------------------------------------------------------ R_fmt and R_anchor
+# ------------------------------------------------------------------------------------------------ R_fmt
 
 
 def format_reward(turns: list[str], turns_with_calls: set[int], answer_suffix: bool) -> float:
-    """R_fmt without its anchor: think + answer tags + think before a call + balance, at most 1."""
-    think, opened, closed = (0.2, 0.3, 0.2) if answer_suffix else (0.3, 0.2, 0.1)
-    value = think * any(len(t.strip()) >= 10 for turn in turns for t in THINK.findall(turn))
-    answer_open = any(re.search(rf"<answer>\s*(?:[^<\s]|{STAMP})", turn) for turn in turns)
-    value += opened * answer_open + closed * bool(final_answer(turns))
-    value += 0.3 * any(re.search(r"<think>.*?</think>.*?<tool_c(?:all|ode)>", turns[i], re.S) for i in turns_with_calls)
+    """Return R_fmt without the anchor's part."""
+    # R_fmt = w_think * [every turn thinks] + (w_open + w_close) * [a complete, non-empty <answer>]
+    #       + 0.3 * [a thought before the calls, in every turn that calls]
+    #       + 0.1 * [all tags balanced, and something earned above]                     and 1 at most
+    # The released code's weights. It pays for the two answer tags together, too: half a pair earns nothing.
+    if answer_suffix:  # the paper's Answer Suffix
+        w_think, w_open, w_close = 0.2, 0.3, 0.2
+    else:
+        w_think, w_open, w_close = 0.3, 0.2, 0.1
+
+    thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
+    thinks_before_calls = bool(turns_with_calls) and all(thinks_before_call(turns[i]) for i in turns_with_calls)
     balanced = all(turn.count(f"<{tag}>") == turn.count(f"</{tag}>") for turn in turns for tag in SPAM)
+
+    value = w_think * thinks
+    value += (w_open + w_close) * bool(final_answer(turns))
+    value += 0.3 * thinks_before_calls
     value += 0.1 * (balanced and value > 0)
     return min(1.0, value)
 
 
-def anchor_reward(turns: list[str], anchor: Anchor) -> float:
-    """R_anchor = alpha * [every turn closes its think] + beta * [flow] - gamma * [some think is never closed]
-
-    flow: all of that, and the last turn is `... </think> ... <answer>non-empty</answer>` *and then ends*: without the
-    end, `<answer>x</answer>x</answer>...` would earn it."""
-    closed = bool(turns) and all(_think_state(turn) == "closed" for turn in turns)
-    ending = rf"</think>(?:(?!{TAG.pattern}).)*{NON_EMPTY}\s*{re.escape(END_OF_TURN)}\Z"
-    flow = closed and re.search(ending, turns[-1], re.S) is not None
-    unclosed = any(_think_state(turn) == "open" for turn in turns)
-    return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * unclosed
+def thought_ends(turn: str) -> list[int]:
+    """Return where the turn's thoughts end: those that are closed and say something. An empty one is none."""
+    ends = []
+    for thought in THINK.finditer(turn):
+        said = TAG.sub("", thought[1]).strip()
+        if len(said) >= LEAST_THOUGHT:
+            ends.append(thought.end())
+    return ends
 
 
-def _think_state(turn: str) -> str:
-    """closed | open | absent; a turn that closes what it never opened counts as absent."""
-    depth = 0
-    for tag in re.findall(r"</?think>", turn):
-        if tag == "</think>" and depth == 0:
-            return "absent"
-        depth += 1 if tag == "<think>" else -1
-    return "open" if depth else "closed" if "<think>" in turn else "absent"
+def thinks_before_call(turn: str) -> bool:
+    ends = thought_ends(turn)
+    return bool(ends) and re.search("<tool_c(?:all|ode)>", turn[ends[0] :]) is not None
 
 
 def strict(turns: list[str]) -> bool:
-    """Every turn is exactly think + calls, the last exactly think + answer, nothing else but white space. Sequential
-    dispatch ends a turn with its first call, before the model could."""
+    """Return whether every turn is exactly think + calls, and the last exactly think + answer, with only white space
+    between. The end of a turn may lack after a call: sequential dispatch stops there."""
     think, end = rf"\s*<think>{PLAIN}</think>\s*", re.escape(END_OF_TURN)
     calls = re.compile(rf"{think}(?:<tool_call>\s*\{{[^<]*\}}\s*</tool_call>\s*)+(?:{end})?")
     answer = re.compile(rf"{think}{NON_EMPTY}\s*{end}")
     return bool(turns) and all(map(calls.fullmatch, turns[:-1])) and bool(answer.fullmatch(turns[-1]))
 
 
+# ------------------------------------------------------------------------------------------------ R_anchor
+
+
+def anchor_reward(turns: list[str], anchor: Anchor) -> float:
+    """Return R_anchor."""
+    # R_anchor = alpha * [every turn thinks and closes it] + beta * [flow] - gamma * [some think is never closed]
+    # flow: every turn thinks, the last one is `... </think> ... <answer>non-empty</answer>`, and then it ends. Without
+    # that end, `<answer>x</answer>x</answer>...` would be paid in full.
+    states = [think_state(turn) for turn in turns]
+    closed = bool(turns) and all(state == "closed" for state in states)
+    ending = rf"</think>(?:(?!{TAG.pattern}).)*{NON_EMPTY}\s*{re.escape(END_OF_TURN)}\Z"
+    flow = closed and re.search(ending, turns[-1], re.S) is not None
+    return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * ("open" in states)
+
+
+def think_state(turn: str) -> str:
+    """Return closed, open or absent. An empty thought is absent, and so is one that closes what was never opened."""
+    depth = 0
+    for tag in re.findall(r"</?think>", turn):
+        depth += 1 if tag == "<think>" else -1
+        if depth < 0:
+            return "absent"
+    if depth > 0:
+        return "open"
+    return "closed" if thought_ends(turn) else "absent"
+
+
 # ------------------------------------------------------------------------------------------------ R_tool
 
 
 def tool_reward(episode: Episode, acc: float) -> float:
-    """0.1 for a parseable call or 0.3 if one ran, + 0.5 if one ran and the answer scored.
+    """Return R_tool. F1 and IoU count as scored from 0.5 on, or answering "the whole video" would."""
+    # R_tool = 0.1 for a call that parses, or 0.3 for one that ran; + 0.5 if one ran and the answer scored
+    parsed = any(call.error != "unparseable" for call in episode.calls)
+    scored = acc > 0 if episode.task.kind == "mcq" else acc >= 0.5
+    if episode.executed:
+        return 0.3 + 0.5 * scored
+    return 0.1 * parsed
 
-    F1 and IoU must reach 0.5 to count as scored, or answering "the whole video" would."""
-    if not any(call.error == "" for call in episode.calls):
-        return 0.1 * any(call.error != "unparseable" for call in episode.calls)
-    return 0.3 + 0.5 * (acc > 0 if episode.task.kind == "mcq" else acc >= 0.5)
 
-
-# ------------------------------------------------------------------------------------------------ structural tokens
+# ------------------------------------------------------------------------------------------------ struct(o)
 
 
 def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
-    """Per token of the trajectory: it was sampled, and it is structure.
+    """Return, for each token of the trajectory, whether it was sampled and is structure.
 
     Structure is every token that overlaps a tag, found by character spans so that tags of several tokens count whole,
-    and every end of a turn: one that comes too early breaks the structure, and one that comes in time completes it. (If
-    only the early ones counted, nothing would teach the model to stop after </answer>.) A token that carries anything
-    but white space besides the tag (`>B`) is left out: arguments, prose and answers are never touched."""
+    and every end of a turn. (An early end breaks the structure, an end in time completes it: if only early ones counted,
+    nothing would teach the model to stop after </answer>.) Tokens that also carry content are left out."""
     chosen = [False] * len(trajectory.ids)
-    for a, b in trajectory.turns:
-        ids = trajectory.ids[a:b]
+    for start, end in trajectory.turns:
+        ids = trajectory.ids[start:end]
         text, spans = renderer.decode(ids), renderer.offsets(ids)
-        tag_at = [False] * len(text)
+        # Per character: does it belong to an opening tag, to a closing tag, or to none?
+        tag_at = [""] * len(text)
         for tag in TAG.finditer(text):
-            tag_at[tag.start() : tag.end()] = [True] * len(tag.group())
-        for i, (start, end) in enumerate(spans):
-            piece = range(start, min(end, len(text)))
-            carries = any(tag_at[c] for c in piece) and all(tag_at[c] or text[c].isspace() for c in piece)
-            chosen[a + i] = bool(trajectory.mask[a + i]) and (carries or ids[i] == renderer.end_of_turn)
+            for c in range(tag.start(), tag.end()):
+                tag_at[c] = "closing" if tag.group().startswith("</") else "opening"
+        for i, (first, last) in enumerate(spans):
+            structural = is_structural(text, tag_at, first, min(last, len(text))) or ids[i] in renderer.ends_of_turn
+            chosen[start + i] = structural and trajectory.mask[start + i] == 1
     return chosen
+
+
+def is_structural(text: str, tag_at: list[str], first: int, last: int) -> bool:
+    """Return whether the token of characters [first, last) carries a tag and no content.
+
+    White space may share its token, and so may punctuation that stands before a closing tag: in Qwen's vocabulary `.</`,
+    `]</` and `。</` are single tokens, and to sample one is to decide to close. A letter or a digit may not (`>B`), nor
+    the answer's first character (`>(`, `>[`)."""
+    tags = [c for c in range(first, last) if tag_at[c]]
+    if not tags:
+        return False
+    # Behind the tag's first character: the tag, and white space.
+    if any(not tag_at[c] and not text[c].isspace() for c in range(tags[0], last)):
+        return False
+    before = text[first : tags[0]]
+    if not before.strip():
+        return True
+    # Before it: punctuation, if the tag closes, and if this is not the first character of what it closes.
+    left = first - 1
+    while left >= 0 and text[left].isspace():
+        left -= 1
+    is_first = left >= 0 and tag_at[left] == "opening"
+    if tag_at[tags[0]] != "closing" or is_first:
+        return False
+    return all(c.isspace() or c in string.punctuation or unicodedata.category(c).startswith("P") for c in before)
 
 
 # ------------------------------------------------------------------------------------------------ the judge
 
+JUDGE_TRIES, JUDGE_SECONDS = 3, 30
 JUDGE_PROMPT = (
     "Question: {question}\nReference answer: {gold}\nGiven answer: {answer}\n\n"
     "Does the given answer say the same as the reference? Reply with one word: yes or no."
@@ -293,109 +371,100 @@ JUDGE_PROMPT = (
 
 
 def ask_judge(question: str, gold: str, answer: str, cfg: Judge) -> float:
-    """1 or 0 from the judge, or JudgeError; verdicts are cached by everything that shaped them."""
+    """Return 1 or 0 from the judge, or raise JudgeError. Verdicts are cached by everything that shapes them."""
     import requests
 
     prompt = JUDGE_PROMPT.format(question=question, gold=gold, answer=answer)
     key = hashlib.sha256(f"{cfg.url}\0{cfg.model}\0{prompt}".encode()).hexdigest()
-    cache = Path(cfg.cache) if cfg.cache else None
-    if cache and cache.exists():
-        for line in cache.read_text().splitlines():
-            if key in line and line.endswith("}"):  # whole: others may be writing
-                return json.loads(line[line.rindex("{") :])["verdict"]  # what stands before it, nobody ended
+    lines = {verdict: json.dumps({"key": key, "verdict": verdict}) for verdict in (0.0, 1.0)}  # as the cache has them
+    if cfg.cache and Path(cfg.cache).exists():
+        known = Path(cfg.cache).read_text()
+        for verdict, line in lines.items():
+            if line in known:
+                return verdict
+
     body = {"model": cfg.model, "temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": prompt}]}
     said = ""
-    for attempt in range(cfg.retries):
+    for attempt in range(JUDGE_TRIES):
+        if attempt > 0:
+            time.sleep(2.0 ** (attempt - 1))
         try:
-            reply = requests.post(f"{cfg.url.rstrip('/')}/chat/completions", json=body, timeout=cfg.timeout)
+            reply = requests.post(f"{cfg.url.rstrip('/')}/chat/completions", json=body, timeout=JUDGE_SECONDS)
             reply.raise_for_status()
             said = str(reply.json()["choices"][0]["message"]["content"])
         except (requests.RequestException, ValueError, KeyError, IndexError) as error:
             said = repr(error)
-        else:
-            if verdict := re.match(r"\W*(yes|no)\b", said, re.I):
-                value = float(verdict[1].lower() == "yes")
-                if cache:
-                    cache.parent.mkdir(parents=True, exist_ok=True)
-                    with cache.open("a") as file:
-                        file.write(json.dumps({"key": key, "verdict": value}) + "\n")
-                return value
-        time.sleep(min(2.0**attempt, cfg.timeout) if attempt + 1 < cfg.retries else 0)
-    raise JudgeError(f"{cfg.url}: no yes or no after {cfg.retries} tries; the last reply: {said[:200]}")
+            continue
+        word = re.match(r"\W*(yes|no)\b", said, re.I)
+        if word:
+            verdict = float(word[1].lower() == "yes")
+            if cfg.cache:
+                Path(cfg.cache).parent.mkdir(parents=True, exist_ok=True)
+                with open(cfg.cache, "a") as file:
+                    file.write(lines[verdict] + "\n")
+            return verdict
+    raise JudgeError(f"{cfg.url}: no yes or no after {JUDGE_TRIES} tries; the last reply: {said[:200]}")
 
 
 # ------------------------------------------------------------------------------------------------ the reward lab
 
 
 class Characters:
-    """A renderer whose tokens are single characters (and the end of turn): the lab needs no checkpoint."""
+    """A renderer whose tokens are single characters and the end of turn: the lab needs no checkpoint."""
 
-    end_of_turn = 0x10FFFF
+    ends_of_turn = (0x10FFFF,)
 
     def encode(self, text: str) -> list[int]:
-        return [ord(c) for c in text.replace(END_OF_TURN, chr(self.end_of_turn))]
+        return [ord(c) for c in text.replace(END_OF_TURN, "\U0010ffff")]
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(END_OF_TURN if i == self.end_of_turn else chr(i) for i in ids)
+        return "".join(chr(i) for i in ids).replace("\U0010ffff", END_OF_TURN)
 
     def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
         spans, start = [], 0
         for i in ids:
-            spans.append((start, start := start + len(self.decode([i]))))
+            end = start + len(self.decode([i]))
+            spans.append((start, end))
+            start = end
         return spans
 
 
 def stage(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
-    """An episode whose main agent said `turns`, as rollout.py would have recorded it; the first `executed` calls ran."""
-    from tools import parse_calls
-
+    """Return the episode that rollout.py would have recorded of these turns. The first `executed` calls ran."""
     main = Trajectory([], [], [], [], [], 0)
     calls = []
     for i, turn in enumerate(turns):
+        prefix = forced if turn.startswith(forced) else ""
+        given, sampled = renderer.encode(prefix), renderer.encode(turn[len(prefix) :])
         start = len(main.ids)
-        prefix = renderer.encode(forced) if forced and turn.startswith(forced) else []
-        ids = prefix + renderer.encode(turn[len(forced) :] if prefix else turn)
-        main.ids += ids
-        main.mask += [0] * len(prefix) + [1] * (len(ids) - len(prefix))
+        main.ids += given + sampled
+        main.mask += [0] * len(given) + [1] * len(sampled)
         main.turns.append((start, len(main.ids)))
         calls += parse_calls(turn, i)
     for i, call in enumerate(calls):
-        call.error = call.error or ("" if i < executed else "failed")
+        if not call.error and i >= executed:
+            call.error = "failed"
     return Episode(task, 64, main, calls)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("turns", nargs="+", metavar="TEXT", help="what the assistant says, one argument per turn")
     parser.add_argument("--answer", required=True, help="the gold answer")
     parser.add_argument("--kind", choices=("mcq", "tvg", "oe"), default="mcq")
     parser.add_argument("--executed", type=int, default=0, help="how many of the calls ran")
-    parser.add_argument("--truncated", action="store_true", help="the last turn was cut off before its end-of-turn")
-    parser.add_argument("--model", default="", help="paint the tokens of this checkpoint's tokenizer, not characters")
     args = parser.parse_args()
     renderer = Characters()
-    if args.model:
-        from runtime.checks import find_tokenizer
-        from runtime.contract import VisualContract, load_tokenizer
-
-        try:
-            renderer = Renderer(load_tokenizer(find_tokenizer(args.model)), VisualContract())
-        except (ValueError, FileNotFoundError) as error:
-            sys.exit(f"error: {error}")
     turns = [turn.replace("\\n", "\n") + END_OF_TURN for turn in args.turns]
-    if args.truncated:
-        turns[-1] = turns[-1].removesuffix(END_OF_TURN)
     episode = stage(turns, Task("lab", "", (), args.kind, args.answer), renderer, args.executed)
     for name, value in score(episode, renderer, RewardConfig()).items():
-        note = "  with lambda x anchor, which only credit `sequence` pays here" if name == "fmt" else ""
-        print(f"{name:>10} {value:6.2f}{note}")
-    paint = sys.stdout.isatty()
+        print(f"{name:>10} {value:6.2f}")
+    # Paint the structure: [<][t][h][i][n][k][>]
     for token, structural in zip(episode.main.ids, structural_mask(episode.main, renderer), strict=True):
-        mark = ("\033[7m{}\033[0m" if paint else "[{}]") if structural else "{}"
-        print(mark.format(renderer.decode([token])), end="")
+        text = renderer.decode([token])
+        print(f"[{text}]" if structural else text, end="")
     print()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

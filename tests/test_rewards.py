@@ -2,17 +2,17 @@
 
 import http.server
 import json
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import rewards
-from data import Task
+from data import Group, Task
 from rewards import (
     Anchor,
     Characters,
@@ -26,12 +26,13 @@ from rewards import (
     structural_mask,
     token_f1,
 )
-from runtime.answers import parse_letter, parse_span
-from runtime.contract import END_OF_TURN
+from runtime.contract import END_OF_TURN, NEVER_SAMPLED, Renderer, VisualContract
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
 LOOK = f"<think>\nLet me look closer.\n</think>\n{CALL}{END_OF_TURN}"
 DONE = f"<think>\nThe clip shows it.\n</think>\n<answer>B</answer>{END_OF_TURN}"
+EMPTY_LOOK = LOOK.replace("\nLet me look closer.\n", "")
+EMPTY_DONE = DONE.replace("\nThe clip shows it.\n", "")
 MCQ = Task("t", "Which?\nA. red\nB. blue", (), "mcq", "B", ("red", "blue"))
 PLAIN = RewardConfig(anchor=Anchor(credit="sequence"))
 
@@ -43,38 +44,12 @@ def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
 # ------------------------------------------------------------------------------------------------ R_acc
 
 
-@pytest.mark.parametrize(
-    "text, letter",
-    [
-        ("B", "B"), ("(B)", "B"), ("B.", "B"), ("b", "B"), ("**B**", "B"), ("B: blue", "B"), ("B) blue", "B"),
-        ("\\boxed{B}", "B"), ("The answer is (B).", "B"), ("blue", "B"), ("Blue.", "B"), ("B. blue", "B"),
-        ("A man holds B", "B"), ("I think it is B", "B"), ("A", "A"),
-        ("The answer is B. Option C is wrong", None),  # pitfalls A9: it was right for both
-        ("A or B", None), ("AB", None), ("", None), ("none of them", None), ("J", None), ("a red car", None),
-    ],
-)  # fmt: skip
-def test_a_letter_is_read_only_where_one_option_is_named(text, letter):
-    assert parse_letter(text, ("red", "blue", "green")) == letter
-
-
 def test_gold_letters_compare_as_letters_and_not_as_words():
     """Pitfalls A9: gold "A" was an article, so it normalised to nothing and everything matched."""
     task = Task("t", "", (), "mcq", "A", ("x", "y"))
     assert accuracy("A", task, PLAIN) == 1 and accuracy("B", task, PLAIN) == 0 and accuracy(None, task, PLAIN) == 0
     oe = Task("t", "", (), "oe", "A")
     assert accuracy("A", oe, PLAIN) == 1 and accuracy("the", oe, PLAIN) == 0
-
-
-@pytest.mark.parametrize(
-    "text, span",
-    [
-        ("12.5 - 20.1", (12.5, 20.1)), ("[12.5, 20.1]", (12.5, 20.1)), ("00:12 to 00:20", (12, 20)),
-        ("12.5s–20.1s", (12.5, 20.1)), ("from 3 seconds to 7 seconds", (3, 7)), ("01:00:05 - 01:00:09", (3605, 3609)),
-        ("20 - 10", (10, 20)), ("between 1:05.5 and 2:00", (65.5, 120)), ("5", None), ("soon", None),
-    ],
-)  # fmt: skip
-def test_a_time_span_is_read_in_every_written_form(text, span):
-    assert parse_span(text) == span
 
 
 def test_iou_is_the_shared_part_of_the_joint_part():
@@ -99,10 +74,22 @@ CASES = {
     "call without execution": ([LOOK, DONE], 0, 1, 1.0, 0.1, 0.7),
     "executed, but the answer is wrong": ([LOOK, DONE.replace("B<", "A<")], 1, 0, 1.0, 0.3, 0.7),
     "unreadable call": ([LOOK.replace('{"name"', "{name"), DONE], 0, 1, 0.8 + 0.35, 0, 0.7),
-    "empty tags": ([f"<think></think><answer></answer>{END_OF_TURN}"], 0, 0, 0.5 * 0.4, 0, 0.4),
+    "unreadable call and no answer": ([LOOK.replace('{"name"', "{name")], 0, 0, 0.2 + 0.1 + 0.2, 0, 0.4),
+    "a thought behind the call": ([f"{CALL}<think>\nLet me look closer.\n</think>{END_OF_TURN}"], 1, 0, 0.2 + 0.1 + 0.2, 0.3, 0.4),
+    "empty tags": ([f"<think></think><answer></answer>{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
+    "empty thought": ([EMPTY_DONE], 0, 1, 0.5 + 0.1, 0, 0.0),
+    "short thought": ([DONE.replace("The clip shows it.", "See it.")], 0, 1, 0.5 + 0.1, 0, 0.0),
+    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<think><think></think>")], 0, 1, 0.5 - 0.15, 0, -0.3),
+    "empty thoughts in both turns": ([EMPTY_LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
+    "an empty thought before the call": ([EMPTY_LOOK, DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
+    "an empty thought before the answer": ([LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.3 + 0.1, 0.8, 0.0),
+    "an empty thought before the second call": ([LOOK, EMPTY_LOOK, DONE], 2, 1, 0.5 + 0.1, 0.8, 0.0),
+    "the first think unclosed": ([LOOK.replace("</think>", ""), DONE], 1, 1, 0.5 - 0.15, 0.8, -0.3),
+    "a thought closed twice": ([DONE.replace("<answer>", "</think><answer>")], 0, 1, 0.2 + 0.5, 0, 0.0),
+    "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.8 + 0.35, 0, 0.7),
     "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5 - 0.15, 0, -0.3),
     "no think": ([f"<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5 + 0.1, 0, 0.0),
-    "unclosed answer": ([f"<think>\nIt is clearly blue.\n</think>\n<answer>B{END_OF_TURN}"], 0, 0, 0.2 + 0.3 + 0.2, 0, 0.4),
+    "unclosed answer": ([f"<think>\nIt is clearly blue.\n</think>\n<answer>B{END_OF_TURN}"], 0, 0, 0.2 + 0.2, 0, 0.4),
     "prose only": ([f"The answer is B.{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
     "answer repeated after the end": ([DONE.replace(END_OF_TURN, "B</answer>" + END_OF_TURN)], 0, 1, 0.7 + 0.2, 0, 0.4),
     "two answers, the last counts": ([DONE.replace("<answer>B", "<answer>A</answer><answer>B")], 0, 1, 0.8 + 0.2, 0, 0.4),
@@ -111,7 +98,7 @@ CASES = {
     "copied example": ([DONE.replace(">B<", ">...<")], 0, 0, 0.8 + 0.35, 0, 0.7),
     "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7 - 0.15, 0, -0.3),
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, 0.0),
-    "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2 + 0.3 + 0.2, 0, 0.4),
+    "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2 + 0.2, 0, 0.4),
     "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, 0),
     "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> B <12.5 seconds><")], 0, 1, 0.8 + 0.35, 0, 0.7),
     "a broken tag is not text": ([DONE.replace(">B<", ">B</answe<")], 0, 1, 0.8 + 0.2, 0, 0.4),
@@ -126,6 +113,62 @@ def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
     got = {key: parts[key] for key in ("acc", "fmt", "tool", "anchor", "reward")}
     fmt = min(fmt, 1.0)
     assert got == pytest.approx({"acc": acc, "fmt": fmt, "tool": tool, "anchor": anchor, "reward": acc + fmt + tool})
+
+
+def test_options_are_read_from_the_question_where_the_row_has_none():
+    """Published RL rows carry no options, and a labelled answer was wrong without them."""
+    listed = "Which?\nA. Vitamin B\nB. Vitamin C\nC. U.S. Team A"
+    for question, right in (
+        ("Which?", {"B": 1, "B. Vitamin C": 1, "B) Plan A": 1, "B: U.S. Team A": 1, "A or B": 0, "Vitamin C": 0}),
+        (listed, {"B": 1, "B. Vitamin C": 1, "Vitamin C": 1, "vitamin c.": 1, "C. U.S. Team A": 0, "Vitamin B": 0}),
+        ("A. What\nB. an odd question", {"B": 1}),
+    ):
+        for said, worth in right.items():
+            assert accuracy(said, Task("t", question, (), "mcq", "B"), PLAIN) == worth, (question, said)
+    # A list that lacks the gold letter is not the list of options.
+    assert accuracy("D", Task("t", "A. What\nB. an odd question", (), "mcq", "D"), PLAIN) == 1
+
+
+def test_spam_is_a_rate_over_all_episodes():
+    """Past bug: the key was there only where it was 1, so its mean was 1 whenever it was there."""
+    tidy, spam = earned([DONE]), earned([f"<think>{'</think>' * 9}"])
+    assert [parts[f"spam_{tag}"] for parts in (tidy, spam) for tag in rewards.SPAM] == [0, 0, 0, 1, 0, 0]
+
+
+def test_a_failed_judge_leaves_an_error_and_no_reward(monkeypatch):
+    def ask(question, gold, answer, cfg):
+        if answer == "B":
+            raise JudgeError("gone")
+        return 1.0
+
+    monkeypatch.setattr(rewards, "ask_judge", ask)
+    judged = RewardConfig(open_answer="judge", judge=Judge(url="u", model="m"))
+    open_question = Task("t", "", (), "oe", "blue")
+    episodes = [stage([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
+    assert rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged) == 1
+    assert episodes[0].error == "JudgeError: gone" and not episodes[0].reward
+    assert not episodes[1].error and episodes[1].reward["acc"] == 1
+
+
+def test_closure_is_the_share_of_opened_tags_that_were_closed():
+    parts = earned([LOOK.replace("</think>", ""), DONE])
+    assert parts["closure/think"] == 0.5 and parts["closure/answer"] == 1 == parts["closure/tool_call"]
+
+
+def test_a_turn_ends_by_any_token_of_the_checkpoints_list_if_it_was_sampled():
+    """Past bug: Qwen also ends by <|endoftext|>, which lost the flow, was never strict and no structure."""
+
+    class TwoEnds(Characters):
+        ends_of_turn = (*Characters.ends_of_turn, ord("¶"))
+
+    whole = earned([LOOK, DONE], 1)
+    episode = stage([LOOK.replace(END_OF_TURN, "¶"), DONE.replace(END_OF_TURN, "¶")], MCQ, TwoEnds(), 1)
+    assert score(episode, TwoEnds(), PLAIN) == whole
+    assert painted([DONE.replace(END_OF_TURN, "¶")], TwoEnds()).endswith("</answer>¶")
+    episode.main.mask[-1] = 0  # the same token as a pad
+    padded = score(episode, TwoEnds(), PLAIN)
+    assert padded["strict"] == 0 and padded["anchor"] == pytest.approx(0.4)
+    assert not structural_mask(episode.main, TwoEnds())[-1]
 
 
 def test_an_answer_inside_a_tool_response_scores_nothing():
@@ -144,6 +187,7 @@ def test_accuracy_only_pays_nothing_else_and_f_is_logged_all_the_same():
     cfg = RewardConfig(w_fmt=0, w_tool=0, anchor=Anchor(credit="off"))
     parts = earned([LOOK, DONE], 1, cfg=cfg)
     assert parts["reward"] == 1 and parts["fmt"] == 1 and parts["tool"] == pytest.approx(0.8)
+    assert earned([LOOK, DONE], 1, cfg=RewardConfig())["reward"] == pytest.approx(1 + 1 + 0.8)  # R_fmt ends at 1
     struct = earned([DONE], cfg=RewardConfig())  # struct pays the anchor through the advantage, not through R_fmt
     assert struct["reward"] == pytest.approx(1 + 0.8) and struct["fmt"] == pytest.approx(1.0)
 
@@ -172,13 +216,6 @@ def test_f1_and_iou_must_reach_a_half_to_count_as_scored():
     parts = earned([LOOK, DONE.replace(">B<", ">0 - 100<")], 1, task=whole_video)
     assert parts["acc"] == pytest.approx(0.1) and parts["tool"] == pytest.approx(0.3)
     assert earned([LOOK, DONE.replace(">B<", ">10 - 18<")], 1, task=whole_video)["tool"] == pytest.approx(0.8)
-
-
-def test_a_span_that_is_answered_in_the_stamps_of_the_prompt_is_in_form():
-    parts = earned(
-        [DONE.replace(">B<", "><10.0 seconds> - <20.0 seconds><")], task=Task("t", "", (), "tvg", "[10, 20]")
-    )
-    assert (parts["acc"], parts["strict"], parts["anchor"]) == (1, 1, pytest.approx(0.7)) and parts["fmt"] == 1
 
 
 @pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
@@ -219,20 +256,60 @@ def test_an_end_that_came_too_early_is_structure_too(turn, paint):
     assert painted([turn]) == paint
 
 
-def test_tags_of_several_tokens_count_whole_and_mixed_tokens_are_left_out(renderer):
-    """`<answer>` is three tokens here; in Qwen's vocabulary its last one can be `>B`."""
+def test_tags_of_several_tokens_count_whole(renderer):
+    """`<answer>` is three tokens here, as in Qwen's vocabulary."""
     main = stage([DONE], MCQ, renderer).main
     kept = [renderer.decode([t]) for t, s in zip(main.ids, structural_mask(main, renderer), strict=True) if s]
     assert kept == ["<think>", "</think>", "<", "answer", ">", "</", "answer", ">", END_OF_TURN]
 
-    class Merged(Characters):  # a vocabulary with the token `>B`, and one with `>\n`
-        def decode(self, ids):
-            return super().decode(ids).replace("\ue000", ">B").replace("\ue001", ">\n")
 
-    text = "<think>\nB\n</think>\n<answer\ue000</answer\ue001"
-    main = stage([text], MCQ, Merged()).main
-    kept = [Merged().decode([t]) for t, s in zip(main.ids, structural_mask(main, Merged()), strict=True) if s]
-    assert "".join(kept) == "<think></think><answer</answer>\n"
+@pytest.fixture(scope="module")
+def merging() -> Renderer:
+    """A byte-level vocabulary with merges that Qwen's has, too."""
+    pairs = '> B,> (,> [,< /,. </,] </,) </," </,? </,} </,} }</,> Ċ,Ġ </,B </,. <'
+    pairs += ",ã Ģ,ãĢ Ĥ,ãĢĤ </"  # the ideographic full stop
+    merges = pairs.split(",")
+    merges += [f"{'answer'[:i]} {'answer'[i]}" for i in range(1, 6)]
+    tokens = [*pre_tokenizers.ByteLevel.alphabet(), *(merge.replace(" ", "") for merge in merges)]
+    model = models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(merge.split()) for merge in merges])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TURN, "<|endoftext|>", *NEVER_SAMPLED])
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    return Renderer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), VisualContract())
+
+
+@pytest.mark.parametrize(
+    "answer, struct",
+    [
+        # Tokens that carry a letter, a digit or the answer's first character are left out ...
+        ("B", ["<", "answer", "</", "answer", ">"]),
+        ("?", ["<", "answer", ">", "answer", ">"]),
+        ("a B", ["<", "answer", ">", "answer", ">"]),
+        # ... and so are >( and >[; but to sample `)</` is to decide to close.
+        ("(B)", ["<", "answer", ")</", "answer", ">"]),
+        ("[12.5, 20.1]", ["<", "answer", "]</", "answer", ">"]),
+        ("A red door.", ["<", "answer", ">", ".</", "answer", ">"]),
+        ('He said "no"', ["<", "answer", ">", '"</', "answer", ">"]),
+        ("红色的门。", ["<", "answer", ">", "。</", "answer", ">"]),
+        ('{"a": {"b": 1}}', ["<", "answer", ">", "}}</", "answer", ">"]),
+        ("\nB ", ["<", "answer", ">\n", " </", "answer", ">"]),
+    ],
+)
+def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(merging, answer, struct):
+    """Past bug: with punctuation before a closing tag, nothing that decides to close was credited."""
+    main = stage([f"<think>I see it.</think><answer>{answer}</answer>{END_OF_TURN}"], MCQ, merging).main
+    kept = [merging.decode([t]) for t, s in zip(main.ids, structural_mask(main, merging), strict=True) if s]
+    assert kept == ["<think>", "</think>", *struct, END_OF_TURN]
+
+
+def test_white_space_alone_may_follow_an_opening_tag_or_precede_one(merging):
+    text = "<answer>.</answer> .<answer>x</answer>, done"  # `.` and `,` are content here
+    main = stage([text], MCQ, merging).main
+    mask = structural_mask(main, merging)
+    left_out = [merging.decode([t]) for t, s in zip(main.ids, mask, strict=True) if not s]
+    assert left_out[0] == ".</" and ".<" in left_out and "," in left_out
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", CALL, "B", "\n", "text ", END_OF_TURN]), max_size=14))  # fmt: skip
@@ -275,9 +352,10 @@ def judge_server():
     server.shutdown()
 
 
-def test_the_judge_is_asked_once_per_content_and_its_failure_is_not_a_zero(judge_server, tmp_path):
+def test_the_judge_is_asked_once_per_content_and_its_failure_is_not_a_zero(judge_server, tmp_path, monkeypatch):
+    monkeypatch.setattr(rewards, "JUDGE_TRIES", 2)
     url, replies, asked = judge_server
-    cfg = Judge(url=url, model="m", retries=2, cache=str(tmp_path / "cache.jsonl"))
+    cfg = Judge(url=url, model="m", cache=str(tmp_path / "cache.jsonl"))
     replies += ["Yes.", "no"]
     assert [rewards.ask_judge("q", "g", a, cfg) for a in ("x", "y", "x", "y")] == [1, 0, 1, 0]
     assert len(asked) == 2 and "x" in asked[0]["messages"][0]["content"]
@@ -288,7 +366,8 @@ def test_the_judge_is_asked_once_per_content_and_its_failure_is_not_a_zero(judge
     assert rewards.ask_judge("q", "g", "z", cfg) == 1  # a failure is not cached
 
 
-def test_the_lab_prints_every_term_and_paints_the_structure():
-    lab = [sys.executable, "rewards.py", DONE.removesuffix(END_OF_TURN), "--answer", "B"]
-    told = subprocess.run(lab, cwd=Path(rewards.__file__).parent, capture_output=True, text=True, check=True).stdout
+def test_the_lab_prints_every_term_and_paints_the_structure(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rewards.py", DONE.removesuffix(END_OF_TURN), "--answer", "B"])
+    rewards.main()
+    told = capsys.readouterr().out
     assert "acc   1.00" in told and "[<][a][n][s][w][e][r][>]B[<]" in told

@@ -1,0 +1,365 @@
+"""Advantages and losses: by hand, and against plain transformers."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import grpo
+import rl
+from data import Call, Group, Task, Trajectory
+from grpo import Lesson, group_advantage, make_lessons, share_prompts, token_losses
+from rewards import Anchor, RewardConfig, score, stage
+from rl import RLConfig
+from rollout import RolloutConfig
+from runtime import doctor
+from runtime.contract import END_OF_TURN, Bundle, Renderer, VisualContract, patchify
+from runtime.doctor import flaw_of, self_check
+from runtime.engine import EngineError
+from runtime.policy import Scores, load, make_optimizer
+from runtime.settings import OptimConfig, PolicyConfig
+from runtime.video import Frames
+
+TIDY = f"<think>\nI can see it.\n</think>\n<answer>red</answer>{END_OF_TURN}"
+LOOSE = f"<think>\nI can see it.\nThe answer is red.{END_OF_TURN}"
+BARE = f"The answer is red.{END_OF_TURN}"
+WRONG = TIDY.replace("red", "blue")
+
+
+def settings(credit: str = "struct", **changes) -> RLConfig:
+    reward = RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True, anchor=Anchor(credit=credit))
+    return replace(RLConfig(run="", policy=PolicyConfig(""), data=None, kl=0.0, reward=reward), **changes)
+
+
+@pytest.fixture
+def toy_renderer(tokenizer):
+    return Renderer(tokenizer, VisualContract(frame_pixels=1024))
+
+
+@pytest.fixture
+def policy(toy_renderer, toy_dir):
+    return load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+
+
+def group(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
+    """Episodes that said `turns`, with log-probs of an engine and rewards, as the rollout leaves them."""
+    task, episodes = Task(name, "Which?", (), "oe", "red"), []
+    for i, turn in enumerate(turns):
+        episode = stage([turn], task, renderer)
+        main = episode.main
+        main.ids, main.mask = [*prompt, *main.ids], [0] * len(prompt) + main.mask
+        main.turns, main.prompt_length = [(a + len(prompt), b + len(prompt)) for a, b in main.turns], len(prompt)
+        main.logprobs = [-0.1 * (i + 1) * m for m in main.mask]
+        main.versions = [m - 1 for m in main.mask]
+        episode.reward = score(episode, renderer, cfg.reward)
+        episodes.append(episode)
+    return Group(task, 64, episodes)
+
+
+def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
+    """Give the episodes the log-probs of an engine that agrees with the policy."""
+    for main in (episode.main for episode in one.episodes):
+        with torch.no_grad():
+            found = policy([Bundle([], [main.ids], [main.mask], [])], temperature).logprobs.tolist()
+        main.logprobs = [found.pop(0) if m else 0.0 for m in main.mask]
+
+
+def lessons_of(groups, renderer, cfg):
+    return make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
+
+
+def lengths_of(one: Group) -> list[int]:
+    return [sum(episode.main.mask) for episode in one.episodes]
+
+
+def sampled_tokens(one: Group) -> list[int]:
+    return [t for e in one.episodes for t, m in zip(e.main.ids, e.main.mask) if m]
+
+
+def gradients(policy) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
+# ------------------------------------------------------------------------------------------------ advantages
+
+
+def test_advantages_are_centred_and_scaled_by_the_sample_deviation():
+    found = group_advantage([1, 0, 0, 1, 1], 1e-3)
+    assert found == pytest.approx(np.array([0.4, -0.6, -0.6, 0.4, 0.4]) / math.sqrt(0.3))
+
+
+@pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3], [0.7]])
+def test_a_flat_group_has_no_advantage_whatever_rounding_leaves(rewards):
+    """Pitfalls B13: 0.1 + 0.2 and 0.3 differ in the last bit, and a std of 1e-17 would blow that up."""
+    assert not group_advantage(rewards, 1e-3).any()
+
+
+def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
+    """All four answers are right, so R is flat: whatever advantage there is, is the anchor's."""
+    cfg = settings()
+    one = group(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
+    (lesson,) = lessons_of([one], toy_renderer, cfg)
+    anchored = group_advantage([0.7, -0.3, 0.0, 0.7], cfg.std_floor)
+    at = 0
+    for episode, a in zip(one.episodes, anchored, strict=True):
+        sampled = [t for t, m in zip(episode.main.ids, episode.main.mask) if m]
+        values = lesson.advantages[at : at + len(sampled)]
+        at += len(sampled)
+        moved = toy_renderer.decode([t for t, v in zip(sampled, values) if v])
+        tags = [tag for tag in ("<think>", "</think>", "<answer>", "</answer>") if tag in toy_renderer.decode(sampled)]
+        assert moved == "".join(tags) + END_OF_TURN
+        assert values[values != 0] == pytest.approx(0.5 * a)
+    assert at == len(lesson.advantages)
+
+
+def test_to_stop_after_the_answer_is_credited(toy_renderer):
+    """Only ends that came too early were structure, and a policy that babbled after </answer> until it was cut off was
+    never taught better: the tags before have the same credit in both, and the end had none."""
+    cfg = settings()
+    babble = TIDY.replace(END_OF_TURN, "red" + "." * 40)
+    one = group(toy_renderer, cfg, [TIDY, babble, TIDY, babble])
+    (lesson,) = lessons_of([one], toy_renderer, cfg)
+    stops = np.array(sampled_tokens(one)) == toy_renderer.end_of_turn
+    assert stops.sum() == 2 and (lesson.advantages[stops] > 0.1).all()
+
+
+def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
+    cfg = settings("off")
+    one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
+    (lesson,) = lessons_of([one], toy_renderer, cfg)
+    expected = np.repeat(group_advantage([1, 0, 0], 1e-3), lengths_of(one))
+    assert lesson.advantages == pytest.approx(expected.astype(np.float32))
+    assert not lessons_of([group(toy_renderer, cfg, [TIDY, LOOSE])], toy_renderer, cfg)  # both right: nothing to learn
+
+
+def test_the_mean_is_over_the_tokens_of_the_whole_batch_flat_groups_included(toy_renderer):
+    cfg = settings("off")
+    groups = [group(toy_renderer, cfg, [TIDY, WRONG], "a"), group(toy_renderer, cfg, [TIDY, TIDY], "b")]
+    tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
+    (lesson,) = lessons_of(groups, toy_renderer, cfg)
+    assert lesson.weights == pytest.approx(np.full(len(lesson.weights), 1 / tokens))
+
+
+def test_batch_normalisation_lifts_the_few_that_vary(toy_renderer):
+    """Past bug: flat groups were left out of its std, which made it a constant factor."""
+    cfg = settings("off", normalise="batch", kl=0.1)
+    groups = [group(toy_renderer, cfg, turns, name) for turns, name in (([TIDY, WRONG, WRONG], "a"), ([TIDY] * 3, "b"))]
+    varied, flat = lessons_of(groups, toy_renderer, cfg)  # with a KL, a flat group is trained on too
+    own = group_advantage([1, 0, 0], 1e-3)
+    spread = np.sqrt(sum(own**2) / 6)  # of six episodes, three of which have 0
+    assert varied.advantages == pytest.approx(np.repeat(own / spread, lengths_of(groups[0])).astype(np.float32))
+    assert not flat.advantages.any()
+
+
+def test_batch_normalisation_is_over_the_advantages_of_all_ranks_and_not_over_the_anchors(toy_renderer, monkeypatch):
+    cfg = settings(normalise="batch")
+    one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE])
+    own, anchored = group_advantage([1, 0, 1], 1e-3), group_advantage([0.7, 0.7, -0.3], 1e-3)
+    monkeypatch.setattr(grpo, "gather", lambda mine: [mine, [4.0, -4.0]])  # another rank
+    lessons_of([one], toy_renderer, cfg)
+    assert [e.advantage for e in one.episodes] == pytest.approx(own / np.std([*own, 4, -4]))
+    assert [e.anchor_advantage for e in one.episodes] == pytest.approx(anchored)
+
+
+def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
+    cfg = settings()
+    one = group(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
+    reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # tags in a report are no structure
+    one.episodes[0].calls = [Call(0, "crop_video", {}, agent=reporter)]
+    lessons = make_lessons([one], toy_renderer, cfg, cfg.reward.anchor, subagents=True)
+    (report,) = [lesson for lesson in lessons if lesson.bundle.prompt == [50, 51]]
+    assert report.advantages == pytest.approx(np.full(len(report.advantages), one.episodes[0].advantage))
+    assert one.episodes[0].anchor_advantage > 0
+    untrained = make_lessons([one], toy_renderer, cfg, cfg.reward.anchor, subagents=False)
+    assert all(lesson.bundle.prompt != [50, 51] for lesson in untrained)
+
+
+def test_credit_logp_makes_structure_likelier(toy_renderer):
+    cfg = settings("logp")
+    (lesson,) = lessons_of([group(toy_renderer, cfg, [TIDY, TIDY])], toy_renderer, cfg)
+    logprobs = torch.full((len(lesson.advantages),), -1.0, requires_grad=True)
+    grpo.lessons_loss(Scores(logprobs, logprobs.detach()), [lesson], None, None, cfg)[0].backward()
+    assert logprobs.grad.numpy() == pytest.approx(-lesson.logp_weights) and lesson.logp_weights.max() > 0
+
+
+def test_credit_logp_is_a_mean_over_the_structure_of_rollouts_that_parse(toy_renderer):
+    cfg = settings("logp")
+    (lesson,) = lessons_of([group(toy_renderer, cfg, [TIDY, LOOSE, TIDY])], toy_renderer, cfg)
+    assert lesson.logp_weights.sum() == pytest.approx(0.5)  # lambda, shared out
+    assert not lesson.advantages.any() and np.count_nonzero(lesson.logp_weights) == 2 * 9
+
+
+def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
+    cfg = settings()
+    one = group(toy_renderer, cfg, [TIDY, WRONG, WRONG])
+    one.episodes[2].error = "EngineError: gone"
+    (lesson,) = lessons_of([one], toy_renderer, cfg)
+    assert len(lesson.bundle.suffixes) == 2
+
+
+def test_two_looks_with_the_same_words_are_trained_on_their_own_frames():
+    """Past bug: stamps have a tenth of a second, so windows that differ by less had equal prompts, and one's frames."""
+
+    def lesson(shade: int, suffix: int) -> Lesson:
+        frames = looks.setdefault(shade, Frames(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,)))
+        return Lesson(Bundle([5, 6], [[suffix]], [[1]], [frames]), *np.zeros((4, 1), np.float32))
+
+    looks: dict[int, Frames] = {}
+    shared = share_prompts([lesson(0, 7), lesson(255, 8), lesson(0, 9)], 100)
+    assert [one.bundle.suffixes for one in shared] == [[[7], [9]], [[8]]]
+    assert [one.bundle.frames for one in shared] == [[looks[0]], [looks[255]]]
+
+
+# ------------------------------------------------------------------------------------------------ the loss
+
+
+def test_the_loss_of_a_token_is_the_formula():
+    cfg = settings(clip=0.2, clip_high=0.3, kl=0.1)
+    log = torch.tensor
+    new = log([-1.0, -1.0, -1.0, -1.0, -1.0])
+    prox = log([-1.0, -1.5, -1.5, -0.5, -1.0])  # ratios 1, 1.65, 1.65, 0.61, 1
+    old = log([-1.2, -1.5, -1.5, -0.5, -3.0])  # w = 1.22, 1, 1, 1, 7.4 (over the cap)
+    advantages, reference = log([2.0, 1.0, -1.0, -1.0, 1.0]), log([-1.0, -1.0, -1.5, -1.0, -1.0])
+    losses, watched = token_losses(new, prox, old, reference, advantages, cfg)
+    k3 = math.exp(-0.5) + 0.5 - 1
+    by_hand = [-math.exp(0.2) * 2, -1.3, math.exp(0.5) + 0.1 * k3, 0.8, 0.0]
+    assert losses.tolist() == pytest.approx(by_hand, rel=1e-5)
+    assert watched["clip_fraction"].tolist() == [0, 1, 0, 1, 0]
+    assert watched["capped_fraction"].tolist() == [0, 0, 0, 0, 1]
+    assert watched["kl"].tolist() == pytest.approx([0, 0, k3, 0, 0], abs=1e-6)
+    assert watched["gap"].tolist() == pytest.approx([0.2, 0, 0, 0, 2.0])
+
+
+def test_a_token_that_the_engine_could_not_have_sampled_leaves_the_gradient_alone():
+    """Past bug: 0 * inf in the backward pass of a token that was left out."""
+    new = torch.tensor([-1.0, -2.0], requires_grad=True)
+    losses, watched = token_losses(new, new.detach(), torch.tensor([-200.0, -2.0]), None, torch.ones(2), settings())
+    losses.sum().backward()
+    assert new.grad.tolist() == [0, -1] and watched["capped_fraction"].tolist() == [1, 0]
+
+
+def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_dir, make_frames):
+    """- sum_t A_t grad log pi(o_t) / N, row by row, under the sampling temperature and without the banned ids."""
+    from transformers import Qwen3VLForConditionalGeneration
+
+    cfg = settings(rollout=RolloutConfig(temperature=0.7))
+    frames = make_frames(2, 32, 32)
+    pad = toy_renderer.image_pad
+    groups = [
+        group(toy_renderer, cfg, [TIDY, WRONG, LOOSE], name, (40, pad, 41, pad, i))
+        for i, name in ((42, "a"), (43, "b"))
+    ]
+    policy = load(PolicyConfig(str(toy_dir / "model"), freeze=()), toy_renderer.never_sampled)
+    plain = Qwen3VLForConditionalGeneration.from_pretrained(toy_dir / "model").train()
+
+    def logprobs_of(main):
+        ids = torch.tensor([main.ids])
+        pixels, grid = map(torch.from_numpy, patchify([frames]))
+        out = plain(input_ids=ids, mm_token_type_ids=(ids == pad).int(), pixel_values=pixels, image_grid_thw=grid)
+        logits = out.logits[0].index_fill(1, torch.tensor(toy_renderer.never_sampled), -1e9) / 0.7
+        return torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+
+    episodes = [e for g in groups for e in g.episodes]
+    for episode in episodes:
+        episode.main.frames = [frames]
+        with torch.no_grad():  # the engine is exact, so w = 1
+            episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
+    lessons = lessons_of(groups, toy_renderer, cfg)
+    scores = policy([lesson.bundle for lesson in lessons], 0.7)
+    loss, watched = grpo.lessons_loss(scores, lessons, None, None, cfg)
+    loss.backward()
+    assert watched["gap"].max() < 1e-5
+
+    expected, n = 0.0, sum(sum(e.main.mask) for e in episodes)
+    for g in groups:
+        own = group_advantage([e.reward["reward"] for e in g.episodes], 1e-3)
+        tags = group_advantage([e.reward["anchor"] for e in g.episodes], 1e-3)
+        for episode, a, t in zip(g.episodes, own, tags, strict=True):
+            main = episode.main
+            struct = torch.tensor(grpo.structural_mask(main, toy_renderer), dtype=torch.float32)
+            advantage = (a + 0.5 * t * struct) * torch.tensor(main.mask)
+            expected = expected - (advantage[1:] * logprobs_of(main)).sum() / n
+    expected.backward()
+    theirs = {name: p.grad for name, p in plain.named_parameters()}
+    for name, p in policy.model.named_parameters():
+        assert (p.grad - theirs[name]).norm() <= 1e-4 * theirs[name].norm() + 1e-8, name
+
+
+def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_dir):
+    found, sizes = [], []
+    groups = [group(toy_renderer, settings(), [TIDY, WRONG, LOOSE, BARE, TIDY], name) for name in "ab"]
+    for budget in (40, 10_000):
+        cfg = settings(train_tokens=budget)
+        policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+        micro = grpo.micro_batches(lessons_of(groups, toy_renderer, cfg), budget)
+        sizes.append(len(micro))
+        for part in micro:
+            assert sum(len(b) for b in grpo.bundles(part)) <= budget
+            grpo.lessons_loss(policy(grpo.bundles(part), cfg.rollout.temperature), part, None, None, cfg)[0].backward()
+        found.append(gradients(policy))
+    assert sizes[0] > sizes[1] == 1
+    for name, expected in found[1].items():
+        assert (found[0][name] - expected).norm() <= 1e-4 * expected.norm() + 1e-8, name
+
+
+def test_further_minibatches_are_clipped_against_the_policy_before_the_first(toy_renderer, toy_dir):
+    groups = [group(toy_renderer, settings(), [TIDY, WRONG, LOOSE], name, (40, 41, i)) for i, name in enumerate("abcd")]
+    clipped = {}
+    for minibatches in (1, 2):
+        cfg = settings(minibatches=minibatches, optim=OptimConfig(lr=0.05), rollout=RolloutConfig(temperature=1.0))
+        policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+        optimizer = make_optimizer(policy, cfg.optim)
+        for one in groups:
+            sampled_exactly(policy, one)
+        lessons = lessons_of(groups, toy_renderer, cfg)
+        measured, bad = rl.update(policy, None, optimizer, lessons, cfg, 0)
+        assert not bad and measured["gap"] < 1e-4  # old and prox log-probs are the policy's before the first update
+        clipped[minibatches] = measured["clip_fraction"]
+        assert {int(s["step"]) for s in optimizer.state.values()} == {minibatches}
+    assert clipped[1] == 0 < clipped[2]
+
+
+# ------------------------------------------------------------------------------------------------ the first batch
+
+
+@pytest.fixture
+def exact_group(toy_renderer, policy):
+    one = group(toy_renderer, settings(), [TIDY, WRONG])
+    sampled_exactly(policy, one)
+    return one
+
+
+def test_the_first_batch_is_checked_against_the_trainer(exact_group, policy, monkeypatch):
+    monkeypatch.setattr(doctor, "GAP_LIMIT", 1e-3)
+    self_check(policy, [exact_group], 1.0)
+    self_check(policy, [], 1.0)  # a rank without episodes
+    with pytest.raises(EngineError, match=r"its log-probs are those of temperature 1, not 0.3"):
+        self_check(policy, [exact_group], 0.3)
+    main = exact_group.episodes[0].main
+    main.logprobs = [2 * p for p in main.logprobs]
+    with pytest.raises(EngineError, match="its images, its weights or its banned tokens are others"):
+        self_check(policy, [exact_group], 1.0)
+
+
+@pytest.mark.parametrize(
+    "column, place, value, says",
+    [
+        ("logprobs", "end", None, "have different lengths"),
+        ("mask", "prompt", 1, "outside the assistant's turns has mask 1"),
+        ("versions", "sampled", -1, "mask and versions disagree"),
+        ("logprobs", "sampled", math.nan, "positive or not a number"),
+        ("ids", "sampled", "image_pad", "a token that stands for pixels was sampled"),
+    ],
+)
+def test_a_trajectory_that_breaks_an_invariant_is_named(exact_group, policy, toy_renderer, column, place, value, says):
+    trajectory: Trajectory = exact_group.episodes[1].main
+    assert flaw_of(trajectory, policy) == ""
+    values = getattr(trajectory, column)
+    if place == "end":
+        values.pop()
+    else:
+        at = {"prompt": 0, "sampled": trajectory.mask.index(1)}[place]
+        values[at] = toy_renderer.image_pad if value == "image_pad" else value
+    assert says in flaw_of(trajectory, policy)
