@@ -1,12 +1,12 @@
 """rollout.py: the agent. One question in, one Episode out; hundreds of them at once, each in a thread of its own.
 
     groups = rollout(tasks, ks, 8, engine=engine, renderer=renderer, videos=videos, cfg=cfg, seed=0, step=12)
-    dump(episode, file, renderer); episodes = load("episodes.jsonl", videos, contract)
+    dump(episode, file, renderer); episodes = load_episodes("episodes.jsonl", videos, contract)
 
     python rollout.py --model M --video v.mp4 "What is written on the door?"     # watch the agent work
-    python rollout.py doctor --model M --video v.mp4                             # prove the invariants on this model
+    python rollout.py doctor --model M --video v.mp4                             # check the invariants on this model
 
-An episode, and what of it is learned (mask 1):
+An episode, and which of its tokens are learned (mask 1):
 
     prompt     system, tools, K stamped frames, question           0
     turn       forced "<think>\\n"                                  0
@@ -15,27 +15,27 @@ An episode, and what of it is learned (mask 1):
     turn       ...
 
 Tokens are only ever appended: the sampled ids exactly as the engine returned them, then the tokenised delta. The calls of
-a turn run in parallel threads: each decodes its window and asks a sub-agent (the same engine and weights, a fresh
-context). Whatever goes wrong in a call becomes a text that the model reads and an error that we count (Call.error).
+a turn run in parallel threads. Each decodes its window and asks a sub-agent: the same engine and weights, a fresh
+context. Whatever goes wrong in a call becomes a text that the model reads and an error that we count (Call.error).
 
-Deliberately missing: rewards, and what to do with an episode. An episode whose video or engine failed has `error` set.
+Deliberately missing: rewards, and what to do with an episode. If the video or the engine fails, Episode.error is set.
 """
 
 import sys
 
-if (
-    __name__ == "__main__"
-):  # the commands, before this file's own imports: what is loaded as a script is not loaded again
+# The commands come before this file's own imports, so that rollout is loaded once and not also as __main__.
+if __name__ == "__main__":
     from study.ask import main
 
     sys.exit(main())
 
 import dataclasses
+import functools
 import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,26 +44,22 @@ from typing import Any, Literal, TextIO
 from tqdm import tqdm
 
 import data
-from data import Call, Episode, Group, Task, Trajectory
+from data import NO_REPORT, THINK_PREFIX, Call, Episode, Group, Task, Trajectory
 from runtime.contract import ContractError, Rendered, Renderer, VisualContract
-from runtime.engine import Engine, EngineError, Sample
+from runtime.engine import Engine, EngineError
 from runtime.servers import SGLang
-from runtime.video import VideoError, Videos
+from runtime.video import Frames, VideoError, Videos
 from tools import TOOLS, Look, ToolError, parse_calls, use
 
-THINK_PREFIX = "<think>\n"
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
 OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
 TIMEOUT = "This call took too long and was given up."
-NO_REPORT = "(empty report)"
 
 
 @dataclass(frozen=True)
 class SubagentConfig:
     """The agents that look at crops."""
 
-    see_question: bool = False
-    """Show them the question (the paper does not)."""
     max_new_tokens: int = 512
     """Longest report."""
     temperature: float = 0.0
@@ -118,17 +114,15 @@ class RolloutConfig:
         for name in ("max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
-        if self.max_turns < 0 or self.temperature < 0 or self.subagents.temperature < 0:
-            raise ValueError("max_turns, temperature and subagents.temperature must not be negative")
 
     @property
     def rounds(self) -> tuple[int, int]:
         """(rounds of calls, calls per round)."""
-        return {
-            "parallel": (self.max_turns, self.max_calls),
-            "sequential": (self.max_turns * self.max_calls, 1),
-            "none": (0, 0),
-        }[self.dispatch]
+        if self.dispatch == "none":
+            return 0, 0
+        if self.dispatch == "sequential":
+            return self.max_turns * self.max_calls, 1
+        return self.max_turns, self.max_calls
 
     @property
     def schemas(self) -> list[dict] | None:
@@ -137,7 +131,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class Stage:
-    """What every agent works with."""
+    """The surroundings that all agents of a run share."""
 
     engine: Engine
     renderer: Renderer
@@ -152,7 +146,7 @@ class Stopped(Exception):
 
 
 def derive(*parts: Any) -> int:
-    """A seed that is the same in every process."""
+    """Return a seed that is the same in every process."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
@@ -160,31 +154,36 @@ def derive(*parts: Any) -> int:
 
 
 def opening(task: Task, k: int, stage: Stage) -> Rendered:
-    """The prompt of a task, which all rollouts of its group share."""
+    """Render the prompt of a task, which all rollouts of its group share."""
     frames = data.overview(task, k, stage.videos, stage.renderer.contract)
     messages = data.main_messages(task, frames, with_tools=stage.cfg.dispatch != "none")
     return stage.renderer.render(messages, stage.cfg.schemas, generate=True)
 
 
 def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
-    cfg, renderer = stage.cfg, stage.renderer
-    episode = Episode(task, k, open_trajectory(prompt), seed=seed)
-    main, started = episode.main, time.perf_counter()
-    rounds, per_round = cfg.rounds
+    """Play one episode: turns of the main agent and reports of its calls, until it answers."""
+    started = time.perf_counter()
+    main = open_trajectory(prompt)
+    episode = Episode(task, k, main, seed=seed)
+    rounds, calls_per_round = stage.cfg.rounds
     try:
         for turn in range(rounds + 1):
+            # The agent thinks, and then calls tools or answers.
             text = _speak(stage, main, derive(seed, turn))
             stage.observe("turn", text)
             calls = parse_calls(text, turn)
-            if main.finish == "length" or turn == rounds or not calls:
+            # Without calls this is the answer. After the last round, and in a turn that was cut off, calls are not run.
+            if not calls or turn == rounds or main.finish == "length":
                 break
-            answers = _answer(stage, task, calls, per_round, derive(seed, turn, "calls"))
-            contents = [content for _, content in answers]
+            # All calls of the turn run at the same time.
+            replies = _answer(stage, task, calls, calls_per_round, derive(seed, turn, "calls"))
+            # The agent reads their results in one turn, in call order.
+            contents = [reply.content for reply in replies]
             if turn == rounds - 1:
                 contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
-            if not append(stage, main, renderer.continuation(contents)):  # reports that do not fit were never read
-                break
-            episode.calls += [call for call, _ in answers]
+            if not append(stage, main, stage.renderer.continuation(contents)):
+                break  # it never read them, so they do not count
+            episode.calls += [reply.call for reply in replies]
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"
     episode.seconds = time.perf_counter() - started
@@ -196,33 +195,36 @@ def open_trajectory(prompt: Rendered) -> Trajectory:
     return Trajectory(list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), prompt_length=n)
 
 
-def _extend(trajectory: Trajectory, ids: list[int], sample: Sample | None = None) -> None:
-    """The only way in which a trajectory grows."""
-    trajectory.ids += ids
-    trajectory.mask += [int(sample is not None)] * len(ids)
-    trajectory.logprobs += sample.logprobs if sample else [0.0] * len(ids)
-    trajectory.versions += [sample.version if sample else -1] * len(ids)
+def _extend(agent: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
+    """Append tokens, sampled ones with their log-probs. This is the only way in which a trajectory grows."""
+    agent.ids += ids
+    agent.mask += [mask] * len(ids)
+    agent.logprobs += logprobs or [0.0] * len(ids)
+    agent.versions += [version] * len(ids)
 
 
 def append(stage: Stage, agent: Trajectory, delta: Rendered) -> bool:
-    """What the agent reads next. False, with nothing appended, if its context has no room: the turn counts as cut off."""
-    end = stage.renderer.end_of_turn
-    close = [] if agent.ids[-1] == end else [end]  # the turn ended with another stop token, such as </tool_call>
-    if len(agent.ids) + len(close) + len(delta.ids) + 16 > stage.cfg.max_context:
+    """Append what the agent reads next. If its context has no room, append nothing and return False: the turn before
+    counts as cut off."""
+    ids = delta.ids
+    # A turn that stopped at another token, such as <|endoftext|> or </tool_call>, still lacks the template's own end.
+    if agent.ids[-1] != stage.renderer.end_of_turn:
+        ids = [stage.renderer.end_of_turn, *ids]
+    if len(agent.ids) + len(ids) + 16 > stage.cfg.max_context:
         agent.finish = "length"
         return False
-    _extend(agent, close + delta.ids)
+    _extend(agent, ids)
     agent.frames += delta.frames
     return True
 
 
 def _speak(stage: Stage, main: Trajectory, seed: int) -> str:
-    """One turn of the main agent, appended to its trajectory -> its text, forced opening included."""
+    """Sample one turn of the main agent and return its text, forced opening included."""
     cfg, renderer = stage.cfg, stage.renderer
     start = len(main.ids)
     if cfg.think_prefix:
         _extend(main, renderer.encode(THINK_PREFIX))
-    stop = (renderer.end_of_turn,)
+    stop = renderer.ends_of_turn
     if cfg.dispatch == "sequential":
         stop += (renderer.tokenizer.convert_tokens_to_ids("</tool_call>"),)
     sample_turn(stage, main, cfg.max_new_tokens, cfg.temperature, seed, stop)
@@ -233,6 +235,7 @@ def _speak(stage: Stage, main: Trajectory, seed: int) -> str:
 def sample_turn(
     stage: Stage, agent: Trajectory, most: int, temperature: float, seed: int, stop: tuple[int, ...]
 ) -> None:
+    """Let the engine continue the trajectory by at most `most` tokens, and append them as they were sampled."""
     if stage.stopped.is_set():
         raise Stopped("the run was ended")
     room = stage.cfg.max_context - len(agent.ids)
@@ -247,40 +250,50 @@ def sample_turn(
         stop=stop,
         shared=agent.prompt_length,
     )
-    if forbidden := set(sample.ids) & set(stage.renderer.never_sampled):
+    forbidden = set(sample.ids) & set(stage.renderer.never_sampled)
+    if forbidden:
         raise ContractError(f"the engine sampled tokens {sorted(forbidden)}, which stand for pixels and are banned")
-    _extend(agent, sample.ids, sample)
+    _extend(agent, sample.ids, 1, sample.logprobs, sample.version)
     agent.finish = sample.finish
 
 
-# ------------------------------------------------------------------------------------------------ calls
-
-Answer = tuple[Call, list]  # what came of a call, and what the main agent reads: texts and Frames
+# ------------------------------------------------------------------------------------------------ its calls in parallel
 
 
-def _answer(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int) -> list[Answer]:
-    """All calls of one turn -> an answer to each, in call order."""
+@dataclass
+class Reply:
+    """The result of a call."""
+
+    call: Call
+    content: list[str | Frames]  # what the main agent reads
+
+
+def _answer(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int) -> list[Reply]:
+    """Run the calls of one turn at the same time and return a reply to each, in call order."""
+    # Calls that could not be read have their error text already; of the others, the first `allowed` run.
     runnable = [i for i, call in enumerate(calls) if not call.error]
     for i in runnable[allowed:]:
         calls[i].error, calls[i].text = "over_limit", OVER_LIMIT.format(allowed)
-    # Each thread works on a copy: one that is given up must not write into what the model has read.
-    jobs = {
-        i: lambda i=i: _run_call(stage, task, dataclasses.replace(calls[i]), derive(seed, i))
-        for i in runnable[:allowed]
-    }
-    done = dict(zip(jobs, together(stage.engine, list(jobs.values()), stage.cfg.call_timeout)))
-    answers = []
+    runnable = runnable[:allowed]
+    jobs = [functools.partial(_run_call, stage, task, calls[i], derive(seed, i)) for i in runnable]
+    finished = dict(zip(runnable, together(stage.engine, jobs, stage.cfg.call_timeout)))
+    replies = []
     for i, call in enumerate(calls):
-        if i in jobs and done[i] is None:
-            call.error, call.text, call.seconds = "timeout", TIMEOUT, stage.cfg.call_timeout
-        answers.append(done.get(i) or (call, [call.text]))
-        if answers[-1][0] is call:
+        reply = finished.get(i)
+        if reply is None:
+            if i in finished:
+                call.error, call.text, call.seconds = "timeout", TIMEOUT, stage.cfg.call_timeout
             stage.observe("report", call)
-    return answers
+            reply = Reply(call, [call.text])
+        replies.append(reply)
+    return replies
 
 
-def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Answer:
-    started, frames = time.perf_counter(), []
+def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Reply:
+    """Run one call in its thread. Whatever the model or the video can cause becomes a text."""
+    started = time.perf_counter()
+    call = dataclasses.replace(call)  # a thread that is given up must not write into what the model has read
+    frames = []
     try:
         found = use(call, task, stage.cfg.tools, stage.videos, stage.renderer.contract)
         if isinstance(found, str):
@@ -291,30 +304,27 @@ def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Answer:
             if stage.cfg.tool_return == "frames":
                 frames = [found.frames]
             else:
-                call.agent = _report(stage, task, found, seed)
-                call.text = _last_words(call.agent, stage.renderer)
+                call.agent, call.text = _report(stage, found, seed)
     except ToolError as error:
         call.error, call.text = error.kind, str(error)
     except EngineError:
         call.error, call.text = "failed", "The sub-agent could not answer."
     call.seconds = time.perf_counter() - started
     stage.observe("report", call)
-    return call, [*frames, call.text]
+    return Reply(call, [*frames, call.text])
 
 
-def _report(stage: Stage, task: Task, look: Look, seed: int) -> Trajectory:
-    """A sub-agent: the same weights, a fresh context, and only these frames."""
+def _report(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
+    """Ask a sub-agent: the same weights, a fresh context, and only these frames (the paper: not even the question)."""
     cfg = stage.cfg.subagents
-    messages = data.subagent_messages(look.frames, task.question if cfg.see_question else None)
+    messages = data.subagent_messages(look.frames, question=None)
     agent = open_trajectory(stage.renderer.render(messages, generate=True))
-    sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, (stage.renderer.end_of_turn,))
-    agent.turns.append((agent.prompt_length, len(agent.ids)))
-    return agent
-
-
-def _last_words(agent: Trajectory, renderer: Renderer) -> str:
-    start, end = agent.turns[-1]
-    return renderer.decode(agent.ids[start : end - (agent.finish == "stop")]).strip() or NO_REPORT
+    sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, stage.renderer.ends_of_turn)
+    start, end = agent.prompt_length, len(agent.ids)
+    agent.turns.append((start, end))
+    if agent.finish == "stop":
+        end -= 1  # whichever of the ends was sampled
+    return agent, stage.renderer.decode(agent.ids[start:end]).strip() or NO_REPORT
 
 
 # ------------------------------------------------------------------------------------------------ many episodes
@@ -332,34 +342,32 @@ def rollout(
     seed: int = 0,
     step: int = 0,
     progress: bool = True,
-    on_episode: Callable[[Episode], None] = lambda episode: None,
     stopped: threading.Event | None = None,
 ) -> list[Group]:
-    """G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw
-    the same tokens (SGLang's batching is not repeatable).
-
-    `on_episode` gets each episode as it ends, in this thread: what it saves survives Ctrl-C. Once `stopped` is set, no
-    agent starts another turn."""
+    """Play G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw
+    the same tokens (SGLang's batching is not repeatable). Once `stopped` is set, no agent starts another turn."""
     stage = Stage(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
-    preparing, prompts = ThreadPoolExecutor(8, "prompt"), []
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
+    # Prompts are prepared ahead, each once for its group.
+    preparing = ThreadPoolExecutor(8, "prompt")
+    prompts = [preparing.submit(opening, task, k, stage) for task, k in zip(tasks, ks)]
 
-    def attempt(i: int, g: int) -> Episode:
-        task, k, own = tasks[i], ks[i], derive(seed, step, tasks[i].id, g)
+    def play(i: int, g: int) -> Episode:
+        """Rollout g of task i."""
+        own = derive(seed, step, tasks[i].id, g)
         try:
-            return run_episode(stage, task, k, prompts[i].result(), own)
-        except VideoError as error:  # of the overview: shared by the group, and paid by each of its episodes
-            return Episode(task, k, Trajectory([], [], [], [], [], 0), seed=own, error=f"VideoError: {error}")
+            prompt = prompts[i].result()
+        except VideoError as error:  # no overview: each episode of the group pays for it
+            return Episode(tasks[i], ks[i], Trajectory([], [], [], [], [], 0), seed=own, error=f"VideoError: {error}")
+        return run_episode(stage, tasks[i], ks[i], prompt, own)
 
     def done(n: int, episode: Episode) -> None:
         groups[n // group_size].episodes[n % group_size] = episode
-        on_episode(episode)
         bar.update()
 
+    jobs = [functools.partial(play, i, g) for i in range(len(tasks)) for g in range(group_size)]
     try:
-        prompts += [preparing.submit(opening, task, k, stage) for task, k in zip(tasks, ks)]
-        jobs = [lambda i=i, g=g: attempt(i, g) for i in range(len(tasks)) for g in range(group_size)]
         run_all(engine, jobs, cfg.concurrency, done)
     except BaseException:
         stage.stopped.set()  # nobody starts another turn
@@ -377,7 +385,7 @@ def open_engine(
     checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
     server_args: Sequence[str] = (), max_batch_tokens: int = 131_072,
 ) -> Engine:  # fmt: skip
-    """The engine that a config describes: neither GPUs nor URLs mean this process, and its GPU if it has one."""
+    """Open the engine that a config describes: without GPUs and URLs it is this process, with its GPU if it has one."""
     if gpus or urls:
         return SGLang(checkpoint, renderer, gpus=gpus, urls=urls, server_args=server_args)
     import torch  # which a client of servers does not need
@@ -388,92 +396,82 @@ def open_engine(
     return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=max_batch_tokens)
 
 
-def together(engine: Engine, jobs: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
-    """Run jobs at the same time -> their results in order, None for one that is given up.
+class Places:
+    """The places that running jobs hold at the engine: one for each that has not ended, within [least, most].
 
-    The engine is told who is about to ask it for something: while this thread waits, the jobs in its place."""
-    if not jobs:
-        return []
-    lock, waiting, left = threading.Lock(), True, len(jobs)
+    The engine in this process starts a batch as soon as everybody waits who may ask it for something, so `expect` tells
+    it how many threads that are. A place too few breaks repeatability, a place too many hangs."""
 
-    def run(job):
-        nonlocal left
+    def __init__(self, engine: Engine, jobs: int, least: int, most: int):
+        self.engine, self.least, self.most = engine, least, most
+        self.running = set(range(jobs))
+        self.lock = threading.Lock()
+        engine.expect(self.held() - least)
+
+    def held(self) -> int:
+        return max(self.least, min(len(self.running), self.most))
+
+    def leave(self, jobs: Iterable[int]) -> None:
+        """Take note that these jobs have ended, or that nobody waits for them any more."""
+        with self.lock:
+            before = self.held()
+            self.running.difference_update(jobs)
+            self.engine.expect(self.held() - before)
+
+    def run(self, i: int, job: Callable[[], Any]) -> Any:
         try:
             return job()
         finally:
-            with lock:
-                left -= 1
-                if waiting and left:  # the last one hands its place back to us
-                    engine.expect(-1)
-
-    engine.expect(len(jobs) - 1)
-    pool = ThreadPoolExecutor(len(jobs), "call")  # of our own: in a shared pool, calls would wait for strangers' calls
-    futures = [pool.submit(run, job) for job in jobs]
-    wait(futures, timeout)
-    with lock:
-        waiting = False
-        if left:
-            engine.expect(1 - left)
-        finished = [future.done() for future in futures]
-    pool.shutdown(wait=False)
-    return [future.result() if done else None for future, done in zip(futures, finished)]
+            self.leave([i])
 
 
 def run_all(
     engine: Engine, jobs: Sequence[Callable[[], Any]], at_once: int, on_done: Callable[[int, Any], None]
 ) -> None:
-    """Run jobs, `at_once` at a time -> on_done(index, result) as each ends, in this thread.
-
-    The engine is told how many threads may ask it for something: a job that ends leaves its place to the next."""
+    """Run jobs, `at_once` at a time, and call on_done(index, result) as each ends, in this thread."""
     workers = min(at_once, len(jobs))
-    lock, unstarted = threading.Lock(), len(jobs) - workers
-
-    def run(job):
-        nonlocal unstarted
-        try:
-            return job()
-        finally:
-            with lock:
-                if unstarted:
-                    unstarted -= 1
-                else:
-                    engine.expect(-1)
-
-    engine.expect(workers)
+    places = Places(engine, len(jobs), least=0, most=workers)  # a job that ends leaves its place to the next one
     pool = ThreadPoolExecutor(max(1, workers), "episode")
+    running = {pool.submit(places.run, i, job): i for i, job in enumerate(jobs)}
     try:
-        running = {pool.submit(run, job): i for i, job in enumerate(jobs)}
         for future in as_completed(running):
             on_done(running[future], future.result())
-    except BaseException:  # Ctrl-C, or a bug: no further job begins
-        with lock:
-            unstarted = 0
-        raise
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    finally:  # after Ctrl-C or a bug, no further job begins
+        places.leave([i for future, i in running.items() if future.cancel()])
+        pool.shutdown(wait=False)
+
+
+def together(engine: Engine, jobs: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
+    """Run jobs at the same time and return their results in order, None for one that is given up."""
+    if not jobs:
+        return []
+    places = Places(engine, len(jobs), least=1, most=len(jobs))  # this thread has one, which the last job returns to it
+    pool = ThreadPoolExecutor(len(jobs), "call")  # of our own: in a shared pool, calls would wait for strangers' calls
+    futures = [pool.submit(places.run, i, job) for i, job in enumerate(jobs)]
+    finished, _ = wait(futures, timeout)
+    places.leave(range(len(jobs)))
+    pool.shutdown(wait=False)
+    return [future.result() if future in finished else None for future in futures]
 
 
 # ------------------------------------------------------------------------------------------------ on disk
 
 
 def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
-    """One line of JSON: exact ids, the text for people, and frames by their times (their pixels stay in the video)."""
+    """Write one line of JSON: exact ids, the text for people, and the frames' times (their pixels stay in the video)."""
 
     def plain(agent: Trajectory) -> dict:
         text = renderer.decode(renderer.compact(agent.ids))
         return vars(agent) | {"frames": [list(clip.times) for clip in agent.frames], "text": text}
 
-    record = vars(episode) | {
-        "task": vars(episode.task),
-        "main": plain(episode.main),
-        "calls": [vars(call) | {"agent": call.agent and plain(call.agent)} for call in episode.calls],
-    }
+    calls = [vars(call) | {"agent": call.agent and plain(call.agent)} for call in episode.calls]
+    record = vars(episode) | {"task": vars(episode.task), "main": plain(episode.main), "calls": calls}
     file.write(json.dumps(record) + "\n")
     file.flush()
 
 
 def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> None:
-    """Every episode of the groups, in a file of their own."""
+    """Write all episodes of the groups into a file of their own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for group in groups:
@@ -481,34 +479,43 @@ def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> No
                 dump(episode, file, renderer)
 
 
-def load(path: str | Path, videos: Videos | None = None, contract: VisualContract | None = None) -> list[Episode]:
-    """The episodes of a file. With videos, their frames are decoded again; without, there are none."""
+def load_episodes(
+    path: str | Path, videos: Videos | None = None, contract: VisualContract | None = None
+) -> list[Episode]:
+    """Read the episodes of a file. With videos, their frames are decoded again; without, there are none."""
     return [episode_of(json.loads(line), videos, contract) for line in Path(path).read_text("utf-8").splitlines()]
 
 
 def episode_of(record: dict, videos: Videos | None, contract: VisualContract | None) -> Episode:
-    def agent(fields: dict, clips: list) -> Trajectory:
-        times = fields.pop("frames")
-        del fields["text"]
-        if videos and [list(clip.times) for clip in clips] != times:
-            raise ContractError(f"the video's frames now have other times than the {times} that were recorded")
-        return Trajectory(**fields | {"frames": clips, "turns": [tuple(turn) for turn in fields["turns"]]})
-
-    def again(call: Call, task: Task) -> list:
-        look = use(call, task, tuple(TOOLS), videos, contract)
-        return [look.frames] if isinstance(look, Look) else []
-
-    task = record["task"]
-    task = Task(**task | {"videos": tuple(task["videos"]), "options": tuple(task["options"])})
-    clips = data.overview(task, record["k"], videos, contract) if videos and record["main"]["frames"] else []
+    """Rebuild the episode of a record that `dump` wrote."""
+    fields = record["task"]
+    task = Task(**fields | {"videos": tuple(fields["videos"]), "options": tuple(fields["options"])})
+    seen_by_main = []
+    if videos and record["main"]["frames"]:  # it has none if its own video could not be read
+        seen_by_main += data.overview(task, record["k"], videos, contract)
     calls = []
     for fields in record["calls"]:
-        seen = fields.pop("agent")
-        call = Call(**fields | {"window": fields["window"] and tuple(fields["window"])})
-        shown = again(call, task) if videos and not call.error else []
-        if seen is None:  # the main agent saw them itself
-            clips += shown
+        call = Call(**fields | {"window": fields["window"] and tuple(fields["window"]), "agent": None})
+        # The recorded call runs again, for its frames.
+        clips = []
+        if videos and not call.error:
+            look = use(call, task, tuple(TOOLS), videos, contract)
+            if isinstance(look, Look):
+                clips = [look.frames]
+        # They were shown to a sub-agent, or else to the main agent itself.
+        if fields["agent"]:
+            call.agent = _agent_of(fields["agent"], clips, videos)
         else:
-            call.agent = agent(seen, shown)
+            seen_by_main += clips
         calls.append(call)
-    return Episode(**record | {"task": task, "main": agent(record["main"], clips), "calls": calls})
+    main = _agent_of(record["main"], seen_by_main, videos)
+    return Episode(**record | {"task": task, "main": main, "calls": calls})
+
+
+def _agent_of(record: dict, clips: list[Frames], videos: Videos | None) -> Trajectory:
+    times = [list(clip.times) for clip in clips]
+    if videos and times != record["frames"]:
+        raise ContractError(f"the video's frames now have other times than the {record['frames']} that were recorded")
+    fields = record | {"frames": clips, "turns": [tuple(turn) for turn in record["turns"]]}
+    del fields["text"]
+    return Trajectory(**fields)

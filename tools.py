@@ -1,19 +1,16 @@
 """tools.py: what the main agent can call, and how its calls are read.
 
-    parse_calls(text, turn) -> [Call]          # every call of a turn parses or fails alone; nothing the model writes raises
-    use(call, task, names, videos, contract)   # run one call -> Look (frames for a sub-agent) or str, or raise ToolError
+    parse_calls(text, turn) -> [Call]          # each call of a turn parses or fails alone; nothing the model writes raises
+    use(call, task, names, videos, contract)   # run one call: a Look (frames for a sub-agent), a str, or a ToolError
     TOOLS["crop_video"].schema                 # what the chat template shows the model
 
-A `Tool` is a schema and a function `(task, arguments, videos, contract) -> Look | str`. Frames that it returns go to a
-sub-agent, whose report is what the main agent reads (rollout.py); a str is read as it is; a ToolError is read as an
-error. To add a tool: write the function, add it to TOOLS, and name it under `rollout.tools` of the YAML
-(docs/add_a_tool.md does it with a zoom).
+A `Tool` is a schema and a function. Frames that it returns go to a sub-agent, whose report the main agent reads. A str is
+read as it is, a ToolError is read as an error. docs/add_a_tool.md adds one.
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
 `<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`, which is read as well (as literals, never evaluated).
 
-Deliberately missing: tools that run code or reach the network, checks of arguments against the schema beyond what the
-functions themselves need.
+Deliberately missing: tools that run code or reach the network, and a check of arguments against the schema.
 """
 
 import ast
@@ -35,7 +32,7 @@ MIN_CROP = 0.1  # seconds: a shorter window is widened to this where the video a
 
 
 class ToolError(Exception):
-    """A call that cannot run. The text is read by the model, `kind` is counted (Call.error)."""
+    """A call that cannot run. The model reads the text; `kind` is counted (Call.error)."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
@@ -44,7 +41,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Look:
-    """Frames that a tool found, for whoever looks at them: a sub-agent, or the main agent itself."""
+    """Frames that a tool found, for a sub-agent or the main agent itself to look at."""
 
     frames: Frames
     window: tuple[float, float]  # seconds
@@ -60,10 +57,11 @@ class Tool:
 
 
 def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> Look:
-    """Dense frames of one window."""
+    """Show dense frames of one window."""
     path = choose_video(task, arguments)
     duration = videos.info(path).duration
     start, end = read_time(arguments, "start_time"), read_time(arguments, "end_time")
+    # An impossible window is an error; a window that reaches beyond the video is clamped to it.
     whole = f"the video lasts from 0 to {duration:.1f} seconds"
     if start >= end:
         raise ToolError("bad_arguments", f"start_time must be less than end_time; {whole}.")
@@ -72,17 +70,18 @@ def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualCont
     start, end = max(0.0, start), min(end, duration)
     if end - start < MIN_CROP:
         start, end = max(0.0, min(start, duration - MIN_CROP)), min(duration, max(end, start + MIN_CROP))
-    fps, least, most = contract.crop_fps, contract.crop_min_frames, contract.crop_max_frames
+    # The model may ask for a number of frames; otherwise the contract's rate gives it.
+    fps, most = contract.crop_fps, contract.crop_max_frames
     if arguments.get("num_frames") is not None:
         wanted = read_number(arguments["num_frames"], "num_frames")
-        least = most = int(max(1, min(wanted, contract.crop_max_frames)))
+        most = int(max(1, min(wanted, contract.crop_max_frames)))
         fps = most / (end - start)
-    frames = videos.window(path, start, end, contract.frame_size, fps=fps, min_frames=least, max_frames=most)
+    frames = videos.window(path, start, end, contract.frame_size, fps=fps, max_frames=most)
     return Look(frames, (start, end))
 
 
 def _tool(run: Callable, description: str, required: list[str], properties: dict[str, str]) -> Tool:
-    """A tool that the model calls by the function's name. `properties`: argument -> its JSON type."""
+    """Make a tool that the model calls by the function's name. `properties`: the JSON type of each argument."""
     types = {name: {"type": kind} for name, kind in properties.items()}
     parameters = {"type": "object", "properties": types, "required": required}
     function = {"name": run.__name__, "description": description, "parameters": parameters}
@@ -103,17 +102,19 @@ TOOLS = {
 
 
 def choose_video(task: Task, arguments: dict) -> str:
-    """The model's path is never opened: its base name picks among the task's own videos, the default is the first."""
-    wanted = arguments.get("video_path")
-    name = os.path.basename(wanted.strip()) if isinstance(wanted, str) else ""
-    return next((path for path in task.videos if os.path.basename(path) == name), task.videos[0])
+    """Pick one of the task's own videos by the base name of the model's path, which is never opened. Default: the first."""
+    wanted = os.path.basename(str(arguments.get("video_path")).strip())
+    for path in task.videos:
+        if os.path.basename(path) == wanted:
+            return path
+    return task.videos[0]
 
 
 _CLOCK = re.compile(r"(?:(\d{1,3}):)?(\d{1,4}):(\d{1,2}(?:\.\d{1,6})?)")  # HH:MM:SS, MM:SS, MM:SS.s
 
 
 def read_time(arguments: dict, name: str) -> float:
-    """Seconds, from a number, a numeric string ("12.5", "12.5s") or a clock ("01:02:03", "2:05")."""
+    """Read seconds from a number, a numeric string ("12.5", "12.5s") or a clock ("01:02:03", "2:05")."""
     value = arguments.get(name)
     if isinstance(value, str):
         clock = _CLOCK.fullmatch(value.strip())
@@ -141,19 +142,20 @@ UNPARSEABLE = 'This call could not be read. Write <tool_call>{"name": ..., "argu
 
 
 def parse_calls(text: str, turn: int = 0) -> list[Call]:
-    """The calls of one assistant turn, in order. A bad one is a Call with an error; its siblings are untouched.
+    """Read the calls of one assistant turn, in order. A bad one is a Call with an error; its siblings are untouched.
 
-    One pass over the tags: an opening tag inside an open call ends that call as unreadable, so 10,000 unclosed tags
-    cost no more than 10,000 closed ones."""
-    calls, opened = [], None
+    One pass over the tags takes linear time: an opening tag inside an open call ends that call as unreadable."""
+    calls = []
+    opened = None  # the tag whose call is being read
     for tag in _TAG.finditer(text):
-        if not tag[1]:
+        closing, name = tag[1], tag[2]
+        if not closing:
             if opened:
                 calls.append(_unparseable(turn))
             opened = tag
-        elif opened and tag[2] == opened[2]:
-            read = _read_json if tag[2] == "tool_call" else _read_code
-            calls += read(text[opened.end() : min(tag.start(), opened.end() + MAX_CALL_CHARS + 1)], turn)
+        elif opened and name == opened[2]:
+            body = text[opened.end() : min(tag.start(), opened.end() + MAX_CALL_CHARS + 1)]
+            calls += _read_json(body, turn) if name == "tool_call" else _read_code(body, turn)
             opened = None
     if opened:
         calls.append(_unparseable(turn))
@@ -206,7 +208,7 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
 
 
 def use(call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract) -> Look | str:
-    """Run one parsed call. Whatever the model or the file can cause becomes a ToolError."""
+    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:

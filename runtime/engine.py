@@ -1,9 +1,9 @@
-"""engine.py: tokens in, tokens out. What a rollout asks of whoever samples its turns.
+"""engine.py: tokens in, tokens out. The interface of the engines that sample an agent's turns.
 
     sample = engine.generate(ids, frames, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
     engine.update_weights(snapshot_dir, version)                 # safetensors; every later sample carries the version
 
-`generate` blocks and is called from many threads: one per running agent. Both engines return exactly the sampled ids
+`generate` blocks, and many threads call it, one per running agent. Both engines return exactly the sampled ids
 (the stop token included) and log softmax(masked logits / temperature) of each, where image and video tokens are masked.
 servers.py asks SGLang, inprocess.py a model in this process; rollout.open_engine picks one.
 """
@@ -37,15 +37,15 @@ class Engine(Protocol):
         self, ids: list[int], frames: Sequence[Frames], *, max_new_tokens: int, temperature: float, seed: int,
         stop: tuple[int, ...] = (), shared: int = 0,
     ) -> Sample:  # fmt: skip
-        """Continue `ids`. The checkpoint's own end tokens stop, and those in `stop`. `shared`: so many leading ids are
-        probably those of other requests, too."""
+        """Continue `ids` until the checkpoint's own end tokens or those in `stop`. `shared`: the number of leading ids
+        that other requests probably begin with, too."""
 
     def expect(self, change: int) -> None:
-        """So many more (or fewer) threads are about to call `generate`."""
+        """Note that so many more (or fewer) threads are about to call `generate`."""
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
         """Load the safetensors of a folder, which must stay until the next update: a restarted server reads them again.
-        Samples that are under way end with the old weights. `push=False`: another rank loads them into the servers that
-        we share, and here they are only expected."""
+        Samples that are under way end with the old weights. `push=False`: another rank loads them into the shared
+        servers, and this one only expects them."""
 
     def close(self) -> None: ...

@@ -3,14 +3,14 @@
     engine = InProcess(checkpoint, renderer)                     # see engine.py for the verbs
 
 The requests of all waiting threads become one batch. The prompt that the rollouts of a group share is read once, its
-keys are copied to each row, and ended rows leave. A batch starts when everybody whom `expect` announced waits; it is
-sorted, and each row draws from its own seed: unless a call outlasts `call_timeout`, a run can be repeated bit for bit.
+keys are copied to each row, and ended rows leave. A batch starts when everybody whom `expect` announced waits. It is
+sorted, and each row draws from its own seed, so a run can be repeated bit for bit unless a call outlasts `call_timeout`.
 
     columns of a row     padding, shared prompt | padding, the rest of its ids | sampled ids
     positions            M-RoPE, explicit: the padding does not count
     mask                 real tokens before it
 
-Deliberately missing: requests that join a running batch, paged keys, tensor parallelism. SGLang has them.
+Deliberately missing: requests that join a running batch, paged keys, tensor parallelism.
 
 Shapes: B rows, L tokens of a step, H hidden, V vocabulary, M visual tokens, D DeepStack levels.
 """
@@ -32,9 +32,13 @@ from runtime.engine import EngineError, Sample
 from runtime.packing import rope_positions
 from runtime.video import Frames
 
+CHUNK = 128  # tokens whose probabilities are summed in fp32 before they are drawn from; it divides Qwen's vocabulary
+
 
 @dataclass
 class _Request:
+    """One call of `generate`, and the tokens that were sampled for it so far."""
+
     ids: list[int]
     frames: tuple[Frames, ...]
     max_new_tokens: int
@@ -42,23 +46,36 @@ class _Request:
     seed: int
     stop: frozenset[int]
     shared: int  # leading ids that are read once for all requests that begin with them
-    result: Future = field(default_factory=Future)
+    result: Future = field(default_factory=Future)  # of the Sample
+    position: int = 0  # of the first sampled token
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
 
     def __post_init__(self):
-        # Prompts are one if they have the same ids and show the very same frames.
+        # Prompts are the same if they have the same ids and show the very same frames.
         self.prompt = (tuple(self.ids[: self.shared]), tuple(id(clip.pixels) for clip in self.frames))
+        self._random = np.random.Generator(np.random.Philox(self.seed))
+
+    def next_uniform(self) -> float:
+        # 24 random bits: in float64, their product with any total stays below the total (see draw).
+        return float(self._random.random(dtype=np.float32))
+
+    def take(self, token: int, logprob: float, version: int) -> None:
+        self.sampled.append(token)
+        self.logprobs.append(logprob)
+        stopped = token in self.stop
+        self.ended = stopped or len(self.sampled) >= self.max_new_tokens
+        if self.ended:
+            finish = "stop" if stopped else "length"
+            self.result.set_result(Sample(self.sampled, self.logprobs, finish, version))
 
 
 class InProcess:
     """transformers' model with a copy of the weights of its own."""
 
     def __init__(
-        self,
-        checkpoint: str | Path,
-        renderer: Renderer,
-        device: str = "cpu",
-        dtype: str = "float32",
-        max_batch_tokens: int = 131_072,
+        self, checkpoint: str | Path, renderer: Renderer, device="cpu", dtype="float32", max_batch_tokens=131_072
     ):
         AttentionInterface.register("grouped_sdpa", _grouped_sdpa)
         self.version = 0
@@ -69,8 +86,6 @@ class InProcess:
             attn_implementation={"text_config": "grouped_sdpa", "vision_config": "sdpa"},
         )
         self.model.to(device).eval().requires_grad_(False)
-        ends = self.model.generation_config.eos_token_id or ()
-        self._ends = frozenset([ends] if isinstance(ends, int) else ends)
         self._queue: list[_Request] = []
         self._expected, self.closed = 0, False
         self._changed = threading.Condition()
@@ -80,11 +95,9 @@ class InProcess:
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
-        if len(ids) < 2:
-            raise ValueError(f"{len(ids)} ids: a prompt has at least two, one to share, one whose logits are sampled")
-        shared = min(shared or len(ids), len(ids) - 1)
-        stop = self._ends.union(stop)
-        request = _Request(list(ids), tuple(frames), max_new_tokens, temperature, seed, stop, shared)
+        shared = min(shared or len(ids), len(ids) - 1)  # the logits of the last one are sampled from
+        stops = frozenset(self.renderer.ends_of_turn) | frozenset(stop)
+        request = _Request(list(ids), tuple(frames), max_new_tokens, temperature, seed, stops, shared)
         with self._changed:
             if self.closed:
                 raise EngineError("the engine is closed")
@@ -119,8 +132,8 @@ class InProcess:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self.closed or (self._queue and len(self._queue) >= self._expected))
-                waiting, self._queue = sorted(self._queue, key=lambda r: (r.shared, len(r.ids), r.seed)), []
-                closed = self.closed
+                waiting, self._queue, closed = self._queue, [], self.closed
+            waiting.sort(key=lambda r: (r.shared, len(r.ids), r.seed))
             for batch in self._batches(waiting):
                 try:
                     if closed:
@@ -135,8 +148,8 @@ class InProcess:
                 return
 
     def _batches(self, waiting: list[_Request]) -> list[list[_Request]]:
-        """Within the token budget, and no row more than a third padding; a group stays together where it fits."""
-        batches: list[list[_Request]] = []
+        """Cut into batches within the token budget, no row more than a third padding; a group stays together if it fits."""
+        batches = []
         for request in waiting:
             length = len(request.ids) + request.max_new_tokens
             fits = batches and length * (len(batches[-1]) + 1) <= self.max_batch_tokens
@@ -165,22 +178,27 @@ class _Batch:
 
     def run(self) -> None:
         with torch.inference_mode():
-            firsts = {request.prompt: request for request in self.requests}
-            row_of = {prompt: i for i, prompt in enumerate(firsts)}
-            rows = [row_of[request.prompt] for request in self.requests]
-            prompts = [_piece(r.ids[: r.shared], r.frames, 0, self.renderer) for r in firsts.values()]
+            # Read each prompt once, and copy its keys to the rows of all requests that share it.
+            prompts = {}
+            for request in self.requests:
+                if request.prompt not in prompts:
+                    prompts[request.prompt] = _piece(request.ids[: request.shared], request.frames, 0, self.renderer)
+            row_of = {prompt: row for row, prompt in enumerate(prompts)}
             self.real = torch.zeros(len(prompts), 0, dtype=torch.bool, device=self.device)  # [B, L] no padding
-            self._read(prompts)
-            self._keep(rows)
+            self._read(list(prompts.values()))
+            self._keep([row_of[request.prompt] for request in self.requests])
+            # Read what follows the prompt in each row.
             rests = []
-            for request, prompt in zip(self.requests, (prompts[row] for row in rows)):
+            for request in self.requests:
+                prompt = prompts[request.prompt]
                 clips = request.frames[len(prompt.clips) :]
                 rests.append(_piece(request.ids[request.shared :], clips, prompt.end, self.renderer))
-            self._sample(self._read(rests), [rest.end for rest in rests])
+                request.position = rests[-1].end
+            self._sample(self._read(rests))
 
     def _read(self, pieces: list["_Piece"]):
-        """Run one piece per row through the model -> hidden state of each row's last token [B, H]."""
-        longest = max(len(piece.ids) for piece in pieces)
+        """Run one piece per row through the model and return the hidden state of each row's last token [B, H]."""
+        longest = max(len(piece.ids) for piece in pieces)  # L; shorter pieces are padded on the left
         ids = np.full((len(pieces), longest), self.model.config.text_config.eos_token_id or 0)
         positions = np.zeros((3, len(pieces), longest), np.int64)
         real = np.zeros((len(pieces), longest), bool)
@@ -216,26 +234,28 @@ class _Batch:
         ).last_hidden_state[:, -1]
 
     def _see(self, clips: list[Frames]):
-        """Frames -> [1 + D, M, H]: embeddings and DeepStack levels. Clip by clip, which bounds the memory."""
-        contract, seen = self.renderer.contract, []
+        """Run the vision tower: [1 + D, M, H], embeddings and DeepStack levels. Clip by clip, which bounds the memory."""
+        contract = self.renderer.contract
+        seen = []
         for clip in clips:
-            arrays = patchify([clip], contract.patch, contract.merge)
-            patches, grid = (torch.from_numpy(x).to(self.device) for x in arrays)
+            patches, grid = patchify([clip], contract.patch, contract.merge)
+            patches, grid = torch.from_numpy(patches).to(self.device), torch.from_numpy(grid).to(self.device)
             out = self.model.model.visual(patches.to(self.model.dtype), grid_thw=grid)
             seen.append(torch.stack([out.pooler_output, *out.deepstack_features]))
         return torch.cat(seen, dim=1)
 
     def _keep(self, rows: list[int]) -> None:
-        """Rows of the batch: copied to the rollouts of a group, dropped when they have ended."""
+        """Make these the rows of the batch: copies for the rollouts of a group, or those that have not ended."""
         index = torch.tensor(rows, device=self.device)
         self.cache.batch_select_indices(index)
         self.real = self.real[index]
 
-    def _sample(self, hidden, positions: list[int]) -> None:
-        rows = [_Row(request, position) for request, position in zip(self.requests, positions)]
-        everywhere = None
+    def _sample(self, hidden) -> None:
+        """Sample one token per row at a time, until all rows have ended."""
+        rows = self.requests
         while not self.engine.closed:
-            for token, logprob, row in zip(*self._choose(hidden, rows), rows):
+            tokens, logprobs = self._choose(hidden, rows)
+            for row, token, logprob in zip(rows, tokens, logprobs):
                 if not row.ended:
                     row.take(token, logprob, self.engine.version)
             alive = [i for i, row in enumerate(rows) if not row.ended]
@@ -244,27 +264,49 @@ class _Batch:
             # Dropping rows copies all keys, so it waits until an eighth of them have ended.
             if len(alive) <= 7 * len(rows) // 8:
                 self._keep(alive)
-                rows, everywhere = [rows[i] for i in alive], None
-            if everywhere is None:
-                everywhere = torch.ones(len(rows), 1, dtype=torch.bool, device=self.device)
-            ids = torch.tensor([[row.ids[-1]] for row in rows], device=self.device)
-            at = torch.tensor([[row.position + len(row.ids) - 1] for row in rows], device=self.device)
-            embeds = self.model.get_input_embeddings()(ids)
-            hidden = self._forward(embeds, at.expand(3, -1, -1), everywhere)
+                rows = [rows[i] for i in alive]
+            # Read the new tokens.
+            ids = torch.tensor([[row.sampled[-1]] for row in rows], device=self.device)
+            at = torch.tensor([[row.position + len(row.sampled) - 1] for row in rows], device=self.device)
+            real = torch.ones(len(rows), 1, dtype=torch.bool, device=self.device)
+            hidden = self._forward(self.model.get_input_embeddings()(ids), at.expand(3, -1, -1), real)
         raise EngineError("the engine was closed")
 
-    def _choose(self, hidden, rows: list["_Row"]) -> tuple[list[int], list[float]]:
-        """One token per row by inverting the cumulative distribution at the row's own random number."""
+    def _choose(self, hidden, rows: list[_Request]) -> tuple[list[int], list[float]]:
+        """Draw the next token of each row, and return the tokens and their log-probs."""
         logits = self.model.lm_head(hidden).float()  # [B, V]
         logits[:, self.renderer.never_sampled] = -torch.inf
-        temperature = torch.tensor([[row.request.temperature] for row in rows], device=self.device)
-        scaled = torch.where(temperature > 0, logits / temperature.clamp_min(1e-6), logits)
-        logprobs = torch.log_softmax(scaled, dim=-1)
-        below = logprobs.double().exp().cumsum(-1)
-        uniform = torch.tensor([[row.next_uniform()] for row in rows], dtype=torch.float64, device=self.device)
-        drawn = (below <= uniform * below[:, -1:]).sum(-1, keepdim=True)
-        tokens = torch.where(temperature > 0, drawn, logits.argmax(-1, keepdim=True))
-        return tokens[:, 0].tolist(), logprobs.gather(-1, tokens)[:, 0].tolist()
+        temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
+        uniforms = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=self.device)
+        tokens, logprobs = draw(logits, temperatures, uniforms)
+        return tokens.tolist(), logprobs.tolist()
+
+
+def draw(logits, temperatures, uniforms):
+    """Draw one token per row [B] from softmax(logits / temperature), greedily where the temperature is 0, and return it
+    with its log-prob. A row's token depends on nothing but its logits, temperature and uniform, a number in [0, 1).
+
+    The token is where the cumulative distribution passes the row's uniform. It is found in two steps, the chunk and the
+    place in the chunk, so that sums in float64 are short."""
+    tau = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
+    scaled = F.pad(logits / tau, (0, -logits.shape[1] % CHUNK), value=-torch.inf)
+    top = scaled.amax(-1, keepdim=True)
+    weights = (scaled - top).exp_().unflatten(-1, (-1, CHUNK))  # [B, chunks, CHUNK], the largest is 1
+    ends = weights.sum(-1).double().cumsum(-1)  # [B, chunks]
+    total = ends[:, -1:]
+    # The chunk in which the point lies.
+    point = uniforms[:, None] * total
+    chunk = (ends <= point).sum(-1, keepdim=True)  # [B, 1]
+    start = F.pad(ends, (1, 0)).gather(-1, chunk)
+    # The place in it. Its own sum may differ from the chunk's in the last bits, and the point must stay below it.
+    inside = weights.gather(1, chunk[..., None].expand(-1, -1, CHUNK))[:, 0].double().cumsum(-1)  # [B, CHUNK]
+    below = torch.nextafter(inside[:, -1:], torch.zeros_like(start))
+    place = (inside <= torch.minimum(point - start, below)).sum(-1, keepdim=True)
+    tokens = chunk * CHUNK + place
+    if not temperatures.all():
+        tokens = torch.where(temperatures[:, None] > 0, tokens, scaled.argmax(-1, keepdim=True))
+    logprobs = scaled.gather(-1, tokens).double() - top - total.log()
+    return tokens[:, 0], logprobs[:, 0].float()
 
 
 @dataclass
@@ -278,39 +320,16 @@ class _Piece:
 
 
 def _piece(ids: list[int], clips: tuple[Frames, ...], position: int, renderer: Renderer) -> _Piece:
-    """As much of `clips` as `ids` has pads for; the piece begins at `position`."""
+    """Place ids from `position` on, and take as many of the clips as they have pads for."""
     cell = renderer.contract.cell
-    images = [(i, c.pixels.shape[1] // cell, c.pixels.shape[2] // cell) for i, c in enumerate(clips) for _ in c.times]
-    rest = iter(images)
-    sizes = ((rows, columns) for _, rows, columns in rest)
-    positions, end = rope_positions(np.array(ids, np.int64), sizes, renderer.image_pad, position)
-    # rope_positions has taken the images of these ids from `rest`, and none beyond: the next one is not shown here.
-    unread = next(rest, (len(clips),))[0]
-    return _Piece(ids, clips[:unread], positions, end)
-
-
-@dataclass
-class _Row:
-    """One request while it is sampled."""
-
-    request: _Request
-    position: int  # of the first sampled token
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ended: bool = False
-
-    def __post_init__(self):
-        self._random = np.random.Generator(np.random.Philox(self.request.seed))
-
-    def next_uniform(self) -> float:
-        # 24 random bits: in float64, their product with any total stays below the total.
-        return float(self._random.random(dtype=np.float32))
-
-    def take(self, token: int, logprob: float, version: int) -> None:
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        stopped = token in self.request.stop
-        self.ended = stopped or len(self.ids) >= self.request.max_new_tokens
-        if self.ended:
-            finish = "stop" if stopped else "length"
-            self.request.result.set_result(Sample(self.ids, self.logprobs, finish, version))
+    pads = ids.count(renderer.image_pad)  # that belong to no clip yet
+    shown = 0  # clips
+    sizes = []  # of each image, (rows, columns) of visual tokens
+    while pads > 0 and shown < len(clips):
+        n, height, width, _ = clips[shown].pixels.shape
+        rows, columns = height // cell, width // cell
+        sizes += [(rows, columns)] * n
+        pads -= n * rows * columns
+        shown += 1
+    positions, end, _ = rope_positions(np.array(ids, np.int64), sizes, renderer.image_pad, position)
+    return _Piece(ids, clips[:shown], positions, end)

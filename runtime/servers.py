@@ -4,8 +4,8 @@
     engine = SGLang(checkpoint, renderer, urls=(...,))      # servers that already run
 
 Every response must echo exactly the ids that the trainer will learn from, and must carry the weights' current version. A
-dead server is restarted, loads the current snapshot, and only lost requests run again. The servers that we start end with
-us, however we end.
+dead server is restarted and loads the current snapshot; only lost requests run again. The servers that we start end when
+we end, even if we are killed.
 
 Deliberately missing: streaming, tensor parallelism (one server per GPU), weight sync over NCCL.
 """
@@ -27,11 +27,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
+
+import numpy as np
 
 from runtime.contract import ContractError, Renderer
 from runtime.engine import EngineError, Sample
@@ -39,8 +40,7 @@ from runtime.video import Frames
 
 log = logging.getLogger(__name__)
 
-
-# How variables of torchrun and of the trainer begin, which the servers do not inherit.
+# Prefixes of the variables of torchrun and of the trainer, which the servers do not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
 # Beside the server, a shell waits for the end of a pipe that we hold open, and then kills their process group. That end
 # also comes if we are killed, by torchrun or for memory, when nothing of ours can run any more.
@@ -48,7 +48,7 @@ LEASH = 'exec 3<&0; (read -r _ <&3; kill -9 -$$) & exec "$@" </dev/null 3<&-'
 
 
 class _Lost(Exception):
-    """A request that was lost or answered by the wrong weights: it is sent again when its server has been checked."""
+    """A request was lost or answered by the wrong weights: it is sent again when its server has been checked."""
 
 
 @dataclass
@@ -60,33 +60,42 @@ class _Server:
     busy: int = 0  # requests under way
     healthy: bool = False  # it answers, with the current weights
     failed: str = ""  # why it was given up
-    ours: bool = False  # it has loaded a snapshot of this run; another run's may bear the same number
+    ours: bool = False  # it has loaded a snapshot of this run; another run's may have the same number
 
     def dead(self) -> bool:
         return self.gpu is not None and (self.process is None or self.process.poll() is not None)
 
 
+@dataclass
+class _Images:
+    """A clip as the server takes it."""
+
+    clip: Frames  # held, so that no other clip gets the id of its pixels
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    pngs: list[str] = field(default_factory=list)  # base64
+
+
 class SGLang:
     """Client and supervisor of SGLang servers."""
+
+    timeout = 1200.0  # seconds of one `generate`: a server's restart and another attempt included
+    request_timeout = 600.0  # of one attempt
+    attempts = 6
 
     def __init__(
         self,
         checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
         server_args: Sequence[str] = (),
         launch: Callable[[int], list[str]] | None = None,  # port -> command; tests start something smaller
-        timeout: float = 1200.0,  # seconds of one `generate`: a server's restart and another attempt included
-        request_timeout: float = 600.0,  # of one attempt
-        start_timeout: float = 900.0,  # of a server's start
-        attempts: int = 6,
+        start_timeout: float = 900.0,  # seconds of a server's start
         patience: float = 1.0,  # seconds before the second attempt; doubles
     ):  # fmt: skip
         self.version, self.snapshot, self.restarts = 0, None, 0
-        self.renderer, self.attempts, self.patience = renderer, attempts, patience
-        self.timeout, self.request_timeout, self.start_timeout = timeout, request_timeout, start_timeout
+        self.renderer, self.start_timeout, self.patience = renderer, start_timeout, patience
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, server_args))
         self._servers = [_Server(url.rstrip("/")) for url in urls] + [_Server("", gpu) for gpu in gpus]
         self._changed, self._closed = threading.Condition(), False
-        self._images: OrderedDict[int, tuple[Frames, Future]] = OrderedDict()  # not done: somebody encodes it
+        self._images: OrderedDict[int, _Images] = OrderedDict()  # by id(clip.pixels)
         self._sockets: set[socket.socket] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         atexit.register(self.close)
@@ -99,16 +108,28 @@ class SGLang:
             raise
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
-        # top_p = 1: log-probs are not renormalised for truncated sampling.
-        sampling = {"temperature": temperature, "top_p": 1.0, "top_k": -1, "sampling_seed": seed % 2**31}
-        sampling |= {"max_new_tokens": max_new_tokens, "stop_token_ids": list(stop), "skip_special_tokens": False}
-        sampling["logit_bias"] = {str(token): -1000.0 for token in self.renderer.never_sampled}
-        payload = {"input_ids": self.renderer.compact(ids), "sampling_params": sampling, "return_logprob": True}
-        payload |= {"image_data": [png for clip in frames for png in self._pngs(clip)], "return_prompt_token_ids": True}
+        sampling = {
+            "temperature": temperature,
+            "top_p": 1.0,  # log-probs are not renormalised for truncated sampling
+            "top_k": -1,
+            "sampling_seed": seed % 2**31,
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": list(stop),
+            "skip_special_tokens": False,
+            "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
+        }
+        payload = {
+            "input_ids": self.renderer.compact(ids),
+            "image_data": [png for clip in frames for png in self._pngs(clip)],
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "return_prompt_token_ids": True,
+        }
         deadline, problem = time.monotonic() + self.timeout, None
         for attempt in range(self.attempts):
             if attempt:  # jitter: hundreds of requests that were lost together must not return together
                 self._pause(min(self.patience * 2 ** (attempt - 1), 30.0) * random.uniform(0.5, 1.5))
+            # Take the healthy server that has the least to do.
             with self._changed:
                 ready = self._ready(any, deadline - time.monotonic())
                 left = min(self.request_timeout, deadline - time.monotonic())
@@ -128,7 +149,6 @@ class SGLang:
 
     @property
     def urls(self) -> list[str]:
-        """For the other ranks, which connect to the servers that rank 0 has started."""
         return [server.url for server in self._servers]
 
     def expect(self, change: int) -> None:
@@ -143,7 +163,7 @@ class SGLang:
         self._ready(all)
 
     def close(self) -> None:
-        """Requests under way end with an EngineError, our servers with their children."""
+        """End requests under way with an EngineError, and our servers with their children."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -156,7 +176,7 @@ class SGLang:
         atexit.unregister(self.close)
 
     def _sample(self, reply: dict, ids: list[int], oldest: int) -> Sample:
-        """The reply, if it is a result, of the right weights, to the prompt that the trainer will see."""
+        """Accept a reply only if it is a result, by the right weights, of the prompt that the trainer will see."""
         meta = reply["meta_info"]
         finish = meta["finish_reason"]["type"]
         if finish not in ("stop", "length"):
@@ -164,56 +184,51 @@ class SGLang:
         version = _number(meta["weight_version"])
         if self.snapshot and not oldest <= version <= self.version:
             raise _Lost(f"sampled by weights {meta['weight_version']!r}, expected {oldest} ... {self.version}")
-        if (theirs := reply.get("prompt_token_ids")) is None:
+        prompt = reply.get("prompt_token_ids")
+        if prompt is None:
             raise ContractError("the server returns no `prompt_token_ids`, which SGLang has since 0.5.13: update it")
-        if theirs != ids:
-            raise ContractError(_drift(ids, theirs))
-        logprobs, tokens = zip(*((logprob, token) for logprob, token, _ in meta["output_token_logprobs"]))
-        if list(tokens) != reply["output_ids"]:
+        if prompt != ids:
+            raise ContractError(_drift(ids, prompt))
+        logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
+        if [token for _, token, _ in meta["output_token_logprobs"]] != reply["output_ids"]:
             raise ContractError("the server's output ids are not those of its log-probs")
-        return Sample(list(tokens), list(logprobs), finish, version)
+        return Sample(reply["output_ids"], logprobs, finish, version)
 
     def _pngs(self, clip: Frames) -> list[str]:
-        """Lossless, and encoded once for all rollouts and turns that show the clip."""
-        from PIL import Image
-
+        """Encode a clip without loss, once for all rollouts and turns that show it."""
         key = id(clip.pixels)
         with self._changed:
-            first = key not in self._images
-            # Held with its clip, so that nobody else gets its id.
-            _, encoded = self._images.setdefault(key, (clip, Future()))
+            images = self._images.setdefault(key, _Images(clip))
             self._images.move_to_end(key)
             while len(self._images) > 256:
                 self._images.popitem(last=False)
-        if first:
-            try:
-                files = [io.BytesIO() for _ in clip.pixels]
-                for pixels, file in zip(clip.pixels, files):
-                    Image.fromarray(pixels).save(file, "png", compress_level=1)
-                encoded.set_result([base64.b64encode(file.getvalue()).decode() for file in files])
-            except BaseException as error:  # raised below, and in the threads that wait for it
-                with self._changed:
-                    self._images.pop(key, None)
-                encoded.set_exception(error)
-        return encoded.result()
+        with images.lock:
+            if not images.pngs:
+                images.pngs = [_png(pixels) for pixels in clip.pixels]
+        return images.pngs
 
     def _pause(self, seconds: float | None, until: Callable[[], bool] = lambda: False) -> None:
+        """Sleep, until something holds at most, and raise if the engine is closed meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or until(), seconds)
             if self._closed:
                 raise EngineError("the engine was closed")
 
     def _ready(self, enough: Callable[[Iterable[bool]], bool], seconds: float | None = None) -> list[_Server]:
-        """The healthy servers, as soon as enough are (all or any), or the time is over."""
-        possible = lambda: enough(not server.failed for server in self._servers)  # noqa: E731
+        """Return the healthy servers as soon as enough are (all or any), or the time is over."""
+
+        def possible() -> bool:
+            return enough(not server.failed for server in self._servers)
+
         with self._changed:
             self._pause(seconds, lambda: enough(server.healthy for server in self._servers) or not possible())
             if not possible():
-                raise EngineError(next(server.failed for server in self._servers if server.failed))
+                failures = [server.failed for server in self._servers if server.failed]
+                raise EngineError(failures[0])
             return [server for server in self._servers if server.healthy]
 
     def _ask(self, server: _Server, route: str, timeout: float, payload: dict | None = None) -> dict:
-        """Over a connection of its own, which `close` can break off; straight to the server, whatever http_proxy says."""
+        """Send a request over a connection of its own, which `close` can break off, and past any http_proxy."""
         address = urlsplit(server.url)
         connection = (HTTPSConnection if address.scheme == "https" else HTTPConnection)(address.netloc, timeout=10)
         method, body = ("GET", None) if payload is None else ("POST", json.dumps(payload))
@@ -239,7 +254,7 @@ class SGLang:
             connection.close()
 
     def _supervise(self, server: _Server) -> None:
-        """A thread per server, the only one that starts it and loads weights into it, until it has to be given up."""
+        """Keep one server alive and up to date, until it has to be given up. Only this thread of its own starts it."""
         starts, deadline = 0, time.monotonic() + self.start_timeout
         try:
             while True:
@@ -256,7 +271,8 @@ class SGLang:
                         raise EngineError(f"no answer for {self.start_timeout:g} s: {error}") from None
                     self._pause(0.5)
         except Exception as error:  # whatever it is, it belongs to the threads that wait for the server
-            log.log(logging.DEBUG if self._closed else logging.ERROR, "%s", error)
+            if not self._closed:
+                log.error("%s", error)
             with self._changed:
                 server.healthy, server.failed = False, str(error) if isinstance(error, EngineError) else repr(error)
                 self._changed.notify_all()
@@ -285,17 +301,18 @@ class SGLang:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 server.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        if died := server.process:
+        if server.process:
             self.restarts += 1
-            log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpu, died.returncode, server.log)
+            code = server.process.returncode
+            log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpu, code, server.log)
         _stop(server)  # its children may live on
         server.log = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
         env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[server.gpu] if visible else str(server.gpu)
         env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}  # it sends itself a first request
-        # A cache of image embeddings that outlives weight updates: right for a frozen vision tower, which only pays for
-        # encoding again what has left the KV cache; for one that trains, it would go on serving the old tower's.
+        # The server's cache of image embeddings outlives weight updates: a vision tower that trains would go on serving
+        # its old features. Without the cache, a frozen one only encodes again what has left the KV cache.
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         command = ["sh", "-c", LEASH, "sh", *self._launch(int(server.url.rpartition(":")[2]))]
         with open(server.log, "ab") as output:
@@ -304,7 +321,7 @@ class SGLang:
 
 
 def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra: Sequence[str] = ()) -> list[str]:
-    """How a server is started, so that it shows the model the pixels that the trainer shows it."""
+    """Return the command of a server that shows the model the pixels that the trainer shows it."""
     size = renderer.contract.processor_size()
     image = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--host", "127.0.0.1"]
@@ -321,14 +338,23 @@ def _stop(server: _Server) -> None:
         server.process = None
 
 
+def _png(pixels: np.ndarray) -> str:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png", compress_level=1)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 def _number(version: str) -> int:
     return int(version) if version.isdigit() else 0  # a server that has loaded no snapshot says "default"
 
 
 def _drift(ours: list[int], theirs: list[int]) -> str:
-    at = next((i for i, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
+    at = 0
+    while ours[at : at + 1] == theirs[at : at + 1]:
+        at += 1
     return (
-        f"the server read another prompt than the trainer will: they differ from position {at} on, "
-        f"ours {ours[at : at + 5]} of {len(ours)} ids, the server's {theirs[at : at + 5]} of {len(theirs)}. "
-        "Compare the checkpoint's preprocessor_config.json with the run's `visual` keys"
+        f"the server read another prompt than the trainer will: they differ from position {at} on, ours {ours[at : at + 5]}, "
+        f"theirs {theirs[at : at + 5]}. Compare the checkpoint's preprocessor_config.json with the run's `visual` keys"
     )

@@ -1,4 +1,4 @@
-"""A stand-in for an SGLang server: the parts of its HTTP interface that engine.py uses, no model, and faults on demand.
+"""A stand-in for an SGLang server: the parts of its HTTP interface that servers.py uses, no model, and faults on demand.
 
     python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
 

@@ -1,7 +1,7 @@
 """The invariants of an episode, against an engine that says whatever a test wants."""
 
 import dataclasses
-import io
+import itertools
 import json
 import random
 import re
@@ -10,13 +10,11 @@ import time
 
 import pytest
 import tiny_checkpoint
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, is_subagent
 
 import data
 from data import Episode, Task
-from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load, rollout
+from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load_episodes, rollout
 from runtime.contract import IMAGE_PAD, ContractError
 from runtime.engine import EngineError
 from tools import TOOLS
@@ -47,21 +45,17 @@ def turns(*said, report="I saw a cat."):
     return reply
 
 
-def play(renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, videos=None, engine=None, **cfg) -> list[Episode]:
-    engine = engine or Scripted(renderer, reply, latency)
-    videos = videos or MemoryVideos()
-    settings = {"max_context": 100_000, "max_new_tokens": 2048, **cfg}
-    groups = rollout(
-        tasks,
-        [4] * len(tasks),
-        group_size,
-        engine=engine,
-        renderer=renderer,
-        videos=videos,
-        cfg=RolloutConfig(**settings),
-        progress=False,
-    )
+def play(renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, engine=None, k=4, step=0, **cfg) -> list[Episode]:
+    """Episodes of agents that say what `reply` returns. `cfg`: settings of RolloutConfig."""
+    common = {"engine": engine or Scripted(renderer, reply, latency), "renderer": renderer, "videos": MemoryVideos()}
+    settings = RolloutConfig(**{"max_context": 100_000, **cfg})
+    ks = [k] * len(tasks)
+    groups = rollout(tasks, ks, group_size, cfg=settings, step=step, progress=False, **common)
     return [episode for group in groups for episode in group.episodes]
+
+
+def tasks_named(count: int) -> list[Task]:
+    return [dataclasses.replace(TASK, id=f"t{i}") for i in range(count)]
 
 
 def text_of(episode: Episode, renderer) -> str:
@@ -74,6 +68,17 @@ def user_turns(episode: Episode, renderer) -> list[str]:
 
 def reports(turn: str) -> list[str]:
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", turn, re.S)
+
+
+def as_the_template_writes_it(episode: Episode, turns_said, renderer) -> str:
+    """The whole conversation, rendered at once."""
+    first, last = turns_said
+    messages = data.main_messages(TASK, data.overview(TASK, 4, MemoryVideos(), CONTRACT), with_tools=True)
+    messages += [{"role": "assistant", "content": "<think>\n" + first}]
+    messages += [{"role": "tool", "content": call.text} for call in episode.calls]
+    messages += [{"role": "assistant", "content": "<think>\n" + last}]
+    whole = renderer.render(messages, [TOOLS["crop_video"].schema])
+    return renderer.decode(renderer.compact(whole.ids))
 
 
 # ---- 1: tokens in, tokens out
@@ -93,9 +98,8 @@ def check_trajectory(agent, renderer) -> None:
 
 def test_the_trainer_reads_exactly_what_the_engine_was_asked_and_what_it_said(renderer):
     """Each request is a prefix of the final trajectory, and continues with the sampled ids."""
-    engine = Scripted(
-        renderer, turns("so</think>" + call() + call(20, 40) + END, "done</think><answer>cat</answer>" + END)
-    )
+    said = turns("so</think>" + call() + call(20, 40) + END, "done</think><answer>cat</answer>" + END)
+    engine = Scripted(renderer, said)
     [episode] = play(renderer, None, engine=engine)
     main = episode.main
     asked = sorted((ids for ids, _ in engine.asked if not is_subagent(renderer.decode(ids))), key=len)
@@ -105,18 +109,15 @@ def test_the_trainer_reads_exactly_what_the_engine_was_asked_and_what_it_said(re
         assert main.mask[start : len(ids)] == [0] * (len(ids) - start) and all(main.mask[len(ids) : end])
     for agent in episode.trajectories:
         check_trajectory(agent, renderer)
+    prompt = renderer.decode(episode.agents[0].ids)  # a sub-agent sees frames and not the question
+    assert TASK.question not in prompt and "seconds>" in prompt
 
 
 def test_a_whole_episode_reads_as_the_chat_template_writes_it(renderer):
     """The released code spliced re-rendered turns by length: responses 2..N ended up inside an open assistant turn."""
     first, last = "so</think>\n" + call() + "\n" + call(9, 5) + "\n" + call(20, 40), "done</think><answer>cat</answer>"
     [episode] = play(renderer, turns(first + END, last + END))
-    messages = data.main_messages(TASK, data.overview(TASK, 4, MemoryVideos(), CONTRACT), with_tools=True)
-    messages += [{"role": "assistant", "content": "<think>\n" + first}]
-    messages += [{"role": "tool", "content": call.text} for call in episode.calls]
-    messages += [{"role": "assistant", "content": "<think>\n" + last}]
-    whole = renderer.render(messages, [TOOLS["crop_video"].schema])
-    assert text_of(episode, renderer) + "\n" == renderer.decode(renderer.compact(whole.ids))
+    assert text_of(episode, renderer) + "\n" == as_the_template_writes_it(episode, (first, last), renderer)
 
 
 def test_sampled_ids_are_kept_even_where_the_tokenizer_would_write_others(renderer):
@@ -125,6 +126,41 @@ def test_sampled_ids_are_kept_even_where_the_tokenizer_would_write_others(render
     [episode] = play(renderer, lambda prompt, seed: [*spelled, renderer.end_of_turn])
     start, end = episode.main.turns[0]
     assert episode.main.ids[end - len(spelled) - 1 : end - 1] == spelled
+
+
+@pytest.fixture
+def ends_as_qwen(renderer, monkeypatch):
+    """A checkpoint whose generation_config.json lets two tokens end a turn."""
+    endoftext = renderer.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    monkeypatch.setattr(renderer, "ends_of_turn", (renderer.end_of_turn, endoftext))
+    return endoftext
+
+
+def test_a_turn_may_end_with_any_token_of_the_checkpoints_list(renderer, ends_as_qwen):
+    """Qwen's list is <|im_end|> and <|endoftext|>. After the latter the template's own end follows, which is not learned."""
+    first, last = "so</think>\n" + call() + "\n" + call(20, 40), "done</think><answer>cat</answer>"
+    said = turns(first + "<|endoftext|>" + call() + END, last + "<|endoftext|>more" + END)
+    reports_of = {0: " a cat <|endoftext|> and more", 20: "a dog" + END}
+
+    def reply(prompt, seed):
+        if is_subagent(prompt):
+            return reports_of[min(20, int(float(re.findall(r"<([\d.]+) seconds>", prompt)[0])) // 20 * 20)]
+        return said(prompt, seed)
+
+    [episode] = play(renderer, reply)
+    main, im_end = episode.main, renderer.end_of_turn
+    assert [c.text for c in episode.calls] == ["a cat", "a dog"] and main.finish == "stop"
+    check_episode(episode, renderer, RolloutConfig())
+    # Each turn ends with what was sampled ...
+    assert [main.ids[end - 1] for _, end in main.turns] == [ends_as_qwen] * 2
+    assert [main.mask[end - 1] for _, end in main.turns] == [1, 1]
+    # ... and the delta closes it.
+    end = main.turns[0][1]
+    assert renderer.decode(main.ids[end : end + 3]).startswith("<|im_end|>\n<|im_start|>")
+    assert main.ids[end] == im_end and main.mask[end] == 0 and main.logprobs[end] == 0
+    # But for the sampled tokens it is one conversation of the template's.
+    whole = as_the_template_writes_it(episode, (first, last), renderer)
+    assert text_of(episode, renderer).replace("<|endoftext|>", "") + "<|im_end|>\n" == whole
 
 
 @pytest.mark.parametrize("think_prefix", [True, False])
@@ -137,15 +173,26 @@ def test_the_forced_opening_is_in_every_turn_and_is_never_learned(renderer, thin
     assert episode.main.prompt_length == episode.main.turns[0][0]
 
 
-def test_rollouts_of_a_group_share_their_prompt_but_not_their_seeds(renderer):
-    engine = Scripted(renderer, turns("no</think>" + END))
-    episodes = play(renderer, None, engine=engine, group_size=4)
-    n = episodes[0].main.prompt_length
-    assert len({tuple(e.main.ids[:n]) for e in episodes}) == 1
-    assert len({id(e.main.frames[0].pixels) for e in episodes}) == 1  # one copy of the frames
-    assert len({seed for _, seed in engine.asked}) == 4 == len({e.seed for e in episodes})
-    again = play(renderer, turns("no</think>" + END), group_size=4)
-    assert [e.seed for e in again] == [e.seed for e in episodes]
+def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(renderer):
+    """Past mutants: one seed for all turns, siblings or steps; sub-agents at the main agent's temperature."""
+    engine = Scripted(renderer, turns("x</think>" + call() + call(20, 40) + END, "y</think>" + END))
+    plain, noted = engine.generate, []
+
+    def generate(ids, frames, **settings):
+        noted.append((is_subagent(renderer.decode(ids)), settings))
+        return plain(ids, frames, **settings)
+
+    engine.generate = generate
+    limits = {"temperature": 0.7, "max_new_tokens": 500, "subagents": SubagentConfig(max_new_tokens=9, temperature=0.3)}
+    for step in range(2):
+        episodes = play(renderer, None, engine=engine, tasks=tasks_named(2), group_size=2, step=step, **limits)
+    # Rollouts of a group share their prompt and one copy of its frames.
+    one, other = (episode.main for episode in episodes[:2])
+    assert one.ids[: one.prompt_length] == other.ids[: other.prompt_length]
+    assert one.frames[0].pixels is other.frames[0].pixels
+    assert len(noted) == 2 * 4 * 4 == len({settings["seed"] for _, settings in noted})
+    found = {(sub, settings["temperature"], settings["max_new_tokens"]) for sub, settings in noted}
+    assert found == {(False, 0.7, 500), (True, 0.3, 9)}
 
 
 # ---- 2: all calls of a turn, one answer turn
@@ -163,14 +210,11 @@ def test_every_call_has_one_response_in_call_order_in_a_single_turn(renderer):
 
 
 def test_calls_over_the_limit_are_told_so_and_do_not_run(renderer):
-    [episode] = play(renderer, turns("x</think>" + call() * 4 + END, "y</think>" + END), max_calls=2)
-    assert [c.error for c in episode.calls] == ["", "", "over_limit", "over_limit"]
-    assert len(reports(user_turns(episode, renderer)[1])) == 4 and "at most 2" in episode.calls[2].text
-
-
-def test_broken_calls_do_not_use_up_the_limit(renderer):
-    [episode] = play(renderer, turns("<tool_call>{</tool_call>" * 3 + call() + END, END), max_calls=1)
-    assert [c.error for c in episode.calls] == ["unparseable"] * 3 + [""]
+    """Broken calls do not use up the limit."""
+    first = "x</think>" + "<tool_call>{</tool_call>" * 3 + call() * 4 + END
+    [episode] = play(renderer, turns(first, "y</think>" + END), max_calls=2)
+    assert [c.error for c in episode.calls] == ["unparseable"] * 3 + ["", "", "over_limit", "over_limit"]
+    assert len(reports(user_turns(episode, renderer)[1])) == 7 and "at most 2" in episode.calls[-1].text
 
 
 def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
@@ -204,14 +248,11 @@ def test_after_the_last_round_calls_are_not_run(renderer):
     assert told == [False, False, False, True]
 
 
-def test_a_turn_that_is_cut_off_ends_the_episode_and_its_calls_do_not_run(renderer):
+def test_a_turn_that_is_cut_off_ends_the_episode_and_no_trajectory_outgrows_the_context(renderer):
     engine = Scripted(renderer, turns("x</think>" + call() + "and then I" + "." * 200))
     [episode] = play(renderer, None, engine=engine, max_new_tokens=100)
     assert episode.main.finish == "length" and episode.calls == [] and len(engine.asked) == 1
     assert sum(episode.main.mask) == 100 and not episode.error
-
-
-def test_a_trajectory_never_outgrows_the_context(renderer):
     [episode] = play(renderer, turns("x</think>" + "<tool_call>" * 300 + END), max_context=1200)
     assert len(episode.main.ids) <= 1200 and episode.main.finish == "length"
     assert len(episode.calls) == len(re.findall("<tool_response>", text_of(episode, renderer)))
@@ -220,20 +261,13 @@ def test_a_trajectory_never_outgrows_the_context(renderer):
 
 
 def test_sequential_dispatch_runs_one_call_per_turn_with_the_same_budget(renderer):
-    [episode] = play(
-        renderer, turns("x</think>" + call(0, 10) + call(10, 20) + END), dispatch="sequential", max_turns=2, max_calls=3
-    )
+    said = turns("x</think>" + call(0, 10) + call(10, 20) + END)
+    [episode] = play(renderer, said, dispatch="sequential", max_turns=2, max_calls=3)
     assert len(episode.calls) == 6 and all(len(reports(turn)) == 1 for turn in user_turns(episode, renderer)[1:])
     for start, end in episode.main.turns:
         assert renderer.decode(episode.main.ids[start:end]).endswith("</tool_call>")
-    assert (
-        len(
-            re.findall(
-                r"\}\n</tool_call><\|im_end\|>\n<\|im_start\|>user\n+<tool_response>", text_of(episode, renderer)
-            )
-        )
-        == 6
-    )
+    closed = r"\}\n</tool_call><\|im_end\|>\n<\|im_start\|>user\n+<tool_response>"
+    assert len(re.findall(closed, text_of(episode, renderer))) == 6
     closing = [i for i, token in enumerate(episode.main.ids) if token == renderer.end_of_turn]
     assert all(episode.main.mask[i] == 0 for i in closing)  # it was not sampled
 
@@ -246,8 +280,7 @@ def test_without_tools_there_is_no_schema_and_one_turn(renderer):
 
 @pytest.mark.parametrize(
     "frames, k, shares",
-    [([3, 900], 64, [3, 61]), ([900, 30, 3], 64, [31, 30, 3]), ([9, 9, 9], 8, [3, 3, 2]), ([5, 2], 64, [5, 2])]
-    + [([9, 9, 9], 2, [1, 1, 1]), ([900], 64, [64]), ([3], 64, [3])],
+    [([900, 30, 3], 64, [31, 30, 3]), ([9, 9, 9], 8, [3, 3, 2]), ([5, 2], 64, [5, 2]), ([9, 9, 9], 2, [1, 1, 1])],
 )
 def test_what_a_short_video_cannot_fill_of_the_overview_the_others_get(frames, k, shares):
     class Videos(MemoryVideos):
@@ -288,13 +321,6 @@ def test_an_engine_that_samples_pixels_stops_the_run(renderer):
         play(renderer, lambda prompt, seed: [renderer.image_pad, renderer.end_of_turn])
 
 
-def test_the_question_reaches_the_sub_agents_only_if_the_config_says_so(renderer):
-    for see in (False, True):
-        [episode] = play(renderer, turns(call() + END, END), subagents=SubagentConfig(see_question=see))
-        prompt = renderer.decode(episode.agents[0].ids)
-        assert (TASK.question in prompt) is see and "seconds>" in prompt
-
-
 def test_frames_can_be_returned_instead_of_a_report(renderer):
     [episode] = play(renderer, turns("x</think>" + call() + call(9, 5) + END, "y</think>" + END), tool_return="frames")
     check_trajectory(episode.main, renderer)
@@ -310,81 +336,50 @@ def test_an_episode_that_cannot_run_never_stops_the_others(renderer):
     bad = Task("t2", "?", ("/data/bad.mp4",), "oe", "")
 
     def reply(prompt, seed):
-        if "broken" in prompt:
+        if "broken" in prompt or is_subagent(prompt):
             raise EngineError("no server")
-        return "x</think>" + END
+        return turns("x</think>" + call() + END, "y</think>" + END)(prompt, seed)
 
     lost = Task("t3", "broken?", ("/data/v.mp4",), "oe", "")
     engine = Scripted(renderer, reply)
     episodes = play(renderer, None, engine=engine, tasks=(TASK, bad, lost), group_size=2)
+    # A sub-agent that fails is only a text for the main agent.
+    assert [c.error for c in episodes[0].calls] == ["failed"] and len(episodes[0].main.turns) == 2
     assert [bool(e.error) for e in episodes] == [False, False, True, True, True, True]
     assert "VideoError" in episodes[2].error and "no server" in episodes[4].error
     assert engine.expected == 0
 
 
-def test_a_sub_agent_that_fails_is_a_text_for_the_main_agent(renderer):
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(renderer, error):
+    number = itertools.count()
+
     def reply(prompt, seed):
-        if is_subagent(prompt):
-            raise EngineError("no server")
-        return turns("x</think>" + call() + END, "y</think>" + END)(prompt, seed)
+        if next(number) == 2:
+            raise error("stop")
+        return "x</think>" + call(9, 5) + END
 
-    [episode] = play(renderer, reply)
-    assert [c.error for c in episode.calls] == ["failed"] and not episode.error and len(episode.main.turns) == 2
-
-
-def test_a_bug_of_ours_is_not_swallowed(renderer):
-    def reply(prompt, seed):
-        raise KeyError("bug")
-
-    with pytest.raises(KeyError, match="bug"):
-        play(renderer, reply)
-
-
-def test_ctrl_c_keeps_what_has_ended_and_starts_no_further_turn(renderer):
-    saved, engine = [], Scripted(renderer, turns("x</think>" + END), latency=0.05)
-
-    def save(episode):
-        saved.append(episode)
-        if len(saved) == 3:
-            raise KeyboardInterrupt
-
-    tasks = [dataclasses.replace(TASK, id=f"t{i}") for i in range(40)]
-    with pytest.raises(KeyboardInterrupt):
-        rollout(
-            tasks,
-            [4] * 40,
-            1,
-            engine=engine,
-            renderer=renderer,
-            videos=MemoryVideos(),
-            cfg=RolloutConfig(concurrency=2),
-            progress=False,
-            on_episode=save,
-        )
+    engine = Scripted(renderer, reply, latency=0.05)
+    with pytest.raises(error, match="stop"):
+        play(renderer, None, engine=engine, tasks=tasks_named(40), concurrency=2, max_turns=9)
     time.sleep(0.3)
-    assert len(saved) == 3 and len(engine.asked) < 8 and engine.expected == 0
+    assert len(engine.asked) <= 6 and engine.expected == 0
 
 
 # ---- parallel, and fast
 
 
-def test_four_calls_take_hardly_longer_than_one(renderer):
-    def seconds(calls: int) -> float:
-        [episode] = play(renderer, turns("x</think>" + call() * calls + END, "y</think>" + END), latency=0.25)
-        assert [c.error for c in episode.calls] == [""] * calls
-        return episode.seconds
+def test_agents_and_the_calls_of_a_turn_run_at_once(renderer):
+    """No sub-agent is answered before all 128 have asked."""
+    all_ask = threading.Barrier(128, timeout=20)
 
-    assert seconds(4) <= 1.3 * seconds(1)
+    def report(prompt):
+        all_ask.wait()
+        return "seen"
 
-
-def test_sixty_four_agents_keep_an_engine_busy(renderer):
-    """192 requests of 0.3 s: in series 58 s; here three rounds, and what the agents themselves cost."""
-    tasks = [dataclasses.replace(TASK, id=f"t{i}") for i in range(64)]
-    started = time.perf_counter()
-    episodes = play(renderer, turns("x</think>" + call() + END, "y</think>" + END), tasks=tasks, latency=0.3)
-    wall = time.perf_counter() - started
-    assert all(len(e.calls) == 1 and not e.error for e in episodes)
-    assert wall < 3 * 0.3 + 2.5
+    said = turns("x</think>" + call() * 4 + END, "y</think>" + END, report=report)
+    episodes = play(renderer, said, tasks=tasks_named(32))
+    assert all([c.error for c in e.calls] == [""] * 4 and not e.error for e in episodes)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 100])
@@ -396,8 +391,7 @@ def test_the_engine_is_told_exactly_who_will_ask(renderer, concurrency):
 
         def __init__(self, *arguments):
             super().__init__(*arguments)
-            self.waiting, self.condition = 0, threading.Condition()
-            self.round, self.batches = 0, []
+            self.condition, self.waiting, self.round, self.batches = threading.Condition(), 0, 0, []
 
         def release(self):
             if self.waiting and self.waiting >= self.expected:
@@ -421,13 +415,10 @@ def test_the_engine_is_told_exactly_who_will_ask(renderer, concurrency):
         rng = random.Random(seed)
         if is_subagent(prompt):
             return "seen" + END
-        return (
-            "x</think>"
-            + "".join(rng.choice([call(), call(5, 1), "<tool_call>{"]) for _ in range(rng.randrange(4)))
-            + END
-        )
+        calls = [rng.choice([call(), call(5, 1), "<tool_call>{"]) for _ in range(rng.randrange(4))]
+        return "x</think>" + "".join(calls) + END
 
-    tasks = [dataclasses.replace(TASK, id=f"t{i}") for i in range(10)]
+    tasks = tasks_named(10)
     tasks[3] = dataclasses.replace(tasks[3], videos=("/data/bad.mp4",))
     runs = []
     for _ in range(2):
@@ -440,33 +431,10 @@ def test_the_engine_is_told_exactly_who_will_ask(renderer, concurrency):
 
 # ---- whatever a model writes
 
-PIECES = [
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<answer>",
-    "</answer>",
-    "<tool_response>",
-    "</tool_response>",
-]
-PIECES += [
-    call(),
-    call(50, 3),
-    call(1e9, -1),
-    "<tool_code>crop_video(start_time=1, end_time=9)</tool_code>",
-    "<tool_code>",
-]
-PIECES += [
-    '{"name": "crop_video", "arguments": {}}',
-    "<|im_start|>",
-    "<|endoftext|>",
-    "\n",
-    " I see ",
-    END,
-    END,
-    "é\u200b你",
-]
+PIECES = [f"<{slash}{tag}>" for slash in ("", "/") for tag in ("think", "tool_call", "answer", "tool_response")]
+PIECES += [call(), call(50, 3), call(1e9, -1), "<tool_code>crop_video(start_time=1, end_time=9)</tool_code>"]
+PIECES += ["<tool_code>", '{"name": "crop_video", "arguments": {}}', "<|im_start|>", "<|endoftext|>", "\n", " I see "]
+PIECES += [END, END, "é\u200b你"]
 
 
 def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
@@ -490,52 +458,25 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
     assert len(episode.agents) == episode.executed == len(episode.trajectories) - 1
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.lists(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join), min_size=1, max_size=5)
-)
-def test_no_completion_breaks_an_invariant(renderer, said):
-    cfg = RolloutConfig(max_new_tokens=400, max_context=4000, max_turns=2, max_calls=2)
-    engine = Scripted(renderer, turns(*said, report=said[-1]))
-    [group] = rollout([TASK], [2], 1, engine=engine, renderer=renderer, videos=MemoryVideos(), cfg=cfg, progress=False)
-    check_episode(group.episodes[0], renderer, cfg)
-
-
-def test_ten_thousand_random_completions_break_no_invariant(renderer):
-    """Random ids, and random ids among the pieces of calls, in one run with all its threads."""
+def test_ten_thousand_random_completions_break_no_invariant(renderer, ends_as_qwen):
+    """Random ids among the pieces of calls, with all threads."""
     vocabulary = [i for i in range(len(renderer.tokenizer)) if i not in renderer.never_sampled]
     pieces = [renderer.tokenizer.encode(piece, add_special_tokens=False) for piece in PIECES]
 
     def reply(prompt, seed):
-        rng = random.Random(seed)
-        parts = [
-            rng.choice(pieces) if rng.random() < 0.6 else [rng.choice(vocabulary)] for _ in range(rng.randrange(14))
-        ]
-        return [token for part in parts for token in part] + [renderer.end_of_turn]
+        rng, ids = random.Random(seed), []
+        for _ in range(rng.randrange(14)):
+            ids += rng.choice(pieces) if rng.random() < 0.6 else [rng.choice(vocabulary)]
+        return [*ids, renderer.end_of_turn]
 
-    cfg = RolloutConfig(max_new_tokens=300, max_context=3000, max_turns=2, max_calls=2, concurrency=16)
-    tasks = [dataclasses.replace(TASK, id=f"t{i}") for i in range(100)]
+    limits = {"max_new_tokens": 300, "max_context": 3000, "max_turns": 2, "max_calls": 2, "concurrency": 16}
     engine = Scripted(renderer, reply)
-    said = 0
     for step in range(100):
-        groups = rollout(
-            tasks,
-            [1] * 100,
-            1,
-            engine=engine,
-            renderer=renderer,
-            videos=MemoryVideos(),
-            cfg=cfg,
-            progress=False,
-            step=step,
-        )
-        for group in groups:
-            for episode in group.episodes:
-                check_episode(episode, renderer, cfg)
-        said, engine.asked = said + len(engine.asked), []
-        if said >= 10_000:
-            break
-    assert said >= 10_000
+        for episode in play(renderer, None, engine=engine, tasks=tasks_named(100), k=1, step=step, **limits):
+            check_episode(episode, renderer, RolloutConfig(**limits))
+        if len(engine.asked) >= 10_000:
+            return
+    raise AssertionError(f"{len(engine.asked)} completions")
 
 
 # ---- on disk
@@ -549,19 +490,20 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
     with open(path, "w") as file:
         dump(episode, file, renderer)
         dump(episode, file, renderer)
-    for loaded in load(path, MemoryVideos(), CONTRACT):
+    text = json.loads(path.read_text().splitlines()[0])["main"]["text"]  # for people
+    assert "y</think>" in text and text.count(IMAGE_PAD) == sum(map(len, episode.main.frames))
+    for loaded in load_episodes(path, MemoryVideos(), CONTRACT):
         assert loaded.task == episode.task and loaded.k == episode.k
         for ours, theirs in zip(episode.trajectories, loaded.trajectories, strict=True):
             for name in ("ids", "mask", "logprobs", "versions", "turns", "prompt_length", "finish"):
                 assert getattr(ours, name) == getattr(theirs, name)
             for a, b in zip(ours.frames, theirs.frames, strict=True):
                 assert a.times == b.times and (a.pixels == b.pixels).all()
-        assert [(c.name, c.error, c.text, c.window) for c in loaded.calls] == [
-            (c.name, c.error, c.text, c.window) for c in episode.calls
-        ]
-    assert load(path)[0].main.ids == episode.main.ids  # without videos, for reading
+        for ours, theirs in zip(episode.calls, loaded.calls, strict=True):
+            assert dataclasses.replace(ours, agent=None) == dataclasses.replace(theirs, agent=None)
+    assert load_episodes(path)[0].main.ids == episode.main.ids  # without videos, for reading
     with pytest.raises(ContractError, match="other times"):
-        load(path, MemoryVideos(fps=3.0), CONTRACT)
+        load_episodes(path, MemoryVideos(fps=3.0), CONTRACT)
 
 
 def test_episodes_that_failed_come_back_with_the_frames_that_they_saw(renderer, tmp_path):
@@ -577,27 +519,13 @@ def test_episodes_that_failed_come_back_with_the_frames_that_they_saw(renderer, 
     with open(tmp_path / "episodes.jsonl", "w") as file:
         for episode in episodes:
             dump(episode, file, renderer)
-    first, second = load(tmp_path / "episodes.jsonl", MemoryVideos(), CONTRACT)
+    first, second = load_episodes(tmp_path / "episodes.jsonl", MemoryVideos(), CONTRACT)
     assert (first.error, second.error) == tuple(e.error for e in episodes) and "no server" in first.error
     assert (first.main.frames[0].pixels == episodes[0].main.frames[0].pixels).all() and second.main.frames == []
     assert first.executed == 1 and len(first.agents[0].frames) == 1
 
 
-def test_a_dump_is_plain_text_for_people(renderer):
-    [episode] = play(renderer, turns("x</think>" + call() + END, "y</think><answer>cat</answer>" + END))
-    file = io.StringIO()
-    dump(episode, file, renderer)
-    record = json.loads(file.getvalue())
-    assert "<answer>cat</answer>" in record["main"]["text"] and record["calls"][0]["window"] == [0, 20]
-    assert record["main"]["text"].count(IMAGE_PAD) == 4  # one per frame
-
-
-def test_impossible_configs_are_refused():
-    for wrong, rule in (
-        ({"tools": ("crop",)}, "there is only crop_video"),
-        ({"tools": ()}, "dispatch: none"),
-        ({"max_calls": 0}, "positive"),
-        ({"temperature": -1.0}, "negative"),
-    ):
-        with pytest.raises(ValueError, match=rule):
-            RolloutConfig(**wrong)
+@pytest.mark.parametrize("wrong", [{"tools": ("crop",)}, {"tools": ()}, {"max_calls": 0}], ids=str)
+def test_impossible_configs_are_refused(wrong):
+    with pytest.raises(ValueError, match="there is only crop_video|dispatch: none|positive"):
+        RolloutConfig(**wrong)

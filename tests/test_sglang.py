@@ -4,6 +4,7 @@
 
 SGLANG_VENV names another environment."""
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -18,7 +19,6 @@ from test_engine import at_once, plain_logprobs, request
 from tiny_checkpoint import MemoryVideos, noise
 from transformers import Qwen3VLForConditionalGeneration
 
-import data
 import rl
 from data import Task
 from rollout import RolloutConfig, SubagentConfig, rollout
@@ -62,7 +62,7 @@ def serve(checkpoint, renderer) -> SGLang:
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
-    return SGLang(checkpoint, renderer, gpus=(0,), launch=launch, start_timeout=240, request_timeout=120)
+    return SGLang(checkpoint, renderer, gpus=(0,), launch=launch, start_timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -86,21 +86,17 @@ def prompts(renderer):
     return made
 
 
-def gaps(client, model, renderer, prompts, temperature: float) -> list[float]:
-    rows = [request(i, c, seed=s, temperature=temperature) for s, (i, c) in enumerate(prompts)]
-    found = []
+def check_logprobs(client, model, renderer, prompts, temperatures=(1.0,)) -> None:
+    rows = [request(*prompt, seed=i, temperature=tau) for i, prompt in enumerate(prompts) for tau in temperatures]
     for row, sample in zip(rows, at_once(client, rows)):
-        start = len(row["ids"]) - 1
-        expected = plain_logprobs(model, renderer, row["ids"] + sample.ids, row["frames"], temperature)[start:]
-        found.append(float((torch.tensor(sample.logprobs) - expected).abs().max()))
-        if temperature == 0:
-            assert len(set(sample.ids)) > 3
-    return found
+        ids, temperature = row["ids"] + sample.ids, row["temperature"]
+        expected = plain_logprobs(model, renderer, ids, row["frames"], temperature)[len(row["ids"]) - 1 :]
+        assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
+        assert temperature or len(set(sample.ids)) > 3
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_logprobs_are_the_trainers(client, model, renderer, prompts, temperature):
-    assert max(gaps(client, model, renderer, prompts, temperature)) < 1e-4
+def test_logprobs_are_the_trainers(client, model, renderer, prompts):
+    check_logprobs(client, model, renderer, prompts, temperatures=(0.0, 0.7, 1.0))
 
 
 def test_pixels_change_what_the_server_says(client, renderer, prompts):
@@ -118,16 +114,12 @@ def test_a_turn_ends_with_its_stop_token_and_returns_it(client, prompts):
     assert (long.finish, len(long.ids)) == ("length", 24)
 
 
-def test_another_number_of_image_tokens_is_drift(client, renderer, prompts):
+def test_drift_and_requests_that_the_server_refuses_are_errors_at_once(client, renderer, prompts):
     ids, clips = prompts[1]
     short = list(ids)
     short.remove(renderer.image_pad)
     with pytest.raises(ContractError, match="differ from position"):
         client.generate(**request(short, clips))
-
-
-def test_a_request_that_the_server_refuses_is_an_error_at_once(client, prompts):
-    ids, clips = prompts[0]
     with pytest.raises(EngineError, match="refuses"):
         client.generate(**request(ids, clips, max_new_tokens=10**6))
 
@@ -139,58 +131,54 @@ def doctor(monkeypatch, client, checkpoint, toy_dir) -> int:
     return ask.main()
 
 
-def test_the_doctor_finds_the_server_healthy(client, checkpoint, toy_dir, monkeypatch, capsys):
-    assert doctor(monkeypatch, client, checkpoint, toy_dir) == 0, capsys.readouterr().out
-
-
 def test_new_weights_serve_the_next_sample_pixels_included(client, model, renderer, prompts, checkpoint, other):
     """The vision tower changes too: features of the old one must not be served from a cache."""
     there = Qwen3VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
     client.update_weights(other, 1)
-    assert max(gaps(client, there, renderer, prompts, 1.0)) < 1e-4
+    check_logprobs(client, there, renderer, prompts)
     assert client.generate(**request(*prompts[2])).version == 1
     client.update_weights(checkpoint, 2)
-    assert max(gaps(client, model, renderer, prompts, 1.0)) < 1e-4
+    check_logprobs(client, model, renderer, prompts)
 
 
-def test_the_doctor_notices_a_server_with_other_weights(client, checkpoint, other, toy_dir, monkeypatch, capsys):
+def test_the_doctor_finds_a_server_healthy_or_with_other_weights(
+    client, checkpoint, other, toy_dir, monkeypatch, capsys
+):
+    assert doctor(monkeypatch, client, checkpoint, toy_dir) == 0, capsys.readouterr().out
     client.update_weights(other, 3)
     assert doctor(monkeypatch, client, checkpoint, toy_dir) == 1
     assert "FAIL  engine and trainer agree" in capsys.readouterr().out
 
 
-def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, other, prompts):
+def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, other, monkeypatch):
     """The server that replaces it serves the weights of the last update, not those of its checkpoint."""
     client.update_weights(other, 4)
     there = Qwen3VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
-    killed = []
+    plain, asked = client.generate, itertools.count()
 
-    def kill(episode):
-        if not killed:
-            killed.append(client._servers[0].process.pid)
-            os.killpg(killed[0], signal.SIGKILL)
+    def generate(*given, **more):
+        if next(asked) == 6:
+            os.killpg(client._servers[0].process.pid, signal.SIGKILL)
+        return plain(*given, **more)
 
+    monkeypatch.setattr(client, "generate", generate)
     call = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 20}}</tool_call>'
     tasks = [Task(f"t{i}", f"What happens? {call}", ("/v.mp4",), "oe", "") for i in range(8)]
     cfg = RolloutConfig(concurrency=4, max_new_tokens=48, temperature=1.0, subagents=SubagentConfig(max_new_tokens=16))
     common = {"engine": client, "renderer": renderer, "videos": MemoryVideos(), "progress": False}
-    groups = rollout(tasks, [4] * 8, 2, cfg=cfg, on_episode=kill, **common)
+    groups = rollout(tasks, [4] * 8, 2, cfg=cfg, **common)
     episodes = [episode for group in groups for episode in group.episodes]
-    assert killed and client.restarts == 1 and not any(e.error for e in episodes)
+    assert client.restarts == 1 and not any(e.error for e in episodes)
     for episode in episodes:
         main = episode.main
         expected = plain_logprobs(there, renderer, main.ids, main.frames, 1.0)
         sampled = torch.tensor(main.mask[1:], dtype=torch.bool)
         assert torch.allclose(torch.tensor(main.logprobs[1:])[sampled], expected[sampled], atol=1e-4, rtol=0)
         assert {v for v, m in zip(main.versions, main.mask) if m} == {4}
-        assert (
-            main.ids[: main.prompt_length]
-            == renderer.render(data.main_messages(episode.task, main.frames[:1], True), cfg.schemas, generate=True).ids
-        )
 
 
-def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, tmp_path):
-    """rl.py's loop, staleness 1: the seconds of a step are less than those of sampling and training it."""
+def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("runtime.doctor.GAP_LIMIT", 1e-4)
     tree = {
         "run": str(tmp_path / "run"),
         "policy": {"checkpoint": str(toy_dir / "model")},
@@ -202,22 +190,17 @@ def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, tmp_pat
         "batch_tasks": 8,
         "group_size": 4,
         "staleness": 1,
-        "gap_limit": 1e-4,
         "decoders": 1,
     }
     client = serve(toy_dir / "model", Renderer(load_tokenizer(toy_dir / "model"), VisualContract(frame_pixels=1024)))
     tree["rollout"] = {"max_turns": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     try:
-        rl.main(config.load(rl.RLConfig, tmp_path / "c.yaml"))  # its first batch is checked against gap_limit
+        rl.main(config.load(rl.RLConfig, tmp_path / "c.yaml"))  # its first batch is checked against GAP_LIMIT
     finally:
         client.close()
     lines = metrics(tmp_path / "run")
-    assert [line["staleness"] for line in lines] == [0, 1, 1, 1, 1, 1] and not any(
-        line["failed_rate"] for line in lines
-    )
+    assert [line["staleness"] for line in lines] == [0, 1, 1, 1, 1, 1]
+    assert not any(line["failed_rate"] for line in lines)
+    assert lines[0]["gap"] < 1e-4
     assert all(0 < line["gap"] < 0.1 for line in lines[1:])  # one small update between the two policies
-    trained, sampled = (sum(line[f"{what}_seconds"] for line in part) for what, part in (("train", lines[1:-1]), ("sampling", lines[2:])))  # fmt: skip
-    assert sum(line["rollout_seconds"] + line["train_seconds"] for line in lines[1:-1]) < trained + sampled - 0.3 * min(
-        trained, sampled
-    )
