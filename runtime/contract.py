@@ -1,7 +1,4 @@
-"""contract.py: what the model sees, byte for byte. One visual contract and one way to turn messages into tokens.
-
-SFT, RL, evaluation and `ask` all pass through the two classes here, so a frame has the same pixels and a prompt the
-same ids wherever it is used, and a checkpoint carries the contract it was trained with:
+"""What the model sees: one visual contract, and one way to turn messages into tokens, for SFT, RL, evaluation and `ask`.
 
     contract = VisualContract()                    # 65,536 pixels a frame = 64 tokens, stamped images
     contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another one
@@ -12,22 +9,20 @@ same ids wherever it is used, and a checkpoint carries the contract it was train
 A message is {"role": system|user|assistant|tool, "content": str | list of str and Frames}. Each frame becomes its time
 stamp followed by an image: `<12.5 seconds><|vision_start|><|image_pad|>...<|vision_end|>`.
 
-Text from outside (users and tools: questions, options, subtitles, summaries) can never become a control token: every
-added token that it spells is tokenised as ordinary characters, unless the text is our own (`Live`). Assistant text may
-hold the tags (`<think>`, ...), which are not special tokens, but cannot end its own turn.
+Text from outside (of users and tools) can never become a control token: every added token that it spells is tokenised
+as ordinary characters, unless the text is our own (`Live`).
 
 Deliberately missing: the video channel of Qwen3-VL (frame pairs), torchvision, the Hugging Face processor classes.
 """
 
+import codecs
 import dataclasses
-import functools
-import itertools
 import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -48,68 +43,54 @@ class VisualContract:
     """How a video becomes model input. Saved into every checkpoint as visual.json; a mismatch refuses to run."""
 
     frame_pixels: int = 65_536
-    """Least area of a frame. 65,536 = 64 tokens, and the smallest image that Qwen3-VL's processor does not enlarge."""
+    """Least area of a frame. 65,536 = 64 tokens: the smallest image that Qwen3-VL's processor does not enlarge."""
     patch: int = 16
     """Side of a vision patch in pixels (14 for Qwen2.5-VL)."""
     merge: int = 2
     """merge x merge patches become one token."""
-    channel: Literal["image"] = "image"
-    """Frames are images, each preceded by its stamp; the same for overview and crops."""
     stamp: str = "<{:.1f} seconds>"
     """The text before each frame: the true time of the decoded frame. Other models read `{clock}` (HH:MM:SS) or `{i}`
     (the frame's place in its clip); empty: no stamps."""
     overview_frames: int = 64
     """K: frames of the overview unless gating draws another number."""
     crop_fps: float = 1.0
-    """Frames per second of a crop ..."""
-    crop_min_frames: int = 1
     crop_max_frames: int = 16
-    """... and its least and largest number of frames."""
 
     def __post_init__(self):
         if self.frame_pixels < self.cell**2:
             raise ValueError(f"frame_pixels = {self.frame_pixels}: at least one token, {self.cell**2} pixels")
-        if not 1 <= self.crop_min_frames <= self.crop_max_frames:
-            raise ValueError(
-                f"crop_min_frames = {self.crop_min_frames}: must lie in 1 ... crop_max_frames = {self.crop_max_frames}"
-            )
-        if self.overview_frames < 1 or self.crop_fps <= 0:
-            raise ValueError(f"overview_frames = {self.overview_frames}, crop_fps = {self.crop_fps}: must be positive")
-        try:
-            self.stamp.format(0.0, i=0, clock="")
-        except (LookupError, ValueError):
-            raise ValueError(f"stamp = {self.stamp!r}: may hold seconds as {{:.1f}}, {{clock}} and {{i}}") from None
+        for name in ("overview_frames", "crop_fps", "crop_max_frames"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
 
     @property
     def cell(self) -> int:
-        """Side in pixels of what becomes one token."""
-        return self.patch * self.merge
+        return self.patch * self.merge  # pixels: the side of the square that becomes one token
 
     def frame_size(self, width: int, height: int) -> tuple[int, int]:
-        """The (width, height) at which a video is decoded: multiples of `cell`, area >= frame_pixels, so that every
-        later resize (transformers', SGLang's) is the identity."""
+        """Return (width, height) to decode at: every later resize (transformers', SGLang's) is the identity."""
         scale = math.sqrt(self.frame_pixels / (width * height))
         # The epsilon keeps an exact fit (256 x 256) from rounding up to one cell more.
-        columns, rows = (max(1, math.ceil(side * scale / self.cell - 1e-9)) for side in (width, height))
+        columns = max(1, math.ceil(width * scale / self.cell - 1e-9))
+        rows = max(1, math.ceil(height * scale / self.cell - 1e-9))
         return columns * self.cell, rows * self.cell
 
     def frame_tokens(self, width: int, height: int) -> int:
-        """Visual tokens of one decoded frame of this size."""
         return (width // self.cell) * (height // self.cell)
 
     def processor_size(self) -> dict[str, int]:
-        """The image processor's limits under which our frames pass unchanged (Qwen names areas "edges")."""
+        """Return the image processor's limits under which our frames pass unchanged (Qwen names areas "edges")."""
         return {"shortest_edge": self.frame_pixels, "longest_edge": max(16_777_216, self.frame_pixels)}
 
     @classmethod
     def load(cls, checkpoint: str | Path) -> "VisualContract":
-        """The contract that a checkpoint carries; the default one of a stock checkpoint."""
+        """Read the contract that a checkpoint carries; a stock checkpoint gets the default one."""
         path = Path(checkpoint) / "visual.json"
         saved = _read_json(path) or {}
         try:
             return cls(**saved)
         except (TypeError, ValueError) as error:  # a key of another version, an impossible value
-            raise ContractError(f"{path}: {error}; correct it, or use the version of the code that wrote it") from None
+            raise ContractError(f"{path}: {error}") from None
 
     def save(self, checkpoint: str | Path) -> None:
         """Write the contract beside the weights, and the same limits where transformers and SGLang read them."""
@@ -123,16 +104,16 @@ class VisualContract:
     def check(self, checkpoint: str | Path) -> None:
         """Raise ContractError if the checkpoint was made for other pixels. A stock checkpoint has no visual.json: then
         only its processor's constants must agree (its size limits are overridden when SGLang is started)."""
-        checkpoint = Path(checkpoint)
-        saved, processor = _read_json(checkpoint / "visual.json"), _read_json(checkpoint / "preprocessor_config.json")
-        limits = {} if saved is None else {"size": self.processor_size()}
-        pairs = [(dataclasses.asdict(self), saved), (self._processor_constants() | limits, processor)]
-        wrong = [
-            f"{key}: this run has {value!r}, the checkpoint {found.get(key)!r}"
-            for expected, found in pairs
-            for key, value in expected.items()
-            if found is not None and found.get(key) != value
-        ]
+        saved = _read_json(Path(checkpoint) / "visual.json")
+        processor = _read_json(Path(checkpoint) / "preprocessor_config.json")
+        constants = self._processor_constants()
+        if saved is not None:
+            constants["size"] = self.processor_size()
+        wrong = []
+        for expected, found in ((dataclasses.asdict(self), saved), (constants, processor)):
+            for key, value in expected.items():
+                if found is not None and found.get(key) != value:
+                    wrong.append(f"{key}: this run has {value!r}, the checkpoint {found.get(key)!r}")
         if wrong:
             raise ContractError(
                 f"{checkpoint} was made under another visual contract ({'; '.join(wrong)}). "
@@ -140,9 +121,10 @@ class VisualContract:
             )
 
     def _processor_constants(self) -> dict[str, Any]:
-        sizes = {"patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": TEMPORAL_PATCH}
-        half = [0.5, 0.5, 0.5]  # what `patchify` normalises with; Qwen2.5-VL (patch 14) is only ever served
-        return sizes | ({"image_mean": half, "image_std": half} if self.patch == 16 else {})
+        constants = {"patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": TEMPORAL_PATCH}
+        if self.patch == 16:  # Qwen2.5-VL (patch 14) has other means, but is only ever served
+            constants |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}  # what `patchify` works with
+        return constants
 
 
 def _read_json(path: Path) -> dict | None:
@@ -157,21 +139,30 @@ _NORMALISED = ((np.arange(256) * (1 / 255)).astype(np.float32) - np.float32(0.5)
 
 
 def patchify(frames: list[Frames], patch: int = 16, merge: int = 2) -> tuple[np.ndarray, np.ndarray]:
-    """Frames -> (pixel_values float32 [patches, 3 * 2 * patch * patch], grid int64 [frames, 3] = (1, rows, columns)).
+    """Return (pixel_values float32 [patches, 3 * 2 * patch * patch], grid int64 [frames, 3] = (1, rows, columns))."""
+    values, grid = patch_tensors(frames, patch, merge, "cpu")
+    return values.numpy(), grid
+
+
+def patch_tensors(frames: list[Frames], patch: int, merge: int, device):
+    """Return what `patchify` returns, the values as a tensor made on the device.
 
     Patches of one token stand together (merge x merge blocks, row by row), as Qwen's vision tower expects them."""
-    values, grids = [], []
+    import torch  # what reads contracts alone needs no torch
+
+    cut, grid = [np.zeros((0, 3 * patch * patch), np.uint8)], []
     for clip in frames:
         n, height, width, _ = clip.pixels.shape
         rows, columns = height // patch, width // patch
         x = clip.pixels.reshape(n, rows // merge, merge, patch, columns // merge, merge, patch, 3)
         x = x.transpose(0, 1, 4, 2, 5, 7, 3, 6)  # [n, rows/m, columns/m, m, m, 3, patch, patch]
-        x = x.reshape(-1, patch * patch).repeat(TEMPORAL_PATCH, axis=0)  # bytes are moved, floats written once
-        values.append(_NORMALISED[x].reshape(n * rows * columns, -1))
-        grids += [[1, rows, columns]] * n
-    if not values:
-        return np.zeros((0, 3 * TEMPORAL_PATCH * patch * patch), np.float32), np.zeros((0, 3), np.int64)
-    return np.concatenate(values), np.array(grids, np.int64)
+        cut.append(x.reshape(n * rows * columns, 3 * patch * patch))
+        grid += [[1, rows, columns]] * n
+    # Only bytes are moved on the CPU and sent: the frames of one full micro-batch are 48 MiB, their values 384 MiB.
+    x = torch.from_numpy(np.concatenate(cut)).to(device)
+    x = torch.from_numpy(_NORMALISED).to(device)[x.int()]  # [P, 3 * patch * patch]
+    x = x.view(len(x), 3, 1, patch * patch).expand(-1, -1, TEMPORAL_PATCH, -1)
+    return x.reshape(len(x), 3 * TEMPORAL_PATCH * patch * patch), np.array(grid, np.int64).reshape(-1, 3)
 
 
 def load_tokenizer(checkpoint: str | Path):
@@ -206,133 +197,131 @@ class Bundle:
         return len(self.prompt) + sum(map(len, self.suffixes))
 
 
-# Private-use characters mark places in the rendered text. They are removed from text that comes from outside, and so
-# are lone surrogates (half an emoji in somebody's JSON), which no tokenizer takes.
-_BEGIN, _END = "\U000f0000", "\U000f0001"  # of what the assistant says
-_LITERAL = 0xF0002  # ... + i stands for the i-th added token, spelled out
-_PRIVATE = re.compile("[\ud800-\udfff\U000f0000-\U000ffffd]")
+# A private-use character inside a control token that outside text spells: `encode` cuts there, so no token matches.
+# It is removed from outside text, and so are lone surrogates (half an emoji in somebody's JSON), which no tokenizer takes.
+_CUT = "\U000f0000"
+_REMOVED = re.compile(f"[\ud800-\udfff{_CUT}]")
+_ASSISTANT = "<|im_start|>assistant\n"
+_SAID = re.compile(rf"(?<={re.escape(_ASSISTANT)})(.*?{re.escape(END_OF_TURN)})", re.DOTALL)  # one assistant turn
 
 
 class Live(str):
-    """Text of our own in a user's or a tool's turn: the tags that it names are tokens."""
+    """Text of our own in a user's or a tool's turn: the control tokens that it spells are live."""
 
 
 def clock(seconds: float) -> str:
-    """HH:MM:SS."""
+    """Write seconds as HH:MM:SS."""
     whole = int(seconds)
     return f"{whole // 3600:02d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
 class Renderer:
-    """Messages -> tokens, through the checkpoint's own chat template."""
+    """Turns messages into tokens, through the checkpoint's own chat template."""
 
     def __init__(self, tokenizer, contract: VisualContract):
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # byte-level vocabularies write bytes so
+
         self.tokenizer, self.contract = tokenizer, contract
-        added = tokenizer.added_tokens_decoder  # {id: AddedToken}
-        self._added = [token.content for token in added.values()]
-        special = [token.content for token in added.values() if token.special]
-        self._inert = {
-            "user": _any_of(self._added),
-            "tool": _any_of(self._added),
-            "assistant": _any_of(special),  # its tags are live, but it cannot end its own turn
-        }
+        added = tokenizer.added_tokens_decoder.values()
+        self._control = _any_of([token.content for token in added])
+        self._special = _any_of([token.content for token in added if token.special])
         self.image_pad, self.end_of_turn = (tokenizer.convert_tokens_to_ids(t) for t in (IMAGE_PAD, END_OF_TURN))
-        self._text_of = functools.lru_cache(1 << 18)(lambda token: self.decode([token]))
+        self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+        self.ends_of_turn = self._read_ends_of_turn()  # <|im_end|> first, then others of the checkpoint
         self.never_sampled = [i for i in tokenizer.convert_tokens_to_ids(list(NEVER_SAMPLED)) if i is not None]
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, generate: bool = False) -> Rendered:
-        """The whole conversation; `generate` appends the opening of the next assistant turn."""
+        """Tokenise the whole conversation; `generate` appends the opening of the next assistant turn."""
         text, frames = self._text(messages, tools, generate)
-        ids, mask, inside = [], [], False
-        for piece in re.split(f"([{_BEGIN}{_END}])", text):
-            if piece in (_BEGIN, _END):
-                inside = piece == _BEGIN
-                continue
+        pieces = _SAID.split(text)  # every second one is an assistant's turn: outside text cannot spell its bounds
+        if len(pieces) // 2 != sum(message["role"] == "assistant" for message in messages):
+            raise ContractError(f"the chat template does not write assistant turns as {_ASSISTANT!r} ... {END_OF_TURN}")
+        ids, mask = [], []
+        for i, piece in enumerate(pieces):
             tokens = self.encode(piece)
-            ends_turn = bool(ids) and mask[-1] == 1 and not inside and tokens[:1] == [self.end_of_turn]
             ids += tokens
-            mask += [int(inside)] * len(tokens)
-            if ends_turn:
-                mask[-len(tokens)] = 1
+            mask += [i % 2] * len(tokens)
         return Rendered(*self._expand(ids, mask, frames), frames)
 
     def continuation(self, contents: list[str | list], role: str = "tool") -> Rendered:
-        """What follows a sampled assistant turn that called tools: one user turn with a response per call, then the
-        opening of the next assistant turn. Only this delta is tokenised; earlier ids stay as they were sampled.
-        With role = "user": plain user turns."""
-        messages = [{"role": "assistant", "content": ""}, *({"role": role, "content": c} for c in contents)]
+        """Tokenise what follows a sampled assistant turn: one user turn with a response per call (role = "user": plain
+        user turns), then the opening of the next assistant turn. Earlier ids stay as they were sampled."""
+        messages = [{"role": "assistant", "content": ""}]
+        messages += [{"role": role, "content": content} for content in contents]
         text, frames = self._text(messages, None, generate=True)
-        ids = self.encode(text.partition(_END + END_OF_TURN)[2])
+        ids = self.encode(text.partition(_ASSISTANT + END_OF_TURN)[2])
         return Rendered(*self._expand(ids, [0] * len(ids), frames), frames)
 
     def encode(self, text: str) -> list[int]:
-        """Our own text -> ids. Control tokens in it are live, the marks of `inert` are spelled out."""
+        """Tokenise our own text. Control tokens in it are live, except where `inert` has cut them."""
         ids = []
-        for piece in re.split(f"([{chr(_LITERAL)}-\U000ffffd])", text):
-            if len(piece) == 1 and ord(piece) >= _LITERAL:
-                token = self._added[ord(piece) - _LITERAL]
-                # Split after its first character, no added token can match.
-                ids += self._tokens(token[:1]) + self._tokens(token[1:])
-            elif piece:
-                ids += self._tokens(piece)
+        for piece in text.split(_CUT):
+            ids += self.tokenizer.encode(piece, add_special_tokens=False)
         return ids
 
     def inert(self, text: str, role: str = "user") -> str:
-        """Mark every control token that `text` spells, so that `encode` reads it as ordinary characters."""
-        text = _PRIVATE.sub("", text)
-        return self._inert[role].sub(lambda match: chr(_LITERAL + self._added.index(match.group())), text)
+        """Cut every control token that `text` spells, so that `encode` reads ordinary characters. An assistant's text
+        keeps its tags (`<think>`, ...), which are no special tokens, but cannot end its turn."""
+        pattern = self._special if role == "assistant" else self._control
+        text = _REMOVED.sub("", text)
+        return pattern.sub(lambda match: f"{_CUT}{match[0][0]}{_CUT}{match[0][1:]}{_CUT}", text)
 
     def decode(self, ids: list[int]) -> str:
-        """Exactly the text of the ids, control tokens included."""
+        """Return exactly the text of the ids, control tokens included."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
-        """Where each token stands in `decode(ids)`, as [start, end). Tokens that share a character (bytes of one UTF-8
-        sequence) share its span."""
-        spans, pending, start = [], [], 0
-        for i, token in enumerate(ids):
-            pending.append(token)
-            text = self._text_of(token) if len(pending) == 1 else self.decode(pending)
-            unfinished = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4 and i + 1 < len(ids)
-            if not unfinished:  # a UTF-8 sequence has at most 4 bytes, so a longer wait is for bytes that never come
-                spans += [(start, start + len(text))] * len(pending)
-                pending, start = [], start + len(text)
-        if start != len(self.decode(ids)):  # bytes that are no UTF-8 decode otherwise among their neighbours
-            ends = [len(self.decode(ids[:i])) for i in range(len(ids) + 1)]
-            spans = list(itertools.pairwise(ends))
-            for i in range(1, len(ids)):  # the further bytes of a character
-                spans[i] = spans[i] if spans[i][0] < spans[i][1] else spans[i - 1]
+        """Return where each token stands in `decode(ids)`, as [start, end). Tokens may share a character of several
+        bytes: then their spans overlap. Bytes that are no UTF-8 read as U+FFFD."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        complete = 0  # characters that the bytes so far have completed
+        spans = []
+        for piece in self.tokenizer.convert_ids_to_tokens(ids):
+            data = self._bytes(piece or "")  # rows of the embedding without a token have no text
+            begun = []  # characters that have begun when the token's first byte has been read, and its last
+            for part in (data[:1], data[1:]):
+                complete += len(decoder.decode(part))
+                unfinished = decoder.getstate()[0].decode("utf-8", "replace")
+                begun.append(complete + len(unfinished))
+            start = begun[0] - 1 if data else begun[0]  # the first byte stands in the last character that has begun
+            spans.append((start, begun[1]))
         return spans
 
-    def compact(self, ids: list[int]) -> list[int]:
-        """One image pad per image: the form that SGLang takes (it expands them again)."""
-        pad = self.image_pad
-        return [token for i, token in enumerate(ids) if token != pad or i == 0 or ids[i - 1] != pad]
+    def _bytes(self, piece: str) -> bytes:
+        try:
+            return bytes([self._byte_of[character] for character in piece])
+        except KeyError:  # an added token, which may hold any characters
+            return piece.encode()
 
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def _read_ends_of_turn(self) -> tuple[int, ...]:
+        config = _read_json(Path(self.tokenizer.name_or_path) / "generation_config.json") or {}
+        ends = config.get("eos_token_id", [])
+        if isinstance(ends, int):
+            ends = [ends]
+        return (self.end_of_turn, *(token for token in ends if token != self.end_of_turn))
+
+    def compact(self, ids: list[int]) -> list[int]:
+        """Keep one image pad per image: the form that SGLang takes (it expands them again)."""
+        kept = []
+        for token in ids:
+            if token != self.image_pad or kept[-1:] != [self.image_pad]:
+                kept.append(token)
+        return kept
 
     def _text(self, messages: list[dict], tools: list[dict] | None, generate: bool) -> tuple[str, list[Frames]]:
-        """The chat template's text with one image pad per frame, and the frames in order."""
         frames, plain = [], []
         for message in messages:
             role, content = message["role"], message["content"]
-            parts = [content] if isinstance(content, str) else content
-            # Neighbouring texts are one, or a control token could come in two halves.
-            parts = (["".join(run)] if kind is str else run for kind, run in itertools.groupby(parts, type))
             rendered = []
-            for part in itertools.chain.from_iterable(parts):
+            for part in [content] if isinstance(content, str) else _joined(content):
                 if isinstance(part, Frames):
-                    frames += [part]
+                    frames.append(part)
                     for i, time in enumerate(part.times):  # None: a still image, which has no time
                         stamp = "" if time is None else self.contract.stamp.format(time, i=i, clock=clock(time))
                         rendered += [{"type": "text", "text": stamp}, {"type": "image"}]
                 else:
-                    ours = isinstance(part, Live) or role not in self._inert
-                    text = part if ours else self.inert(part, role)
-                    rendered += [{"type": "text", "text": text}]
-            if role == "assistant":
-                rendered = [{"type": "text", "text": _BEGIN}, *rendered, {"type": "text", "text": _END}]
+                    ours = role == "system" or isinstance(part, Live)
+                    rendered.append({"type": "text", "text": part if ours else self.inert(part, role)})
             plain.append({"role": role, "content": rendered})
         text = self.tokenizer.apply_chat_template(plain, tools=tools, tokenize=False, add_generation_prompt=generate)
         return text, frames
@@ -348,4 +337,15 @@ class Renderer:
 
 
 def _any_of(tokens: list[str]) -> re.Pattern:
-    return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=len, reverse=True)) or r"(?!)")
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+
+
+def _joined(parts: list[str | Frames]) -> list[str | Frames]:
+    """Join neighbouring texts from outside, or a control token could come in two halves."""
+    joined = []
+    for part in parts:
+        if joined and type(part) is str and type(joined[-1]) is str:  # not Live
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined

@@ -1,28 +1,22 @@
 """Video files -> frames with true timestamps, without ever hanging or killing the run.
 
-    path, seconds, size ──► Videos (threads, cache, quarantine) ──pipe──► worker process (FFmpeg) ──► Frames
+    with Videos(workers=4) as videos:
+        frames = videos.window("v.mp4", 12.5, 20.0, size_rule, fps=1.0, max_frames=16)
 
-Datasets hold files that are truncated, mislabelled, or hang a decoder inside C code, out of reach of any exception.
-So FFmpeg runs only in worker processes that can be killed and replaced: a bad file costs its own question a VideoError,
-and nobody else notices. One that cannot be opened, or takes its decoder down with it, is quarantined: never asked again.
+Datasets hold files that hang or crash a decoder inside C code, out of reach of any exception. So FFmpeg runs only in
+worker processes that can be killed and replaced: a bad file costs its own question a VideoError. A file that cannot be
+opened, or takes its decoder down with it, is quarantined: never asked again.
 
 Two verbs cross the pipe. `probe` reads the packets, without decoding them, into an index: the presentation time of each
 frame, and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted times come out.
-Frames are matched by presentation time, never by counting: edit lists and open GOPs shift counts, and a reader that
-counts returns wrong frames silently. Here a frame is the one that its stamp names, or it is an error.
-
-    python video.py FILE         # frames, duration, size, rate and five stamps of a file
-    with Videos(workers=4) as videos: frames = videos.window("v.mp4", 12.5, 20.0, size_rule)
+Frames are matched by presentation time, never by counting, which edit lists and open GOPs shift.
 
 Deliberately missing: audio, GPU decoding, URLs, subtitles, and the choice of a frame's size (the caller's `size_rule`).
 """
 
-import argparse
-import contextlib
 import json
 import math
 import multiprocessing
-import operator
 import os
 import queue
 import signal
@@ -30,7 +24,6 @@ import stat
 import subprocess
 import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -45,14 +38,11 @@ Identity = tuple[str, int, int]  # (real path, bytes, mtime in ns): a replaced f
 
 
 class VideoError(Exception):
-    """A file that cannot give the frames asked for: the text names it, what is wrong, and what to do."""
+    """A file that cannot give the frames asked for."""
 
     def __init__(self, path: str, reason: str):
-        super().__init__(path, reason)
+        super().__init__(f"{path}: {reason}")
         self.path, self.reason = path, reason
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,26 +73,22 @@ class Frames:
 
 
 def uniform_indices(n_frames: int, k: int) -> list[int]:
-    """min(k, n_frames) distinct indices, evenly spread, both ends included."""
-    if n_frames < 1 or k < 1:
-        raise ValueError(f"uniform_indices(n_frames={n_frames}, k={k}): both must be at least 1")
+    """Return min(k, n_frames) distinct indices, evenly spread, both ends included."""
     return np.linspace(0, n_frames - 1, min(k, n_frames)).round().astype(int).tolist()
 
 
-def window_indices(times, start: float, end: float, fps: float, min_frames: int, max_frames: int) -> list[int]:
-    """clamp(round((end - start) * fps), min_frames, max_frames) of the frames whose time lies in [start, end] seconds.
+def window_indices(times, start: float, end: float, fps: float, max_frames: int) -> list[int]:
+    """Return clamp(round((end - start) * fps), 1, max_frames) of the frames whose time lies in [start, end] seconds.
 
     Never more than the window holds; the one frame nearest to its middle if it holds none.
     """
     if not (math.isfinite(start) and math.isfinite(end) and start <= end):
         raise ValueError(f"window [{start}, {end}]: start and end must be finite seconds with start <= end")
-    if not (fps > 0 and 1 <= min_frames <= max_frames):
-        raise ValueError(f"{fps=}, {min_frames=}, {max_frames=}: need fps > 0 and 1 <= min_frames <= max_frames")
     first = int(np.searchsorted(times, start, "left"))
     m = int(np.searchsorted(times, end, "right")) - first
     if m == 0:
         return [int(np.abs(np.asarray(times) - (start + end) / 2).argmin())]
-    n = min(max(round((end - start) * fps), min_frames), max_frames, m)
+    n = min(max(round((end - start) * fps), 1), max_frames, m)
     return [first + (2 * j + 1) * m // (2 * n) for j in range(n)]  # midpoints of n equal bins of the m candidates
 
 
@@ -116,6 +102,9 @@ def _open(path: str):
     stream = container.streams.best("video")
     if stream is None:
         raise ValueError("it has no video stream")
+    for other in container.streams:
+        if other.index != stream.index:
+            other.discard = av.stream.Discard.all  # nobody reads its packets
     stream.codec_context.thread_count = 1  # the pool is the parallelism, and frame threads would delay skip_frame
     return container, stream
 
@@ -125,56 +114,65 @@ def _stamp(packet) -> int | None:
 
 
 def _probe(path: str) -> tuple:
-    """The fields of VideoInfo after `path`."""
-    image, rows = None, []
+    """Return the fields of VideoInfo after `path`, from one walk over the packets."""
+    image = cut_off = None  # the first picture; the stamp of the last packet if it is incomplete
+    before = latest = None  # the last two keyframes, each as (pts, dts)
+    packets: dict[int, tuple] = {}  # stamp -> (duration, pts of its keyframe, dts of its keyframe), in ticks
     container, stream = _open(path)
     with container:
         for packet in container.demux(stream):
-            image = image or next(iter(packet.decode()), None)  # one frame: it alone knows the rotation
-            if (stamp := _stamp(packet)) is not None:
-                dts = stamp if packet.dts is None else packet.dts
-                rows.append((stamp, dts, packet.duration or 0, packet.is_keyframe, packet.is_discard))
+            if image is None:  # one frame is decoded: it alone knows the rotation
+                pictures = packet.decode()
+                if pictures:
+                    image = pictures[0]
+            stamp = _stamp(packet)
+            if stamp is None:
+                continue
+            if packet.is_keyframe:
+                before, latest = latest, (stamp, stamp if packet.dts is None else packet.dts)
+            # A frame decodes from the last keyframe before it. A leading picture of an open GOP is shown before that
+            # keyframe and refers further back: to the keyframe before.
+            key = latest
+            if latest is not None and stamp < latest[0]:
+                key = before
+            # Frames that an edit list hides, or that precede the first keyframe, never leave the decoder: no index.
+            if key is not None and not packet.is_discard:
+                packets.setdefault(stamp, (packet.duration or 0, *key))
+            cut_off = stamp if packet.is_corrupt else None
         tick, aspect = stream.time_base, stream.sample_aspect_ratio or 1
+    packets.pop(cut_off, None)  # the file ends in the middle of its last packet
     if image is None:
         raise ValueError("none of its frames can be decoded")
-    packets = np.array(rows, [("pts", "i8"), ("dts", "i8"), ("duration", "i8"), ("key", "?"), ("hidden", "?")])  # [P]
-    # A frame decodes from the last keyframe before it; if it is shown before that keyframe (a leading picture of an
-    # open GOP, which refers further back), from the keyframe before. Frames that an edit list hides, or that precede
-    # the first keyframe, never leave the decoder: they get no index.
-    pts, keyframes = packets["pts"], np.flatnonzero(packets["key"])  # [P], [n_keyframes]
-    if not len(keyframes):
-        raise ValueError("it has no keyframe with a time")
-    k = np.searchsorted(keyframes, np.arange(len(packets)), "right") - 1  # [P], -1 before the first
-    k -= (k >= 0) & (pts[keyframes[k]] > pts)
-    shown = np.flatnonzero((k >= 0) & ~packets["hidden"])
-    if not len(shown):
-        raise ValueError("an edit list hides all of its frames")
-    stamps, first = np.unique(pts[shown], return_index=True)  # [N] in presentation order
-    shown = shown[first]  # [N]
-    key = packets[keyframes[k[shown]]]  # [N]
-    last = packets["duration"][shown[-1]] or np.median(np.diff(stamps, prepend=stamps[0]))
-    seconds = (np.append(stamps, stamps[-1] + int(last)) - stamps[0]) * tick.numerator / tick.denominator  # [N + 1]
+    if not packets:
+        raise ValueError("it has no keyframe with a time, or an edit list hides all of its frames")
+    stamps = sorted(packets)  # [N] in presentation order
+    last = packets[stamps[-1]][0] or np.median(np.diff(stamps, prepend=stamps[0]))
+    ticks = np.array([*stamps, stamps[-1] + int(last)]) - stamps[0]
+    seconds = ticks * tick.numerator / tick.denominator  # [N + 1]
     width, height = round(image.width * aspect), image.height
     if image.rotation % 180:
         width, height = height, width
-    return width, height, seconds[:-1], float(seconds[-1]), np.stack([stamps, key["pts"], key["dts"]], axis=1)
+    return width, height, seconds[:-1], float(seconds[-1]), np.array([(stamp, *packets[stamp][1:]) for stamp in stamps])
 
 
 def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarray:
-    found: dict[int, np.ndarray] = {}  # stamp -> [H, W, 3]
-    wanted: dict[tuple, set[int]] = {}  # keyframe -> stamps
+    """Decode the frames of these rows of the index, in their order."""
+    wanted: dict[tuple, set[int]] = {}  # keyframe (pts, dts) -> stamps
     for stamp, *key in rows:
         wanted.setdefault(tuple(key), set()).add(stamp)
+    found: dict[int, np.ndarray] = {}  # stamp -> [H, W, 3]
     container, stream = _open(path)
     with container:
         for key, stamps in wanted.items():
             container.seek(key[1], stream=stream)
             found |= _decode_from(container, stream, key[0], stamps, size)
-    if lost := {row[0] for row in rows} - found.keys():  # a container that seeks badly: one plain pass from its start
+    lost = {row[0] for row in rows} - found.keys()
+    if lost:  # a container that seeks badly, or a keyframe that cannot be read alone: one plain pass from the start
         container, stream = _open(path)
         with container:
             found |= _decode_from(container, stream, None, lost, size)
-    if lost := lost - found.keys():
+    lost -= found.keys()
+    if lost:
         raise ValueError(f"{len(lost)} of {len(rows)} frames are announced but cannot be decoded")
     return np.stack([found[row[0]] for row in rows])  # [n, H, W, 3]
 
@@ -199,12 +197,18 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
         # Not with dav1d: it applies the flag to frames that it still holds back, and would drop wanted ones.
         skippable = not delayed and key is not None and stamp is not None and stamp not in wanted
         stream.codec_context.skip_frame = "NONREF" if skippable else "DEFAULT"
-        for image in packet.decode():
+        # Nothing behind a packet that is cut off can be trusted: what the decoder holds back comes out, and no more.
+        ended = packet.is_corrupt
+        for image in stream.codec_context.decode(None if ended else packet):
             if image.pts is None or image.pts < begun:
                 continue  # a leading picture, broken when decoding begins here
             if image.pts < latest:  # FFmpeg's guesses for a container that stores none: H.264 with B-frames in AVI
                 raise ValueError("its stamps contradict the order of its pictures")
             latest = image.pts
+            if image.is_corrupt and key is not None and image.pts == begun:
+                # The keyframe itself, where the seek led. H.264 in 4:4:4 by an old x264 can be read only after the first
+                # packet of the file, which names the encoder and its bug: the plain pass will tell.
+                return found
             if image.is_corrupt:  # FFmpeg invents what it cannot read, and later frames build on that
                 raise ValueError(f"the frame at {image.time:.2f} s (clock of the file) is damaged")
             if image.pts in wanted:
@@ -212,13 +216,13 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
                 width, height = size[::-1] if turns % 2 else size
                 image = scaler.reformat(image, width, height, "rgb24", interpolation="BICUBIC")
                 found[image.pts] = np.rot90(image.to_ndarray(), turns)
-        if len(found) == len(wanted):
+        if ended or len(found) == len(wanted):
             break
     return found
 
 
 def _serve(fd: int, timeout: float) -> None:
-    """A worker's life: answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone."""
+    """Answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone: a worker's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     import av  # noqa: F401 (before "ready": a missing decoder is our error, not that of the first video)
@@ -241,6 +245,7 @@ def _serve(fd: int, timeout: float) -> None:
 
 # ---- the parent: workers, cache, quarantine ------------------------------------------------------------------------
 
+TASKS_PER_WORKER = 256  # requests before a worker is replaced: decoders leak
 START_LIMIT = 300.0  # seconds in which a worker must have imported its decoder, be it from a cold network disk
 
 
@@ -251,18 +256,19 @@ class _Worker:
         self.timeout, self.tasks, self.expired = timeout, 0, False
         self.pipe, theirs = multiprocessing.Pipe()
         with theirs:
-            command = [sys.executable, os.path.abspath(__file__), "--worker", str(theirs.fileno()), str(timeout)]
+            command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno()), str(timeout)]
             null = subprocess.DEVNULL
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
-        with contextlib.suppress(EOFError, OSError):  # it died
-            if self.pipe.poll(START_LIMIT) and self.pipe.recv():  # "ready"
-                return
-        raise RuntimeError(
-            f"a video worker died at its start, or took {START_LIMIT:g} s ({self.stop()}): does `import av` work?"
-        )
+        try:
+            ready = self.pipe.poll(START_LIMIT) and self.pipe.recv()
+        except (EOFError, OSError):  # it died
+            ready = False
+        if not ready:
+            reason = f"died at its start, or took {START_LIMIT:g} s ({self.stop()})"
+            raise RuntimeError(f"a video worker {reason}: does `import av` work?")
 
     def ask(self, request: tuple) -> tuple[bool, object]:
-        """(True, value) or (False, what is wrong with the file), within the timeout whatever the worker does."""
+        """Return (True, value) or (False, what is wrong with the file), within the timeout whatever the worker does."""
         self.tasks += 1
         # A timer that kills also covers a worker that stops halfway through its answer; polling the pipe would not.
         watchdog = threading.Timer(self.timeout, self._expire)
@@ -305,11 +311,10 @@ class Videos:
         timeout: float = 300.0,  # seconds for one request (64 frames of an hour in 4K take minutes); then its worker is killed
         cache_bytes: int = 2 << 30,  # budget for decoded frames and indexes
         quarantine: str | Path | None = None,  # JSONL of files that are not asked again, read at start and appended to
-        tasks_per_worker: int = 256,  # requests before a worker is replaced: decoders leak
     ):
-        if min(workers, timeout, tasks_per_worker) <= 0:
-            raise ValueError(f"{workers=}, {timeout=}, {tasks_per_worker=}: all must be positive")
-        self._timeout, self._cache_bytes, self._tasks_per_worker = timeout, cache_bytes, tasks_per_worker
+        if workers < 1:  # nobody would ever answer
+            raise ValueError(f"{workers=}: must be at least 1")
+        self._timeout, self._cache_bytes = timeout, cache_bytes
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()  # None: a place without a process
         for _ in range(workers):
             self._idle.put(None)
@@ -319,20 +324,18 @@ class Videos:
         self._cache: OrderedDict[tuple, Future] = OrderedDict()  # oldest use first; not done: somebody decodes it
         self._cached_bytes = 0
         self._quarantine = Path(quarantine) if quarantine else None
-        lines = self._quarantine.read_text().splitlines() if quarantine and self._quarantine.exists() else []
-        rows = [json.loads(line) for line in lines]
-        self._bad: dict[Identity, str] = {(row["path"], row["size"], row["mtime_ns"]): row["reason"] for row in rows}
-        # Also runs when the interpreter exits.
-        self._finalizer = weakref.finalize(self, lambda workers: [w.stop() for w in list(workers)], self._workers)
+        self._bad: dict[Identity, str] = {}  # file -> what is wrong with it
+        if self._quarantine and self._quarantine.exists():
+            for line in self._quarantine.read_text().splitlines():
+                row = json.loads(line)
+                self._bad[row["path"], row["size"], row["mtime_ns"]] = row["reason"]
 
     def info(self, path: str | Path) -> VideoInfo:
         return replace(self._info(path, self._identify(path)), path=str(path))
 
     def frames(self, path: str | Path, indices: Iterable[int], size: tuple[int, int]) -> Frames:
-        """The frames at these indices, in this order, scaled by the decoder to size = (width, height)."""
-        indices, size = tuple(map(operator.index, indices)), tuple(map(operator.index, size))
-        if len(size) != 2 or min(size) < 1:
-            raise ValueError(f"size {size}: must be (width, height), both at least 1")
+        """Return the frames at these indices, in this order, scaled by the decoder to size = (width, height)."""
+        indices = tuple(int(i) for i in indices)
         identity = self._identify(path)
         info = self._info(path, identity)
         if not indices or min(indices) < 0 or max(indices) >= info.n_frames:
@@ -342,22 +345,23 @@ class Videos:
         return Frames(pixels, tuple(info.times[list(indices)].tolist()))
 
     def overview(self, path: str | Path, k: int, size_rule: SizeRule) -> Frames:
-        """k frames spread evenly over the video, or all of them if it has fewer."""
+        """Return k frames spread evenly over the video, or all of them if it has fewer."""
         info = self.info(path)
         return self.frames(path, uniform_indices(info.n_frames, k), size_rule(info.width, info.height))
 
     def window(
-        self, path: str | Path, start: float, end: float, size_rule: SizeRule, fps=1.0, min_frames=1, max_frames=16
+        self, path: str | Path, start: float, end: float, size_rule: SizeRule, fps: float, max_frames: int
     ) -> Frames:
-        """Frames of [start, end] seconds, see `window_indices`."""
+        """Return frames of [start, end] seconds, see `window_indices`."""
         info = self.info(path)
-        indices = window_indices(info.times, start, end, fps, min_frames, max_frames)
+        indices = window_indices(info.times, start, end, fps, max_frames)
         return self.frames(path, indices, size_rule(info.width, info.height))
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        self._finalizer()
+            for worker in self._workers:
+                worker.stop()
 
     def __enter__(self) -> "Videos":
         return self
@@ -368,22 +372,22 @@ class Videos:
     def _identify(self, path: str | Path) -> Identity:
         try:
             status = os.stat(path)
-        except OSError as error:
-            raise VideoError(str(path), f"cannot be opened ({error.strerror}); check the path") from None
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            raise VideoError(str(path), f"cannot be opened ({error}); check the path") from None
         if not stat.S_ISREG(status.st_mode):  # opening a FIFO or a device may block for ever
             raise VideoError(str(path), "is not a regular file; pass the path of a video file")
         if not os.access(path, os.R_OK):
             raise VideoError(str(path), "is not readable by this user; change its permissions")
         identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns)
-        if reason := self._bad.get(identity):
-            raise VideoError(str(path), reason)
+        if identity in self._bad:
+            raise VideoError(str(path), self._bad[identity])
         return identity
 
     def _info(self, path: str | Path, identity: Identity) -> VideoInfo:
         return self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
 
     def _cached(self, key: tuple, make: Callable) -> VideoInfo | np.ndarray:
-        """Threads that want the same thing share one `make`."""
+        """Return the value of `key`. Threads that want the same thing share one `make`."""
         with self._lock:
             hit = key in self._cache
             future = self._cache.setdefault(key, Future())
@@ -422,53 +426,46 @@ class Videos:
             if self._closed:  # close() killed the worker: no fault of the file
                 raise RuntimeError("Videos was closed while it decoded: close it after its users are done")
             if not good:
-                if dead or verb == "probe":  # else it is damaged in one place, and elsewhere good
+                # Killed from outside, the worker says nothing about the file. If it answered while decoding, the file
+                # is damaged in one place, and elsewhere good.
+                outside = (-signal.SIGKILL, -signal.SIGTERM)
+                killed = worker.process.returncode in outside and not worker.expired
+                if not killed and (dead or verb == "probe"):
                     self._condemn(identity, value)
                 raise VideoError(str(path), value)
         return value
 
     def _fit(self, worker: _Worker | None) -> _Worker:
-        """The worker, or a new one in its place: it was never started, is dead, or has done its share."""
-        if worker and worker.tasks < self._tasks_per_worker and worker.process.poll() is None:
+        """Return the worker, or a new one if it was never started, is dead, or has done its share."""
+        if worker and worker.tasks < TASKS_PER_WORKER and worker.process.poll() is None:
             return worker
         if worker:
             worker.stop()
-        # Started outside the lock, which nobody shall hold for so long.
-        new = None if self._closed else _Worker(self._timeout)
+            worker.pipe.close()
+        try:  # outside the lock, which nobody shall hold for so long
+            new = _Worker(self._timeout)
+        except RuntimeError:  # something may have killed it while it started: once more
+            new = _Worker(self._timeout)
         with self._lock:  # close() must know every worker
             self._workers.discard(worker)
-            if new and not self._closed:
+            if not self._closed:
                 self._workers.add(new)
                 return new
-        if new:
-            new.stop()
+        new.stop()
         raise RuntimeError("Videos is closed: make a new one")
 
     def _condemn(self, identity: Identity, reason: str) -> None:
-        known = self._bad.setdefault(identity, reason) is not reason
-        if self._quarantine and not known:
-            row = dict(zip(("path", "size", "mtime_ns"), identity), reason=reason)
+        """Put the file into quarantine. The caller holds the lock."""
+        if identity in self._bad:
+            return
+        self._bad[identity] = reason
+        if self._quarantine:
+            path, size, mtime_ns = identity
+            row = {"path": path, "size": size, "mtime_ns": mtime_ns, "reason": reason}
             self._quarantine.parent.mkdir(parents=True, exist_ok=True)
             with self._quarantine.open("a") as file:  # one short write in append mode: ranks may share the file
                 file.write(json.dumps(row) + "\n")
 
 
-def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        _serve(int(sys.argv[2]), float(sys.argv[3]))
-        return
-    parser = argparse.ArgumentParser(description="Print what the reader sees in a video file.")
-    parser.add_argument("file")
-    path = parser.parse_args().file
-    try:
-        with Videos(workers=1) as videos:
-            info, frames = videos.info(path), videos.overview(path, 5, lambda width, height: (32, 32))
-    except VideoError as error:
-        sys.exit(str(error))
-    print(f"{path}: {info.n_frames} frames, {info.duration:.3f} s, {info.width}x{info.height}", end=", ")
-    print(f"{info.n_frames / max(info.duration, 1e-9):.3f} fps on average")
-    print(" ".join(f"<{seconds:.3f} seconds>" for seconds in frames.times))
-
-
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # the parent starts each worker so
+    _serve(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,41 +1,37 @@
 """What the model sees: pixels equal to transformers' own, tokens that outside text cannot forge, one contract per checkpoint."""
 
+import copy
 import dataclasses
+import itertools
 import json
 import re
+import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2VLImageProcessorPil
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from runtime.contract import ContractError, Renderer, VisualContract, patchify
+from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer, patchify
 from runtime.video import Frames
 
 # ------------------------------------------------------------------------------------------------ pixels
 
 
-@pytest.mark.parametrize("width, height", [(64, 64), (96, 64), (64, 160), (352, 192), (256, 256)])
-def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, make_frames, width, height):
+def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, make_frames):
     """Also through its own resize, which must be the identity on our frames."""
-    contract = VisualContract(frame_pixels=min(width * height, 65_536))
-    contract.save(tmp_path)
+    VisualContract(frame_pixels=64 * 64).save(tmp_path)
     processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
-    frames = make_frames(3, width, height)
-    expected = processor(images=list(frames.pixels), return_tensors="np")
-    values, grid = patchify([frames])
+    clips = [make_frames(2, *size) for size in ((64, 64), (96, 64), (64, 160), (352, 192), (256, 256))]
+    expected = processor(images=[image for clip in clips for image in clip.pixels], return_tensors="np")
+    values, grid = patchify(clips)
     assert values.dtype == np.float32 and np.array_equal(values, expected["pixel_values"])
     assert np.array_equal(grid, expected["image_grid_thw"])
-
-
-def test_clips_of_different_sizes_stand_one_after_the_other(make_frames):
-    a, b = make_frames(2, 64, 96, seed=1), make_frames(1, 128, 64, seed=2)
-    both, grids = patchify([a, b])
-    assert np.array_equal(both, np.concatenate([patchify([a])[0], patchify([b])[0]]))
-    assert grids.tolist() == [[1, 6, 4], [1, 6, 4], [1, 4, 8]]
-    assert patchify([])[0].shape == (0, 1536) and patchify([])[1].shape == (0, 3)
+    assert [x.shape for x in patchify([])] == [(0, 1536), (0, 3)]
 
 
 @given(width=st.integers(16, 8000), height=st.integers(16, 8000), tokens=st.sampled_from([1, 4, 64, 256]))
@@ -52,10 +48,8 @@ def test_every_later_resize_of_a_decoded_frame_is_the_identity(width, height, to
 
 def test_a_frame_of_the_default_contract_costs_64_tokens_or_little_more():
     contract = VisualContract()
-    tokens = {
-        size: contract.frame_tokens(*contract.frame_size(*size)) for size in [(256, 256), (1920, 1080), (640, 480)]
-    }
-    assert tokens == {(256, 256): 64, (1920, 1080): 66, (640, 480): 70}
+    for size, tokens in (((256, 256), 64), ((1920, 1080), 66), ((640, 480), 70)):
+        assert contract.frame_tokens(*contract.frame_size(*size)) == tokens
 
 
 # ------------------------------------------------------------------------------------------------ the contract in checkpoints
@@ -71,31 +65,39 @@ def test_a_checkpoint_made_under_another_contract_is_refused_with_both_values(tm
             dataclasses.replace(VisualContract(frame_pixels=4096), **{field: value}).check(tmp_path)
 
 
-def test_a_processor_that_would_resize_our_frames_is_refused(tmp_path):
-    """The contract travels twice: for us in visual.json, for SGLang in the processor's config. They must agree."""
-    contract = VisualContract(frame_pixels=4096)
+OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]  # of Qwen2.5-VL, which is only served: `patchify` works with 0.5
+
+
+@pytest.mark.parametrize(
+    "patch, stock, changes, wrong",
+    [
+        (16, True, {"size": {"shortest_edge": 65_536}}, None),
+        (16, True, {"patch_size": 14}, "patch_size: this run has 16, the checkpoint 14"),
+        (16, True, {"image_mean": OPENAI_MEAN}, "image_mean: this run has"),
+        (14, True, {"patch_size": 14, "image_mean": OPENAI_MEAN}, None),
+        (16, False, {"size": {"shortest_edge": 4096}}, "size: this run has"),
+    ],
+)
+def test_a_processor_that_disagrees_is_refused(tmp_path, patch, stock, changes, wrong):
+    """The contract travels twice: for us in visual.json, which a stock checkpoint lacks, and in the processor's config."""
+    VisualContract().save(tmp_path)
+    if stock:
+        (tmp_path / "visual.json").unlink()
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ContractError, match=wrong) if wrong else nullcontext():
+        VisualContract(patch=patch).check(tmp_path)
+
+
+def test_a_checkpoint_tells_its_contract(tmp_path):
+    assert VisualContract.load(tmp_path) == VisualContract()  # a stock checkpoint
+    path, contract = tmp_path / "visual.json", VisualContract(frame_pixels=4096, crop_fps=2.0)
     contract.save(tmp_path)
-    path = tmp_path / "preprocessor_config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}))
-    with pytest.raises(ContractError, match="size: this run has"):
-        contract.check(tmp_path)
-
-
-def test_a_stock_checkpoint_passes_if_its_patches_fit(tmp_path):
-    stock = {
-        "patch_size": 16,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
-    path = tmp_path / "preprocessor_config.json"
-    path.write_text(json.dumps(stock | {"size": {"shortest_edge": 65_536, "longest_edge": 16_777_216}}))
-    VisualContract().check(tmp_path)
-    path.write_text(json.dumps(stock | {"patch_size": 14}))
-    with pytest.raises(ContractError, match="patch_size: this run has 16, the checkpoint 14"):
-        VisualContract().check(tmp_path)
+    assert VisualContract.load(tmp_path) == contract
+    for wrong in ('{"crop_fqs": 2.0}', '{"crop_fps": -1.0}', '{"frame_pixels": "4"}', "milk"):
+        path.write_text(wrong)
+        with pytest.raises(ContractError, match=r"visual\.json: "):
+            VisualContract.load(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -131,52 +133,40 @@ def as_transformers_parts(messages):
     return plain
 
 
-def test_a_prompt_has_the_ids_that_the_chat_template_gives(renderer, make_frames, schemas):
-    messages = conversation(make_frames(3), make_frames(2, 96, 64))[:2]
-    ours = renderer.render(messages, schemas, generate=True)
-    theirs = renderer.tokenizer.apply_chat_template(
-        as_transformers_parts(messages), tools=schemas, add_generation_prompt=True, return_dict=False
-    )
-    assert renderer.compact(ours.ids) == theirs
-    assert ours.ids.count(renderer.image_pad) == 3 * 4 and sum(ours.mask) == 0
-
-
-def test_a_whole_conversation_reads_as_the_chat_template_writes_it(renderer, make_frames, schemas):
+def test_the_mask_covers_what_the_assistant_says_and_its_end_of_turn(renderer, make_frames, schemas):
     messages = conversation(make_frames(3), make_frames(2, 96, 64))
     ours = renderer.render(messages, schemas)
     theirs = renderer.tokenizer.apply_chat_template(as_transformers_parts(messages), tools=schemas, tokenize=False)
     assert renderer.decode(renderer.compact(ours.ids)) == theirs
     assert ours.ids.count(renderer.image_pad) == 3 * 4 + 2 * 6
     assert [f.pixels.shape for f in ours.frames] == [(3, 64, 64, 3), (2, 64, 96, 3)]
+    runs = itertools.groupby(zip(ours.ids, ours.mask, strict=True), key=lambda pair: pair[1])
+    said = [THOUGHT + CALLS + "<|im_end|>", "<think>\nI see.\n</think>\n<answer>red</answer><|im_end|>"]
+    assert [renderer.decode([token for token, _ in run]) for learned, run in runs if learned] == said
 
 
-def test_the_mask_covers_what_the_assistant_says_and_its_end_of_turn(renderer, make_frames):
-    rendered = renderer.render(conversation(make_frames(1), make_frames(1)))
-    spans, inside = [], False
-    for token, target in zip(rendered.ids, rendered.mask, strict=True):
-        if target and not inside:
-            spans.append([])
-        if target:
-            spans[-1].append(token)
-        inside = bool(target)
-    assert [renderer.decode(span) for span in spans] == [
-        THOUGHT + CALLS + "<|im_end|>",
-        "<think>\nI see.\n</think>\n<answer>red</answer><|im_end|>",
+awkward_text = st.lists(st.sampled_from(["\r\n", "\r", "\n", " ", "👩‍🚀", "é", "红伞", "。", "12.5", "red", "</"]), max_size=12).map("".join)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(question=awkward_text, reply=awkward_text, said=awkward_text)
+def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, make_frames, schemas, question, reply, said):
+    """Line ends of Windows, emoji of several code points, Chinese: wherever texts from outside meet the template's.
+    Rollouts append deltas to sampled ids; SFT renders the whole. The model must not see a difference."""
+    messages = [
+        {"role": "user", "content": [question, make_frames(2), reply]},
+        {"role": "assistant", "content": "<think>" + said},
+        {"role": "tool", "content": reply},
+        {"role": "tool", "content": [question, make_frames(1)]},
     ]
-
-
-def test_a_conversation_built_turn_by_turn_equals_the_whole(renderer, make_frames, schemas):
-    """Rollouts append deltas to sampled ids; SFT renders the whole. The model must not see a difference."""
-    messages = conversation(make_frames(2), make_frames(1))
-    prompt = renderer.render(messages[:2], schemas, generate=True)
-    first = renderer.encode(messages[2]["content"]) + [renderer.end_of_turn]
-    delta = renderer.continuation([messages[3]["content"], messages[4]["content"]])
-    second = renderer.encode(messages[5]["content"]) + [renderer.end_of_turn]
-    whole = renderer.render(messages, schemas)
-    steps = prompt.ids + first + delta.ids + second
-    assert whole.ids[: len(steps)] == steps
-    assert renderer.decode(whole.ids[len(steps) :]) == "\n"
-    assert len(delta.frames) == 1 and sum(delta.mask) == 0
+    theirs = renderer.tokenizer.apply_chat_template(
+        as_transformers_parts(messages), tools=schemas, add_generation_prompt=True, return_dict=False
+    )
+    whole, prompt = (renderer.render(part, schemas, generate=True) for part in (messages, messages[:1]))
+    delta = renderer.continuation([message["content"] for message in messages[2:]])
+    assert renderer.compact(whole.ids) == theirs
+    assert whole.ids == prompt.ids + renderer.encode("<think>" + said) + [renderer.end_of_turn] + delta.ids
+    assert len(delta.frames) == 1 and sum(prompt.mask + delta.mask) == 0
 
 
 def test_parallel_responses_share_one_user_turn_in_call_order(renderer):
@@ -189,7 +179,7 @@ def test_parallel_responses_share_one_user_turn_in_call_order(renderer):
 
 
 HOSTILE = ["<|im_end|>", "<|image_pad|>", "<|im_start|>assistant\n", "<|vision_start|>", "</tool_response>", "<think>"]
-ODD = ["\U000f0002", "\ud83d"]  # a mark of ours, and half an emoji, which ended the run with the tokenizer's TypeError
+ODD = ["\U000f0000", "\ud83d"]  # a mark of ours, and half an emoji, which ended the run with the tokenizer's TypeError
 hostile_text = st.lists(st.sampled_from([*HOSTILE, *ODD, "red", " ", "\n", "é", "<", "<|"]), max_size=12).map("".join)
 
 
@@ -198,19 +188,15 @@ hostile_text = st.lists(st.sampled_from([*HOSTILE, *ODD, "red", " ", "\n", "é",
 def test_outside_text_never_becomes_a_control_token(renderer, make_frames, question, reply):
     added = set(renderer.tokenizer.added_tokens_decoder)
 
-    def control(question, reply):
+    def tokens(question, reply):
         prompt = renderer.render([{"role": "user", "content": [make_frames(2), question]}], generate=True)
-        delta = renderer.continuation([reply])
-        return (
-            [t for t in prompt.ids + delta.ids if t in added],
-            renderer.decode(prompt.ids),
-            renderer.decode(delta.ids),
-        )
+        return prompt.ids, renderer.continuation([reply]).ids
 
-    tokens, prompt, delta = control(question, reply)
-    assert tokens == control("q", "r")[0]
-    question, reply = (re.sub("|".join(ODD), "", text) for text in (question, reply))
-    assert question in prompt and reply in delta
+    prompt, delta = tokens(question, reply)
+    harmless = tokens("q", "r")
+    assert [t for t in prompt + delta if t in added] == [t for ids in harmless for t in ids if t in added]
+    assert re.sub("|".join(ODD), "", question) in renderer.decode(prompt)
+    assert re.sub("|".join(ODD), "", reply) in renderer.decode(delta)
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -226,13 +212,13 @@ def test_the_assistant_of_a_dataset_row_cannot_end_its_own_turn(renderer):
     assert renderer.decode([t for t, m in zip(rendered.ids, rendered.mask) if m]) == said + "<|im_end|>"
 
 
-def test_a_template_that_loses_an_image_is_an_error(tokenizer, wide, make_frames):
-    import copy
-
+def test_a_template_that_loses_an_image_or_a_turn_is_an_error(tokenizer, wide, make_frames):
     blind = copy.deepcopy(tokenizer)
     blind.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     with pytest.raises(ContractError, match="0 image pads for 2 frames"):
         Renderer(blind, wide).render([{"role": "user", "content": [make_frames(2)]}])
+    with pytest.raises(ContractError, match="does not write assistant turns"):
+        Renderer(blind, wide).render([{"role": "assistant", "content": "a"}])
 
 
 def test_a_still_image_has_no_stamp(renderer, make_frames):
@@ -241,55 +227,64 @@ def test_a_still_image_has_no_stamp(renderer, make_frames):
     assert "seconds" not in text and "<|vision_start|><|image_pad|><|vision_end|>?" in text
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(max_size=40))
-def test_the_offsets_of_tokens_tile_the_decoded_text(renderer, text):
-    ids = renderer.encode(renderer.inert("<think>")) + renderer.encode("<think>a</think>é🎬" + renderer.inert(text))
-    whole, spans = renderer.decode(ids), renderer.offsets(ids)
-    assert len(spans) == len(ids) and spans[0][0] == 0 and spans[-1][1] == len(whole)
-    for (a, b), (c, d) in zip(spans, spans[1:]):
-        assert b == c or (a, b) == (c, d)
-    for token, (a, b) in zip(ids, spans):
-        alone = renderer.decode([token])
-        assert alone == whole[a:b] or "\N{REPLACEMENT CHARACTER}" in alone
+def check_offsets(renderer, ids) -> None:
+    """Against a brute force: the bytes of each token, and the characters that each prefix of all bytes shows."""
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    parts = [bytes(byte_of[c] for c in piece) for piece in renderer.tokenizer.convert_ids_to_tokens(ids)]
+    data, expected, start = b"".join(parts), [], 0
+    shown = [len(data[:i].decode("utf-8", "replace")) for i in range(len(data) + 1)]
+    for part in parts:
+        stop = start + len(part)
+        expected.append((shown[start + 1] - 1, shown[stop]))
+        start = stop
+    assert renderer.decode(ids) == data.decode("utf-8", "replace")
+    assert renderer.offsets(ids) == expected
 
 
-def test_random_ids_have_offsets_too(renderer):
-    """A sampled trajectory may hold any bytes, also such that are not UTF-8."""
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        ids = rng.integers(13, 300, 30).tolist()
-        spans = renderer.offsets(ids)
-        assert len(spans) == 30 and all(a <= b for a, b in spans) and spans[-1][1] == len(renderer.decode(ids))
-        # Broken bytes decode differently alone and together; the clean tokens still tile the text in order.
-        assert [a for a, _ in spans] == sorted(a for a, _ in spans)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_sampled_ids_have_offsets(renderer, data):
+    """A sampled trajectory may hold any bytes, also such that are not UTF-8; tokens may share a character."""
+    added = list(renderer.tokenizer.added_tokens_decoder)
+    byte_tokens = [renderer.tokenizer.convert_tokens_to_ids(c) for c in bytes_to_unicode().values()]
+    token = st.sampled_from(byte_tokens) | st.sampled_from(added) | st.integers(0, len(renderer.tokenizer) - 1)
+    check_offsets(renderer, data.draw(st.lists(token, max_size=20)))
+    text = data.draw(st.text(max_size=20))
+    check_offsets(renderer, renderer.encode("<think>a</think>é🎬" + renderer.inert("<think>" + text)))
+
+
+def test_a_tag_after_broken_utf8_stands_where_it_is(renderer):
+    """Past bug: `"a \ufffd</think>"` gave the tag the span of the broken byte before it, and lost its credit."""
+    byte = renderer.tokenizer.convert_tokens_to_ids(bytes_to_unicode()[0xE2])
+    closing = renderer.tokenizer.convert_tokens_to_ids("</think>")
+    ids = [*renderer.encode("a "), byte, closing]
+    start, end = renderer.offsets(ids)[-1]
+    assert renderer.decode(ids) == "a \ufffd</think>" and (start, end) == (3, 11)
     box = renderer.encode("╞")  # three bytes; its last, alone, is none of UTF-8
     assert renderer.offsets([*box[2:] * 2, *box, *renderer.encode("a")])[-1] == (3, 4)
+    unknown = len(renderer.tokenizer) + 1  # a row of the embedding that is no token
+    assert renderer.offsets([closing, unknown, closing]) == [(0, 8), (8, 8), (8, 16)]
 
 
-def test_a_checkpoint_tells_its_contract(tmp_path):
-    assert VisualContract.load(tmp_path) == VisualContract()  # a stock checkpoint
-    VisualContract(frame_pixels=4096, crop_fps=2.0).save(tmp_path)
-    assert VisualContract.load(tmp_path) == VisualContract(frame_pixels=4096, crop_fps=2.0)
-    for wrong in ({"crop_fqs": 2.0}, {"crop_fps": -1.0}, {"frame_pixels": "4096"}):
-        (tmp_path / "visual.json").write_text(json.dumps(wrong))
-        with pytest.raises(ContractError, match=r"visual\.json: .*(crop_fqs|crop_fps = -1|str)"):
-            VisualContract.load(tmp_path)
+def test_offsets_take_linear_time(renderer):
+    """Past bug: bytes that are no UTF-8 made it quadratic, 12 s for 8,000 tokens."""
+    broken = [renderer.tokenizer.convert_tokens_to_ids(bytes_to_unicode()[byte]) for byte in "🎬".encode()[:3]]
+
+    def seconds(ids):
+        began = time.process_time()
+        renderer.offsets(ids)
+        return time.process_time() - began
+
+    short = min(seconds(broken * 200) for _ in range(5))
+    assert min(seconds(broken * 3_200) for _ in range(3)) < 64 * short  # 16 times as many; quadratic: 256
 
 
-def test_a_model_that_is_only_served_is_normalised_by_its_server(tmp_path):
-    """Qwen2.5-VL has other means than the 0.5 of `patchify`, which never sees its frames."""
-    mean = [0.48145466, 0.4578275, 0.40821073]
-    processor = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2, "image_mean": mean, "image_std": mean}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    VisualContract(patch=14).check(tmp_path)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor | {"patch_size": 16}))
-    with pytest.raises(ContractError, match="image_mean"):
-        VisualContract().check(tmp_path)
-
-
-def test_a_contract_that_is_no_json_is_named_once(tmp_path):
-    (tmp_path / "visual.json").write_text("milk")
-    with pytest.raises(ContractError) as error:
-        VisualContract.load(tmp_path)
-    assert str(error.value).count("visual.json") == 1 and "copy the checkpoint here again" in str(error.value)
+@pytest.mark.parametrize("eos, ends", [(None, ()), ("<|im_end|>", ()), ("<|endoftext|>", ("<|endoftext|>",)), (["<|im_end|>", "<|endoftext|>"], ("<|endoftext|>",))])  # fmt: skip
+def test_every_token_that_the_checkpoint_lets_end_a_turn_is_known(tokenizer, wide, tmp_path, eos, ends):
+    """Qwen's list is [<|im_end|>, <|endoftext|>], and both engines stop on both."""
+    ids = tokenizer.convert_tokens_to_ids
+    tokenizer.save_pretrained(tmp_path)
+    if eos is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids(eos)}))
+    renderer = Renderer(load_tokenizer(tmp_path), wide)
+    assert renderer.ends_of_turn == (renderer.end_of_turn, *map(ids, ends))
