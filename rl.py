@@ -4,8 +4,9 @@
     python rl.py configs/toy_paragrpo.yaml                                      # the same code on a CPU
     python rl.py configs/toy_grpo.yaml steps=20                                 # accuracy-only GRPO, for contrast
 
-A step: B tasks -> one K each (nFrames gating) -> G episodes each -> rewards -> advantages -> loss -> AdamW -> weights to
-the engine. RUN/metrics.jsonl, RUN/episodes/ (what was said), RUN/state/ (to resume from), RUN/model/ (the result).
+A step samples B tasks at one K each (nFrames gating) with G episodes each, rewards the episodes, compares them within
+their group (advantages), takes an AdamW step on the loss and gives the new weights to the engine. The run leaves
+RUN/metrics.jsonl, RUN/episodes/ (what was said), RUN/state/ (to resume from) and RUN/model/ (the result).
 
 The equations are in grpo.py; plain GRPO is the same loop without anchor, prefix and gating. With `staleness: 1` the
 episodes of the next step are sampled, by the weights of the last one, while this one trains. (A resumed run samples its
@@ -15,38 +16,88 @@ Deliberately missing: batches that are more than one update old, trainers that c
 """
 
 import os
+import sys
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from rewards import RewardConfig
+from rollout import RolloutConfig
 from runtime import config
+from runtime.settings import GRPOConfig, PolicyConfig, RunConfig, refuse_below_1
 
-if __name__ == "__main__":
-    config.answer_help(__doc__)  # before torch and transformers, which take seconds to import
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(RunConfig, GRPOConfig):
+    """One RL run."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    gating: tuple[int, ...] = (4, 8, 16, 32, 64)
+    """nFrames gating: K is drawn from these, once per task and epoch. [] switches it off: visual.overview_frames."""
+    steps: int = 54
+    batch_tasks: int = 56
+    """B: tasks of a step, over all ranks."""
+    minibatches: int = 1
+    """Updates per batch."""
+    staleness: Literal[0, 1] = 0
+    """0: sample, then train. 1: the next batch is sampled while this one trains, by weights that are one update old."""
+    val_tasks: int = 64
+    """Tasks of `val`, answered greedily with tools and without."""
+    val_frames: tuple[int, ...] = ()
+    """Each of them is asked once with every one of these K; []: with visual.overview_frames."""
+    dump_groups: int = 1
+    """Groups per step whose episodes are kept in full, in RUN/episodes/."""
+    seed: int = 0
+
+    def __post_init__(self):
+        RunConfig.__post_init__(self)
+        GRPOConfig.__post_init__(self)
+        refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
+        if self.rollout.temperature == 0:
+            raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike")
+        agents = self.rollout.subagents
+        if agents.train and agents.temperature != self.rollout.temperature:
+            raise ValueError(
+                f"rollout.subagents.train needs rollout.subagents.temperature = {self.rollout.temperature}, the main agent's"
+            )
+        if self.rollout.gpus and self.rollout.urls:
+            raise ValueError("rollout.gpus and rollout.urls: give one of the two")
+        if self.rollout.tool_return == "frames":
+            raise ValueError("rollout.tool_return = 'frames' is for evaluation: rewards and credit assume reports")
+        for k in (*self.gating, *self.val_frames):
+            if k < 1:
+                raise ValueError(f"gating or val_frames: {k}: an overview has at least 1 frame; gating = [] is off")
+
+    @property
+    def choices_of_k(self) -> tuple[int, ...]:
+        return self.gating or (self.visual.overview_frames,)
+
+
+if __name__ == "__main__":  # --help and a bad YAML are answered before the imports below, which take seconds
+    cfg, args = config.command_line(RLConfig, __doc__)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no two micro-batches have the same length
 
-import itertools
 import math
 import shutil
-import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 
 from data import CALL_ERRORS, Group, Task, draw_frames, parse_task
 from grpo import Lesson, bundles, lessons_loss, make_lessons, micro_batches
-from rewards import RewardConfig, give_rewards
-from rollout import RolloutConfig, keep_episodes, open_engine, rollout
-from runtime.checks import check_run, check_servers, find_checkpoint
-from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
-from runtime.dataset import DataConfig, DataError, Dataset, check_rows
+from rewards import give_rewards
+from rollout import keep_episodes, open_engine, rollout
+from runtime.checks import check_bad_steps, check_servers, open_run
+from runtime.contract import ContractError, Renderer
+from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import (
     barrier,
-    checkpoint_dir,
     device,
     export,
     gather,
@@ -64,159 +115,89 @@ from runtime.doctor import self_check
 from runtime.engine import Engine, EngineError
 from runtime.plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_updates, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
-from runtime.settings import GRPOConfig, OptimConfig, PolicyConfig
 from runtime.video import Videos
-
-
-@dataclass(frozen=True, kw_only=True)
-class RLConfig(GRPOConfig):
-    """One RL run."""
-
-    run: str
-    """Folder of everything the run leaves."""
-    policy: PolicyConfig
-    """Where the policy starts; the reference of the KL is the same checkpoint."""
-    data: DataConfig
-    visual: VisualContract = VisualContract()
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
-    optim: OptimConfig = OptimConfig()
-    gating: tuple[int, ...] = (4, 8, 16, 32, 64)
-    """nFrames gating: K is drawn from these, once per task and epoch. [] switches it off: visual.overview_frames."""
-    steps: int = 54
-    batch_tasks: int = 56
-    """B: tasks of a step, over all ranks."""
-    minibatches: int = 1
-    """Updates per batch."""
-    staleness: Literal[0, 1] = 0
-    """0: sample, then train. 1: the next batch is sampled while this one trains, by weights that are one update old."""
-    val: DataConfig | None = None
-    """Held-out tasks, answered greedily with tools and without, every `eval_every` steps and at the end."""
-    eval_every: int = 10
-    val_tasks: int = 64
-    val_frames: tuple[int, ...] = ()
-    """Each of them is asked once with every one of these K; []: with visual.overview_frames."""
-    save_every: int = 10
-    keep: int = 2
-    resume: Literal["auto", "never"] = "auto"
-    max_bad_steps: int = 5
-    """Updates whose gradient is not finite are skipped; more than this many steps with one stop the run."""
-    dump_groups: int = 1
-    """Groups per step whose episodes are kept in full, in RUN/episodes/."""
-    seed: int = 0
-    decoders: int = 2
-    """Video decoder processes per rank."""
-    gpus: int = 4
-    """Training GPUs that --dry-run plans for; torchrun decides how many there are ..."""
-    gpu_gib: float = 80.0
-    """... and the machine, how much memory each has."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.rollout.temperature == 0:
-            raise ValueError(
-                "rollout.temperature = 0: greedy episodes of a group are all alike, there is nothing to learn"
-            )
-        agents = self.rollout.subagents
-        if agents.train and agents.temperature != self.rollout.temperature:
-            raise ValueError(
-                f"rollout.subagents.train needs rollout.subagents.temperature = {self.rollout.temperature}, the main "
-                f"agent's, not {agents.temperature}: the loss has one softmax"
-            )
-        if self.rollout.gpus and self.rollout.urls:
-            raise ValueError(
-                f"rollout.gpus = {list(self.rollout.gpus)}, rollout.urls = {list(self.rollout.urls)}: give one of the two: "
-                "servers that are started here, or servers that already run"
-            )
-        if small := [k for k in (*self.gating, *self.val_frames) if k < 1]:
-            raise ValueError(f"gating or val_frames = {small}: an overview has at least 1 frame; gating = [] is off")
-        counts = ("steps", "batch_tasks", "minibatches", "eval_every", "val_tasks", "save_every", "keep")
-        if small := [f"{name} = {getattr(self, name)}" for name in counts if getattr(self, name) < 1]:
-            raise ValueError(f"{', '.join(small)}: must be at least 1")
-        if self.rollout.tool_return == "frames":
-            raise ValueError("rollout.tool_return = 'frames' is for evaluation: rewards and credit assume reports")
-
 
 SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "gap", "grad_norm", "seconds")
 
 
 def main(cfg: RLConfig) -> None:
     """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
-    me, world = init_distributed()
-    check_run(cfg)
-    run, source = Path(cfg.run), find_checkpoint(cfg.policy.checkpoint, checkpoint_dir)
-    cfg.visual.check(source)
-    check_servers(cfg.rollout, world)
-    renderer = Renderer(load_tokenizer(source), cfg.visual)
-    every_frame = (cfg.visual.overview_frames,)
-    check_rows(parse_task, cfg.data, cfg.val)
-    dataset, held_out = Dataset(cfg.data, parse_task), []
-    if cfg.val:
-        tasks = Dataset(cfg.val, parse_task)
-        held_out = [task for task, _ in tasks.batch(0, min(cfg.val_tasks, tasks.total), me, world)]
-    start = replace(cfg.policy, checkpoint=str(source))
+    # Refuse what cannot run before any weight is loaded.
+    init_distributed()
+    run = Path(cfg.run)
+    source, renderer = open_run(cfg, parse_task)
+    check_servers(cfg.rollout, world_size())
+    policy_cfg = replace(cfg.policy, checkpoint=str(source))
     if torch.cuda.is_available():
-        check_memory(replace(cfg, gpus=world, policy=start))
-    policy = load(start, renderer.never_sampled)
-    reference = load(start, renderer.never_sampled, train=False) if cfg.kl else None
-    if reference and policy.vision_frozen:  # one tower for both: it stays what the reference's is
-        reference.model.model.visual = policy.vision
+        check_memory(replace(cfg, gpus=world_size(), policy=policy_cfg))
+
+    # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
+    policy = load(policy_cfg, renderer.never_sampled)
+    reference = None
+    if cfg.kl:
+        reference = load(policy_cfg, renderer.never_sampled, train=False)
+        if policy.vision_frozen:  # one tower for both
+            reference.model.model.visual = policy.vision
     optimizer = make_optimizer(policy, cfg.optim)
-    done, counted = load_state(run / "state", policy, optimizer, cfg.resume)
+    done, counted = load_state(run / "state", policy, optimizer)
     bad_steps = counted.get("bad_steps", 0)
+
+    # The engine starts from the checkpoint; servers that already run may hold the weights of another run.
     engine = shared_engine(source, renderer, cfg.rollout)
     snapshot = snapshot_folder(run, source)
-    if done or cfg.rollout.urls:  # servers that already run may hold the weights of another run
+    if done or cfg.rollout.urls:
         publish(policy, engine, cfg, source, snapshot, done)
-    metrics = None
-    if me == 0:
+
+    if rank() == 0:
         config.save_run(cfg, run)
         metrics = config.Metrics(run, "rl", done, cfg.steps, SHOWN)
-    with (
-        Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl") as videos,
-        Sampler(cfg, dataset, (engine, renderer, videos), me, world) as sampler,
-    ):
+    dataset, held_out = Dataset(cfg.data, parse_task), held_out_tasks(cfg)
+    videos = Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl")
+    with videos, Sampler(cfg, dataset, engine, renderer, videos) as sampler:
         for step in range(done, cfg.steps):
             clock = Clock()
-            groups, sampling = sampler.take(step)
+
+            # Sample: this rank's groups of episodes.
+            groups, sampling_seconds = sampler.take(step)
             clock.lap("rollout")
 
+            # Reward the episodes, and turn rewards into advantages.
             lost = give_rewards(groups, renderer, cfg.reward)
             lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
             clock.lap("reward")
 
+            # Update. Before the first one: does the trainer compute the engine's log-probs?
             if step == done:
-                self_check(policy, groups, cfg.rollout.temperature, cfg.gap_limit)
+                self_check(policy, groups, cfg.rollout.temperature)
             measured, bad = update(policy, reference, optimizer, lessons, cfg, step)
+            bad_steps += bad
             clock.lap("train")
 
+            # Sync: the engine gets the new weights once it samples no more.
             sampler.settle()
             clock.lap("rollout")
             publish(policy, engine, cfg, source, snapshot, step + 1)
             clock.lap("publish")
 
-            bad_steps += bad
-            measured |= describe(groups, cfg.gating or every_frame, step)
-            measured |= speed(groups, lessons, start, clock, sampling)
+            # Log.
+            measured |= describe(groups, cfg.choices_of_k, step)
+            measured |= speed(groups, lessons, policy_cfg, clock, sampling_seconds)
             measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(dataset.bad)}) | clock.seconds
             measured |= {"bad_steps": bad_steps, "peak_memory_gib": peak_memory()}
             last = step + 1 == cfg.steps
             if cfg.val and (last or (step + 1) % cfg.eval_every == 0):
-                measured |= evaluate(held_out, cfg.val_frames or every_frame, engine, renderer, videos, cfg)
-            if metrics:
+                measured |= evaluate(held_out, engine, renderer, videos, cfg)
+            if rank() == 0:
                 keep_episodes(groups[: cfg.dump_groups], renderer, run / "episodes" / f"step-{step:06d}.jsonl")
                 metrics.write(step, measured)
-            if bad:  # all there is to run this update again: exact tokens, log-probs, rewards, advantages
-                keep_episodes(groups, renderer, run / "bad_steps" / f"step-{step:06d}-rank{me}.jsonl")
-            if bad_steps > cfg.max_bad_steps:
-                raise FloatingPointError(
-                    f"gradient not finite in {bad_steps} steps, more than max_bad_steps = {cfg.max_bad_steps}: "
-                    f"lower optim.lr; the batches are in {run}/bad_steps, and rollout.load reads them"
-                )
+
+            # Save.
+            check_bad_steps(bad_steps)
             if last or (step + 1) % cfg.save_every == 0:
                 save_state(run / "state", policy, optimizer, step + 1, cfg.keep, {"bad_steps": bad_steps})
+
     engine.close()
-    if me == 0:
+    if rank() == 0:
         shutil.rmtree(snapshot, ignore_errors=True)
     export(policy, run / "model", source, cfg.visual)
     print0(f"done: {run}/model")
@@ -226,34 +207,37 @@ def main(cfg: RLConfig) -> None:
 
 
 class Sampler:
-    """Batches of episodes by step number: sampled when they are asked for, or (staleness 1) one step ahead."""
+    """Samples batches by step number: when they are asked for, or (staleness 1) one step ahead, in a thread."""
 
-    def __init__(self, cfg: RLConfig, dataset: Dataset, stage: tuple[Engine, Renderer, Videos], me: int, world: int):
-        self.cfg, self.dataset, self.stage, self.me, self.world = cfg, dataset, stage, me, world
+    def __init__(self, cfg: RLConfig, dataset: Dataset, engine: Engine, renderer: Renderer, videos: Videos):
+        self.cfg, self.dataset, self.engine = cfg, dataset, engine
+        self.stage = {"engine": engine, "renderer": renderer, "videos": videos}
         self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
-        self.ahead: Future | None = None
+        self.ahead: Future | None = None  # the next batch, while it is being sampled
 
     def take(self, step: int) -> tuple[list[Group], float]:
-        """This rank's groups of a step, and the seconds that sampling them took; begins the next where it may."""
-        batch = self.ahead.result() if self.ahead else self._sample(step)
-        go_on = self.cfg.staleness and step + 1 < self.cfg.steps
-        self.ahead = self.thread.submit(self._sample, step + 1) if go_on else None
+        """Return this rank's groups of a step and the seconds that sampling them took; begin the next where it may."""
+        batch = self.ahead.result() if self.ahead else self.sample(step)
+        if self.cfg.staleness and step + 1 < self.cfg.steps:
+            self.ahead = self.thread.submit(self.sample, step + 1)
         return batch
 
     def settle(self) -> None:
-        """Nobody samples any more, so the weights may change: all tokens of a batch are of one version."""
+        """Wait until nobody samples, so that the weights may change: all tokens of a batch are of one version."""
         if self.ahead:
             wait([self.ahead])
 
-    def _sample(self, step: int) -> tuple[list[Group], float]:
+    def sample(self, step: int) -> tuple[list[Group], float]:
         cfg, started = self.cfg, time.perf_counter()
-        drawn = self.dataset.batch(step, cfg.batch_tasks, self.me, self.world)
-        tasks, ks = [task for task, _ in drawn], [choose_k(cfg, task.id, epoch) for task, epoch in drawn]
-        engine, renderer, videos = self.stage
-        shown = self.me == 0 and not cfg.staleness and sys.stderr.isatty()
+        tasks, ks = [], []
+        for task, epoch, before in self.dataset.batch(step, cfg.batch_tasks, rank(), world_size()):
+            if before:  # K and all seeds are drawn by the name, so a row that the batch has twice needs two
+                task = replace(task, id=f"{task.id}#{before + 1}")
+            tasks.append(task)
+            ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         groups = rollout(
-            tasks, ks, cfg.group_size, engine=engine, renderer=renderer, videos=videos, cfg=cfg.rollout,
-            seed=cfg.seed, step=step, progress=shown, stopped=self.stopped,
+            tasks, ks, cfg.group_size, **self.stage, cfg=cfg.rollout,
+            seed=cfg.seed, step=step, progress=False, stopped=self.stopped,
         )  # fmt: skip
         return groups, time.perf_counter() - started
 
@@ -263,25 +247,23 @@ class Sampler:
     def __exit__(self, error, *_) -> None:
         self.stopped.set()
         if error:
-            self.stage[0].close()  # nobody waits for a batch that is not wanted: what was asked fails now
+            self.engine.close()  # nobody waits for a batch that is not wanted: what was asked fails now
         self.thread.shutdown()
 
 
-def choose_k(cfg: RLConfig, task_id: str, epoch: int) -> int:
-    return draw_frames(task_id, epoch, cfg.gating, cfg.seed) if cfg.gating else cfg.visual.overview_frames
-
-
 def shared_engine(source: Path, renderer: Renderer, cfg: RolloutConfig) -> Engine:
-    """In this process, or servers: rank 0 starts and supervises them, the other ranks connect to the same."""
+    """Open the engine in this process, or servers: rank 0 starts and supervises them, the other ranks connect."""
     if not cfg.gpus:
         return open_engine(source, renderer, urls=cfg.urls, max_batch_tokens=cfg.max_batch_tokens)
-    engine = open_engine(source, renderer, gpus=cfg.gpus, server_args=cfg.server_args) if rank() == 0 else None
+    engine = None
+    if rank() == 0:
+        engine = open_engine(source, renderer, gpus=cfg.gpus, server_args=cfg.server_args)
     urls = gather(engine.urls if engine else None)[0]
     return engine or open_engine(source, renderer, urls=urls)
 
 
 def publish(policy: Policy, engine: Engine, cfg: RLConfig, source: Path, snapshot: Path, version: int) -> None:
-    """The policy's weights become the engines': a snapshot in safetensors, then one load each.
+    """Give the policy's weights to the engines: a snapshot in safetensors, which each of them loads.
 
     The snapshot stays until the next one, since a server that restarts reads it again."""
     export(policy, snapshot, source, cfg.visual)
@@ -290,13 +272,14 @@ def publish(policy: Policy, engine: Engine, cfg: RLConfig, source: Path, snapsho
     servers = bool(cfg.rollout.gpus or cfg.rollout.urls)  # which all ranks share: rank 0 loads, the others take note
     if rank() == 0 or not servers:
         engine.update_weights(snapshot, version)
-    barrier("the engines have the new weights")
+    barrier()
     if rank() > 0 and servers:
         engine.update_weights(snapshot, version, push=False)
 
 
 def snapshot_folder(run: Path, source: Path) -> Path:
-    """In memory if two snapshots fit there (the old one stays until the new one is whole), else beside the run."""
+    """Choose where snapshots go: into memory if two fit there (the old one stays until the new one is whole), else
+    beside the run."""
     memory = Path("/dev/shm")
     snapshot = memory / f"minparavt{run.resolve().as_posix().replace('/', '-')}"
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
@@ -314,34 +297,51 @@ def snapshot_folder(run: Path, source: Path) -> Path:
 def update(
     policy: Policy, reference: Policy | None, optimizer, lessons: list[Lesson], cfg: RLConfig, step: int
 ) -> tuple[dict[str, float], bool]:
-    """One AdamW step per minibatch, over the lessons of all ranks -> what was measured; was an update skipped?"""
-    minibatches = [micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens) for i in range(cfg.minibatches)]
-    minibatches = [micro for micro in minibatches if micro]  # empty on all ranks or on none
-    tau = cfg.rollout.temperature
-    prox = {}  # with one minibatch, pi itself; with more, computed here, and frames are encoded once more
+    """Take one AdamW step per minibatch, over the lessons of all ranks. Return what was measured, and whether a gradient
+    was not finite, so that its step was skipped."""
+    temperature = cfg.rollout.temperature
+
+    # Deal the lessons out into minibatches of micro-batches. A minibatch is empty on all ranks or on none.
+    minibatches = []
+    for i in range(cfg.minibatches):
+        micro = micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens)
+        if micro:
+            minibatches.append(micro)
+
+    # pi_prox is the policy before the first update: with one minibatch pi itself (None), with more computed here.
+    prox_logprobs = [[None] * len(micro) for micro in minibatches]
     if len(minibatches) > 1:
         with torch.no_grad():
-            prox = {id(part): policy(bundles(part), tau).logprobs for micro in minibatches for part in micro}
+            prox_logprobs = [[policy(bundles(part), temperature).logprobs for part in micro] for micro in minibatches]
+
     sums, norms = {"tokens": 0.0, "loss": 0.0}, []
-    for micro in minibatches:
-        for part in micro:
+    for micro, prox_of_micro in zip(minibatches, prox_logprobs):
+        for part, prox in zip(micro, prox_of_micro):
+            # Policy and reference, at the temperature of sampling; a frozen vision tower works once for both.
             features = policy.encode(bundles(part)) if policy.vision_frozen else None
-            scores = policy(bundles(part), tau, features)
-            pulled_to = None
+            scores = policy(bundles(part), temperature, features)
+            ref_logprobs = None
             if reference is not None:
                 with torch.no_grad():
-                    pulled_to = reference(bundles(part), tau, features).logprobs
-            loss, watched = lessons_loss(scores, part, prox.get(id(part)), pulled_to, cfg)
+                    ref_logprobs = reference(bundles(part), temperature, features).logprobs
+
+            # Each lesson's weight is its share of the batch; a minibatch is an update of its own, so it weighs as a batch.
+            loss, watched = lessons_loss(scores, part, prox, ref_logprobs, cfg)
             (loss * len(minibatches)).backward()
-            for name, values in (watched | {"loss": loss.detach()}).items():
-                sums[name] = sums.get(name, 0.0) + values.sum().item()
+
             sums["tokens"] += len(scores.logprobs)
+            sums["loss"] += loss.item()
+            for name, values in watched.items():
+                sums[name] = sums.get(name, 0.0) + values.sum().item()
         norms.append(optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps))
+
+    # Means over the tokens of all ranks; the loss is a mean already.
     sums = sum_over_ranks(sums)
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
-    means = {"gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
-    norm, lr = float(np.mean(norms or [0.0])), optimizer.param_groups[0]["lr"]
-    return means | {"loss": loss, "learned_tokens": tokens, "grad_norm": norm, "lr": lr}, not math.isfinite(norm)
+    measured = {"gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
+    norm = float(np.mean(norms)) if norms else 0.0
+    measured |= {"loss": loss, "learned_tokens": tokens, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
+    return measured, not math.isfinite(norm)
 
 
 # ------------------------------------------------------------------------------------------------ what happened
@@ -361,68 +361,85 @@ class Clock:
 
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
-    """Means over the episodes of all ranks that ran; kappa is executed calls per episode, fmt the paper's f. `ks`: the K
-    that may be drawn."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    seen: dict[str, list[float]] = {"failed_rate": [float(bool(episode.error)) for episode in episodes]}
-
-    def note(name: str, value: float) -> None:
-        seen.setdefault(name, []).append(float(value))
-
-    for episode in episodes:
-        if episode.error:
-            continue
-        for name, value in episode.reward.items():
-            note(name, value)
-        note("kappa", episode.executed)
-        note(f"kappa/K={episode.k}", episode.executed)
-        note(f"acc/K={episode.k}/{'called' if episode.executed else 'skipped'}", episode.reward["acc"])
-        note("truncated_rate", episode.main.finish == "length")
-        note("turns", len(episode.main.turns))
-        note("sampled_tokens", sum(episode.main.mask))
-        for call in episode.calls:
-            for kind in CALL_ERRORS:
-                note(f"call_errors/{kind}", call.error == kind)
-        if versions := [version for version in episode.main.versions if version >= 0]:
-            note("staleness", step - sum(versions) / len(versions))
+    """Return means over the episodes of all ranks that ran; kappa is executed calls per episode, fmt the paper's f. `ks`:
+    the K that may be drawn."""
+    seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
-            note(f"share/K={k}", group.k == k)
-        note("flat_groups", not any(episode.advantage for episode in group.episodes))
+            seen[f"share/K={k}"].append(group.k == k)
+        seen["flat_groups"].append(not any(episode.advantage for episode in group.episodes))
+        for episode in group.episodes:
+            seen["failed_rate"].append(bool(episode.error))
+
+    for episode in [e for group in groups for e in group.episodes if not e.error]:
+        for name, value in episode.reward.items():
+            seen[name].append(value)
+        did = "called" if episode.executed else "skipped"
+        seen[f"acc/K={episode.k}"].append(episode.reward["acc"])
+        seen[f"acc/K={episode.k}/{did}"].append(episode.reward["acc"])
+        seen["kappa"].append(episode.executed)
+        seen[f"kappa/K={episode.k}"].append(episode.executed)
+        for call in episode.calls:
+            for kind in CALL_ERRORS:
+                seen[f"call_errors/{kind}"].append(call.error == kind)
+        seen["truncated_rate"].append(episode.main.finish == "length")
+        seen["turns"].append(len(episode.main.turns))
+        seen["sampled_tokens"].append(sum(episode.main.mask))
+        versions = [version for version in episode.main.versions if version >= 0]
+        if versions:
+            seen["staleness"].append(step - sum(versions) / len(versions))
     return mean_over_ranks(seen)
 
 
 def speed(
-    groups: Sequence[Group], lessons: Sequence[Lesson], policy: PolicyConfig, clock: Clock, sampling: float
+    groups: Sequence[Group], lessons: Sequence[Lesson], policy: PolicyConfig, clock: Clock, sampling_seconds: float
 ) -> dict[str, float]:
-    """Tokens per second of all ranks together; `sampling_seconds` may lie within the training of the last step."""
-    every = [agent for group in groups for e in group.episodes for agent in e.trajectories]
-    mine = {"sampled": sum(sum(agent.mask) for agent in every), "packed": sum(len(x.bundle) for x in lessons)}
-    total = sum_over_ranks({name: float(value) for name, value in mine.items()})
-    seconds = max(gather(clock.seconds["train_seconds"]))
-    found = {"sampling_seconds": max(gather(sampling))}
-    found["sampled_tokens_per_second"] = total["sampled"] / found["sampling_seconds"]
-    found["trained_tokens_per_second"] = total["packed"] / seconds
-    return found | utilisation(policy, int(total["packed"]), seconds, world_size())
+    """Return tokens per second of all ranks together; sampling may lie within the training of the last step."""
+    agents = [agent for group in groups for episode in group.episodes for agent in episode.trajectories]
+    sampled = sum(sum(agent.mask) for agent in agents)
+    packed = sum(len(lesson.bundle) for lesson in lessons)
+    tokens = sum_over_ranks({"sampled": float(sampled), "packed": float(packed)})
+    sampling = max(gather(sampling_seconds))
+    training = max(gather(clock.seconds["train_seconds"]))
+    return {
+        "sampling_seconds": sampling,
+        "sampled_tokens_per_second": tokens["sampled"] / sampling,
+        "trained_tokens_per_second": tokens["packed"] / training,
+        **utilisation(policy, int(tokens["packed"]), training, world_size()),
+    }
+
+
+def held_out_tasks(cfg: RLConfig) -> list[Task]:
+    """Return this rank's share of the tasks that are evaluated."""
+    if not cfg.val:
+        return []
+    rows = Dataset(cfg.val, parse_task)
+    return [task for task, *_ in rows.batch(0, min(cfg.val_tasks, rows.total), rank(), world_size())]
 
 
 def evaluate(
-    tasks: Sequence[Task], frames: Sequence[int], engine: Engine, renderer: Renderer, videos: Videos, cfg: RLConfig
+    tasks: Sequence[Task], engine: Engine, renderer: Renderer, videos: Videos, cfg: RLConfig
 ) -> dict[str, float]:
-    """Greedy accuracy on held-out tasks at each K of `frames`: as the policy likes, and without tools."""
-    seen: dict[str, list[float]] = {}
+    """Return the greedy accuracy on held-out tasks at each K of `val_frames`: as the policy likes, and without tools."""
+    frames = cfg.val_frames or (cfg.visual.overview_frames,)
+    asked = [task for task in tasks for _ in frames]
+    ks = [k for _ in tasks for k in frames]
+    seen: dict[str, list[float]] = defaultdict(list)
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
-        agent = replace(cfg.rollout, temperature=0.0, dispatch=dispatch)
-        asked, ks = zip(*itertools.product(tasks, frames)) if tasks else ((), ())
-        groups = rollout(asked, ks, 1, engine=engine, renderer=renderer, videos=videos, cfg=agent, progress=False)
+        greedy = replace(cfg.rollout, temperature=0.0, dispatch=dispatch)
+        groups = rollout(asked, ks, 1, engine=engine, renderer=renderer, videos=videos, cfg=greedy, progress=False)
         give_rewards(groups, renderer, cfg.reward)
-        for episode in [episode for group in groups for episode in group.episodes]:
-            seen.setdefault(f"{name}/failed_rate", []).append(float(bool(episode.error)))
-            if not episode.error:
-                values = episode.reward | {"kappa": episode.executed}
-                for part in ("acc", "strict", *(["kappa"] if dispatch != "none" else [])):
-                    for key in (f"{name}/{part}", f"{name}/{part}/K={episode.k}"):
-                        seen.setdefault(key, []).append(values[part])
+        for group in groups:
+            [episode] = group.episodes
+            seen[f"{name}/failed_rate"].append(bool(episode.error))
+            if episode.error:
+                continue
+            values = {"acc": episode.reward["acc"], "strict": episode.reward["strict"]}
+            if dispatch != "none":
+                values["kappa"] = episode.executed
+            for part, value in values.items():
+                seen[f"{name}/{part}"].append(value)
+                seen[f"{name}/{part}/K={group.k}"].append(value)
     return mean_over_ranks(seen)
 
 
@@ -432,8 +449,8 @@ def evaluate(
 def check_memory(cfg: RLConfig) -> None:
     """Print the plan of trainer and engine; PlanError if they do not fit."""
     plans = [plan_updates(cfg, cfg.gpus)]
-    if engines := len(cfg.rollout.gpus):
-        plans.append(plan_engine(cfg.policy, engines, *engine_load(cfg)))
+    if cfg.rollout.gpus:
+        plans.append(plan_engine(cfg.policy, len(cfg.rollout.gpus), *engine_load(cfg)))
     if set(cfg.rollout.gpus) & set(range(cfg.gpus)):
         plans = [Plan("training and engine on the same GPU", [row for plan in plans for row in plan.rows])]
     for plan in plans:
@@ -442,11 +459,11 @@ def check_memory(cfg: RLConfig) -> None:
 
 
 def dry_run(cfg: RLConfig) -> int:
-    """Memory, data, disk: what `main` would stumble over; exit status 1: there is no cold start yet."""
+    """Check memory, data and disk, as far as `main` would stumble over them; exit status 1: no cold start yet."""
     check_memory(cfg)
     check_rows(parse_task, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse_task).total} rows")
-    print(plan_disk(cfg.policy, cfg.run, cfg.keep))
+    print(plan_disk(cfg.policy, cfg.keep))
     if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
         print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
         return 1
@@ -454,7 +471,6 @@ def dry_run(cfg: RLConfig) -> int:
 
 
 if __name__ == "__main__":
-    cfg, args = config.command_line(RLConfig, __doc__)
     try:
         sys.exit(dry_run(cfg) if args.dry_run else main(cfg))
     except (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError, PlanError) as error:

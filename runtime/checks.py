@@ -1,16 +1,10 @@
 """checks.py: what can be known to go wrong is refused before a model is loaded, and before anything is written.
 
-    check_run(cfg)                                       # is the run's folder free, or the same run's?
-    source = find_checkpoint(name, checkpoint_dir)       # a whole checkpoint of the right kind
-    check_servers(cfg.rollout, ranks)                    # GPUs that are there and free, servers that answer
-
-Values that contradict each other are refused by the dataclasses themselves; rows, by dataset.py; memory, by plan.py.
-
-Deliberately missing: what only a run can show (watch.self_check looks at its first batch).
+Values that contradict each other are refused by the dataclasses themselves; rows, by dataset.py; memory, by plan.py; what
+only a run can show, by doctor.self_check.
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
@@ -19,54 +13,75 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.config import ConfigError, load
+from runtime.config import ConfigError, read_tree
+from runtime.contract import Renderer, load_tokenizer
+from runtime.dataset import check_rows
+from runtime.settings import RunConfig
+
+MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 
 # What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps.
-MAY_CHANGE = re.compile(
-    r"run|steps|resume|optim|data\.(?!seed)|val\w*|eval_every|save_every|keep|dump_groups|max_bad_steps|gap_limit"
-    r"|decoders|gpus|gpu_gib|train_tokens|pack_tokens|policy\.(?!checkpoint|freeze)"
-    r"|rollout\.(gpus|urls|server_args|concurrency|call_timeout|max_batch_tokens)"
-)
+# A name without a dot stands for the whole section.
+MAY_CHANGE = {
+    *("run", "steps", "save_every", "keep", "decoders", "gpus", "gpu_gib", "train_tokens", "pack_tokens", "optim"),
+    *("eval_every", "val", "val_tasks", "val_frames", "dump_groups"),
+    *("data.sources", "data.video_root", "data.max_bad_fraction"),
+    *("policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk"),
+    *("rollout.gpus", "rollout.urls", "rollout.server_args"),
+    *("rollout.concurrency", "rollout.call_timeout", "rollout.max_batch_tokens"),
+}
+
+
+def open_run(cfg: RunConfig, parse: Callable) -> tuple[Path, Renderer]:
+    """Refuse what a training run could not start from; return its checkpoint's folder and renderer."""
+    from runtime.distributed import checkpoint_dir  # torch
+
+    check_run(cfg)
+    source = find_checkpoint(cfg.policy.checkpoint, checkpoint_dir)
+    cfg.visual.check(source)
+    renderer = Renderer(load_tokenizer(source), cfg.visual)
+    check_rows(parse, cfg.data, cfg.val)
+    return source, renderer
 
 
 def check_run(cfg: Any) -> None:
-    """Refuse a run that could not write into its folder, or would go on from the state of another one."""
+    """Refuse a folder that cannot be written, and a run that would go on from the state of another one."""
     run = Path(cfg.run)
     there = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        what = "is a folder that may not be written" if there.is_dir() else "is a file"
-        raise ConfigError(f"run = {cfg.run!r}: {there} {what}; choose another `run`")
-    resumes = getattr(cfg, "resume", "never") == "auto" and any((run / "state").glob("step-*"))
-    if not resumes or not (run / "config.yaml").exists():
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"run = {cfg.run!r}: {there} is no folder that can be written; choose another `run`")
+    if not any((run / "state").glob("step-*")) or not (run / "config.yaml").exists():
         return
-    try:
-        before = load(type(cfg), run / "config.yaml")
-    except ConfigError as error:
+    was = read_tree(run / "config.yaml")
+    now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples are lists, as in YAML
+    changed = []
+    for key, text in differences(was, now).items():
+        section = key.partition(".")[0]
+        if key not in MAY_CHANGE and section not in MAY_CHANGE:
+            changed.append(text)
+    if changed:
         raise ConfigError(
-            f"{error}; {run}/state is of another version: choose another `run`, or delete the folder"
-        ) from None
-    was, now = (json.loads(json.dumps(dataclasses.asdict(c))) for c in (before, cfg))
-    if changed := {key: text for key, text in differences(was, now).items() if not MAY_CHANGE.match(key)}:
-        raise ConfigError(
-            f"{run}/state is of a run with other settings ({'; '.join(changed.values())}), so it cannot go on: "
+            f"{run}/state is of a run with other settings ({'; '.join(changed)}), so it cannot go on: "
             "choose another `run`, or delete the folder"
         )
 
 
 def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
-    """{"rollout.temperature": "rollout.temperature: 0.0, now 0.7"}, for every setting that differs."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        pairs = [(f"{name}.{key}" if name else key, was.get(key), now.get(key)) for key in was | now]
-        return {path: text for key, a, b in pairs for path, text in differences(a, b, key).items()}
-    return {name: f"{name}: {was!r}, now {now!r}"} if was != now else {}
+    """Return {"rollout.temperature": "rollout.temperature: 0.0, now 0.7"}, for every setting that differs."""
+    if was == now:
+        return {}
+    if not isinstance(was, dict) or not isinstance(now, dict):
+        return {name: f"{name}: {was!r}, now {now!r}"}
+    found = {}
+    for key in was | now:
+        found |= differences(was.get(key), now.get(key), f"{name}.{key}" if name else key)
+    return found
 
 
 def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], served: bool = False) -> Path:
-    """The folder of a whole checkpoint; `fetch` brings a name on the hub here. `served`: others load its weights, so any
-    model will do."""
+    """Return the folder of a whole checkpoint; `fetch` brings a name on the hub here. `served`: others load its weights,
+    so any model will do."""
     folder = Path(name)
-    if folder.is_file():
-        raise ConfigError(f"{name}: a checkpoint is a folder, not a file; did you mean {folder.parent}?")
     if not folder.is_dir():
         # A name on the hub is owner/model; where the owner is a folder here, a path was meant.
         if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)) or folder.parent.is_dir():
@@ -75,33 +90,34 @@ def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], serve
                 "it is done"
             )
         folder = fetch(name)
-    model, tokenizer = _json_of(folder / "config.json"), _json_of(folder / "tokenizer_config.json")
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
+    if served:
+        return folder
+
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if kind != "qwen3_vl":
+        raise ConfigError(f"{folder} is a {kind!r}; this code runs dense Qwen3-VL: 'qwen3_vl'")
+    files = {"model.safetensors"}
     index = folder / "model.safetensors.index.json"
-    weights = set(_json_of(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
-    missing = [file for file in sorted(weights) if not served and not (folder / file).is_file()]
-    if not any((folder / file).is_file() for file in ("tokenizer.json", "vocab.json")):
-        missing.append("tokenizer.json")
-    if missing:
-        raise ConfigError(f"{folder} has no {', '.join(missing[:3])}: the checkpoint is not whole; copy it here again")
-    if not served and model.get("model_type") != "qwen3_vl":
-        raise ConfigError(f"{folder} is a {model.get('model_type')!r}; this code runs dense Qwen3-VL: 'qwen3_vl'")
-    if not tokenizer.get("chat_template") and not (folder / "chat_template.jinja").is_file():
-        raise ConfigError(
-            f"{folder} has no chat template, so it is a base model; start from an Instruct one, or put its "
-            "chat_template.jinja there"
-        )
+    if index.exists():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    for file in sorted(files):
+        if not (folder / file).exists():
+            raise ConfigError(f"{folder} has no {file}: the checkpoint is not whole; copy it here again")
     return folder
 
 
 def find_tokenizer(name: str | Path) -> Path:
-    """The folder of a checkpoint whose weights are not needed; from the hub, only its small files come."""
+    """Return the folder of a checkpoint whose weights are not needed; from the hub, only its small files come."""
     from runtime.distributed import checkpoint_dir  # torch
 
     return find_checkpoint(name, lambda name: checkpoint_dir(name, only=("*.json", "*.jinja", "*.txt")), served=True)
 
 
 def check_servers(cfg: Any, ranks: int = 0, patience: float = 15.0) -> None:
-    """SGLang servers can be started on the GPUs of a RolloutConfig beside so many training ranks, or already run."""
+    """Refuse servers that cannot be started on the GPUs of a RolloutConfig beside so many training ranks, or that do not
+    run at its URLs."""
     if cfg.gpus:
         import torch
 
@@ -113,18 +129,12 @@ def check_servers(cfg: Any, ranks: int = 0, patience: float = 15.0) -> None:
                 '[--mem-fraction-static, "0.25"] to share'
             )
         if max(cfg.gpus) >= torch.cuda.device_count():
-            raise ConfigError(
-                f"rollout.gpus = {list(cfg.gpus)}: there are {torch.cuda.device_count()} GPUs here; without `gpus` and "
-                "`urls` the model runs in this process"
-            )
-        if not importlib.util.find_spec("sglang"):
-            raise ConfigError(
-                f"rollout.gpus = {list(cfg.gpus)}: needs SGLang, which is not installed; pip install -r requirements.txt"
-            )
+            raise ConfigError(f"rollout.gpus = {list(cfg.gpus)}: there are {torch.cuda.device_count()} GPUs here")
     check_urls(cfg.urls, patience)
 
 
 def check_urls(urls: Sequence[str], patience: float) -> None:
+    """Refuse URLs where no server answers within `patience` seconds."""
     import requests
 
     session, deadline = requests.Session(), time.monotonic() + patience
@@ -137,18 +147,13 @@ def check_urls(urls: Sequence[str], patience: float) -> None:
             except requests.RequestException as error:
                 if time.monotonic() > deadline or isinstance(error, ValueError):  # ValueError: no URL at all
                     raise ConfigError(
-                        f"no server answers at {url}; start it (python -m sglang.launch_server ...) and "
-                        "wait until it serves, or correct the address: http://HOST:PORT. The last try: {error}"
+                        f"no server answers at {url}; start it and wait until it serves, or correct the address: "
+                        f"http://HOST:PORT. The last try: {error}"
                     ) from None
                 time.sleep(0.5)
 
 
-def _json_of(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if path.name == "config.json":
-            raise ConfigError(f"{path.parent} has no config.json: it is not a Hugging Face checkpoint") from None
-        return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}; copy the checkpoint here again") from None
+def check_bad_steps(bad_steps: int) -> None:
+    """Stop a run whose gradients are not finite again and again."""
+    if bad_steps > MAX_BAD_STEPS:
+        raise FloatingPointError(f"gradient not finite in {bad_steps} steps, more than {MAX_BAD_STEPS}: lower optim.lr")

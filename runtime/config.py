@@ -2,14 +2,11 @@
 
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
     cfg, args = config.command_line(SFTConfig, __doc__)                         # what every script does in its main
-    config.save_run(cfg, run_dir)                                               # resolved config, commit, versions
-    config.Metrics(run_dir, "sft", done, steps).write(step, {"loss": 0.1})      # metrics.jsonl, console, progress bar
 
 A YAML file may name a parent (`base: other.yaml`, relative to itself): mappings merge, everything else replaces.
-Defaults live in the dataclasses and nowhere else. An unknown key, a wrong type or an impossible combination stops
-the program before any model is loaded, and names the key, the value, the rule and the nearest valid key.
+Defaults live in the dataclasses and nowhere else. An error names the key, the value, the rule and the nearest valid key.
 
-Deliberately missing: interpolation, environment variables, config objects that change after loading.
+Deliberately missing: interpolation, environment variables.
 """
 
 import argparse
@@ -36,7 +33,10 @@ class ConfigError(ValueError):
 
 def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -> T:
     """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`."""
-    tree = read_tree(Path(path))
+    try:
+        tree = read_tree(Path(path))
+    except RecursionError:
+        raise ConfigError(f"{path}: `base` leads back to itself") from None
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -58,37 +58,33 @@ def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -
         raise ConfigError(f"{path}: {error}") from None
 
 
-def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> dict:
-    """The merged mappings of a file and its bases, unchecked."""
-    if path.resolve() in seen:
-        raise ConfigError(f"{path}: `base` leads back to itself: {' -> '.join(str(p) for p in (*seen, path))}")
+def read_tree(path: Path) -> dict:
+    """Return the merged mappings of a file and its bases, unchecked."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except FileNotFoundError:
-        there = {p.name: p for p in (*Path("configs").rglob("*.yaml"), *path.parent.glob("*.yaml"))}
-        near = difflib.get_close_matches(path.name, there, n=1)
-        whose = f", the `base` of {seen[-1].name}" if seen else ""
-        hint = f"; did you mean {there[near[0]]}?" if near else ""
-        raise ConfigError(f"{path}: no such file{whose}{hint}") from None
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a readable YAML file: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, got {type(tree).__name__}")
     base = tree.pop("base", None)
-    return _merge(read_tree(path.parent / base, (*seen, path.resolve())), tree) if base else tree
+    if base:
+        tree = _merge(read_tree(path.parent / base), tree)
+    return tree
 
 
 def _merge(below: dict, above: dict) -> dict:
     merged = dict(below)
     for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
     return merged
 
 
 def build(cls: type, tree: dict, prefix: str, start: Any = None) -> Any:
-    """A mapping -> a dataclass, checked field by field against the type hints. What it leaves out is as in `start`, an
-    instance that is the default where this one stands."""
+    """Make a dataclass of a mapping, checked field by field against the type hints. What the mapping leaves out is as in
+    `start`, the instance that is the default where this one stands."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
     names = [f.name for f in fields]
@@ -97,17 +93,20 @@ def build(cls: type, tree: dict, prefix: str, start: Any = None) -> Any:
             near = difflib.get_close_matches(str(key), names, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(names)}"
             raise ConfigError(f"{prefix}{key} = {tree[key]!r}: unknown key; {hint}")
-    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
-    defaults |= {f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING}
-    defaults |= {name: getattr(start, name) for name in names} if start is not None else {}
-    for name in names:
-        if name not in tree and name not in defaults:
-            raise ConfigError(f"{prefix}{name}: required, but not given")
-    values = {key: _coerce(hints[key], value, prefix + key, defaults.get(key)) for key, value in tree.items()}
+    values = {}
+    for field in fields:
+        if start is not None:
+            values[field.name] = getattr(start, field.name)
+        elif field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            values[field.name] = field.default_factory()
+        elif field.name not in tree:
+            raise ConfigError(f"{prefix}{field.name}: required, but not given")
+    for key, value in tree.items():
+        values[key] = _coerce(hints[key], value, prefix + key, values.get(key))
     try:
-        return cls(**defaults | values)
-    except ConfigError:
-        raise
+        return cls(**values)
     except ValueError as error:  # a rule in __post_init__
         raise ConfigError(f"{prefix.rstrip('.') + ': ' if prefix else ''}{error}") from None
 
@@ -115,11 +114,11 @@ def build(cls: type, tree: dict, prefix: str, start: Any = None) -> Any:
 def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):  # X | None: the only union that configs use
-        return None if value is None else _coerce(next(a for a in args if a is not type(None)), value, key, default)
+        return None if value is None else _coerce(args[0], value, key, default)
     if origin is typing.Literal:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"
-        if value not in args or isinstance(value, bool):
+        if value not in args or isinstance(value, bool):  # True is 1
             raise ConfigError(f"{key} = {value!r}: must be one of {', '.join(map(repr, args))}")
         return value
     if origin is tuple:
@@ -132,9 +131,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
-            raise ConfigError(
-                f"{key} = {value!r}: must be a mapping with keys {[f.name for f in dataclasses.fields(hint)]}"
-            )
+            raise ConfigError(f"{key} = {value!r}: must be a mapping")
         return build(hint, value, key + ".", default)
     if hint is float and not isinstance(value, bool):
         try:  # YAML reads 1e-4 (no dot) as a string
@@ -146,26 +143,13 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     raise ConfigError(f"{key} = {value!r}: must be {hint.__name__}, not {type(value).__name__}")
 
 
-def answer_help(doc: str) -> None:
-    """`SCRIPT --help`, for scripts whose imports take seconds."""
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        _parser(doc).parse_args()
-
-
-def _parser(doc: str) -> argparse.ArgumentParser:
+def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
+    """Read `SCRIPT CONFIG [key.sub=value ...] [--dry-run]`; a bad config ends the program with its message."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
-    return parser
-
-
-def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
-    """`SCRIPT CONFIG [key.sub=value ...] [--dry-run]`; a bad config ends the program with its message."""
-    parser = _parser(doc)
-    args, unknown = parser.parse_known_intermixed_args()
-    if unknown:
-        parser.error(f"{' '.join(unknown)}: no such option; write settings as key.sub=value, without dashes")
+    args = parser.parse_intermixed_args()
     try:
         return load(cls, args.config, args.overrides), args
     except ConfigError as error:
@@ -187,7 +171,7 @@ def save_run(cfg: Any, run_dir: str | Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """All of it or, if the process dies, none of it."""
+    """Write all of it or, if the process dies, none of it."""
     unborn = path.with_name(path.name + ".new")
     unborn.write_text(text, encoding="utf-8")
     unborn.rename(path)
@@ -217,7 +201,7 @@ class Metrics:
 
 
 def git_commit() -> str:
-    """The commit that is checked out here, with `+` when files (but results) differ from it; "unknown" outside a checkout."""
+    """Return the commit that is checked out, with `+` when files (but results) differ from it, or "unknown"."""
     git = ["git", "-C", str(Path(__file__).parent.parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)

@@ -1,9 +1,20 @@
-"""settings.py: the settings of policy, loss and optimiser. They stand apart from the code that uses them because that code
-imports torch, which takes seconds, and a mistake in a YAML is to be answered at once.
+"""settings.py: the settings of policy, loss and optimiser, and those that SFT and RL runs share.
+
+They stand apart from the code that uses them: that code imports torch, which takes seconds, and a mistake in a YAML is
+answered at once.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from runtime.contract import VisualContract
+from runtime.dataset import DataConfig
+
+
+def refuse_below_1(cfg: Any, *names: str) -> None:
+    for name in names:
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name} = {getattr(cfg, name)}: must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -18,17 +29,10 @@ class PolicyConfig:
     """`[vision]` keeps the vision tower as it is: whole on every rank, run without gradient. `[]` trains everything."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Of computation; master weights and gradient sums are fp32 in any case. auto: bf16 on a GPU, fp32 on a CPU."""
-    attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"
-    """Kernel of the text model. flash: FlashAttention 2; varlen: torch's own; sdpa: any device, one call per segment.
-    auto: the first of these that runs here."""
     activation_checkpointing: bool = True
     """Keep only the input of each block and compute the rest again in the backward pass."""
     logit_chunk: int = 1024
     """Target tokens whose logits exist at the same time (fp32: 4 bytes x vocabulary each, several copies)."""
-
-    def __post_init__(self):
-        if self.logit_chunk < 1:
-            raise ValueError(f"logit_chunk = {self.logit_chunk}: must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,26 +48,21 @@ class GRPOConfig:
     """eps_high; null: the same as clip."""
     std_floor: float = 1e-3
     """A group whose rewards vary less is flat. Fractional rewards leave a residue of rounding."""
-    normalise: Literal["group", "mean", "batch"] = "group"
-    """group: mean and std of the group; mean: its mean alone; batch: group, then divided by the std over all episodes of
-    the batch (their mean is 0), so that few lively groups among flat ones weigh more."""
-    aggregation: Literal["token", "sequence"] = "token"
-    """token: mean over all tokens; sequence: mean over agents of their tokens' mean. Tokens of flat groups count, so a
-    batch with few lively groups moves the policy little."""
+    normalise: Literal["group", "batch"] = "group"
+    """group: mean and std of the group; batch: then divided by the std over all episodes of the batch (their mean is 0),
+    so that few lively groups among flat ones weigh more."""
     behaviour_cap: float = 5.0
     """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
-    gap_limit: float = 0.5
-    """The first batch stops the run if log pi of trainer and engine differ more than this on average."""
     train_tokens: int = 16_384
     """Tokens of a micro-batch. A group over it is split, and its prompt repeated; a single episode may exceed it."""
 
     def __post_init__(self):
         if self.group_size < 2:
             raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
-        positive = ("clip", "clip_high", "std_floor", "behaviour_cap", "train_tokens")
-        values = {name: getattr(self, name) for name in positive}
-        if small := [f"{name} = {x}" for name, x in values.items() if x is not None and x <= 0]:
-            raise ValueError(f"{', '.join(small)}: must be greater than 0")
+        for name in ("clip", "clip_high", "std_floor", "behaviour_cap", "train_tokens"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} = {value}: must be greater than 0")
         if self.kl < 0:
             raise ValueError(f"kl = {self.kl}: must not be negative; 0 loads no reference")
 
@@ -85,3 +84,32 @@ class OptimConfig:
     def __post_init__(self):
         if self.lr <= 0 or self.clip <= 0 or not 0 <= self.warmup < 1 or len(self.betas) != 2:
             raise ValueError(f"{self}: needs lr > 0, clip > 0, 0 <= warmup < 1 and two betas")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every training run says, SFT and RL."""
+
+    run: str
+    """Folder of everything the run leaves. If it holds states of this run, the newest is where it goes on."""
+    policy: PolicyConfig
+    """Where the policy starts; in RL, the reference of the KL is the same checkpoint."""
+    data: DataConfig
+    val: DataConfig | None = None
+    """Held-out rows, for a look every `eval_every` steps and at the end."""
+    visual: VisualContract = VisualContract()
+    optim: OptimConfig = OptimConfig()
+    steps: int
+    eval_every: int = 10
+    save_every: int = 10
+    keep: int = 2
+    """Complete training states that stay on disk."""
+    decoders: int = 2
+    """Video decoder processes per rank."""
+    gpus: int = 8
+    """Training GPUs that --dry-run plans for; torchrun decides how many there are ..."""
+    gpu_gib: float = 80.0
+    """... and the machine, how much memory each has."""
+
+    def __post_init__(self):
+        refuse_below_1(self, "steps", "eval_every", "save_every", "keep")

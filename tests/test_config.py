@@ -33,7 +33,6 @@ class Run:
     name: str
     steps: int = 10
     credit: Literal["struct", "off"] = "struct"
-    resume: bool = True
     seed: int | None = None
     optim: Optim = Optim()
     sources: tuple[Source, ...] = ()
@@ -70,21 +69,16 @@ def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
         ("name: a\noptim: {lrr: 1}", [], "optim.lrr = 1: unknown key; did you mean optim.lr?"),
         ("name: a\nsteps: many", [], "steps = 'many': must be int, not str"),
         ("name: a\nsteps: true", [], "steps = True: must be int"),
-        ("name: a\nsteps: 1.5", [], "steps = 1.5: must be int"),
-        ("name: a\nresume: 1", [], "resume = 1: must be bool"),
-        ("name: a\noptim: {lr: fast}", [], "optim.lr = 'fast': must be float"),
         ("name: a\ncredit: strict", [], "credit = 'strict': must be one of 'struct', 'off'"),
         ("name: a\nsources: {path: x}", [], "sources = {'path': 'x'}: must be a list"),
         ("name: a\nsources: [{path: 3}]", [], "sources[0].path = 3: must be str"),
         ("name: a\nweights: {x: y}", [], "weights.x = 'y': must be float"),
-        ("name: a\noptim: 3", [], "optim = 3: must be a mapping"),
         ("name: a\noptim: {lr: -1}", [], "optim: lr = -1.0: must be positive"),
         ("steps: 3", [], "name: required, but not given"),
         ("name: a", ["steps"], "write it as key.sub=value"),
         ("name: a\nsteps: 3", ["steps.x=1"], "steps is a value, it has no keys below it"),
-        ("- a", [], "expected `key: value` lines"),
         ("name: [", [], "not a readable YAML file"),
-        ("base: nowhere.yaml", [], "no such file"),
+        ("base: nowhere.yaml", [], "No such file"),
     ],
 )
 def test_what_cannot_run_names_the_key_the_value_and_the_rule(tmp_path, text, overrides, says):
@@ -92,19 +86,6 @@ def test_what_cannot_run_names_the_key_the_value_and_the_rule(tmp_path, text, ov
     with pytest.raises(config.ConfigError) as error:
         config.load(Run, path, overrides)
     assert says in str(error.value)
-
-
-def test_a_base_that_leads_back_to_itself_is_an_error(tmp_path):
-    write(tmp_path / "a.yaml", "base: b.yaml")
-    write(tmp_path / "b.yaml", "base: a.yaml")
-    with pytest.raises(config.ConfigError, match="leads back to itself"):
-        config.load(Run, tmp_path / "a.yaml")
-
-
-def test_a_mistyped_file_name_suggests_the_nearest(tmp_path):
-    write(tmp_path / "paragrpo_8b.yaml", "name: a")
-    with pytest.raises(config.ConfigError, match="did you mean .*paragrpo_8b.yaml"):
-        config.load(Run, tmp_path / "paragrpo8b.yaml")
 
 
 def test_the_saved_config_is_the_run_config(tmp_path):
@@ -134,18 +115,26 @@ def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
     assert config.load(Run, tmp_path / "c.yaml", ["optim.lr=1"]).optim == Optim(lr=1.0, warmup=9)
 
 
-@pytest.mark.parametrize(
-    "script", ["sft.py", "rl.py", "eval.py", "rollout.py", "study/report.py", "study/paradox.py", "study/toy.py"]
-)
-def test_help_is_answered_before_torch_is_imported(script):
+MODULES = ("study/report.py", "study/paradox.py", "study/toy.py")
+QUICK = [
+    *((f"{script} --help", "usage:") for script in ("sft.py", "rl.py", "eval.py", "rollout.py", "data.py", *MODULES)),
+    ("sft.py configs/toy_sft.yaml nonsense=1", "nonsense = 1: unknown key"),
+    ("rl.py configs/toy_grpo.yaml nonsense=1", "nonsense = 1: unknown key"),
+    ("rl.py configs/toy_grpo.yaml steps=0", "steps = 0: must be at least 1"),
+]
+
+
+@pytest.mark.parametrize("command, says", QUICK, ids=[command for command, _ in QUICK])
+def test_help_and_a_bad_yaml_are_answered_before_torch_is_imported(command, says):
     """Importing torch and transformers takes seconds."""
     probe = f"""
 import runpy, sys
-sys.argv = ["{script}", "--help"]
+sys.argv = {command.split()}
 try:
-    runpy.run_path("{script}", run_name="__main__")
+    runpy.run_path(sys.argv[0], run_name="__main__")
 except SystemExit as end:
-    assert not end.code and "torch" not in sys.modules
+    print(end.code, file=sys.stderr)
+assert not {{"torch", "transformers"}} & set(sys.modules)
 """
     told = subprocess.run([sys.executable, "-c", probe], cwd=REPO, capture_output=True, text=True)
-    assert told.returncode == 0 and "usage:" in told.stdout, told.stderr
+    assert told.returncode == 0 and says in told.stdout + told.stderr, told.stderr
