@@ -13,8 +13,7 @@ vision tower sees the prompt's frames once. An SFT row is a bundle with one suff
 Deliberately missing: a mask over the pack (L x L), and keys shared across bundles with equal prompts.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.config import ConfigError
 from runtime.contract import Bundle
 
 # ------------------------------------------------------------------------------------------------ layout
@@ -49,71 +47,94 @@ class Packed:
     targets: np.ndarray  # int64 [N]: ids
 
 
-def rope_positions(ids: np.ndarray, images: Iterator[tuple[int, int]], image_pad: int, start: int):
-    """M-RoPE positions [3, len(ids)] of a piece that begins at position `start`, and the position after it.
+def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad: int, start: int):
+    """Return M-RoPE positions [3, len(ids)] of a piece that begins at position `start`, the position after it, and how
+    many images stand in it.
 
     A text token at p stands at (p, p, p). Token (row, column) of an image stands at (p, p + row, p + column), and the
-    text goes on at p + max(rows, columns). `images` yields (rows, columns) and may reach beyond this piece."""
+    text goes on at p + max(rows, columns). `images` are (rows, columns) and may reach beyond this piece."""
     positions = np.empty((3, len(ids)), np.int64)
     pads = np.flatnonzero(ids == image_pad)
-    at, used, position = 0, 0, start
+    at, used, position = 0, 0, start  # tokens placed, pads placed, the next position
+    shown = 0  # images placed
     while at < len(ids):
-        text = (pads[used] if used < len(pads) else len(ids)) - at
-        positions[:, at : at + text] = position + np.arange(text)
-        at, position = at + text, position + text
-        if used < len(pads):
-            rows, columns = next(images, (0, 0))
-            n = rows * columns
-            if n == 0 or not (ids[at : at + n] == image_pad).all() or at + n > len(ids):
-                raise ValueError(
-                    f"image pads from token {at}: expected {rows} x {columns} for the next frame. A bundle's frames "
-                    "must be those of its pads, in order; never cut a sequence inside an image"
-                )
-            grid = np.indices((rows, columns)).reshape(2, n)
-            positions[:, at : at + n] = position + np.concatenate([np.zeros((1, n), np.int64), grid])
-            at, used, position = at + n, used + n, position + max(rows, columns)
-    return positions, position
+        # text up to the next image, or to the end
+        text_end = pads[used] if used < len(pads) else len(ids)
+        count = text_end - at
+        positions[:, at:text_end] = position + np.arange(count)
+        at, position = text_end, position + count
+        if used == len(pads):
+            break
+        # one image
+        rows, columns = images[shown] if shown < len(images) else (0, 0)
+        count = rows * columns
+        stop = at + count
+        if count == 0 or stop > len(ids) or not (ids[at:stop] == image_pad).all():
+            raise ValueError(
+                f"image pads from token {at}: expected {rows} x {columns} for the next frame. A bundle's frames "
+                "must be those of its pads, in order; never cut a sequence inside an image"
+            )
+        row, column = np.indices((rows, columns)).reshape(2, count)
+        positions[0, at:stop] = position
+        positions[1, at:stop] = position + row
+        positions[2, at:stop] = position + column
+        at, used, position = stop, used + count, position + max(rows, columns)
+        shown += 1
+    return positions, position, shown
 
 
 def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed:
     """Lay bundles out as one sequence. `cell`: side in pixels of what becomes one visual token."""
-    ids, positions, sources, targets = ([np.zeros(0, np.int64)] for _ in range(4))
-    positions[0] = np.zeros((3, 0), np.int64)
+    # Each list begins with an empty piece, so that it can be joined also where there are no bundles.
+    nothing = np.zeros(0, np.int64)
+    ids, sources, targets = [nothing], [nothing], [nothing]
+    positions = [np.zeros((3, 0), np.int64)]
     segments: list[Segment] = []
-    end = 0
+    end = 0  # of what is laid out so far
     for bundle in bundles:
-        sizes = [
-            (clip.pixels.shape[1] // cell, clip.pixels.shape[2] // cell) for clip in bundle.frames for _ in clip.pixels
-        ]
-        images = iter(sizes)
+        images = []  # (rows, columns) of visual tokens
+        for clip in bundle.frames:
+            height, width = clip.pixels.shape[1:3]
+            images += [(height // cell, width // cell)] * len(clip.pixels)
+
+        # the prompt
         prompt = np.array(bundle.prompt, np.int64)
-        placed, after_prompt = rope_positions(prompt, images, image_pad, start=0)
-        start, end = end, end + len(prompt)
-        prompt_at = (start, end)
+        prompt_start, prompt_stop = end, end + len(prompt)
+        placed, after_prompt, shown = rope_positions(prompt, images, image_pad, start=0)
+        images = images[shown:]
         ids.append(prompt)
         positions.append(placed)
-        segments.append(Segment(*prompt_at, start, start))
+        segments.append(Segment(prompt_start, prompt_stop, prompt_start, prompt_start))
+        end = prompt_stop
+
+        # its suffixes: each follows the prompt, not the suffix that is laid out before it
         for suffix, mask in zip(bundle.suffixes, bundle.masks, strict=True):
-            if len(mask) != len(suffix):
-                raise ValueError(f"a suffix of {len(suffix)} tokens has a mask of {len(mask)}")
             if not bundle.prompt and mask[:1] == [1]:
                 raise ValueError("nothing stands before the first token of a row without a prompt: its mask must be 0")
-            suffix, wanted = np.array(suffix, np.int64), np.flatnonzero(mask)
+            suffix = np.array(suffix, np.int64)
             start, end = end, end + len(suffix)
-            before = np.arange(start, end) - 1
-            before[:1] = prompt_at[1] - 1  # it follows the prompt, not the suffix that is laid out before it
+            placed, _, shown = rope_positions(suffix, images, image_pad, start=after_prompt)
+            images = images[shown:]
             ids.append(suffix)
-            positions.append(rope_positions(suffix, images, image_pad, start=after_prompt)[0])
-            segments.append(Segment(start, end, *prompt_at))
+            positions.append(placed)
+            segments.append(Segment(start, end, prompt_start, prompt_stop))
+            before = np.arange(start, end) - 1
+            before[:1] = prompt_stop - 1
+            wanted = np.flatnonzero(mask)
             sources.append(before[wanted])
             targets.append(suffix[wanted])
-        if unused := sum(1 for _ in images):
-            raise ValueError(f"a bundle has {unused} frames more than images among its tokens")
-    if not end:  # every rank runs the model, also one that has nothing to do: over one token that nobody asks about
+        if images:
+            raise ValueError(f"a bundle has {len(images)} frames more than images among its tokens")
+
+    if end == 0:  # every rank runs the model, also one that has nothing to do: over one token that nobody asks about
         ids, positions, segments = [np.zeros(1, np.int64)], [np.zeros((3, 1), np.int64)], [Segment(0, 1, 0, 0)]
-    segments = [segment for segment in segments if segment.stop > segment.start]
-    flat_ids, flat_sources, flat_targets = map(np.concatenate, (ids, sources, targets))
-    return Packed(flat_ids, np.concatenate(positions, axis=1), segments, flat_sources, flat_targets)
+    return Packed(
+        ids=np.concatenate(ids),
+        positions=np.concatenate(positions, axis=1),
+        segments=[segment for segment in segments if segment.stop > segment.start],
+        sources=np.concatenate(sources),
+        targets=np.concatenate(targets),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ attention
@@ -128,91 +149,110 @@ class KeyLayout:
             self.masks = [_suffix_mask(s, where) if s.prompt_stop > s.prompt else None for s in segments]
             return
         # One call for all segments, whose keys must be consecutive: each suffix repeats its prompt's.
-        runs = [np.r_[s.prompt : s.prompt_stop, s.start : s.stop] for s in segments]
-        queries, keys = [s.stop - s.start for s in segments], [len(run) for run in runs]
-        self.keys = torch.from_numpy(np.concatenate(runs)).to(where)
-        self.query_ends, self.key_ends = (
-            torch.tensor([0, *itertools.accumulate(n)], dtype=torch.int32, device=where) for n in (queries, keys)
-        )
-        self.longest_query, self.longest_key = max(queries), max(keys)
+        keys, query_ends, key_ends = [], [0], [0]
+        for s in segments:
+            seen = np.concatenate([np.arange(s.prompt, s.prompt_stop), np.arange(s.start, s.stop)])
+            keys.append(seen)
+            query_ends.append(query_ends[-1] + s.stop - s.start)
+            key_ends.append(key_ends[-1] + len(seen))
+        self.keys = torch.from_numpy(np.concatenate(keys)).to(where)
+        self.query_ends = torch.tensor(query_ends, dtype=torch.int32, device=where)
+        self.key_ends = torch.tensor(key_ends, dtype=torch.int32, device=where)
+        self.longest_query = max(s.stop - s.start for s in segments)
+        self.longest_key = max(len(seen) for seen in keys)
 
 
 def group_packed_attention(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout, **_):
-    """transformers' attention interface: [1, heads, L, size] -> [1, L, heads, size], for text blocks only.
+    """Answer transformers' attention interface: [1, heads, L, size] -> [1, L, heads, size], for text blocks only.
 
-    `key_layout` comes down from Policy.forward as a keyword argument of every block; its name is nobody else's."""
-    if key_layout.kernel == "sdpa":
-        return _attend_by_segment(query, key, value, key_layout, scaling), None
-    if key_layout.kernel == "flash":
-        from flash_attn import flash_attn_varlen_func as attend
-
-        options = {"causal": True, "softmax_scale": scaling}
-    else:
-        from torch.nn.attention.varlen import varlen_attn as attend
-
-        options = {"window_size": (-1, 0), "scale": scaling, "enable_gqa": True}
-    # Both align the causal mask bottom-right: the last query of a segment sees all of its keys.
+    Policy.forward passes `layout` to every block as the keyword argument `key_layout`."""
+    layout = key_layout
+    if layout.kernel == "sdpa":
+        return _attend_by_segment(query, key, value, layout, scaling), None
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, size]
-    ends = (key_layout.query_ends, key_layout.key_ends, key_layout.longest_query, key_layout.longest_key)
-    return attend(query, key[key_layout.keys], value[key_layout.keys], *ends, **options)[None], None
+    key, value = key[layout.keys], value[layout.keys]
+    ends = (layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key)
+    return _attend_varlen(layout.kernel, query, key, value, ends, scaling, causal=True)[None], None
+
+
+class FrameLayout(NamedTuple):
+    """What `frames_flash_attention` needs beside the ends of the frames."""
+
+    kernel: str
+    longest: int  # patches of the largest frame
+
+
+def frames_flash_attention(
+    module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_layout: FrameLayout, **_
+):
+    """Let each frame attend to itself, all frames in one call: [1, heads, M, size] -> [1, M, heads, size].
+
+    transformers gives the frames' ends to functions whose name contains "flash"; others it calls once per frame."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [M, heads, size]
+    ends = (cu_seq_lens_q, cu_seq_lens_q, frame_layout.longest, frame_layout.longest)
+    return _attend_varlen(frame_layout.kernel, query, key, value, ends, scaling, causal=False)[None], None
+
+
+def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
+    """Run one kernel over all segments. A causal mask is aligned bottom-right: the last query sees all keys."""
+    if kernel == "flash":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(query, key, value, *ends, causal=causal, softmax_scale=scaling)
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if causal else (-1, -1)
+    return varlen_attn(query, key, value, *ends, window_size=window, scale=scaling, enable_gqa=True)
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:
     out = []
-    for (start, stop, prompt, prompt_stop), mask in zip(layout.segments, layout.masks):
-        keys, values = key[:, :, start:stop], value[:, :, start:stop]
+    for segment, mask in zip(layout.segments, layout.masks):
+        own, prompt = slice(segment.start, segment.stop), slice(segment.prompt, segment.prompt_stop)
+        keys, values = key[:, :, own], value[:, :, own]
         if mask is not None:
-            keys = torch.cat([key[:, :, prompt:prompt_stop], keys], dim=2)
-            values = torch.cat([value[:, :, prompt:prompt_stop], values], dim=2)
+            keys = torch.cat([key[:, :, prompt], keys], dim=2)
+            values = torch.cat([value[:, :, prompt], values], dim=2)
+        causal = mask is None
         attended = F.scaled_dot_product_attention(
-            query[:, :, start:stop],
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=True,
+            query[:, :, own], keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
         )  # [1, heads, stop - start, size]
         out.append(attended.transpose(1, 2))
     return torch.cat(out, dim=1)
 
 
 def _suffix_mask(segment: Segment, where: torch.device) -> Tensor:
-    """[suffix, prompt + suffix]: all of the prompt, and the suffix up to the query. (`is_causal` would align top-left.)"""
+    """Return [suffix, prompt + suffix]: all of the prompt, and the suffix up to the query. (`is_causal` would align
+    top-left.)"""
     seen, own = segment.prompt_stop - segment.prompt, segment.stop - segment.start
     return torch.ones(own, seen + own, dtype=torch.bool, device=where).tril(seen)
 
 
-def pick_kernel(wanted: str, where: torch.device, dtype: torch.dtype) -> str:
-    """The attention kernel that `wanted` means on this machine."""
+def pick_kernel(where: torch.device, dtype: torch.dtype) -> str:
+    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or one SDPA call per segment and frame."""
+    if where.type != "cuda" or dtype != torch.bfloat16:
+        return "sdpa"
     try:  # the package flash-attn-4 fills a folder of the same name, so ask for the function itself
         from flash_attn import flash_attn_varlen_func  # noqa: F401
 
-        flash = True
+        return "flash"
     except ImportError:
-        flash = False
-    fits = where.type == "cuda" and dtype == torch.bfloat16
-    usable = {"flash": flash and fits, "varlen": fits, "sdpa": True}
-    if wanted == "auto":
-        return next(kernel for kernel, ok in usable.items() if ok)
-    if not usable[wanted]:
-        raise ConfigError(
-            f"policy.attention = {wanted!r} needs {'flash-attn 2, ' * (wanted == 'flash')}a GPU and bf16, "
-            f"this is {where.type} in {dtype}; use `auto`"
-        )
-    return wanted
+        return "varlen"
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches
 
 
 def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Best-fit decreasing: indices of rows that share a micro-batch of at most `limit` tokens; a row is never split, and
-    one that is longer stands alone."""
+    """Return indices of rows that share a micro-batch of at most `limit` tokens, by best-fit decreasing: each row, the
+    longest first, goes where the least room stays. A row is never split, and one that is longer stands alone."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        best = min((b for b in range(len(bins)) if room[b] >= lengths[i]), key=lambda b: room[b], default=None)
+        best = None
+        for b in range(len(bins)):
+            if room[b] >= lengths[i] and (best is None or room[b] < room[best]):
+                best = b
         if best is None:
             best = len(bins)
             bins.append([])

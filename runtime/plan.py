@@ -1,19 +1,17 @@
-"""plan.py: will it fit, and how long will a step take? Answered from shapes alone, before any weight is loaded.
+"""plan.py: will it fit? Answered from shapes alone, before any weight is loaded. And MFU, from the same shapes.
 
-    print(plan_training(cfg.policy, gpus=7, tokens=16384).table(gpu_gib=80))
-    plan_engine(cfg.policy, gpus=1, rows=64, row_tokens=8192).check(gpu_gib=80)       # PlanError names the knob to turn
-    plan_step(cfg, trainers=7, engines=1, pace=Pace()).seconds(staleness=1)           # of an RL step, from stated speeds
+    plan = plan_training(cfg.policy, gpus=4, tokens=24576, visual_tokens=16384, reference=True)
+    print(plan.table(gpu_gib=80))       # a row per use of memory, the sum, and a warning if that is more than the card has
+    plan.check(gpu_gib=80)              # PlanError only where it cannot fit whatever the length of the micro-batches
 
-The sums are for FSDP2 with bf16 computation and fp32 master weights, as `policy.load` builds it. They are estimates: the
-largest unknown, the allocator's waste, is a row of its own.
+The sums are estimates for FSDP2 with bf16 computation and fp32 master weights, as `policy.load` builds it. Where there is
+a GPU, its own memory counts, not `gpu_gib`.
 
-Shapes: L tokens of a micro-batch, H hidden, I intermediate, V vocabulary; q and kv: width of all query and key heads.
+Deliberately missing: step times. configs/paragrpo_8b.yaml has the arithmetic of the 8B's.
 """
 
 import functools
 import math
-import shutil
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +23,13 @@ from runtime.settings import PolicyConfig
 
 GIB = 1 << 30
 
+_LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
+_SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+_ROPE = {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+
 
 def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: dict, tied: bool) -> dict:
-    """Qwen3VLConfig's arguments for one size of the family."""
+    """Return Qwen3VLConfig's arguments for one size of the family."""
     text = {
         "vocab_size": 151936,
         "hidden_size": hidden,
@@ -36,37 +38,19 @@ def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: d
         "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "head_dim": 128,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 5_000_000,
-            "mrope_section": [24, 20, 20],
-            "mrope_interleaved": True,
-        },
+        "rope_parameters": _ROPE,
     }
     vision = tower | {"num_heads": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
-_LARGE_TOWER = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "deepstack_visual_indexes": [8, 16, 24],
-}
-_SMALL_TOWER = {
-    "depth": 24,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "deepstack_visual_indexes": [5, 11, 17],
-}
 # Checkpoints that --dry-run knows without their config.json.
 PUBLISHED = {
     "Qwen/Qwen3-VL-8B-Instruct": _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False),
-    "Qwen/Qwen3-VL-4B-Instruct": _published(2560, 9728, 36, 32, _SMALL_TOWER, tied=True),
     "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
 }
 # Dense bf16 TFLOPS of a GPU, by a part of the name that CUDA gives it.
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312}
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
 
 
 class PlanError(ValueError):
@@ -89,38 +73,43 @@ class Shapes:
         return self.parameters - self.trained
 
 
+def model_config(cfg: PolicyConfig) -> Qwen3VLConfig:
+    """Read the checkpoint's sizes; before it is there, those of the family that the config names."""
+    for name in (cfg.checkpoint, cfg.family):
+        if name and (Path(name) / "config.json").exists():
+            return AutoConfig.from_pretrained(name)
+        if name in PUBLISHED:
+            return Qwen3VLConfig(**PUBLISHED[name])
+    raise PlanError(
+        f"{cfg.checkpoint}: the plan needs its config.json, or policy.family set to one of {', '.join(PUBLISHED)}"
+    )
+
+
 @functools.cache
 def shapes(cfg: PolicyConfig) -> Shapes:
-    """Count on the meta device, in well under a second for any size."""
-    for name in filter(None, (cfg.checkpoint, cfg.family)):
-        if (Path(name) / "config.json").exists():
-            config = AutoConfig.from_pretrained(name)
-            break
-        if name in PUBLISHED:
-            config = Qwen3VLConfig(**PUBLISHED[name])
-            break
-    else:
-        raise PlanError(
-            f"{cfg.checkpoint}: the plan needs its config.json; run the training first that leaves it there, or set "
-            f"policy.family to a checkpoint whose shapes are known: {', '.join(PUBLISHED)}"
-        )
+    """Count on the meta device."""
+    config = model_config(cfg)
     policy = empty(config, cfg)
 
     def count(module, trained_only=False):
         return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained_only)
 
-    trained, layer = count(policy, trained_only=True), count(policy.text.layers[0])
-    blocks = count(policy.text.layers) + (0 if policy.vision_frozen else count(policy.vision.blocks))
+    trained = count(policy, trained_only=True)
+    blocks = count(policy.text.layers)
+    if not policy.vision_frozen:
+        blocks += count(policy.vision.blocks)
+    layer = count(policy.text.layers[0])
     return Shapes(config.text_config, config.vision_config, count(policy), trained, layer, trained - blocks)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the plan, for one GPU."""
+    """One use of memory, for one GPU."""
 
     what: str
     bytes: float
     knob: str = ""  # what makes it smaller
+    held: bool = False  # from the first step to the last, whatever the micro-batches: weights and the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -135,97 +124,123 @@ class Plan:
         return sum(row.bytes for row in self.rows) / GIB
 
     def table(self, gpu_gib: float) -> str:
-        lines = [f"  {row.what:<58}{row.bytes / GIB:>8.1f} GiB" for row in self.rows]
-        return "\n".join([self.title, *lines, f"  {'sum':<58}{self.gib:>8.1f} GiB of {gpu_gib:g}"])
+        """Return the rows and their sum; where it is more than the card has, also a warning."""
+        card = card_gib(gpu_gib)
+        lines = [self.title]
+        for row in self.rows:
+            lines.append(f"  {row.what:<58}{row.bytes / GIB:>8.1f} GiB")
+        lines.append(f"  {'sum':<58}{self.gib:>8.1f} GiB of {card:.4g}")
+        if self.gib > card:
+            lines.append(f"  WARNING: may run out of memory. What helps most: {knobs(self.rows)}")
+        return "\n".join(lines)
 
     def check(self, gpu_gib: float) -> None:
-        if self.gib <= gpu_gib:
-            return
-        rows = sorted((row for row in self.rows if row.knob), key=lambda row: -row.bytes)[:3]
-        knobs = "; ".join(f"{row.knob} ({row.what}: {row.bytes / GIB:.1f} GiB)" for row in rows)
-        raise PlanError(f"{self.title}: {self.gib:.1f} GiB do not fit into {gpu_gib:g} GiB. What helps most: {knobs}")
+        """Refuse what is impossible: weights and optimizer state alone are larger than the card."""
+        card = card_gib(gpu_gib)
+        held = [row for row in self.rows if row.held]
+        gib = sum(row.bytes for row in held) / GIB
+        if gib > card:
+            raise PlanError(
+                f"{self.title}: weights and optimizer state, {gib:.1f} GiB, do not fit into {card:.4g} GiB. "
+                f"What helps most: {knobs(held)}"
+            )
+
+
+def card_gib(gpu_gib: float) -> float:
+    """Return the memory of this machine's GPU; where there is none, what the config says of the node's."""
+    if not torch.cuda.is_available():
+        return gpu_gib
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
+
+
+def knobs(rows: list[Row]) -> str:
+    """Name what makes the three largest rows smaller."""
+    turnable = [row for row in rows if row.knob]
+    turnable.sort(key=lambda row: -row.bytes)
+    return "; ".join(f"{row.knob} ({row.what}: {row.bytes / GIB:.1f} GiB)" for row in turnable[:3])
 
 
 def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int = 0, reference: bool = False) -> Plan:
-    """A training GPU of `gpus`, at micro-batches of `tokens`, of which `visual_tokens` come from frames."""
+    """Plan a training GPU of `gpus`, at micro-batches of `tokens`, of which `visual_tokens` come from frames."""
     s = shapes(cfg)
-    fewer = "more GPUs, or policy.freeze = [vision]" if not s.frozen else "more GPUs"
+    layers, hidden, block = s.text.num_hidden_layers, s.text.hidden_size, block_bytes(s.text)
+    fewer = "more GPUs" if s.frozen else "more GPUs, or policy.freeze = [vision]"
+    shorter = "fewer tokens per micro-batch"
+
+    # held from the first step to the last
     rows = [
-        Row("master weights, fp32, sharded", 4 * s.trained / gpus, fewer),
-        Row("gradients, fp32, sharded", 4 * s.trained / gpus, fewer),
-        Row("AdamW's two moments, fp32, sharded", 8 * s.trained / gpus, fewer),
-        # Weights and gradients of the root; of blocks, two gathered, one gradient in bf16 and one in fp32.
-        Row("gathered bf16 weights, gradients being reduced", 4 * s.root + 10 * s.layer),
+        Row("master weights, fp32, sharded", 4 * s.trained / gpus, fewer, held=True),
+        Row("gradients, fp32, sharded", 4 * s.trained / gpus, fewer, held=True),
+        Row("AdamW's two moments, fp32, sharded", 8 * s.trained / gpus, fewer, held=True),
     ]
     if s.frozen:
-        rows.append(Row("frozen vision tower, bf16, whole", 2 * s.frozen))
+        rows.append(Row("frozen vision tower, bf16, whole", 2 * s.frozen, held=True))
     if reference:
-        rows.append(Row("reference policy, bf16", 2 * s.trained / gpus, "kl coefficient 0, or more GPUs"))
-    one = tokens * block_bytes(s.text)
-    layers = s.text.num_hidden_layers
-    shorter = "fewer tokens per micro-batch"
+        rows.append(Row("reference policy, bf16", 2 * s.trained / gpus, "kl = 0, or more GPUs", held=True))
+
+    # kept from the forward pass to the backward pass
+    rows.append(Row("embeddings and head: bf16 weights and gradients, whole", 4 * s.root))
     if cfg.activation_checkpointing:
-        kept = 2 * s.text.hidden_size * layers * tokens
-        rows.append(Row(f"inputs of {layers} blocks at {tokens} tokens", kept, shorter))
-        rows.append(Row("activations of the block in its backward pass", 1.5 * one, shorter))
+        rows.append(Row(f"inputs of {layers} blocks at {tokens} tokens", 2 * hidden * layers * tokens, shorter))
     else:
-        kept = one * layers
-        rows.append(
-            Row(f"activations of {layers} blocks at {tokens} tokens", kept, "policy.activation_checkpointing = true")
-        )
-    rows.append(Row("embeddings and final norm", 16 * s.text.hidden_size * tokens, shorter))
-    # bf16 and fp32 logits, the scaled copy, their exponentials and their gradients.
-    logits = 22 * min(cfg.logit_chunk, tokens) * s.text.vocab_size
-    rows.append(Row(f"logits of {cfg.logit_chunk} targets", logits, "a smaller policy.logit_chunk"))
-    rows.append(Row("visual features", _feature_bytes(s, visual_tokens), "fewer or smaller frames"))
-    rows.append(Row("vision tower at work", _tower_bytes(s, cfg, visual_tokens), "fewer or smaller frames"))
+        recompute = "policy.activation_checkpointing = true"
+        rows.append(Row(f"activations of {layers} blocks at {tokens} tokens", block * layers * tokens, recompute))
+    features = 2 * (1 + len(s.vision.deepstack_visual_indexes)) * hidden * visual_tokens
+    rows.append(Row("embeddings, final norm and visual features", 16 * hidden * tokens + features, shorter))
+
+    # One after the other: only the larger of these two counts. (The frozen tower's moment is smaller.)
+    # A block in its backward pass: two gathered, one gradient in bf16 and one in fp32, what it computes again.
+    again = 1.5 * block * tokens if cfg.activation_checkpointing else 0
+    backward = Row("at the fullest moment: a block in its backward pass", 10 * s.layer + again, shorter)
+    # Logits: bf16 and fp32, the scaled copy, their exponentials and their gradients. The head's gradient: a chunk's in
+    # bf16, the sum in fp32.
+    chunk = 22 * min(cfg.logit_chunk, tokens) * s.text.vocab_size + 6 * s.text.vocab_size * hidden
+    logits = Row(f"at the fullest moment: logits of {cfg.logit_chunk} targets", chunk, "a smaller policy.logit_chunk")
+    rows.append(max(backward, logits, key=lambda row: row.bytes))
+
+    # A guess until a GPU was seen: CUDA, NCCL and cuBLAS hold about 3 GiB that PyTorch's allocator does not count; 5 % of
+    # what it counts lies between tensors of different lengths.
     used = sum(row.bytes for row in rows)
-    rows.append(Row("CUDA and NCCL, and 5 % of waste", 3 * GIB + 0.05 * used))
+    rows.append(Row("overhead: CUDA, NCCL, cuBLAS, and 5 % between tensors", 3 * GIB + 0.05 * used))
     return Plan(f"training, each of {gpus} GPUs", rows)
 
 
-def plan_updates(cfg, gpus: int, engine: bool = True) -> Plan:
-    """`plan_training` of an RLConfig: a micro-batch full of frames, or one episode that fills its context; and the engine,
+def plan_updates(cfg, gpus: int) -> Plan:
+    """Plan an RLConfig's training: a micro-batch full of frames, or one episode that fills its context; and the engine,
     where the ranks sample for themselves."""
     longest = max(cfg.train_tokens, cfg.rollout.max_context)
     plan = plan_training(cfg.policy, gpus, longest, cfg.train_tokens, reference=cfg.kl > 0)
-    if engine and not (cfg.rollout.gpus or cfg.rollout.urls):
+    if not cfg.rollout.gpus and not cfg.rollout.urls:
         s = shapes(cfg.policy)
-        own = 2 * s.parameters + cfg.rollout.max_batch_tokens * kv_bytes_per_token(s.text)
-        plan.rows.append(Row("engine in this process", own, "rollout.gpus, or fewer rollout.max_batch_tokens"))
+        cache = cfg.rollout.max_batch_tokens * kv_bytes_per_token(s.text)
+        plan.rows.append(Row("weights of the engine in this process", 2 * s.parameters, "rollout.gpus", held=True))
+        plan.rows.append(Row("its KV cache", cache, "fewer rollout.max_batch_tokens"))
     return plan
 
 
 def plan_engine(cfg: PolicyConfig, gpus: int, rows: int, row_tokens: int) -> Plan:
-    """An engine with a whole copy of the weights per GPU that holds `rows` sequences of `row_tokens` among its GPUs."""
+    """Plan engines with a whole copy of the weights per GPU that hold `rows` sequences of `row_tokens` among them."""
     s = shapes(cfg)
-    here = -(-rows // gpus)
+    here = math.ceil(rows / gpus)
     cache = here * row_tokens * kv_bytes_per_token(s.text)
-    fewer = "fewer concurrent rollouts, fewer tokens per rollout, or more engine GPUs"
-    return Plan(
-        f"engine, each of {gpus} GPUs",
-        [
-            Row("weights, bf16", 2 * s.parameters),
-            Row(f"KV cache of {here} x {row_tokens} tokens", cache, fewer),
-            Row("CUDA graphs and activations", 6 * GIB),
-        ],
-    )
+    uses = [
+        Row("weights, bf16", 2 * s.parameters, "a smaller model, or a larger card", held=True),
+        Row(f"KV cache of {here} x {row_tokens} tokens", cache, "fewer concurrent rollouts, or more engine GPUs"),
+        Row("CUDA graphs and activations", 6 * GIB),
+    ]
+    return Plan(f"engine, each of {gpus} GPUs", uses)
 
 
 def engine_load(cfg) -> tuple[int, int]:
-    """(rows, tokens of each) that the engine of an RLConfig holds."""
+    """Return (rows, tokens of each) that the engine of an RLConfig holds."""
     rows = min(cfg.rollout.concurrency, cfg.batch_tasks * cfg.group_size)
     # A group shares its prompt's keys (about 80 tokens a frame); each episode is given two full turns.
     return rows, cfg.visual.overview_frames * 80 // cfg.group_size + 2 * cfg.rollout.max_new_tokens
 
 
-def plan_disk(cfg: PolicyConfig, run: str | Path, keep: int) -> str:
-    """What the training states of a run take: fp32 weights and two moments, `keep` of them and one being written."""
-    needed = 12 * shapes(cfg).trained * (keep + 1) / GIB
-    folder = next(path for path in (Path(run).absolute(), *Path(run).absolute().parents) if path.exists())
-    free = shutil.disk_usage(folder).free / GIB
-    cure = ": lower `keep`, or set `run`" if free < needed else ""
-    return f"disk: {keep + 1} training states take {needed:.1f} GiB, {free:.1f} are free in {folder}{cure}"
+def plan_disk(cfg: PolicyConfig, keep: int) -> str:
+    """Weigh a run's training states, fp32 weights and two moments: `keep` of them and one being written."""
+    return f"disk: {keep + 1} training states take {12 * shapes(cfg).trained * (keep + 1) / GIB:.1f} GiB"
 
 
 def kv_bytes_per_token(text) -> int:
@@ -233,170 +248,22 @@ def kv_bytes_per_token(text) -> int:
 
 
 def block_bytes(text) -> int:
-    """What one text block keeps of one token for its backward pass, in bf16 with fp32 norms."""
+    """Count what one text block keeps of one token for its backward pass, in bf16 with fp32 norms."""
     q, kv = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
     # 16 H: two norms and their inputs. q and kv: head norms, rotary, attention; the prompt's keys are repeated for its
     # suffixes, here taken as 4 copies. 8 I: gate, its activation, up, and their product.
     return 16 * text.hidden_size + 12 * q + (10 + 4 * 4) * kv + 8 * text.intermediate_size
 
 
-def _feature_bytes(s: Shapes, tokens: int) -> int:
-    return 2 * (1 + len(s.vision.deepstack_visual_indexes)) * s.text.hidden_size * tokens
-
-
-def _tower_bytes(s: Shapes, cfg: PolicyConfig, tokens: int) -> int:
-    v = s.vision
-    patches = v.spatial_merge_size**2 * tokens
-    block = 16 * v.hidden_size + 12 * v.hidden_size + 6 * v.intermediate_size
-    pixels = 4 * v.in_channels * v.temporal_patch_size * v.patch_size**2
-    if s.frozen:
-        kept = 0
-    elif cfg.activation_checkpointing:
-        kept = 2 * v.hidden_size * v.depth
-    else:
-        kept = block * v.depth
-    return patches * (pixels + block + kept)
-
-
-def training_flops(cfg: PolicyConfig, tokens: int, passes: int = 6) -> float:
-    """Of `tokens` packed tokens: 2 N forward, 4 N backward, 2 N more for each further forward pass. Matrix products
-    only; at these lengths attention adds little."""
-    s = shapes(cfg)
-    return passes * (s.trained - s.text.vocab_size * s.text.hidden_size) * tokens
-
-
-def training_seconds(
-    cfg: PolicyConfig, gpus: int, tokens: int, tflops: float = 989.0, mfu: float = 0.3, more_passes: int = 0
-) -> float:
-    """Forward and backward of a step, shared out over the GPUs (default: H100, bf16); `mfu` counts what is computed.
-    `more_passes`: forward passes on top, such as the reference's."""
-    passes = (8 if cfg.activation_checkpointing else 6) + 2 * more_passes
-    return training_flops(cfg, tokens, passes) / (gpus * tflops * 1e12 * mfu)
-
-
 def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:
-    """MFU: the useful share of the GPUs' peak, where that peak is known; nothing on a CPU."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peak = next((tflops for part, tflops in PEAK_TFLOPS.items() if part in name), None)
-    return {"mfu": training_flops(cfg, tokens) / (gpus * peak * 1e12 * seconds)} if peak else {}
-
-
-# ------------------------------------------------------------------------------------------------ a step of RL
-
-
-@dataclass(frozen=True)
-class Pace:
-    """What the plan of a step assumes: speeds of one GPU (an H100 with an 8B in bf16), and what an episode is like."""
-
-    decode_tokens_per_second: float = 2500.0
-    """Sampled by a full engine GPU ..."""
-    stream_tokens_per_second: float = 100.0
-    """... and in a single sequence. The longest episode of a batch fills one turn (rollout.max_new_tokens) at this."""
-    prefill_tokens_per_second: float = 10_000.0
-    """Read by an engine GPU, its vision tower included."""
-    tool_seconds: float = 2.0
-    """Per round of calls: decoding the windows, HTTP, our own Python."""
-    tflops: float = 989.0
-    """Dense bf16 peak of a training GPU ..."""
-    mfu: float = 0.3
-    """... and the share of it that training reaches, counting what is computed, recomputation included."""
-    publish_gb_per_second: float = 2.0
-    """Of the bf16 weights, from the trainers' shards into every server."""
-    sampled_tokens: float = 500.0
-    """Of the main agent, per episode."""
-    rounds: float = 1.0
-    """Of calls, per episode."""
-    calls: float = 2.0
-    """Per round."""
-    report_tokens: float = 150.0
-    text_tokens: float = 600.0
-    """Of a prompt: system, tools, question."""
-    stamp_tokens: float = 8.0
-    """Per frame, beside its visual tokens: the stamp and the marks around the image."""
-
-    def __post_init__(self):
-        may_be_zero = ("tool_seconds", "rounds", "calls")
-        for name, value in vars(self).items():
-            if value < 0 or (value == 0 and name not in may_be_zero):
-                raise PlanError(f"{name} = {value:g}: must be positive" + ", or 0" * (name in may_be_zero))
-
-
-@dataclass(frozen=True)
-class Step:
-    """Seconds of the phases of an RL step."""
-
-    rollout: float
-    training: float
-    publish: float
-
-    def seconds(self, staleness: int) -> float:
-        """0: one after the other. 1: the next batch is sampled while this one trains; weights wait for both."""
-        both = max(self.rollout, self.training) if staleness else self.rollout + self.training
-        return both + self.publish
-
-
-UNCOUNTED = "the frozen vision tower's pass in training, rewards, AdamW's step, communication that is not hidden"
-
-
-def plan_step(cfg, trainers: int, engines: int, pace: Pace) -> Step:
-    """A step of an RLConfig on so many training and rollout GPUs."""
-    frame = cfg.visual.frame_pixels / cfg.visual.cell**2 + pace.stamp_tokens
-    prompt = pace.text_tokens + frame * statistics.fmean(cfg.gating or (cfg.visual.overview_frames,))
-    calls = pace.rounds * pace.calls if cfg.rollout.dispatch != "none" else 0.0
-    crop = frame * cfg.visual.crop_max_frames
-    episodes = cfg.batch_tasks * cfg.group_size
-
-    # Requests go to the least busy server, so each server reads a group's prompt once, up to G servers.
-    read = cfg.batch_tasks * min(cfg.group_size, engines) * prompt + episodes * calls * (crop + pace.report_tokens)
-    sampled = episodes * (pace.sampled_tokens + calls * pace.report_tokens)
-    rollout = read / (engines * pace.prefill_tokens_per_second) + max(
-        sampled / (engines * pace.decode_tokens_per_second),
-        cfg.rollout.max_new_tokens / pace.stream_tokens_per_second,
-    )
-    rollout += pace.tool_seconds * pace.rounds * (calls > 0)
-
-    group = prompt + cfg.group_size * (pace.sampled_tokens + calls * pace.report_tokens)
-    if cfg.rollout.subagents.train:
-        group += cfg.group_size * calls * (crop + pace.report_tokens)
-    # A task trains where it was sampled, and all ranks wait for the last.
-    fullest = math.ceil(cfg.batch_tasks / trainers)
-    more = (cfg.kl > 0) + (cfg.minibatches > 1)  # the reference, pi_prox
-    training = training_seconds(cfg.policy, 1, round(fullest * group), pace.tflops, pace.mfu, more)
-    publish = 2 * shapes(cfg.policy).parameters / (pace.publish_gb_per_second * 1e9)
-    return Step(rollout, training, publish)
-
-
-RELEASED, AIM = 250.0, 50.0  # seconds for 56 episodes: the released recipe on 7 + 1 GPUs, and what we aim at
-
-
-@dataclass(frozen=True)
-class Split:
-    """One way to share out the GPUs of a node."""
-
-    trainers: int
-    engines: int
-    step: Step
-    training_gib: float
-    engine_gib: float
-
-    def fits(self, gpu_gib: float) -> bool:
-        return max(self.training_gib, self.engine_gib) <= gpu_gib
-
-
-def plan_splits(cfg, gpus: int, pace: Pace) -> list[Split]:
-    """All of them, for an RLConfig."""
-    if gpus < 2:
-        raise PlanError(f"{gpus} GPUs: a split needs 2, to train and to sample; `rl.py CONFIG --dry-run` plans one")
-    found = []
-    for t in range(1, gpus):
-        training = plan_updates(cfg, t, engine=False)
-        engine = plan_engine(cfg.policy, gpus - t, *engine_load(cfg))
-        found.append(Split(t, gpus - t, plan_step(cfg, t, gpus - t, pace), training.gib, engine.gib))
-    return found
-
-
-def best_split(splits: list[Split], staleness: int, gpu_gib: float) -> Split:
-    fitting = [split for split in splits if split.fits(gpu_gib)]
-    if not fitting:
-        raise PlanError(f"no split fits into {gpu_gib:g} GiB; `rl.py CONFIG --dry-run` says what to change")
-    return min(fitting, key=lambda split: split.step.seconds(staleness))
+    """Return MFU, the useful share of the GPUs' peak, where that peak is known; nothing on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    s = shapes(cfg)
+    # 2 N for the forward pass of a token and 4 N for its backward pass. Attention adds little at these lengths.
+    flops = 6 * (s.trained - s.text.vocab_size * s.text.hidden_size) * tokens
+    name = torch.cuda.get_device_name()
+    for part, tflops in PEAK_TFLOPS.items():
+        if part in name:
+            return {"mfu": flops / (gpus * tflops * 1e12 * seconds)}
+    return {}

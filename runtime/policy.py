@@ -8,11 +8,11 @@
     norm = optimizer_step(policy, optimizer, OptimConfig(), step, steps)
 
 One forward serves the training pass, the reference and the check of the engine's log-probs. It reads several bundles
-as one flat sequence in which the prompt of a group stands once (packing.py), so frames and prompt are computed once for
-all G rollouts. Logits exist for one chunk of target tokens at a time, in the backward pass too.
+as one flat sequence in which the prompt of a group stands once (packing.py). Logits exist for one chunk of target tokens
+at a time, in the backward pass too.
 
-Ranks shard the text blocks with FSDP2; gradients of all ranks add up (a loss divides by the count of all ranks), and
-each forward runs the same collectives whatever it is given: no bundles, no images, no targets.
+Ranks shard the text blocks with FSDP2. Gradients of all ranks add up (a loss divides by the count of all ranks). Each
+forward runs the same collectives whatever it is given: no bundles, no images, no targets.
 
 Deliberately missing: tensor and sequence parallelism, LoRA, the video channel, attention dropout.
 
@@ -20,6 +20,7 @@ Shapes: L tokens of the packed sequence, N target tokens, H hidden, V vocabulary
 """
 
 import functools
+import importlib.metadata
 import json
 import math
 from collections.abc import Sequence
@@ -38,12 +39,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from runtime.config import ConfigError
-from runtime.contract import Bundle, patchify
-from runtime.distributed import checkpoint_dir, device
-from runtime.packing import KeyLayout, group_packed_attention, pack_bundles, pick_kernel
+from runtime.contract import Bundle, patch_tensors
+from runtime.distributed import checkpoint_dir, device, print0
+from runtime.packing import (
+    FrameLayout,
+    KeyLayout,
+    frames_flash_attention,
+    group_packed_attention,
+    pack_bundles,
+    pick_kernel,
+)
 from runtime.settings import OptimConfig, PolicyConfig
 from runtime.video import Frames
 
+TESTED = {"torch": ((2, 11), (2, 13)), "transformers": ((5, 12), (5, 17))}  # the oldest and the newest version
 # Keep the inputs, compute the rest again in the backward pass; nothing here draws random numbers.
 recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -64,7 +73,8 @@ class Policy(nn.Module):
     def __init__(self, model: Qwen3VLForConditionalGeneration, cfg: PolicyConfig, never_sampled: Sequence[int] = ()):
         super().__init__()
         self.model, self.cfg, self.never_sampled = model, cfg, list(never_sampled)
-        self.dtype, self.kernel = torch.float32, "sdpa"  # of computation
+        self.dtype = torch.float32  # of computation; `load` sets it and the kernel
+        self.use_kernel("sdpa")
         self.vision_frozen = "vision" in cfg.freeze
         self.patch, self.merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
         # Patches come flattened, so their convolution is a matrix product; Conv3d is several times slower.
@@ -83,67 +93,80 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return self.text.norm.weight.device
 
+    def use_kernel(self, kernel: str) -> None:
+        """Choose what computes attention: "sdpa" in a call per segment or frame, the others in one call for all."""
+        self.kernel = kernel
+        self.vision.config._attn_implementation = "sdpa" if kernel == "sdpa" else "frames_flash"
+
     def encode(self, bundles: Sequence[Bundle]) -> list[Tensor]:
-        """Visual features [1 + D, M, H] of each bundle, for `forward`; they hold as long as the vision tower does."""
-        if not self.vision_frozen:
-            raise RuntimeError("features of a vision tower that trains belong to one pass: let forward compute them")
+        """Return the visual features [1 + D, M, H] of each bundle, for `forward`. Only for a frozen tower."""
         return [self._see(bundle.frames) for bundle in bundles]
 
     def forward(
         self, bundles: Sequence[Bundle], temperature: float = 1.0, features: Sequence[Tensor] | None = None
     ) -> Scores:
-        """log softmax(logits / temperature) of every token whose mask is 1, given what stands before it."""
+        """Score every token whose mask is 1, given what stands before it: log softmax(logits / temperature)."""
+        # lay the bundles out as one sequence, each prompt once
         image_pad = self.model.config.image_token_id
         packed = pack_bundles(bundles, image_pad, self.patch * self.merge)
-        if forbidden := sorted(set(self.never_sampled) & set(packed.targets.tolist())):
-            raise ValueError(f"tokens {forbidden} have mask 1, but they are never sampled: their mask must be 0")
-        where = self.device
-        ids, positions, sources, targets = (
-            torch.from_numpy(x).to(where) for x in (packed.ids, packed.positions, packed.sources, packed.targets)
-        )
-        if features is None:
-            visual = self._see([clip for bundle in bundles for clip in bundle.frames])
-        else:
-            visual = torch.cat([self._see([]), *features], dim=1)  # [1 + D, M, H]
+        forbidden = set(self.never_sampled) & set(packed.targets.tolist())
+        if forbidden:
+            raise ValueError(f"tokens {sorted(forbidden)} have mask 1, but they are never sampled")
+        ids = torch.from_numpy(packed.ids).to(self.device)  # [L]
+        positions = torch.from_numpy(packed.positions).to(self.device)  # [3, L]
+        sources = torch.from_numpy(packed.sources).to(self.device)  # [N]
+        targets = torch.from_numpy(packed.targets).to(self.device)  # [N]
 
+        # look at the frames, unless the caller has done so
+        if features is None:
+            visual = self._see([clip for bundle in bundles for clip in bundle.frames])  # [1 + D, M, H]
+        else:
+            visual = torch.cat([self._see([]), *features], dim=1)
+
+        # embed the tokens, and put the frames where their pads are
         pads = (ids == image_pad)[None]  # [1, L]
         hidden = self.text.embed_tokens(ids)[None]  # [1, L, H]
         hidden = hidden.masked_scatter(pads[..., None], visual[0].to(hidden.dtype))
+
+        # run the text model, and keep what predicts a target
         hidden = self.text(
             inputs_embeds=hidden,
             # Three rows: with a fourth, transformers takes restarted positions for separate sequences.
             position_ids=positions[:, None],  # [3, 1, L]
             visual_pos_masks=pads,
             deepstack_visual_embeds=list(visual[1:]),
-            key_layout=KeyLayout(packed.segments, self.kernel, where),
+            key_layout=KeyLayout(packed.segments, self.kernel, self.device),
             use_cache=False,
         ).last_hidden_state[0, sources]  # [N, H]
 
-        # An empty split is one empty chunk: without targets the head still takes part in the graph.
-        chunks = zip(hidden.split(self.cfg.logit_chunk), targets.split(self.cfg.logit_chunk))
-        scored = [recompute(self._score, *chunk, temperature) for chunk in chunks]
-        return Scores(*(torch.cat(column) for column in zip(*scored)))
+        # score chunk by chunk
+        score = functools.partial(self._score, temperature=temperature)
+        return Scores(*_ChunkedScores.apply(hidden, self.model.lm_head.weight, targets, score, self.cfg.logit_chunk))
 
     def _see(self, clips: Sequence[Frames]) -> Tensor:
-        """Frames -> [1 + D, M, H]: the embeddings that replace their pads, then the D DeepStack levels."""
-        vision, text = self.vision, self.text
-        count = sum(len(clip.pixels) for clip in clips)
-        if not count:
-            if self.vision_frozen:
-                levels = 1 + len(vision.deepstack_visual_indexes)
-                return torch.zeros(levels, 0, text.config.hidden_size, dtype=self.dtype, device=self.device)
+        """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
+        nothing = not any(len(clip.pixels) for clip in clips)
+        if nothing and self.vision_frozen:
+            levels = 1 + len(self.vision.deepstack_visual_indexes)
+            return torch.zeros(levels, 0, self.text.config.hidden_size, dtype=self.dtype, device=self.device)
+        if nothing:
             # The tower runs on every rank in every pass; of a blank frame no row is used, and its gradients are zero.
             side = self.patch * self.merge
             clips = [Frames(np.zeros((1, side, side, 3), np.uint8), (0.0,))]
-        patches, grid = (torch.from_numpy(x).to(self.device) for x in patchify(clips, self.patch, self.merge))
+        patches, grid = patch_tensors(clips, self.patch, self.merge, self.device)
+        options = {}
+        if self.kernel != "sdpa":
+            longest = int(grid.prod(axis=1).max())  # here on the host: on the GPU each layer would wait for it
+            options = {"frame_layout": FrameLayout(self.kernel, longest)}
+        grid = torch.from_numpy(grid).to(self.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
-            seen = vision(patches, grid_thw=grid)
+            seen = self.vision(patches, grid_thw=grid, **options)
         visual = torch.stack([seen.pooler_output, *seen.deepstack_features])
-        return visual if count else visual[:, :0]
+        return visual[:, :0] if nothing else visual
 
-    def _score(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of one chunk: [n, H], [n] -> [n], [n]."""
-        logits = self.model.lm_head(hidden).float() / temperature  # [n, V]
+    def _score(self, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of one chunk: [n, H], [V, H], [n] -> [n], [n]."""
+        logits = F.linear(hidden, head).float() / temperature  # [n, V]
         # The engine bans these ids, so its softmax has no mass on them either. Finite, since 0 * inf is nan.
         logits[:, self.never_sampled] = torch.finfo(torch.float32).min
         total = logits.logsumexp(-1)
@@ -153,6 +176,44 @@ class Policy(nn.Module):
         return logprobs, entropies
 
 
+class _ChunkedScores(torch.autograd.Function):
+    """Score chunk by chunk, and again chunk by chunk in the backward pass, so that logits exist for one chunk at a time.
+
+    (`recompute` would let autograd sum the head's gradient over the chunks in the head's dtype: bf16 loses what is small
+    beside the sum.)"""
+
+    @staticmethod
+    def forward(ctx, hidden, head, targets, score, chunk):
+        ctx.save_for_backward(hidden, head, targets)
+        ctx.score, ctx.chunk = score, chunk
+        logprobs, entropies = [], []
+        # An empty split is one empty chunk: without targets the head still takes part in the graph.
+        for h, t in zip(hidden.split(chunk), targets.split(chunk)):
+            chunk_logprobs, chunk_entropies = score(h, head, t)
+            logprobs.append(chunk_logprobs)
+            entropies.append(chunk_entropies)
+        logprobs, entropies = torch.cat(logprobs), torch.cat(entropies)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        hidden, head, targets = ctx.saved_tensors
+        hidden_grads, head_grad = [], None
+        chunks = list(zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), grad.split(ctx.chunk)))
+        for h, t, g in reversed(chunks):  # the order in which autograd would do it
+            with torch.enable_grad():
+                h, w = h.detach().requires_grad_(), head.detach().requires_grad_()
+                logprobs, _ = ctx.score(h, w, t)
+                h_grad, w_grad = torch.autograd.grad(logprobs, (h, w), g)
+            hidden_grads.append(h_grad)
+            if head_grad is None:
+                head_grad = w_grad.float()
+            else:
+                head_grad += w_grad
+        return torch.cat(hidden_grads[::-1]), head_grad.to(head.dtype), None, None, None
+
+
 # ------------------------------------------------------------------------------------------------ loading
 
 
@@ -160,52 +221,79 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     """Build the policy on the meta device, shard it, then let every rank read its own rows of each weight.
 
     `train=False` holds the weights in the dtype of computation and without gradient: the reference policy."""
+    check_versions()
     path, where = checkpoint_dir(cfg.checkpoint), device()
     bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and where.type == "cuda")
     dtype = torch.bfloat16 if bf16 else torch.float32
-    if train and bf16 and not dist.is_initialized():
-        raise ConfigError(
-            f"policy.dtype = {cfg.dtype!r}: training in bf16 keeps its fp32 master weights in FSDP2: call init_distributed() "
-            "before load, which needs torchrun or a GPU; on a CPU use fp32"
-        )
+    if train and bf16 and not dist.is_initialized():  # mixed precision lives in FSDP2
+        raise ConfigError(f"policy.dtype = {cfg.dtype!r}: training in bf16 needs torchrun or a GPU; on a CPU use fp32")
+    # shapes and dtypes
     policy = empty(AutoConfig.from_pretrained(path), cfg, never_sampled)
-    policy.dtype, policy.kernel = dtype, pick_kernel(cfg.attention, where, dtype)
+    policy.dtype = dtype
+    policy.use_kernel(pick_kernel(where, dtype))
     if not train:
         policy.requires_grad_(False).to(dtype)
     if policy.vision_frozen:
         policy.vision.to(dtype)
-    blocks = [*policy.text.layers, *([] if policy.vision_frozen else policy.vision.blocks)]
+
+    # blocks that are recomputed, then sharded
+    blocks = list(policy.text.layers)
+    if not policy.vision_frozen:
+        blocks += policy.vision.blocks
     if cfg.activation_checkpointing and train:
         for block in blocks:  # inside the unit that FSDP2 wraps, so that its hooks run once per pass
             block.forward = functools.partial(recompute, block.forward)
     if dist.is_initialized():
-        mesh = dist.init_device_mesh(where.type, (dist.get_world_size(),))
-        whole = set(policy.vision.parameters()) if policy.vision_frozen else set()
-        # Without cast_forward_inputs the vision tower's rotary angles stay fp32, as in transformers.
-        precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-        for unit in (*blocks, policy):
-            # The root reshards too: left gathered, it would miss the optimizer's next step after a pass without backward.
-            fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
-            unit.set_gradient_divide_factor(1.0)  # gradients of all ranks add up
-            unit.set_force_sum_reduction_for_comms(True)
+        shard(policy, blocks, dtype, where)
+
+    # memory, and the weights into it
     policy.to_empty(device=where)
     policy.model.tie_weights()
     # to_empty leaves garbage in the buffers that no checkpoint holds.
-    policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config, where)
-    policy.vision.rotary_pos_emb = type(policy.vision.rotary_pos_emb)(policy.vision.rotary_pos_emb.dim).to(where)
+    policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(where)
+    policy.vision.rotary_pos_emb = fresh_rotary(policy.vision).to(where)
     _read_weights(policy.model, path)
     return policy
 
 
+def fresh_rotary(vision: nn.Module) -> nn.Module:
+    """Build the tower's rotary embedding again: up to transformers 5.16 from a size, later from the config."""
+    old = vision.rotary_pos_emb
+    if hasattr(old, "dim"):
+        return type(old)(old.dim)
+    return type(old)(vision.config)
+
+
+def check_versions() -> None:
+    """Say which versions are untested."""
+    for name, (oldest, newest) in TESTED.items():
+        version = importlib.metadata.version(name)
+        major, minor = version.split(".")[:2]
+        if not oldest <= (int(major), int(minor)) <= newest:
+            print0(f"{name} {version} is untested: if something fails in the model, use requirements.txt")
+
+
+def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where: torch.device) -> None:
+    """Shard the weights over all ranks, each block as a unit and the rest as the root; a frozen tower stays whole."""
+    mesh = dist.init_device_mesh(where.type, (dist.get_world_size(),))
+    whole = set(policy.vision.parameters()) if policy.vision_frozen else set()
+    # Without cast_forward_inputs the vision tower's rotary angles stay fp32, as in transformers.
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    for unit in (*blocks, policy):
+        # The root reshards too: left gathered, it would miss the optimizer's next step after a pass without backward.
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
+        unit.set_gradient_divide_factor(1.0)  # gradients of all ranks add up
+        unit.set_force_sum_reduction_for_comms(True)
+
+
 def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:
-    """The policy's shapes, without memory."""
+    """Build the policy's shapes, without memory."""
     if model_config.model_type != "qwen3_vl":
-        raise ConfigError(
-            f"{cfg.checkpoint} is a {model_config.model_type!r}, this code runs dense Qwen3-VL: 'qwen3_vl'"
-        )
+        raise ConfigError(f"{cfg.checkpoint} is a {model_config.model_type!r}, this code runs dense Qwen3-VL")
     for part in (model_config, model_config.text_config, model_config.vision_config):
         part.dtype = torch.float32  # of master weights: transformers would build each part in the dtype that it names
     AttentionInterface.register("group_packed", group_packed_attention)
+    AttentionInterface.register("frames_flash", frames_flash_attention)
     model_config.text_config._attn_implementation = "group_packed"
     model_config.vision_config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -217,44 +305,49 @@ def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequenc
 
 def _read_weights(model: nn.Module, path: Path) -> None:
     """Fill every parameter from safetensors; of a sharded one, read this rank's rows only."""
-    index = path / "model.safetensors.index.json"
     files = [path / "model.safetensors"]
+    index = path / "model.safetensors.index.json"
     if index.exists():
-        files = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    parameters = dict(model.named_parameters())  # a tied head is listed once
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [path / name for name in sorted(names)]
+    missing = dict(model.named_parameters())  # a tied head is listed once
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in [name for name in tensors.keys() if name in parameters]:  # noqa: SIM118
-                parameter, stored, start = parameters.pop(name).detach(), tensors.get_slice(name), 0
-                if stored.get_shape() != list(parameter.shape):
-                    raise ConfigError(
-                        f"{file}: shape of {name}: {stored.get_shape()}, by config.json {[*parameter.shape]}"
-                    )
+            for name in tensors.keys():  # noqa: SIM118
+                if name not in missing:
+                    continue
+                parameter, stored = missing.pop(name).detach(), tensors.get_slice(name)
+                if stored.get_shape() != list(parameter.shape):  # slices would hide rows too many
+                    raise ConfigError(f"{file}: {name} is {stored.get_shape()}, by config.json {list(parameter.shape)}")
+                start = 0
                 if isinstance(parameter, DTensor):  # FSDP2 gives rank r the r-th of equal chunks of rows
                     rows = math.ceil(len(parameter) / parameter.device_mesh.size())
-                    start, parameter = parameter.device_mesh.get_local_rank() * rows, parameter.to_local()
+                    start = parameter.device_mesh.get_local_rank() * rows
+                    parameter = parameter.to_local()
                 if len(parameter):
                     parameter.copy_(stored[start : start + len(parameter)])
-    if parameters:
-        raise ConfigError(f"{path} lacks {len(parameters)} weights: {', '.join(sorted(parameters)[:3])} ...")
+    if missing:
+        raise ConfigError(f"{path} lacks {len(missing)} weights: {', '.join(sorted(missing)[:3])} ...")
 
 
 # ------------------------------------------------------------------------------------------------ optimizer
 
 
 def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
+    """Build AdamW over what trains. Norms and biases have nothing to decay towards."""
     trained = [p for p in policy.parameters() if p.requires_grad]
-    groups = [  # norms and biases have nothing to decay towards
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": cfg.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": cfg.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     # On a GPU fused: foreach would hold another copy of the weights for a moment.
-    kernel = {"fused" if policy.device.type == "cuda" else "foreach": True}
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), **kernel)
+    fused = policy.device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), fused=fused, foreach=not fused)
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
-    """Of step 0 ... steps - 1: a function of the step alone, so that a resumed run needs no state for it."""
+    """Return the rate of step 0 ... steps - 1: a function of the step alone, so that a resumed run needs no state."""
     rising = cfg.warmup * steps
     if step < rising:
         return cfg.lr * (step + 1) / (rising + 1)
@@ -264,10 +357,11 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 
 
 def clip_gradients(policy: nn.Module, largest: float) -> float:
-    """Scale the gradient to a norm of at most `largest`; returns the norm before, the same on every rank."""
-    trained = [p for p in policy.parameters() if p.grad is not None]  # none, where no rank had anything to learn from
+    """Scale the gradient to a norm of at most `largest`; return the norm before, the same on every rank."""
+    trained = [p for p in policy.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
     return norm.item()
 
@@ -275,7 +369,7 @@ def clip_gradients(policy: nn.Module, largest: float) -> float:
 def optimizer_step(
     policy: nn.Module, optimizer: torch.optim.Optimizer, cfg: OptimConfig, step: int, steps: int
 ) -> float:
-    """Clip, step, forget the gradient; returns its norm. If that is not finite, weights and moments stay as they are."""
+    """Clip, step, forget the gradient; return its norm. If that is not finite, weights and moments stay as they are."""
     norm = clip_gradients(policy, cfg.clip)
     if math.isfinite(norm):
         for group in optimizer.param_groups:

@@ -1,156 +1,379 @@
 """bench.py: every claim of speed as the ratio of two sides that do the same work, measured in one run.
 
-    python -m study.bench                            # everything (under 25 minutes on two cores); on a GPU where there is one
+    python -m study.bench                            # everything (under 20 minutes on two cores); on a GPU where there is one
     python -m study.bench update decode --write      # some of it, into results/bench.md
-    python -m study.bench plan configs/paragrpo_8b.yaml pace.mfu=0.25    # computed: seconds per step by split of 8 GPUs
 
-    with weights (bench_training.py)   update, update_8b, sft, engine, sync
-    around them (here)                 dispatch, overhead, decode, startup
+    update, sft            plain transformers on padded rows / ours, packed
+    dispatch, overhead     calls one per turn / all at once; what our Python adds to an episode
+    decode                 PyAV / video.py
+    engine                 transformers' generate / inprocess.py
 
 The sides take turns (A B A B ...). Before the clock runs, both have run once and their results were compared: gradient for
-gradient, token for token, frame for frame. A difference ends the program.
+gradient, token for token, frame for frame. A difference ends the program. A gain is the median over pairs of neighbours,
+since what else the machine does hits neighbours alike.
 
-Deliberately missing: other frameworks (each needs an environment of its own), the speed of SGLang itself.
+Deliberately missing: other frameworks, the speed of SGLang itself, several GPUs, the optimizer's step.
 """
 
 import argparse
-import dataclasses
+import ctypes
 import functools
 import importlib.metadata
-import importlib.util
 import inspect
-import itertools
 import math
 import os
-import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
 import av
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from data import Episode, parse_task
-from evals.compare import markdown, put_between_marks
-from rollout import RolloutConfig, SubagentConfig, open_engine, rollout
+from evals.tables import markdown, put_between_marks
+from grpo import token_losses
+from rollout import RolloutConfig, SubagentConfig, open_engine, rollout, run_all
 from runtime import config
-from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer, patchify
+from runtime.dataset import DataConfig, Dataset, Source
+from runtime.distributed import device
 from runtime.engine import Engine, Sample
-from runtime.video import Videos, uniform_indices, window_indices
+from runtime.inprocess import InProcess
+from runtime.packing import best_fit
+from runtime.policy import Policy, load, recompute
+from runtime.settings import GRPOConfig, PolicyConfig
+from runtime.video import Frames, Videos, uniform_indices, window_indices
 from study import toy
-from study.measure import CACHE, Row, take_turns, toy_folder, toy_items, versus
 
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "results" / "bench.md"
+CACHE = REPO / "runs" / "bench"  # what is made once
+Plain = Qwen3VLForConditionalGeneration
+Parts = list[list[Bundle]]  # micro-batches
+# A text model that a CPU trains in seconds; the toy's other sizes stay.
+SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
+
+# ------------------------------------------------------------------------------------------------ measuring
 
 
-def benches() -> dict[str, Callable[..., Iterator[Row]]]:
-    """By name, in the order of a run. Imported here: torch takes seconds, and `--help` has none to spend."""
-    from study.bench_training import engine, sft, sync, update, update_8b
+@dataclass(frozen=True)
+class Row:
+    """One line of a bench's table."""
 
-    run = (update, update_8b, sft, dispatch, overhead, decode, engine, sync, startup)
-    return {bench.__name__: bench for bench in run}
+    what: str
+    plain: Sequence[float] = ()  # one value per repeat: seconds, unless `what` names another unit; (): no other side
+    ours: Sequence[float] = ()
+    note: str = ""
+
+    @property
+    def gains(self) -> list[float]:
+        return [plain / ours for plain, ours in zip(self.plain, self.ours)]
+
+    def cells(self) -> list[str]:
+        """Return what, plain, ours, gain, note; of several repeats the medians, and the range of the gain."""
+        plain = f"{median(self.plain):.3g}" if self.plain else ""
+        ours = f"{median(self.ours):.3g}" if self.ours else ""
+        gain = f"{median(self.gains):.3g}x" if self.gains else ""
+        if len(self.gains) > 1:
+            gain += f" ({min(self.gains):.3g} - {max(self.gains):.3g})"
+        return [self.what, plain, ours, gain, self.note]
+
+
+def versus(what: str, plain: Callable, ours: Callable, repeats: int, note: str = "") -> Row:
+    """Time both sides, run A B A B ..."""
+    seconds = {plain: [], ours: []}
+    for _ in range(repeats):
+        for side, found in seconds.items():
+            began = time.perf_counter()
+            side()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            found.append(time.perf_counter() - began)
+    return Row(what, seconds[plain], seconds[ours], note)
+
+
+def peak(work: Callable[[], object]) -> float:
+    """Return the GiB, of the GPU or of this process (Linux), that the work needs beyond what is there before."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.max_memory_allocated()
+        work()
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+    status = Path("/proc/self/status")
+    ctypes.CDLL(None).malloc_trim(0)  # memory that was used and freed before would hide some
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is what is there now
+    before = int(status.read_text().partition("VmHWM:")[2].split()[0])  # KiB
+    work()
+    return (int(status.read_text().partition("VmHWM:")[2].split()[0]) - before) / 2**20
+
+
+# ------------------------------------------------------------------------------------------------ what is measured on
+
+
+def toy_folder() -> Path:
+    """Build once: 60 videos, rows that ask about them, a small model, the tokenizer of all models here."""
+    folder, unfinished = CACHE / "toy", CACHE / "toy.tmp"
+    if not folder.exists():
+        rows = {"perception": 100, "direct": 20, "sft": 300, "sft_val": 10, "rl": 64, "val": 8, "test": 8}
+        toy.build_toy(unfinished, sizes={"videos": 60} | rows)
+        unfinished.rename(folder)
+    return folder
+
+
+def checkpoint(name: str, contract: VisualContract, seed: int = 0, **sizes) -> Path:
+    """Write random weights of the real class, with all that stands beside them."""
+    toy.write_checkpoint(CACHE / name, load_tokenizer(toy_folder() / "model"), contract, seed, **sizes)
+    return CACHE / name
+
+
+def draw_group(c: Qwen3VLConfig, frames=64, rollouts=8, suffix=(200, 600), side=256) -> tuple[Parts, Parts]:
+    """Draw random tokens: a prompt with square frames of `side` pixels, and rollouts of suffix[0] to suffix[1] tokens. As
+    rows, each with a prompt of its own and in a micro-batch of its own, and as one bundle."""
+    rng = np.random.default_rng(0)
+    marks = [c.image_token_id, c.video_token_id, c.vision_start_token_id, c.vision_end_token_id]
+    words = np.setdiff1d(np.arange(2, c.text_config.vocab_size), marks)
+    image = [c.vision_start_token_id, *[c.image_token_id] * (side // 32) ** 2, c.vision_end_token_id]
+    prompt = []
+    for _ in range(frames):
+        prompt += [*rng.choice(words, 5).tolist(), *image]
+    prompt += rng.choice(words, 60).tolist()
+    said = [rng.choice(words, rng.integers(suffix[0], suffix[1] + 1)).tolist() for _ in range(rollouts)]
+    clips = [Frames(rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8), (0.0,) * frames)]
+    rows = [Bundle([], [prompt + ids], [[0] * len(prompt) + [1] * len(ids)], clips) for ids in said]
+    return [[row] for row in rows], [[Bundle(prompt, said, [[1] * len(ids) for ids in said], clips)]]
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def backward(model: Plain | Policy, parts: Parts, reference: Plain | Policy | None = None) -> None:
+    """Leave the gradient of a step in the model: plain transformers on rows, or our policy on bundles."""
+    total = sum(sum(map(sum, bundle.masks)) for part in parts for bundle in part)
+    model.zero_grad()
+    for part in parts:
+        # Ours sees the frames once for all passes.
+        features = model.encode(part) if isinstance(model, Policy) else None
+        ref_logprobs = None
+        if reference:
+            with torch.no_grad():
+                ref_logprobs = score(reference, part, features)
+        logprobs = score(model, part, features)
+        old_logprobs = logprobs.detach()  # of the first update: pi_prox's and the engine's
+        # Some advantage per token, the same on both sides. (With 1 for all, this is the gradient of SFT.)
+        advantages = old_logprobs.cos()
+        losses, _ = token_losses(logprobs, old_logprobs, old_logprobs, ref_logprobs, advantages, GRPOConfig())
+        (losses.sum() / total).backward()
+
+
+def load_both(folder: Path) -> tuple[Plain, Policy]:
+    """Load plain transformers and our policy: the same weights, frozen vision tower and recomputation."""
+    # Not with train=True: on a GPU that means fp32 master weights in FSDP2, which the plain side has not.
+    policy = load(PolicyConfig(str(folder), dtype="fp32"), train=False)
+    plain = Plain.from_pretrained(folder, dtype=policy.dtype, attn_implementation="sdpa").to(device())
+    for model in (plain, policy.model):
+        model.requires_grad_(True).model.visual.requires_grad_(False)
+        for block in model.model.language_model.layers:
+            block.forward = functools.partial(recompute, block.forward)
+    return plain, policy
+
+
+def score(model: Plain | Policy, part: list[Bundle], features) -> Tensor:
+    if isinstance(model, Policy):
+        return model(part, features=features).logprobs
+    return plain_logprobs(model, part)
+
+
+def plain_logprobs(model: Plain, rows: Sequence[Bundle]) -> Tensor:
+    """Return `policy(rows).logprobs` by plain transformers on right-padded rows; as in ours, logits at the targets only."""
+    ids, real, target = torch.zeros(3, len(rows), max(map(len, rows)), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : len(row)] = torch.tensor(row.suffixes[0])
+        real[i, : len(row)] = 1
+        target[i, : len(row)] = torch.tensor(row.masks[0])
+    ids, real, target = ids.to(device()), real.to(device()), target[:, 1:].bool().to(device())
+    seen = plain_inputs(model, ids, [clip for row in rows for clip in row.frames])
+    hidden = model.model(**seen, attention_mask=real, use_cache=False).last_hidden_state[:, :-1][target]  # [N, H]
+    return -F.cross_entropy(model.lm_head(hidden).float(), ids[:, 1:][target], reduction="none")
+
+
+def plain_inputs(model: Plain, ids: Tensor, clips: list[Frames]) -> dict[str, Tensor]:
+    pixels, grid = (torch.from_numpy(x).to(device()) for x in patchify(clips))
+    types = (ids == model.config.image_token_id).int()
+    return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
+
+
+def compare_training(what: str, plain: Plain, rows: Parts, ours: Policy, packed: Parts, references, repeats) -> Row:
+    """Time both sides once their gradients are equal; beside the gain, its ceiling."""
+    sides = [functools.partial(backward, plain, rows, references[0])]
+    sides.append(functools.partial(backward, ours, packed, references[1]))
+    for side in sides:
+        side()
+    difference = gradient_difference(plain, ours.model)
+    assert difference < 1e-4, f"gradients differ by {difference:.2g}"
+    padded = sum(len(part) * max(map(len, part)) for part in rows)
+    tokens = sum(len(bundle) for part in packed for bundle in part)
+    return versus(what, *sides, repeats, f"{padded} and {tokens} tokens: {padded / tokens:.3g}x")
+
+
+def gradient_difference(plain: Plain, ours: Plain) -> float:
+    """Return |g' - g| / |g| over all weights that train."""
+    apart, size = 0.0, 0.0
+    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            apart += (q.grad - p.grad).square().sum().item()
+            size += p.grad.square().sum().item()
+    return math.sqrt(apart / size)
+
+
+def update(repeats: int = 3, **shape) -> Iterator[Row]:
+    """An RL update, reference pass included: one trajectory after the other / the group as one sequence, its prompt once.
+    64 frames x 64 tokens, G = 8, suffixes of 200 to 600 tokens; 2 layers, hidden 256, fp32,
+    frozen vision tower, blocks recomputed in the backward pass; gradients equal to 1e-4."""
+    plain, policy = load_both(checkpoint("update0", VisualContract(), 0, **SMALL))
+    plain_reference, reference = load_both(checkpoint("update1", VisualContract(), 1, **SMALL))
+    reference.model.model.visual = policy.vision  # frozen: the policy's and the reference's are the same
+    plain_reference.model.visual = plain.model.visual
+    rows, group = draw_group(policy.model.config, **shape)
+    yield compare_training("the update", plain, rows, policy, group, (plain_reference, reference), repeats)
+
+    # The packed group against its rows one by one, and against all of them in one micro-batch.
+    at_once = [[row for (row,) in rows]]
+    gib = []
+    for side in ((plain, rows, plain_reference), (policy, group, reference), (plain, at_once, plain_reference)):
+        plain.zero_grad()  # gradients count
+        policy.zero_grad()
+        gib.append([peak(functools.partial(backward, *side))])
+    yield Row("GiB beyond the weights, plain one by one", gib[0], gib[1])
+    yield Row(f"GiB beyond the weights, plain {len(rows)} at a time", gib[2], gib[1])
+
+
+def sft(repeats: int = 3, count: int = 16, most: int = 8192, **base) -> Iterator[Row]:
+    """Rows padded to the longest of their micro-batch, in the order of the data / packed without padding; micro-batches
+    of as many tokens, padding included; gradients equal to 1e-4. Rows of 4 to 64 frames x 64 tokens with 100 to 800
+    target tokens in the model of `update`."""
+    folder, rng, rows = checkpoint("sft", VisualContract(), **SMALL), np.random.default_rng(0), []
+    for _ in range(count):
+        frames, text = int(rng.choice([4, 8, 16, 32, 64])), int(rng.integers(100, 801))
+        shape = {"frames": frames, "rollouts": 1, "suffix": (text, text)} | base
+        rows += draw_group(Qwen3VLConfig.from_pretrained(folder), **shape)[0][0]
+    padded = [[]]
+    for row in rows:
+        longest = max(map(len, [*padded[-1], row]))
+        if longest * (len(padded[-1]) + 1) > most:
+            padded.append([])
+        padded[-1].append(row)
+    packed = [[rows[i] for i in members] for members in best_fit([len(row) for row in rows], most)]
+    plain, policy = load_both(folder)
+    yield compare_training(f"{count} rows", plain, padded, policy, packed, (None, None), repeats)
 
 
 # ------------------------------------------------------------------------------------------------ agents
 
 
 class Scripted:
-    """An engine whose main agent says what it is told to, in no time or in that of a report: the calls, then an answer.
-    Reports take a fixed time, or are another engine's."""
+    """An engine whose main agent makes its calls and then answers, in `turn` seconds. Reports take a fixed time, or are
+    another engine's."""
 
     version = 0
 
     def __init__(self, renderer: Renderer, calls: int, turn: float, report: float | Engine):
-        self.turn, self.report, self.calls = turn, report, [toy.call(2 * i, 2 * i + 16) for i in range(calls)]
-        self.renderer, self.response = renderer, renderer.encode("<tool_response>")[0]
-        self.expect = getattr(report, "expect", lambda change: None)
+        self.renderer, self.turn, self.report = renderer, turn, report
+        self.calls = [toy.call(2 * i, 2 * i + 16) for i in range(calls)]
+        self.response = renderer.encode("<tool_response>")[0]
+
+    def expect(self, change: int) -> None:
+        if not isinstance(self.report, float):
+            self.report.expect(change)
 
     def generate(self, ids, frames, *, stop=(), shared=0, **rest) -> Sample:
-        main = len(frames[0]) == 64  # a crop has fewer frames
-        if not main and not isinstance(self.report, float):
+        main_agent = len(frames[0]) == 64  # a crop has fewer frames
+        if main_agent:
+            answered = ids[shared:].count(self.response)
+            said = "".join(self.calls[answered:]) or "<answer>red</answer>"
+            said, seconds = f"</think>{said}<|im_end|>", self.turn
+        elif isinstance(self.report, float):
+            said, seconds = "No flash.<|im_end|>", self.report
+        else:
             return self.report.generate(ids, frames, stop=stop, shared=shared, **rest)
-        calls = "".join(self.calls[ids[shared:].count(self.response) :])
-        text = f"</think>{calls or '<answer>red</answer>'}<|im_end|>" if main else "No flash.<|im_end|>"
-        said = self.renderer.encode(text)
-        said = said[: min(i for i, token in enumerate(said) if token in stop) + 1]
-        time.sleep(self.turn if main else self.report)
-        return Sample(said, [-1.0] * len(said), "stop", 0)
+        tokens = self.renderer.encode(said)
+        end = min(i for i, token in enumerate(tokens) if token in stop)
+        time.sleep(seconds)
+        return Sample(tokens[: end + 1], [-1.0] * (end + 1), "stop", 0)
 
 
 def play(n: int, stage: dict, dispatch: str = "parallel") -> list[Episode]:
-    """n whole episodes at once, in groups of up to 8."""
-    tasks, reports = toy_items("rl", parse_task, math.ceil(n / 8)), SubagentConfig(max_new_tokens=16)
+    """Play n whole episodes at once, in groups of up to 8."""
+    source, reports = Source(f"{toy_folder()}/rl.parquet"), SubagentConfig(max_new_tokens=16)
+    tasks = [task for task, *_ in Dataset(DataConfig((source,)), parse_task).batch(0, math.ceil(n / 8))]
     cfg = RolloutConfig(dispatch=dispatch, max_turns=1, max_calls=8, concurrency=n, subagents=reports)
     groups = rollout(tasks, [64] * len(tasks), min(n, 8), **stage, cfg=cfg, progress=False)
     return [episode for group in groups for episode in group.episodes]
 
 
-def dispatch(repeats: int = 5, most: int = 8, latency: float = 0.25) -> Iterator[Row]:
+def dispatch(repeats: int = 5, calls: int = 8, latency: float = 0.25) -> Iterator[Row]:
     """The calls of an episode: each in a turn of its own / all in one turn, in threads. Whole episodes on a toy video, 2
     decoders, no cache; the main agent speaks in no time. A report takes 0.25 s, or is 16 tokens of the toy's model on the
     CPU. Windows and reports equal."""
     renderer = Renderer(load_tokenizer(toy_folder() / "model"), toy.CONTRACT)
     model = open_engine(toy_folder() / "model", renderer)
     with Videos(workers=2, cache_bytes=0) as videos:
-        for (what, report), n in itertools.product(((f"{latency} s", latency), ("the toy", model)), range(1, most + 1)):
-            stage = {"engine": Scripted(renderer, n, 0.0, report), "renderer": renderer, "videos": videos}
+        for what, report in ((f"{latency} s", latency), ("the toy", model)):
+            stage = {"engine": Scripted(renderer, calls, 0.0, report), "renderer": renderer, "videos": videos}
             sides = [functools.partial(play, 1, stage, how) for how in ("sequential", "parallel")]
-            one, other = [[(call.window, call.text, call.error) for call in side()[0].calls] for side in sides]
-            assert one == other and len(one) == n and not any(error for *_, error in one), "calls differ"
-            yield versus(f"calls: {n}, reports: {what}", *sides, repeats)
+            one, other = ([(call.window, call.text, call.error) for call in side()[0].calls] for side in sides)
+            assert one == other and len(one) == calls and not any(error for *_, error in one), "calls differ"
+            yield versus(f"calls: {calls}, reports: {what}", *sides, repeats)
     model.close()
 
 
-def overhead(numbers: Sequence[int] = (1, 16, 64, 256), latency: float = 2.0) -> Iterator[Row]:
+def overhead(n: int = 64, latency: float = 2.0) -> Iterator[Row]:
     """Seconds of an episode in which it does not wait for its engine, by episodes at once. Two turns and two reports at
-    once, 2 s each; K = 64 frames of 64 tokens, cached; waiting for Python's lock counts. Promised: 2 % of 30 s at 64. The
-    CPU time is all of this process, prompts included."""
+    once, 2 s each; K = 64 frames of 64 tokens, cached; waiting for Python's lock counts. Promised: 2 % of 30 s at 64."""
     renderer = Renderer(load_tokenizer(toy_folder() / "model"), VisualContract())
     with Videos(workers=2) as videos:
         stage = {"engine": Scripted(renderer, 2, latency, latency), "renderer": renderer, "videos": videos}
-        for n in numbers:
-            play(n, stage)  # fills the cache: decoding is no Python of ours
-            began = time.process_time()
-            episodes = play(n, stage)
-            cpu = (time.process_time() - began) / n
-            assert all([call.error for call in e.calls] == ["", ""] for e in episodes), "an episode failed"
-            added = [episode.seconds - 3 * latency for episode in episodes]
-            yield Row(f"{n} at once", (), added, f"mean {fmean(added) / 30:.2%} of 30 s; {cpu:.3f} s of CPU each")
+        play(n, stage)  # fills the cache: decoding is no Python of ours
+        episodes = play(n, stage)
+        assert all([call.error for call in e.calls] == ["", ""] for e in episodes), "an episode failed"
+        added = [episode.seconds - 3 * latency for episode in episodes]
+        yield Row(f"{n} at once", (), added, f"mean {fmean(added) / 30:.2%} of 30 s")
 
 
 # ------------------------------------------------------------------------------------------------ video
 
-ENCODERS = {
-    "H.264": ("libx264", {"preset": "veryfast", "x264-params": "scenecut=0"}),
-    "AV1": ("libsvtav1", {"preset": "11", "crf": "45"}),
-}
 RATE, GOP, UNIT = 25, 125, 60  # frames per second, frames from keyframe to keyframe, seconds that are encoded
 
 
-def video_file(codec: str, seconds: int) -> Path:
-    """640x360. Only its first minute is encoded; a longer file repeats those packets."""
-    path = CACHE / f"{codec}-{seconds}s.mp4"
+def video_file(seconds: int) -> Path:
+    """Write 640x360 frames once. Only the first minute is encoded; a longer file repeats those packets."""
+    path = CACHE / f"H.264-{seconds}s.mp4"
     if path.exists():
         return path
-    blocks = np.random.default_rng(0).integers(0, 256, (23, 40, 3), dtype=np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
+    blocks = np.random.default_rng(0).integers(0, 256, (23, 40, 3), dtype=np.uint8)
     image, unfinished = blocks.repeat(16, 0).repeat(16, 1)[:360], path.with_suffix(".tmp.mp4")
     with av.open(str(unfinished), "w") as out:
-        stream = out.add_stream(ENCODERS[codec][0], rate=RATE, options=ENCODERS[codec][1])
+        options = {"preset": "veryfast", "x264-params": "scenecut=0"}
+        stream = out.add_stream("libx264", rate=RATE, options=options)
         stream.width, stream.height, stream.pix_fmt, stream.codec_context.gop_size = 640, 360, "yuv420p", GOP
         packets = []
         for i in range(min(seconds, UNIT) * RATE):  # neighbours differ, so a wrong frame is seen
             frame = av.VideoFrame.from_ndarray(np.roll(image, (3 * i, 5 * i), (0, 1)), "rgb24")
             packets += stream.encode(frame)
-        packets = [(packet, packet.pts, packet.dts, packet.time_base) for packet in [*packets, *stream.encode()]]
-        for start, (packet, pts, dts, tick) in itertools.product(range(0, seconds, UNIT), packets):
-            packet.pts, packet.dts, packet.time_base = pts + round(start / tick), dts + round(start / tick), tick
-            out.mux(packet)
+        packets += stream.encode()
+        packets = [(packet, packet.pts, packet.dts, packet.time_base) for packet in packets]
+        for start in range(0, seconds, UNIT):
+            for packet, pts, dts, tick in packets:
+                packet.pts, packet.dts, packet.time_base = pts + round(start / tick), dts + round(start / tick), tick
+                out.mux(packet)
     unfinished.rename(path)
     return path
 
@@ -173,159 +396,93 @@ def read_with_pyav(path: Path, times: Sequence[float], size: tuple[int, int]) ->
     return np.stack(found)
 
 
-def read_with_decord(path: Path, indices: Sequence[int], size: tuple[int, int]) -> np.ndarray:
-    import decord
-
-    reader = decord.VideoReader(str(path), width=size[0], height=size[1], num_threads=1)
-    return reader.get_batch(indices).asnumpy()
-
-
-def decode(repeats: int = 3, lengths: Sequence[int] = (60, 600, 3600)) -> Iterator[Row]:
-    """Other readers, one thread each / video.py, on files opened anew: 640x360, 25 frames/s, a keyframe every 5 s, a longer
-    file the same minute again and again; scaled to 64 tokens. Equal frames (decord: but for its scaling)."""
+def decode(repeats: int = 3, seconds: int = 3600) -> Iterator[Row]:
+    """PyAV, seeking well, one thread / video.py, on an H.264 file opened anew: 640x360, 25 frames/s, a keyframe every 5 s,
+    the same minute again and again; scaled to 64 tokens. Equal frames."""
+    path = video_file(seconds)
     with Videos(workers=os.cpu_count() or 1, timeout=600) as videos:
-        for codec, seconds in itertools.product(ENCODERS, lengths):
-            if ENCODERS[codec][0] in av.codecs_available:
-                yield from decode_file(videos, f"{codec}, {seconds} s", video_file(codec, seconds), repeats)
-            else:
-                yield Row(f"{codec}, {seconds} s: this PyAV has no encoder")
+        info = videos.info(path)
+        size = VisualContract().frame_size(info.width, info.height)
+        start = 0.4 * info.duration
+        crop = window_indices(info.times, start, start + 16, fps=1.0, max_frames=16)
+        for what, indices in (("64", uniform_indices(info.n_frames, 64)), ("crop of 16", crop)):
+
+            def ours(indices=indices) -> np.ndarray:
+                os.utime(path)  # another mtime is another file: nothing is in the cache
+                return videos.frames(path, indices, size).pixels
+
+            theirs = functools.partial(read_with_pyav, path, info.times[indices], size)
+            assert (ours() == theirs()).all(), "frames of video.py and PyAV differ"
+            yield versus(f"H.264, {seconds} s: {what}", theirs, ours, repeats)
 
 
-def decode_file(videos: Videos, name: str, path: Path, repeats: int) -> Iterator[Row]:
-    info = videos.info(path)
-    size = VisualContract().frame_size(info.width, info.height)
-
-    def crop(start: float, length: float) -> list[int]:
-        return window_indices(info.times, start, start + length, fps=1.0, min_frames=1, max_frames=16)
-
-    def read(indices: Sequence[int]) -> np.ndarray:
-        return videos.frames(path, indices, size).pixels
-
-    def read_anew(each: Callable, *asked: Sequence[int]) -> list[np.ndarray]:
-        os.utime(path)  # another mtime is another file: nothing is in the cache
-        return list(each(read, asked))
-
-    for what, indices in (("64", uniform_indices(info.n_frames, 64)), ("crop of 16", crop(0.4 * info.duration, 16))):
-        ours = functools.partial(read_anew, map, indices)
-        others = {"PyAV": functools.partial(read_with_pyav, path, info.times[indices], size)}
-        if importlib.util.find_spec("decord"):
-            others["decord"] = functools.partial(read_with_decord, path, indices, size)
-        frames = ours()[0].astype(int)
-        for reader, theirs in others.items():
-            # decord scales with another filter; a neighbouring frame would differ ten times as much.
-            most = {"PyAV": 0, "decord": 4}[reader]
-            same = np.abs(frames - theirs()).mean() <= most
-            assert same or reader == "decord", f"frames of video.py and {reader} differ"
-            if same:
-                yield versus(f"{name}: {what}, {reader}", theirs, ours, repeats)
-            else:  # it gives up on some seeks, without an error
-                yield Row(f"{name}: {what}, {reader} returned other frames")
-        yield versus(f"{name}: {what}, decoded / cached", ours, functools.partial(read, indices), repeats)
-
-    asked = [crop(info.duration * i / 32, 8) for i in range(16)]
-    with ThreadPoolExecutor(16) as threads:
-        alone, together = (functools.partial(read_anew, each, *asked) for each in (map, threads.map))
-        assert all(map(np.array_equal, alone(), together())), "frames of one thread and of 16 differ"
-        yield versus(f"{name}: 16 crops of 8, in one thread / in 16", alone, together, repeats)
+# ------------------------------------------------------------------------------------------------ engine, weights
 
 
-# ------------------------------------------------------------------------------------------------ scripts, plan
+def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[Row]:
+    """64 requests at once: transformers' generate, one after the other / inprocess.py. The toy's sizes, prompts of 4 to
+    64 frames x 4 tokens, up to 32 new tokens, fp32; greedy tokens equal."""
+    contract, rng = VisualContract(frame_pixels=64 * 64), np.random.default_rng(0)
+    folder = checkpoint("engine", contract, initializer_range=0.1)  # greedy text of large random weights varies
+    renderer = Renderer(load_tokenizer(folder), contract)
+    plain = Plain.from_pretrained(folder, dtype=torch.float32).to(device())
+    ours = InProcess(folder, renderer, device=str(device()))
+    greedy = {"max_new_tokens": most, "do_sample": False, "bad_words_ids": [[t] for t in renderer.never_sampled]}
 
+    def alone(requests: list) -> list[list[int]]:
+        found = []
+        for ids, clip, _ in requests:
+            row = torch.tensor([ids], device=device())
+            out = plain.generate(**plain_inputs(plain, row, [clip]), attention_mask=torch.ones_like(row), **greedy)
+            found.append(out[0, len(ids) :].tolist())
+        return found
 
-def startup(repeats: int = 3, scripts: str = "*.py") -> Iterator[Row]:
-    """Whole processes, their files in the page cache. Promised: 1 s for --help, 10 s for --dry-run."""
-    folder = toy_folder()
-    known = ("policy.checkpoint=Qwen/Qwen3-VL-8B-Instruct", "policy.family=''")  # there is no cold start to plan for
-    dry_runs = {
-        "sft.py": ("configs/sft_8b.yaml", f"data.sources=[{{path: {folder}/sft.parquet}}]"),
-        "rl.py": ("configs/paragrpo_8b.yaml", f"data.sources=[{{path: {folder}/rl.parquet}}]", *known),
-        "eval.py": ("configs/eval/toy.yaml", f"checkpoint={folder}/model", f"splits.toy={folder}"),
-    }
-    for script in sorted(REPO.glob(scripts)):
-        commands = {"--help": (1, ())} if '__name__ == "__main__"' in script.read_text() else {}
-        commands |= {"--dry-run": (10, dry_runs[script.name])} if script.name in dry_runs else {}
-        for flag, (most, arguments) in commands.items():
-            command = [sys.executable, script, *arguments, flag]
-            run = functools.partial(subprocess.run, command, cwd=REPO, check=True, capture_output=True)
-            (seconds,) = take_turns(repeats, run)
-            yield Row(f"{script.name} {flag}", (), seconds, "too slow" * (median(seconds) > most))
+    def together(requests: list) -> list[list[int]]:
+        ask, found = functools.partial(ours.generate, max_new_tokens=most, temperature=0.0, seed=0), {}
+        jobs = [functools.partial(ask, ids, [clip], shared=shared) for ids, clip, shared in requests]
+        run_all(ours, jobs, len(jobs), found.__setitem__)
+        return [found[i].ids for i in range(len(jobs))]
 
-
-def plan(gpus: int, path: str, overrides: Sequence[str]) -> str:
-    """Computed, not measured: the splits of a node. Overrides of the config's keys, and pace.* of what is assumed."""
-    from rl import RLConfig
-    from runtime.plan import AIM, RELEASED, UNCOUNTED, Pace, best_split, plan_splits
-
-    assumed = dict(o.removeprefix("pace.").partition("=")[::2] for o in overrides if o.startswith("pace."))
-    pace = config.build(Pace, assumed, "pace.")
-    cfg = config.load(RLConfig, path, [o for o in overrides if not o.startswith("pace.")])
-    splits, episodes = plan_splits(cfg, gpus, pace), cfg.batch_tasks * cfg.group_size
-    said = [f"{episodes} episodes a step on {gpus} GPUs of {cfg.gpu_gib:g} GiB; seconds per phase and per step."]
-    rows = []
-    for s in splits:
-        numbers = (*dataclasses.astuple(s.step), s.step.seconds(0), s.step.seconds(1), s.training_gib, s.engine_gib)
-        fits = "yes" if s.fits(cfg.gpu_gib) else "no"
-        rows.append([f"{s.trainers} + {s.engines}", *(f"{x:.1f}" for x in numbers), fits])
-    for staleness in (0, 1):
-        best = best_split(splits, staleness, cfg.gpu_gib)
-        took, released, aim = best.step.seconds(staleness), RELEASED * episodes / 56, AIM * episodes / 56
-        said.append(
-            f"Best at staleness {staleness}: {best.trainers} + {best.engines}, {took:.1f} s; the release's {RELEASED:.0f} s "
-            f"for 56 episodes on 7 + 1 would be {released:.0f} s; the aim of {aim:.0f} s is {'met' if took <= aim else 'missed'}."
-        )
-    said += ["Assumed: " + ", ".join(f"{name} = {x:g}" for name, x in vars(pace).items()), f"Not counted: {UNCOUNTED}"]
-    columns = ["train + rollout", "rollout", "training", "publish", "staleness 0", "staleness 1", "trainer, GiB", "engine, GiB", "fits"]  # fmt: skip
-    return markdown("\n".join(said), columns, rows)
+    for prompts in (count, count // 8):
+        requests = []
+        for i in range(prompts):
+            k = int(rng.choice([4, 8, 16, 32, 64]))
+            clip = Frames(rng.integers(0, 256, (k, 64, 64, 3), dtype=np.uint8), tuple(map(float, range(k))))
+            messages = [{"role": "user", "content": [clip, f"What happens?{' Say it.' * i}"]}]
+            prompt = renderer.render(messages, generate=True).ids
+            requests += [(prompt + renderer.encode(f"Idea {j}: "), clip, len(prompt)) for j in range(count // prompts)]
+        said = alone(requests)
+        assert said == together(requests), "greedy tokens differ"
+        what = f"{prompts} prompts, each {count // prompts} times, {sum(map(len, said))} tokens"
+        yield versus(what, functools.partial(alone, requests), functools.partial(together, requests), repeats)
+    ours.close()
 
 
 # ------------------------------------------------------------------------------------------------ the command
 
-
-def sections(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """(title, text) of what was asked for."""
-    import torch
-
-    from runtime.plan import PlanError
-
-    if args.names[:1] == ["plan"]:
-        path, *overrides = args.names[1:] or ["CONFIG"]
-        try:
-            yield f"plan of {path}", plan(8 if args.gpus is None else args.gpus, path, overrides)
-        except (config.ConfigError, PlanError) as error:
-            sys.exit(f"error: {error}")
-        return
-    if args.gpus is not None:
-        sys.exit(f"error: --gpus {args.gpus} is for `plan CONFIG`")
-    known, where = benches(), torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    if unknown := set(args.names) - set(known):
-        sys.exit(f"error: {', '.join(sorted(unknown))}: there is only {', '.join(known)}, and `plan CONFIG`")
-    for name in args.names or known:
-        rows = [row.cells() for row in known[name]()]
-        yield f"{name}, {where}", markdown(inspect.getdoc(known[name]), ["what", "plain", "ours", "gain", ""], rows)
+BENCHES = {bench.__name__: bench for bench in (update, sft, dispatch, overhead, decode, engine)}
 
 
 def made(seconds: float) -> str:
-    """How long it took, the command, the commit, the machine and the versions."""
-    import torch
-
+    """Say how long it took, and name the command, the commit, the machine and the versions."""
     cpu = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0].strip("\t :")
     machine = f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "av"))
-    command = shlex.join(["python", *sys.argv])
+    command = " ".join(["python", "-m", "study.bench", *sys.argv[1:]])
     return f"{seconds:.0f} s: `{command}` at commit {config.git_commit()}; {machine}; {versions}."
 
 
 def main() -> int:
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of weights that are read in no time
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="benches (default: all), or: plan CONFIG [KEY=VALUE ...]"
-    )
-    parser.add_argument("--gpus", type=int, help="of the planned node (default: 8)")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)} (default: all)")
     parser.add_argument("--write", action="store_true", help="also into results/bench.md")
-    args, began = parser.parse_intermixed_args(), time.perf_counter()
-    for title, text in sections(args):
-        text, began = f"#### {title}\n\n{text}\n\n{made(time.perf_counter() - began)}", time.perf_counter()
+    args = parser.parse_args()
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    for name in args.names or BENCHES:
+        title, began = f"{name}, {where}", time.perf_counter()
+        rows = [row.cells() for row in BENCHES[name]()]
+        table = markdown(inspect.getdoc(BENCHES[name]), ["what", "plain", "ours", "gain", ""], rows)
+        text = f"#### {title}\n\n{table}\n\n{made(time.perf_counter() - began)}"
         print(f"{text}\n", flush=True)
         if args.write:
             put_between_marks(RESULTS, title, "bench.py", text, "Measurements")

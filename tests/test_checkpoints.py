@@ -1,12 +1,9 @@
 """A resumed run is the uninterrupted run, a kill never costs more than the steps since the last save, and what is
 exported is an ordinary Hugging Face checkpoint."""
 
-import datetime
 import json
+import multiprocessing
 import random
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -22,7 +19,6 @@ from runtime.distributed import (
     checkpoint_dir,
     export,
     gather,
-    latest_state,
     load_state,
     mean_over_ranks,
     rank,
@@ -72,11 +68,15 @@ def everything(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("freeze", [(), ("vision",)])
-def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(path, tmp_path, freeze):
+def test_a_resumed_run_is_one_that_never_saved_bit_for_bit(path, tmp_path, freeze):
     policy, optimizer = fresh(path, freeze)
-    train(policy, optimizer, range(3))
-    save_state(tmp_path, policy, optimizer, 3, extra={"bad_rows": ["a:1"]})
-    train(policy, optimizer, range(3, 6))
+    train(policy, optimizer, range(6))
+
+    saved, its_optimizer = fresh(path, freeze)
+    assert load_state(tmp_path / "nothing", saved, its_optimizer) == (0, {})
+    save_state(tmp_path, saved, its_optimizer, 0)  # before the first step, when AdamW has no moments yet
+    train(saved, its_optimizer, range(3))
+    save_state(tmp_path, saved, its_optimizer, 3, extra={"bad_rows": ["a:1"]})
 
     resumed, its_optimizer = fresh(path, freeze)
     step, extra = load_state(tmp_path, resumed, its_optimizer)
@@ -85,24 +85,6 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(path, tmp_path, free
     expected, found = everything(policy, optimizer), everything(resumed, its_optimizer)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_a_new_run_starts_at_step_zero(path, tmp_path):
-    policy, optimizer = fresh(path)
-    before = everything(policy, optimizer)
-    assert load_state(tmp_path / "nothing", policy, optimizer) == (0, {}) and latest_state(tmp_path) is None
-    assert all(torch.equal(v, before[k]) for k, v in everything(policy, optimizer).items())
-
-
-def test_saving_does_not_disturb_training(path, tmp_path):
-    runs = []
-    for saves in (False, True):
-        policy, optimizer = fresh(path)
-        if saves:  # also before the first step, when AdamW has no moments yet
-            save_state(tmp_path, policy, optimizer, 0)
-        train(policy, optimizer, range(2))
-        runs.append(everything(policy, optimizer))
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -116,40 +98,35 @@ def test_the_newest_complete_states_stay_and_left_overs_go(tmp_path):
         save_state(tmp_path, model, optimizer, step, keep=2)
     (tmp_path / "step-00000010.tmp").mkdir()  # a save that was killed
     (tmp_path / "step-00000001.old").mkdir()  # a removal that was killed
-    assert latest_state(tmp_path).name == "step-00000009" and load_state(tmp_path, model, optimizer)[0] == 9
+    assert load_state(tmp_path, model, optimizer)[0] == 9
     save_state(tmp_path, model, optimizer, 10, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
 
 
-SAVE_FOR_EVER = """  # weights and moments of step n are all n
-import sys, torch
-from runtime.distributed import load_state, save_state
-model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-step, _ = load_state(sys.argv[1], model, optimizer)
-print("ready", flush=True)
-while True:
-    step += 1
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(step)
-            optimizer.state[p] = {"step": torch.tensor(float(step)), "exp_avg": p * 1, "exp_avg_sq": p * 1}
-    save_state(sys.argv[1], model, optimizer, step, keep=2, extra={"step": step})
-"""
+def save_for_ever(folder: Path) -> None:
+    """Go on from the newest state; weights and moments of step n are all n."""
+    model, optimizer = small()
+    step, _ = load_state(folder, model, optimizer)
+    while True:
+        step += 1
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(step)
+                optimizer.state[p] = {"step": torch.tensor(float(step)), "exp_avg": p * 1, "exp_avg_sq": p * 1}
+        save_state(folder, model, optimizer, step, keep=2, extra={"step": step})
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
     rng, reached, unfinished = random.Random(0), 0, 0
-    command = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)]
-    root = Path(__file__).parent.parent
-    for attempt in range(20):
-        process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
-        assert process.stdout.readline() == "ready\n"
+    for attempt in range(40):
+        process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path,))
+        process.start()
         while not (tmp_path / f"step-{reached + 1:08d}").exists():  # a busy machine may be slow to get here
+            assert process.is_alive()
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.join()
         unfinished += any(p.suffix for p in tmp_path.iterdir())
         model, optimizer = small()
         step, extra = load_state(tmp_path, model, optimizer)
@@ -180,19 +157,17 @@ def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, 
     model = tiny.plain(tmp_path / "out")
     assert (model.lm_head.weight is model.model.language_model.embed_tokens.weight) is tied
     assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in policy.model.named_parameters())
-    bundles, rows = tiny.random_bundles(4)
+    bundles, _ = tiny.random_bundles(4)
     with torch.no_grad():
-        expected = tiny.padded_scores(model, bundles, rows)[0]
-        torch.testing.assert_close(policy(bundles).logprobs, expected, atol=1e-5, rtol=1e-5)
         again = load(PolicyConfig(str(tmp_path / "out")), tiny.NEVER_SAMPLED)
         assert torch.equal(again(bundles).logprobs, policy(bundles).logprobs)
 
 
 def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tmp_path):
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"stale": "model.safetensors"}}')
-    policy = load(PolicyConfig(str(tiny.write(tmp_path / "source"))), train=False)
-    for dtype in (torch.bfloat16, torch.float32):  # the second replaces the first
-        export(policy, tmp_path / "out", path, CONTRACT, dtype)
+    for computed, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):  # the second replaces the first
+        policy = load(PolicyConfig(str(path), dtype=computed), train=False)
+        export(policy, tmp_path / "out", path, CONTRACT)
         names = {p.name for p in (tmp_path / "out").iterdir()}
         assert names == {p.name for p in path.iterdir()} - {"model.safetensors.index.json"}
         for name in ("tokenizer.json", "chat_template.jinja", "merges.txt", "generation_config.json"):
@@ -219,7 +194,7 @@ def test_a_checkpoint_that_is_nowhere_is_named(tmp_path, monkeypatch):
 
 def test_a_single_process_needs_no_group():
     assert gather(3) == [3] and sum_over_ranks({"a": 1.5}) == mean_over_ranks({"a": [1.0, 2.0], "b": []}) == {"a": 1.5}
-    barrier("alone")
+    barrier()
 
 
 def both_ranks(path, folder):
@@ -238,22 +213,15 @@ def both_ranks(path, folder):
         mine, its = optimizer.state[p], its_optimizer.state[q]
         assert all(torch.equal(mine[k].to_local(), its[k].to_local()) for k in ("exp_avg", "exp_avg_sq"))
 
-    values = {"loss": float(rank()), **({"only_0": 5.0} if rank() == 0 else {"only_1": 7.0})}
-    means = mean_over_ranks({"turns": [1.0, 2.0] if rank() else [6.0], **({} if rank() else {"only_0": [5.0]})})
-    assert means == {"turns": 3.0, "only_0": 5.0}  # over values, not over ranks
-    assert sum_over_ranks(values) == {"loss": 1.0, "only_0": 5.0, "only_1": 7.0}
+    mine = [{"turns": [6.0], "only_0": [5.0]}, {"turns": [1.0, 2.0]}][rank()]
+    assert mean_over_ranks(mine) == {"turns": 3.0, "only_0": 5.0}  # over values, not over ranks
+    mine = [{"loss": 0.0, "only_0": 5.0}, {"loss": 1.0, "only_1": 7.0}][rank()]
+    assert sum_over_ranks(mine) == {"loss": 1.0, "only_0": 5.0, "only_1": 7.0}
     assert gather(rank()) == [0, 1]
-    if rank() == 0:
-        with pytest.raises(RuntimeError, match=r"before the step: not all ranks arrived.*\n?.*1"):
-            barrier("before the step", timeout=datetime.timedelta(seconds=1))
-        (folder / "named").touch()
-    else:
-        time.sleep(2)
 
 
 def test_two_ranks_save_resume_export_and_agree(path, tmp_path):
     tiny.on_ranks(both_ranks, 2, path, tmp_path)
-    assert (tmp_path / "named").exists()
     exported = tiny.plain(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     policy, optimizer = fresh(path)  # one process resumes what two have saved

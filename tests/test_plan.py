@@ -1,8 +1,6 @@
-"""The plan's numbers are the model's: parameters, KV bytes, and the activations that autograd really keeps; the seconds
-of a step are those of paper and pencil."""
+"""The plan's numbers are the model's: parameters, KV bytes, and the activations that autograd really keeps. It warns where a
+run may not fit, and refuses where it cannot."""
 
-import dataclasses
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,21 +8,16 @@ import pytest
 import tiny
 import torch
 
-from runtime.contract import Bundle, VisualContract
+from runtime.contract import Bundle
 from runtime.plan import (
     GIB,
-    Pace,
     PlanError,
-    Step,
     block_bytes,
     kv_bytes_per_token,
     plan_engine,
-    plan_step,
     plan_training,
     plan_updates,
     shapes,
-    training_flops,
-    training_seconds,
 )
 from runtime.policy import load
 from runtime.settings import PolicyConfig
@@ -32,48 +25,81 @@ from runtime.settings import PolicyConfig
 EIGHT = PolicyConfig("Qwen/Qwen3-VL-8B-Instruct")
 
 
-def test_the_8b_shapes_are_the_published_ones_within_seconds():
-    began = time.perf_counter()
+def test_the_8b_shapes_are_the_published_ones():
     s = shapes(EIGHT)
     assert (s.parameters, s.frozen, s.layer) == (8_767_123_696, 576_388_336, 192_946_432)
     assert s.trained == 7_568_405_504 + 622_329_856 and s.root == 2 * 622_329_856 + 4096
     assert kv_bytes_per_token(s.text) == 147_456
     assert shapes(PolicyConfig(EIGHT.checkpoint, freeze=())).frozen == 0
-    assert time.perf_counter() - began < 10
 
 
-def test_the_paper_recipe_fits_a_node_and_a_lone_gpu_is_told_why_not():
-    training = plan_training(EIGHT, 7, 16_384, visual_tokens=16_384, reference=True)
-    training.check(80)
-    assert 40 < training.gib < 75
-    plan_engine(EIGHT, 1, rows=64, row_tokens=5000).check(80)
-    assert "master weights" in training.table(80) and "of 80" in training.table(80)
-    with pytest.raises(PlanError, match="more GPUs"):
+@pytest.mark.parametrize(
+    "plan, knob",
+    [
+        (plan_training(EIGHT, 2, 24_576, 16_384, reference=True), "more GPUs"),
+        (plan_engine(EIGHT, 1, rows=512, row_tokens=8192), "fewer concurrent rollouts"),
+        (
+            plan_training(PolicyConfig(EIGHT.checkpoint, activation_checkpointing=False), 8, 16_384),
+            "policy.activation_checkpointing = true",
+        ),
+    ],
+)
+def test_a_run_that_may_not_fit_is_warned_with_the_knob_and_not_refused(plan, knob):
+    plan.check(80)
+    last = plan.table(80).splitlines()[-1]
+    assert "WARNING" in last and knob in last and "GiB" in last
+
+
+def test_a_run_that_cannot_fit_is_refused():
+    """Weights and AdamW's state alone take 16 bytes for each of 8.2e9 trained weights."""
+    with pytest.raises(PlanError, match="weights and optimizer state, 12.* GiB, do not fit into 80 GiB.*more GPUs"):
         plan_training(EIGHT, 1, 8192).check(80)
-    with pytest.raises(PlanError, match="fewer concurrent rollouts"):
-        plan_engine(EIGHT, 1, rows=512, row_tokens=8192).check(80)
-    with pytest.raises(PlanError, match="policy.activation_checkpointing = true"):
-        plan_training(PolicyConfig(EIGHT.checkpoint, activation_checkpointing=False), 8, 16_384).check(80)
+    with pytest.raises(PlanError, match="do not fit into 12 GiB.*a smaller model"):
+        plan_engine(EIGHT, 1, rows=1, row_tokens=1000).check(12)
+
+
+def test_the_card_says_how_much_memory_it_has(monkeypatch):
+    """An "80 GB" H100 has 79.6 GiB, a borrowed card may have half of it: the device counts, not the config."""
+    plan = plan_training(EIGHT, 8, 8192, 4096)
+    plan.check(80)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=int(10.5 * GIB), name="small")
+    )
+    assert "GiB of 10.5" in plan.table(80) and "WARNING" in plan.table(80)
+    with pytest.raises(PlanError, match="do not fit into 10.5 GiB"):
+        plan.check(80)
 
 
 def test_knobs_move_the_sum_in_their_direction():
     base = plan_training(EIGHT, 8, 8192, 4096).gib
     assert plan_training(EIGHT, 4, 8192, 4096).gib > base > plan_training(EIGHT, 8, 4096, 2048).gib
     assert plan_training(PolicyConfig(EIGHT.checkpoint, freeze=()), 8, 8192, 4096).gib > base
-    assert plan_training(PolicyConfig(EIGHT.checkpoint, logit_chunk=256), 8, 8192, 4096).gib < base
-    assert plan_training(EIGHT, 8, 8192, 4096, reference=True).gib == pytest.approx(base + 2 * 8.19 / 8 * 1e9 * 1.05 / GIB, rel=1e-3)  # fmt: skip
-    seconds = training_seconds(EIGHT, 7, 8 * 7 * 6000)
-    assert seconds == pytest.approx(2 * training_seconds(EIGHT, 14, 8 * 7 * 6000)) and 1 < seconds < 60
+    assert plan_training(PolicyConfig(EIGHT.checkpoint, logit_chunk=4096), 8, 8192, 4096).gib > base
+
+
+def test_the_sums_are_those_of_an_independent_count():
+    """Counted by hand from the sources, for GPUs that nobody has measured: GiB before the overhead. Past bug: the plan
+    added up moments that never coincide, and said 66, 70 and 41."""
+    for gpus, tokens, visual, reference, gib in (
+        (4, 24_576, 16_384, True, 57.8),
+        (3, 16_384, 8192, True, 64),
+        (8, 16_384, 16_384, False, 34),
+    ):
+        rows = plan_training(EIGHT, gpus, tokens, visual, reference=reference).rows
+        *counted, overhead = rows
+        assert "overhead" in overhead.what and 4 < overhead.bytes / GIB < 7
+        assert sum(row.bytes for row in counted) / GIB == pytest.approx(gib, rel=0.03)
 
 
 def test_an_episode_that_fills_its_context_and_an_engine_in_the_trainer_are_planned_for():
     """Past bug: the plan was for train_tokens, which a single episode may exceed."""
 
     def plan(**changes):
-        rollout = SimpleNamespace(
-            **{"max_context": 16_384, "gpus": (7,), "urls": (), "max_batch_tokens": 1000} | changes
-        )
-        return plan_updates(SimpleNamespace(policy=EIGHT, train_tokens=8192, kl=0, rollout=rollout), 8).gib
+        rollout = {"max_context": 16_384, "gpus": (7,), "urls": (), "max_batch_tokens": 1000} | changes
+        cfg = SimpleNamespace(policy=EIGHT, train_tokens=8192, kl=0, rollout=SimpleNamespace(**rollout))
+        return plan_updates(cfg, 8).gib
 
     assert plan() == plan_training(EIGHT, 8, 16_384, 8192).gib > plan(max_context=4096)
     assert plan(gpus=()) - plan() == pytest.approx((2 * 8_767_123_696 + 1000 * 147_456) / GIB)
@@ -89,8 +115,9 @@ def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
 
 
 def test_activations_are_what_autograd_keeps(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
-    path = tiny.write(tmp_path / "model", text=sizes | {"head_dim": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}})  # fmt: skip
+    path = tiny.write(tmp_path / "model", text=sizes | {"head_dim": 32, "rope_parameters": rope})
     rng = np.random.default_rng(0)
     prompt, suffixes = rng.integers(2, 100, 600).tolist(), rng.integers(2, 100, (4, 100)).tolist()
     tokens = 1000
@@ -113,55 +140,3 @@ def test_activations_are_what_autograd_keeps(tmp_path):
             policy([Bundle(prompt, suffixes, [[1] * 100] * 4, [])])
         expected = 2 * 256 * tokens if checkpointing else tokens * block_bytes(policy.text.config)
         assert at_block[1] - at_block[0] == pytest.approx(expected, rel=0.01 if checkpointing else 0.15)
-
-
-# ------------------------------------------------------------------------------------------------ a step of RL
-
-
-def recipe(**changes):
-    """2 tasks x 4 episodes of 10 frames x 64 tokens."""
-    rollout = SimpleNamespace(dispatch="parallel", max_new_tokens=200, subagents=SimpleNamespace(train=False))
-    base = {"policy": EIGHT, "visual": VisualContract(crop_max_frames=5), "gating": (8, 12), "rollout": rollout}
-    return SimpleNamespace(**base | {"batch_tasks": 2, "group_size": 4, "kl": 0.01, "minibatches": 1} | changes)
-
-
-PACE = Pace(
-    decode_tokens_per_second=100, stream_tokens_per_second=10, prefill_tokens_per_second=1000, tool_seconds=3,
-    sampled_tokens=50, rounds=1, calls=2, report_tokens=25, text_tokens=280, stamp_tokens=8, tflops=100, mfu=0.5,
-    publish_gb_per_second=4,
-)  # fmt: skip
-
-
-def test_the_seconds_of_a_step_are_those_of_paper_and_pencil():
-    """A frame has 64 + 8 tokens, a prompt 280 + 10 x 72 = 1000, a crop 5 x 72 = 360. 8 episodes sample 50 + 2 x 25."""
-    step = plan_step(recipe(), trainers=1, engines=2, pace=PACE)
-    read = 2 * 2 * 1000 + 8 * 2 * (360 + 25)  # both servers read both prompts
-    assert step.rollout == pytest.approx(read / 2000 + 20 + 3)  # 800 / 200 s of decoding hide behind one long turn
-    assert plan_step(recipe(), 1, 2, dataclasses.replace(PACE, stream_tokens_per_second=1e9)).rollout == pytest.approx(
-        read / 2000 + 800 / 200 + 3
-    )
-    tokens = 2 * (1000 + 4 * 100)
-    # 2 forward, 4 backward, 2 recomputed, 2 of the reference
-    assert step.training == pytest.approx(training_flops(EIGHT, tokens, 10) / (100e12 * 0.5))
-    assert step.publish == pytest.approx(2 * 8_767_123_696 / 4e9)
-    assert step.seconds(0) == pytest.approx(step.rollout + step.training + step.publish)
-    assert Step(5, 7, 1).seconds(1) == 8 and Step(7, 5, 1).seconds(1) == 8 and Step(5, 7, 1).seconds(0) == 13
-
-
-def test_what_a_recipe_does_not_do_costs_nothing_and_what_it_does_costs():
-    base = plan_step(recipe(), 1, 1, PACE)
-    bare = recipe(rollout=SimpleNamespace(dispatch="none", max_new_tokens=200, subagents=SimpleNamespace(train=False)))
-    assert plan_step(bare, 1, 1, PACE).rollout == pytest.approx(2 * 1000 / 1000 + 20)
-    assert plan_step(recipe(kl=0), 1, 1, PACE).training == pytest.approx(0.8 * base.training)
-    assert plan_step(recipe(minibatches=2), 1, 1, PACE).training == pytest.approx(1.2 * base.training)
-    also = recipe(rollout=SimpleNamespace(dispatch="parallel", max_new_tokens=200, subagents=SimpleNamespace(train=True)))  # fmt: skip
-    assert plan_step(also, 1, 1, PACE).training == pytest.approx(base.training * (1400 + 4 * 2 * 385) / 1400)
-    # Two tasks on three trainers: one has none, and the others wait for nobody but take as long as with two.
-    assert plan_step(recipe(), 3, 1, PACE).training == plan_step(recipe(), 2, 1, PACE).training == base.training / 2
-
-
-def test_speeds_that_cannot_be_are_refused():
-    for wrong in ({"mfu": 0.0}, {"tool_seconds": -1.0}, {"text_tokens": 0.0}):
-        with pytest.raises(PlanError, match=f"{next(iter(wrong))} = .*must be positive"):
-            Pace(**wrong)
-    assert Pace(calls=0, rounds=0, tool_seconds=0)

