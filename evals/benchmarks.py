@@ -1,4 +1,4 @@
-"""benchmarks.py: the evaluation splits. A dataset's own folder -> items; an answer -> a grade; grades -> figures.
+"""benchmarks.py: the evaluation splits: how a dataset's folder becomes items, an answer a grade, and grades figures.
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # the *_wsub splits: the cues of the sampled frames, no others
@@ -13,16 +13,14 @@ A question reads as its authors wrote it, its options lettered exactly once. Ins
 Deliberately missing: downloads, splits with hidden answers, guesses in place of answers that cannot be read.
 """
 
-import collections
 import functools
-import itertools
 import math
 import os
 import re
 import shlex
 import sys
 import urllib.parse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +31,6 @@ from runtime.dataset import DataError, RowError, Rows
 
 LETTERS = tuple("ABCDEFGHIJ")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")
-LENGTHS = ("short", "medium", "long")
 UNANSWERABLE = "?"  # gold of a row whose answer is not among its options: every reply is wrong
 
 
@@ -51,8 +48,8 @@ class Item:
     """One question of a split."""
 
     task: Task
-    groups: dict[str, tuple[str, ...]]  # what the figures are broken down by; several labels where the dataset has them
     subtitles: tuple[Cue, ...] = ()  # in order
+    caption: str = ""  # the event that a span is asked of, where the dataset has it
 
 
 # What `grade` returns. The prediction is a letter, "[start, end]" in seconds, or text; None: nothing could be read.
@@ -72,32 +69,32 @@ class Files:
             folders.sort()
             for name in sorted(names):
                 path = os.path.abspath(os.path.join(folder, name))
-                for key in (name, f"{os.path.basename(folder)}/{name}"):
-                    self._paths.setdefault(_key(key), path)
+                self._paths.setdefault(_key(name), path)
+                self._paths.setdefault(_key(f"{os.path.basename(folder)}/{name}"), path)
 
     def find(self, name: str) -> str | None:
         return self._paths.get(_key(name))
 
     def video(self, name: str) -> str:
-        if path := self.find(name if name.lower().endswith(VIDEO_SUFFIXES) else name + ".mp4"):
-            return path
-        raise VideoMissing(name)
+        path = self.find(name if name.lower().endswith(VIDEO_SUFFIXES) else name + ".mp4")
+        if path is None:
+            raise VideoMissing(name)
+        return path
 
 
 def _key(name: str) -> str:
-    """The same for every container of a video, and for folders with spaces or underscores."""
+    """Return the same for every container of a video, and for folders with spaces or underscores."""
     stem, suffix = os.path.splitext(name.replace(" ", "_"))
-    return stem + (".mp4" if suffix.lower() in VIDEO_SUFFIXES else suffix)
+    return f"{stem}.mp4" if suffix.lower() in VIDEO_SUFFIXES else stem + suffix
 
 
-# ------------------------------------------------------------------------------------------------ rows -> items
+# ------------------------------------------------------------------------------------------------ rows to items
 
 
 def _videomme(row: dict, _: int, files: Files) -> Item:
     video = files.video(row["videoID"])
-    groups = {"duration": (row["duration"],)}
     # The id is question_id: three questions share a videoID.
-    return _choice(row["question_id"], row["question"], row["options"], row["answer"], video, groups)
+    return _choice(row["question_id"], row["question"], row["options"], row["answer"], video)
 
 
 def _videomme_wsub(row: dict, i: int, files: Files) -> Item:
@@ -106,19 +103,14 @@ def _videomme_wsub(row: dict, i: int, files: Files) -> Item:
 
 
 def _longvideobench(row: dict, _: int, files: Files) -> Item:
-    # The raw JSON lists the candidates; the parquet spreads them over columns and fills up with N/A.
-    options = list(row["candidates"] if "candidates" in row else (row[f"option{n}"] for n in range(5)))
-    options, gold = _without_fillers(options), row["correct_choice"]
+    options, gold = _without_fillers([row[f"option{n}"] for n in range(5)]), row["correct_choice"]
     letter = LETTERS[gold] if gold >= 0 else ""  # -1 where the answer is hidden
-    groups = {"duration": (str(int(row["duration_group"])),)}
-    return _choice(row["id"], row["question"], options, letter, files.video(row["video_path"]), groups)
+    return _choice(row["id"], row["question"], options, letter, files.video(row["video_path"]))
 
 
 def _lvbench(row: dict, _: int, files: Files) -> Item:
     video = files.video(os.path.basename(row["video_path"]))
-    types = row.get("question_type") or ()
-    groups = {"type": (types,) if isinstance(types, str) else tuple(types)}
-    return _choice(str(row["uid"]), row["question"], row.get("options") or (), row["answer"], video, groups)
+    return _choice(str(row["uid"]), row["question"], row.get("options") or (), row["answer"], video)
 
 
 def _mlvu(row: dict, i: int, files: Files) -> Item:
@@ -127,69 +119,71 @@ def _mlvu(row: dict, i: int, files: Files) -> Item:
     letter = gold.strip("() .").upper()
     if letter not in LETTERS[: len(options)]:  # the original's answers are texts
         letter = LETTERS[options.index(gold)] if gold in options else UNANSWERABLE
-    return _choice(f"{kind}-{i}", row["question"], options, letter, video, {"task": (kind,)})
+    return _choice(f"{kind}-{i}", row["question"], options, letter, video)
 
 
 def _mmvu(row: dict, _: int, files: Files) -> Item:
     # A URL that ends in videos/SUBJECT/NUMBER.mp4; the numbers start anew in every subject.
-    url = urllib.parse.unquote(row["video_path"] if "video_path" in row else row["video"])
+    url = urllib.parse.unquote(row["video"])
     video = files.video("/".join(url.split("/")[-2:]))
     if row["question_type"] == "open-ended":  # its choices are empty texts
-        return Item(Task(row["id"], row["question"].strip(), (video,), "oe", row["answer"]), {})
+        return Item(Task(row["id"], row["question"].strip(), (video,), "oe", row["answer"]))
     options = _without_fillers([row["choices"][letter] for letter in sorted(row["choices"])])
-    return _choice(row["id"], row["question"], options, row["answer"], video, {})
+    return _choice(row["id"], row["question"], options, row["answer"], video)
 
 
 def _charades(row: dict, i: int, files: Files) -> Item:
     # Stored as float16; the annotators wrote tenths of a second, which rounding restores.
     start, end = (round(float(t), 1) for t in row["timestamp"])
-    caption = row["caption"].strip().rstrip(".")
-    question = f"During which part of the video does this happen: {caption}? Give its start and end in seconds."
-    return Item(Task(f"charades-{i}", question, (files.video(row["video"]),), "tvg", f"[{start}, {end}]"), {})
+    caption = row["caption"].strip()
+    question = f"During which part of the video does this happen: {caption.rstrip('.')}?"
+    task = Task(f"charades-{i}", question, (files.video(row["video"]),), "tvg", f"[{start}, {end}]")
+    return Item(task, caption=caption)
 
 
 def _toy(row: dict, i: int, files: Files) -> Item:
-    return Item(parse_task(row, f"toy-{i}", files.root), {})
+    return Item(parse_task(row, f"toy-{i}", files.root))
 
 
-def _choice(
-    id: str, question: str, options: Sequence[str], gold: str, video: str, groups: dict[str, tuple[str, ...]]
-) -> Item:
-    """A multiple-choice item, whether the options are bare, already lettered, or part of the question."""
+def _choice(id: str, question: str, options: Sequence[str], gold: str, video: str) -> Item:
+    """Make a multiple-choice item, whether the options are bare, already lettered, or part of the question."""
     question, options, gold = question.strip(), _bare(options), gold.strip("() .").upper()
     listed = _listed(question)
-    if not (listed and all(option in listed for option in options)):
+    if not listed or not set(options) <= set(listed):
         question += "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options))
     options = options or listed
     if gold != UNANSWERABLE and gold not in LETTERS[: len(options) or None]:
         raise RowError(f"its answer {gold!r} is none of its {len(options)} options; splits with hidden answers are out")
-    return Item(Task(id, question, (video,), "mcq", gold, options), groups)
+    return Item(Task(id, question, (video,), "mcq", gold, options))
 
 
 def _bare(options: Sequence[str]) -> tuple[str, ...]:
-    """Options without letters, where each one has its own."""
-    parts = [re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", o.strip(), re.S) for letter, o in zip(LETTERS, options)]
-    return tuple(part[1] for part in parts) if all(parts) else tuple(option.strip() for option in options)
+    """Strip the options' letters, where each one has its own."""
+    options = [option.strip() for option in options]
+    parts = [re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", o, re.S) for letter, o in zip(LETTERS, options)]
+    return tuple(part[1] for part in parts) if all(parts) else tuple(options)
 
 
 def _listed(question: str) -> tuple[str, ...]:
-    """The options that a question lists itself, one a line."""
+    """Return the options that a question lists itself, one a line: (A) ..., (B) ... and so on."""
     lines = re.findall(r"^[ \t]*\(?([A-J])\)?[.:)][ \t]*(.*?)[ \t]*$", question, re.M)
-    in_order = len(lines) > 1 and all(letter == due for (letter, _), due in zip(lines, LETTERS))
-    return tuple(text for _, text in lines) if in_order else ()
+    letters = tuple(letter for letter, _ in lines)
+    return tuple(text for _, text in lines) if len(lines) > 1 and letters == LETTERS[: len(lines)] else ()
 
 
 def _without_fillers(options: list[str | None]) -> list[str]:
-    """Only fillers at the end go: every option keeps its position, and so its letter."""
-    last = max((i for i, option in enumerate(options) if option not in ("N/A", "", None)), default=-1)
-    return options[: last + 1]
+    """Drop the fillers at the end only: every option keeps its position, and so its letter."""
+    options = list(options)
+    while options and options[-1] in ("N/A", "", None):
+        options.pop()
+    return options
 
 
 # ------------------------------------------------------------------------------------------------ subtitles
 
 
 def ask_with_subtitles(item: Item, times: Sequence[float]) -> Task:
-    """The official rule of Video-MME: only the cues shown at the sampled frames, in order, each once."""
+    """Put the cues shown at the sampled frames before the question, in order, each once: Video-MME's official rule."""
     shown = [cue.text for cue in item.subtitles if any(cue.start <= t <= cue.end for t in times)]
     if not shown:
         return item.task
@@ -198,19 +192,20 @@ def ask_with_subtitles(item: Item, times: Sequence[float]) -> Task:
 
 @functools.lru_cache(maxsize=1)  # the questions of a video stand together and share its cues
 def _srt(path: str) -> tuple[Cue, ...]:
-    """The cues of an .srt file, font tags removed."""
+    """Read the cues of an .srt file, without font tags."""
     cues = []
     for block in re.split(r"\n\s*\n", Path(path).read_text(encoding="utf-8", errors="replace")):
-        if found := re.search(r"(\d[\d:.,]*) *--> *(\d[\d:.,]*)[^\n]*\n(.*)", block, re.S):
-            *clocks, text = found.groups()
-            try:
-                start, end = (seconds_of(clock.replace(",", ".")) for clock in clocks)
-            except ValueError:
-                raise DataError(
-                    f"{path}: {' --> '.join(clocks)} are no times, such as 00:00:01,500; correct them, or unpack it again"
-                ) from None
-            if text := " ".join(re.sub(r"<[^>]*>", " ", text).split()):
-                cues.append(Cue(start, end, text))
+        found = re.search(r"(\d[\d:.,]*) *--> *(\d[\d:.,]*)[^\n]*\n(.*)", block, re.S)
+        if not found:
+            continue
+        start, end, text = found.groups()
+        text = " ".join(re.sub(r"<[^>]*>", " ", text).split())
+        try:
+            cue = Cue(seconds_of(start.replace(",", ".")), seconds_of(end.replace(",", ".")), text)
+        except ValueError:
+            raise DataError(f"{path}: {start} --> {end} are no times, such as 00:00:01,500; unpack it again") from None
+        if text:
+            cues.append(cue)
     return tuple(sorted(cues, key=lambda cue: cue.start))
 
 
@@ -223,13 +218,13 @@ class Split:
 
     hub: str  # the dataset's name on the hub; empty: toy.py makes it
     parse: Callable[[dict, int, Files], Item]  # (row, its index, files)
-    tables: tuple[str, ...]  # globs, in the root or one folder down: all files of the first that matches are read
+    tables: str  # glob of the files with the questions, in the root or one folder down
     counts: tuple[int, ...] = ()  # numbers of items that it may have
     archives: str = ""  # to be unpacked
     subtitled: int = 0  # how many of its videos have an .srt file
 
 
-_VIDEOMME = Split("lmms-lab/Video-MME", _videomme, ("test-*.parquet",), (2700,), "videos_chunked_*.zip")
+_VIDEOMME = Split("lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,), "videos_chunked_*.zip")
 SPLITS = {
     "videomme": _VIDEOMME,
     "videomme_wsub": replace(
@@ -238,59 +233,72 @@ SPLITS = {
     "longvideobench": Split(  # gated: its terms are accepted on its page
         "longvideobench/LongVideoBench",
         _longvideobench,
-        ("validation-*.parquet", "lvb_val.json"),
+        "validation-*.parquet",
         (1337,),
         "videos.tar.part.* (joined with cat)",
     ),
     # The only split of this dataset is called train.
-    "lvbench": Split("lmms-lab/LVBench", _lvbench, ("train-*.parquet",), (1549,), "its video archives"),
+    "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,), "its video archives"),
     # Quoted with either number.
-    "mlvu": Split("sy1998/MLVU_dev", _mlvu, ("test-*.parquet",), (2174, 2175), "video_part_*.zip"),
-    "mmvu": Split("yale-nlp/MMVU", _mmvu, ("validation.json", "validation-*.parquet"), (1000,)),
-    "charades": Split("lmms-lab/charades_sta", _charades, ("test-*.parquet",), (3720,), "Charades_v1_480_part_*.zip"),
-    "toy": Split("", _toy, ("test.parquet",)),
+    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175), "video_part_*.zip"),
+    "mmvu": Split("yale-nlp/MMVU", _mmvu, "validation.json", (1000,)),
+    "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,), "Charades_v1_480_part_*.zip"),
+    "toy": Split("", _toy, "test.parquet"),
 }
 
 
-def load_split(name: str, root: str) -> list[Item]:
-    """The items of a split, in the dataset's order. An incomplete dataset raises DataError."""
-    split, base, hint = SPLITS[name], Path(root).expanduser(), _hint(name, root)
-    if not base.is_dir():
-        raise DataError(f"{root}: no such folder, so {name} cannot be read. {hint}")
-    globs = (where + pattern for pattern in split.tables for where in ("", "*/"))
-    tables = next((found for pattern in globs if (found := sorted(base.glob(pattern)))), [])
-    if not tables:
-        raise DataError(f"{root}: no file {' or '.join(split.tables)}, where {name} has its questions. {hint}")
+def count_items(name: str, root: str) -> int:
+    return sum(len(Rows(table)) for table in _tables(name, root))
 
-    files, items, missing = Files(base), [], []
-    places = [(table, rows, n) for table in tables for rows in [Rows(table)] for n in range(len(rows))]
-    for i, (table, rows, n) in enumerate(places):
-        try:
-            row = rows[n]
-            items.append(split.parse(row, i, files))
-        except VideoMissing as error:
-            missing.append(str(error))
-        except (RowError, KeyError) as error:
-            reason = f"no field {error}, only {', '.join(row)}" if isinstance(error, KeyError) else error
-            raise DataError(f"{table}: row {i}: {reason}. Another revision of the dataset? {hint}") from None
 
-    count = len(items) + len(missing)
+def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
+    """Read the items of a split, in the dataset's order; with a limit, the first ones, which need no other videos. An
+    incomplete dataset raises DataError."""
+    split, hint, count = SPLITS[name], _hint(name, root), count_items(name, root)
+    files, items, missing = Files(Path(root).expanduser()), [], []
+    for table in _tables(name, root):
+        rows = Rows(table)
+        for n in range(len(rows)):
+            i = len(items) + len(missing)  # over all tables
+            if i == (limit or count):
+                break
+            try:
+                items.append(split.parse(rows[n], i, files))
+            except VideoMissing as error:
+                missing.append(str(error))
+            except (KeyError, RowError) as error:
+                reason = f"no field {error}" if isinstance(error, KeyError) else error
+                raise DataError(f"{table}: row {i}: {reason}. Another revision of the dataset? {hint}") from None
+
+    # Nothing may be missing: a score over fewer items is another score.
     if split.counts and count not in split.counts:
         wanted = " or ".join(map(str, split.counts))
         raise DataError(f"{root}: {name} has {wanted} items, found {count}: are shards missing? {hint}")
     if missing:
         videos = sorted(set(missing))
-        names = ", ".join(videos[:5]) + (", ..." if len(videos) > 5 else "")
         where = f"nowhere below {root} (as {', '.join(VIDEO_SUFFIXES)})"
-        raise DataError(f"{len(videos)} videos of {name} are {where}: {names}. {hint}")
+        raise DataError(f"{len(videos)} videos of {name} are {where}, such as {', '.join(videos[:5])}. {hint}")
     subtitled = {video for item in items for video in item.task.videos if files.find(f"{Path(video).stem}.srt")}
-    if len(subtitled) < split.subtitled:
+    if not limit and len(subtitled) < split.subtitled:
         raise DataError(f"{root}: {split.subtitled} videos of {name} have an .srt file, found {len(subtitled)}. {hint}")
-    if twice := [id for id, n in collections.Counter(item.task.id for item in items).items() if n > 1]:
-        raise DataError(f"{root}: {len(twice)} ids of {name} occur twice, such as {twice[0]}. {hint}")
-    if lost := sum(item.task.answer == UNANSWERABLE for item in items):
+    ids = [item.task.id for item in items]
+    if len(set(ids)) < len(ids):
+        raise DataError(f"{root}: {len(ids)} items of {name} have only {len(set(ids))} ids. {hint}")
+    lost = sum(item.task.answer == UNANSWERABLE for item in items)
+    if lost:
         print(f"{name}: {lost} answers are not among their options; these items count as wrong", file=sys.stderr)
     return items
+
+
+def _tables(name: str, root: str) -> list[Path]:
+    """Find the files with the questions, in the root or one folder down."""
+    base, pattern = Path(root).expanduser(), SPLITS[name].tables
+    if not base.is_dir():
+        raise DataError(f"{root}: no such folder, so {name} cannot be read. {_hint(name, root)}")
+    found = sorted(base.glob(pattern)) or sorted(base.glob(f"*/{pattern}"))
+    if not found:
+        raise DataError(f"{root}: no file {pattern}, where {name} has its questions. {_hint(name, root)}")
+    return found
 
 
 def _hint(name: str, root: str) -> str:
@@ -305,12 +313,13 @@ def _hint(name: str, root: str) -> str:
 
 
 def grade(item: Item, answer: str | None, cfg: RewardConfig) -> dict:
-    """`answer` is the text that the protocol extracted; None: there was none. The judge, if asked, may raise JudgeError."""
+    """Grade the text that the protocol extracted (None: there was none). The judge, if asked, may raise JudgeError."""
     task, text = item.task, (answer or "").strip()
     if task.kind == "mcq":
         read = parse_letter(text, task.options)
     elif task.kind == "tvg":
-        read = str(list(span)) if (span := parse_span(text)) else None
+        span = parse_span(text)
+        read = str(list(span)) if span else None
     else:
         read = text or None
     if read is None:
@@ -320,35 +329,20 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig) -> dict:
 
 
 def figures(name: str, records: Sequence[dict]) -> dict[str, float]:
-    """All figures of a split in percent, the headline first, from the lines of eval.py. An error has scored 0."""
+    """Return a split's figures in percent, the headline first, from the lines of eval.py. An error has scored 0."""
     scores = [r["score"] for r in records]
     if name == "charades":
         found = {"miou": _percent(scores)}
-        found |= {f"r@{least}": _percent(score >= least for score in scores) for least in (0.3, 0.5, 0.7)}
-    elif name == "mmvu":
-        found = {"mc_625": _percent(r["score"] for r in records if r["kind"] == "mcq")}
+        for least in (0.3, 0.5, 0.7):
+            found[f"r@{least}"] = _percent([score >= least for score in scores])
+        return found
+    if name == "mmvu":
+        found = {"mc_625": _percent([r["score"] for r in records if r["kind"] == "mcq"])}
         if any(r["judged"] for r in records):  # without a judge, open answers give no accuracy
             found["all_1000"] = _percent(scores)
-    else:
-        found = {"accuracy": _percent(scores)}
-
-    by_label = collections.defaultdict(list)  # an item of two types counts in both
-    for r in records:
-        for label in itertools.chain(*r["groups"].values()):
-            by_label[label].append(r["score"])
-    groups = {label: _percent(by_label[label]) for label in sorted(by_label, key=_label_order)}
-    if name == "mlvu":  # M-Avg = mean of the seven tasks' accuracies; `accuracy` is over all questions alike
-        found["m_avg"] = sum(groups.values()) / len(groups) if groups else math.nan
-    return found | groups
+        return found
+    return {"accuracy": _percent(scores)}
 
 
-def _percent(values: Iterable[float]) -> float:
-    values = list(values)
+def _percent(values: Sequence[float]) -> float:
     return 100 * sum(values) / len(values) if values else math.nan
-
-
-def _label_order(label: str) -> tuple[int, str]:
-    """Numbers by size; short, medium, long; other words by the alphabet. (Results come in the order of their ends.)"""
-    if label in LENGTHS:
-        return LENGTHS.index(label), ""
-    return (int(label), "") if label.isdigit() else (0, label)

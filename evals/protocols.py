@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -41,100 +41,123 @@ from runtime.engine import EngineError
 from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
 from tools import ToolError, parse_calls, read_number, read_time, use
 
-# ------------------------------------------------------------------------------------------------ what is asked for
-
-WORDS = read_tree(Path(__file__).with_suffix(".yaml"))  # protocol -> name -> text
-
-
-@functools.cache
-def words(protocol: str, prompt_file: str) -> dict[str, str]:
-    """What a protocol says, by name; the texts of the prompt file go first."""
-    known, own = WORDS.get(protocol, {}), read_tree(Path(prompt_file)) if prompt_file else {}
-    if wrong := [name for name, text in own.items() if name not in known or not isinstance(text, str)]:
-        names = ", ".join(known) or "none: its prompts are those of data.py"
-        raise ValueError(f"prompt_file = {prompt_file!r}: {wrong} must be texts that {protocol!r} has: {names}")
-    return known | own
-
+# ------------------------------------------------------------------------------------------------ settings
 
 Protocol = Literal[
     "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",
     "video_thinker", "conan", "longvt", "sage", "video_zoomer",
 ]  # fmt: skip
+WORDS = read_tree(Path(__file__).with_suffix(".yaml"))  # protocol -> name -> text
+PLACE = re.compile(r"\{\{\w+\}\}|\{(\w+)\}")  # {{word}} is the word in braces
 
 
 @dataclass(frozen=True)
 class Prompting:
-    """How one model is asked. What is left out is the protocol's own."""
+    """The way in which one model is asked."""
 
     protocol: Protocol = "agent"
-    """agent: our own, and the only one that heeds the rollout's tools, dispatch, turns and think_prefix. video_r1 is
-    VideoRFT's as well."""
+    """agent: our own, and the only one that heeds the rollout's tools, dispatch, turns and think_prefix. VideoRFT is
+    asked as video_r1."""
     prompt_file: str = ""
     """A YAML file of `name: text`, names as in protocols.yaml: the words of the model's authors, in place of ours."""
-    fps: float | None = None
-    """Frames per second of the overview, K at most; 0: always K. Not of the agent."""
-    rounds: int | None = None
-    """conan, video_zoomer: turns; longvt: rounds of calls; sage: steps of the reasoner."""
-    frames: int | None = None
-    """Most frames of one call (of one round: conan)."""
 
     def __post_init__(self):
-        words(self.protocol, self.prompt_file)  # refuses a file that cannot be used
-        own = OWN.get(self.protocol, {"fps": 0.0} if self.protocol != "agent" else {})
-        for name in ("fps", "rounds", "frames"):
-            value = getattr(self, name)
-            if value is None:
-                object.__setattr__(self, name, own.get(name))
-            elif name not in own or value < (0 if name == "fps" else 1):
-                raise ValueError(f"{name} = {value}: must be positive; {self.protocol!r} has {list(own)}")
+        read_words(self.protocol, self.prompt_file)  # refuses a file that cannot be used
 
     @property
     def texts(self) -> dict[str, str]:
-        return words(self.protocol, self.prompt_file)
+        return read_words(self.protocol, self.prompt_file)
 
 
-OWN = {
-    "rewatch_r1": {"fps": 2.0},
-    "conan": {"fps": 0.0, "rounds": 3, "frames": 8},
-    "longvt": {"fps": 1.0, "rounds": 5, "frames": 128},
-    "sage": {"fps": 1.0, "rounds": 10, "frames": 10},
-    "video_zoomer": {"fps": 0.5, "rounds": 5, "frames": 16},
-}
-CROP_FPS = 1.0  # longvt's crops, and what sage's tools see of a window
+# The {places} of a text, beside those that our own text of that name has. What comes from outside may not stand in a
+# system text, which is read as ours.
+NUMBERS = {"duration", "minutes", "clock"}
+OUTSIDE = {"question", "stem", "options", "caption", "path"}
+SYSTEM_TEXTS, KINDS = ("system", "reasoner", "tool", "tools"), ("mcq", "tvg", "oe")
+
+
+def places_of(protocol: str, name: str) -> set[str]:
+    """Return what a text may speak of."""
+    places = NUMBERS | set(PLACE.findall(WORDS[protocol][name]))
+    if name not in SYSTEM_TEXTS:
+        places |= OUTSIDE
+    if name not in SYSTEM_TEXTS + KINDS:
+        places |= {"request"}
+    if name == "message":
+        places |= {"tools"}
+    return places
+
+
+@functools.cache
+def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
+    """Return the texts of a protocol by name; those of the prompt file replace ours."""
+    known, own = WORDS[protocol], read_tree(Path(prompt_file)) if prompt_file else {}
+    for name, text in own.items():
+        if name not in known or not isinstance(text, str):
+            raise ValueError(
+                f"prompt_file = {prompt_file!r}: {name!r} must be a text that {protocol!r} has: {', '.join(known)}"
+            )
+        places = places_of(protocol, name)
+        unknown = sorted(set(PLACE.findall(text)) - places - {""})
+        if unknown:
+            raise ValueError(
+                f"prompt_file = {prompt_file!r}: the text {name!r} of {protocol!r} cannot speak of {{{unknown[0]}}}, only "
+                f"of {', '.join(sorted(places))}. Write {{{{{unknown[0]}}}}} for the word in braces"
+            )
+    return known | own
+
+
+# The numbers of the models' own code.
+# Frames per second of the overview, at most K of them; where none is said, always K.
+OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "sage": 1.0, "video_zoomer": 0.5}
+CONAN_TURNS, CONAN_FRAMES = 3, 8  # frames of one round
+LONGVT_ROUNDS, LONGVT_FRAMES = 5, 128  # rounds of calls; frames of one call
+SAGE_STEPS, SAGE_STILLS = 10, 10
+ZOOM_TURNS, ZOOM_FRAMES = 5, 16  # frames of one segment
+CROP_FPS = 1.0  # of longvt's crops, and of what sage's tools see of a window
 SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # seconds of a window, at most
 ATTEMPTS, RETRY_TEMPERATURE = 5, 0.7  # of sage, to write JSON
 
 
-def play(stage: Stage, task: Task, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
-    """One attempt, and the text that is graded (None: there is none). What a model or a file can cause becomes
-    `episode.error`, and what was played until then is kept."""
+def play(stage: Stage, task: Task, k: int, seed: int, cfg: Prompting, caption: str = "") -> tuple[Episode, str | None]:
+    """Make one attempt; returns it with the text that is graded (None: there is none). An error that a model or a file
+    can cause becomes `episode.error`, and the turns until then are kept."""
     if len(task.videos) != 1 and cfg.protocol != "agent":
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} asks about one")
     episode = Episode(task, k, Trajectory([], [], [], [], [], 0), seed=seed)
     started, answer = time.perf_counter(), None
     try:
-        answer = PROTOCOLS[cfg.protocol](stage, episode, cfg)
+        values = values_of(stage, task, cfg, caption)
+        if cfg.protocol != "agent":
+            values["frames"] = [look_over(stage, task.videos[0], k, cfg.protocol)]
+        answer = PROTOCOLS.get(cfg.protocol, _one_turn)(stage, episode, cfg, values)
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"
     episode.seconds = time.perf_counter() - started
-    return episode, None if episode.error else answer or None
+    if episode.error or not answer:
+        return episode, None
+    return episode, answer
 
 
 # ------------------------------------------------------------------------------------------------ verbs
 
 
 def reading(stage: Stage, **contract: Any) -> Stage:
-    """The stage of a model that reads frames in another form, such as other stamps."""
+    """Return the stage of a model that reads frames in another form, such as other stamps."""
     renderer = stage.renderer
     return replace(stage, renderer=Renderer(renderer.tokenizer, replace(renderer.contract, **contract)))
 
 
-def look_over(stage: Stage, path: str, k: int, fps: float) -> Frames:
-    """The overview: every n-th frame, so that there are `fps` a second; K uniform ones if that is more than K."""
-    info = stage.videos.info(path)
-    every = max(1, round(info.n_frames / max(info.duration, 1e-9) / fps)) if fps else 1
-    indices = range(0, info.n_frames, every)
-    return show(stage, info, indices if fps and len(indices) <= k else uniform_indices(info.n_frames, k))
+def look_over(stage: Stage, path: str, k: int, protocol: Protocol) -> Frames:
+    """Show the overview: every n-th frame at the protocol's rate; K uniform ones if it has none, or would show more."""
+    fps, info = OVERVIEW_FPS.get(protocol), stage.videos.info(path)
+    indices = uniform_indices(info.n_frames, k)
+    if fps:
+        every = max(1, round(info.n_frames / max(info.duration, 1e-9) / fps))
+        at_rate = range(0, info.n_frames, every)
+        if len(at_rate) <= k:
+            indices = at_rate
+    return show(stage, info, indices)
 
 
 def show(stage: Stage, info: VideoInfo, indices: Sequence[int]) -> Frames:
@@ -142,40 +165,55 @@ def show(stage: Stage, info: VideoInfo, indices: Sequence[int]) -> Frames:
 
 
 def fill(text: str, values: dict[str, str | list]) -> list:
-    """A text of ours -> the parts of a message. What fills its {places} may come from outside, and is inert."""
-    parts = []
-    for piece in re.split(r"(\{\w+\})", text):
-        value = values.get(piece[1:-1]) if piece[:1] == "{" else None
-        parts += [Live(piece)] if value is None else value if isinstance(value, list) else [value]
-    return parts
+    """Return a text of ours as the parts of a message. What fills its {places} may come from outside, and is inert."""
+    parts, done = [], 0
+    for place in PLACE.finditer(text):
+        parts.append(Live(text[done : place.start()]))
+        done = place.end()
+        if place[1] is None:  # {{word}}
+            parts.append(Live(place[0][1:-1]))
+        elif isinstance(values[place[1]], list):
+            parts += values[place[1]]
+        else:
+            parts.append(values[place[1]])
+    return [*parts, Live(text[done:])]
 
 
-def values_of(stage: Stage, episode: Episode, cfg: Prompting) -> dict[str, str | list]:
-    """What the texts of all protocols may speak of."""
-    task, path = episode.task, episode.task.videos[0]
+def values_of(stage: Stage, task: Task, cfg: Prompting, caption: str) -> dict[str, str | list]:
+    """Return what every text may speak of; `request` is the text of the task's kind."""
+    path = task.videos[0]
     duration = stage.videos.info(path).duration
-    return {
-        "frames": [look_over(stage, path, episode.k, cfg.fps)],
-        "question": task.question,
-        "request": Live(cfg.texts[task.kind]),
+    minutes, seconds = divmod(int(duration), 60)
+    lists = list(re.finditer(r"^[ \t]*\(?A\)?[.:)]", task.question, re.M)) if task.options else []
+    values = {
+        "question": task.question,  # its lettered options included
+        "stem": task.question[: lists[-1].start()].rstrip() if lists else task.question,
+        "options": "\n".join(f"{letter}. {option}" for letter, option in zip("ABCDEFGHIJ", task.options)),
+        "caption": caption or task.question,  # the event that a span is asked of
         "path": os.path.basename(path),  # authors write the whole path: prompts would depend on the machine
-        "minutes": "{:02d}:{:02d}".format(*divmod(int(duration), 60)),
+        "duration": f"{duration:.1f}",
+        "minutes": f"{minutes:02d}:{seconds:02d}",
         "clock": clock(duration),
     }
+    return values | {"request": fill(cfg.texts[task.kind], values)}
 
 
 def begin(stage: Stage, cfg: Prompting, values: dict, user="user", system="system", tools=None) -> Trajectory:
-    """A conversation that opens with the texts of these names."""
-    names = {"system": system, "user": user}
-    messages = [{"role": r, "content": fill(cfg.texts[n], values)} for r, n in names.items() if n in cfg.texts]
+    """Open a conversation with the texts of these names; a protocol without that system text has none."""
+    messages = []
+    for role, name in (("system", system), ("user", user)):
+        if name in cfg.texts:
+            messages.append({"role": role, "content": fill(cfg.texts[name], values)})
     return open_trajectory(stage.renderer.render(messages, tools, generate=True))
 
 
 def speak(stage: Stage, agent: Trajectory, seed: int, closing: str = "", **limits: Any) -> str:
-    """One turn, appended -> its text. It ends after the text `closing`, if it says that: what follows is dropped."""
+    """Append one turn; returns its text. It ends after the text `closing`, if it says that: what follows is dropped."""
     renderer, start, cfg = stage.renderer, len(agent.ids), replace(stage.cfg, **limits)
-    sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, (renderer.end_of_turn,))
-    said = agent.ids[start : len(agent.ids) - (agent.finish == "stop")]
+    sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
+    said = agent.ids[start:]
+    if agent.finish == "stop":
+        said = said[:-1]
     text = renderer.decode(said)
     if closing and closing in text:
         text = text[: text.index(closing) + len(closing)]
@@ -187,16 +225,12 @@ def speak(stage: Stage, agent: Trajectory, seed: int, closing: str = "", **limit
     return text
 
 
-def tell(stage: Stage, agent: Trajectory, contents: list, role: str = "user") -> bool:
-    """Append what the model reads next; False if its context has no room for it."""
-    return append(stage, agent, stage.renderer.continuation(contents, role))
-
-
 def run(stage: Stage, episode: Episode, call: Call, work: Callable[..., list], *more: Any) -> list:
-    """Run and record one call -> what the model reads: what `work` returns, or the text of an error."""
+    """Run and record one call; returns what the model reads: what `work` returns, or the text of an error."""
     started, parts = time.perf_counter(), []
     try:
-        parts = work(stage, episode, call, *more) if not call.error else []
+        if not call.error:
+            parts = work(stage, episode, call, *more)
     except ToolError as error:
         call.error, call.text = error.kind, str(error)
     except (VideoError, EngineError):
@@ -207,11 +241,12 @@ def run(stage: Stage, episode: Episode, call: Call, work: Callable[..., list], *
 
 
 def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
+    """Clamp a window to the video."""
     return min(max(start, 0.0), info.duration), min(max(end, 0.0), info.duration)
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last \\boxed{}."""
+    """Return the content of the last \\boxed{}."""
     found = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
     return found[-1].strip() if found else None
 
@@ -219,56 +254,64 @@ def boxed(text: str) -> str | None:
 # ------------------------------------------------------------------------------------------------ one turn, and ours
 
 
-def _agent(stage: Stage, episode: Episode, cfg: Prompting) -> str | None:
-    prompt = opening(episode.task, episode.k, stage)
-    played = run_episode(stage, episode.task, episode.k, prompt, episode.seed)
+def _agent(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    task = replace(episode.task, question="".join(values["request"]))
+    prompt = opening(task, episode.k, stage)
+    played = run_episode(stage, task, episode.k, prompt, episode.seed)
     episode.main, episode.calls, episode.error = played.main, played.calls, played.error
     return final_answer(turn_texts(played.main, stage.renderer))
 
 
-def _one_turn(stage: Stage, episode: Episode, cfg: Prompting) -> str | None:
-    episode.main = begin(stage, cfg, values_of(stage, episode, cfg))
+def _one_turn(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    episode.main = begin(stage, cfg, values)
     text = speak(stage, episode.main, derive(episode.seed, 0))
-    return final_answer([text]) or (text.strip() if cfg.protocol == "direct" else None)
+    answer = final_answer([text])
+    if not answer and cfg.protocol == "direct":
+        return text.strip()
+    return answer
 
 
 # ------------------------------------------------------------------------------------------------ several turns
 
 
-def _conan(stage: Stage, episode: Episode, cfg: Prompting) -> str | None:
-    stage = reading(stage, stamp="{clock}")
-    main = episode.main = begin(stage, cfg, values_of(stage, episode, cfg))
-    for turn in range(cfg.rounds):
+def _conan(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    stage, last = reading(stage, stamp="{clock}"), CONAN_TURNS - 1
+    main = episode.main = begin(stage, cfg, values)
+    for turn in range(CONAN_TURNS):
         text = speak(stage, main, derive(episode.seed, turn))
-        clips = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
-        if not clips or turn == cfg.rounds - 1 or main.finish == "length":
+        clips = re.findall(r"<clip>(.*?)</clip>", text, re.S)
+        wanted = clips[-1].strip() if clips else ""
+        if not wanted or turn == last or main.finish == "length":
             break
-        found = run(stage, episode, Call(turn, "clip", {"clips": clips}), _retrieve, cfg)
-        after = cfg.texts["last" if turn == cfg.rounds - 2 else "more"]
-        if not tell(stage, main, [fill(after, {"frames": found})]):
+        found = run(stage, episode, Call(turn, "clip", {"clips": wanted}), _retrieve)
+        after = cfg.texts["last" if turn == last - 1 else "more"]
+        told = fill(after, values | {"frames": found})
+        if not append(stage, main, stage.renderer.continuation([told], "user")):
             break
     return final_answer([text])
 
 
-def _retrieve(stage: Stage, episode: Episode, call: Call, cfg: Prompting) -> list:
-    """Frames of the clips, evenly out of those not seen yet."""
+def _retrieve(stage: Stage, episode: Episode, call: Call) -> list:
+    """Show frames of the clips, evenly out of those not seen yet."""
     info = stage.videos.info(episode.task.videos[0])
     spans = [parse_span(clip) for clip in re.split(r"[,;\n]", call.arguments["clips"])]
     if None in spans:
         raise ToolError("unparseable", "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:MM:SS.")
     seen = {t for clip in episode.main.frames for t in clip.times}
-    # In whole seconds, as the stamps are: 00:00:07 is any frame from 7.0 to 7.9 seconds.
-    inside = [any(a - 1 < int(t) <= b for a, b in spans) and t not in seen for t in info.times.tolist()]
-    new = np.flatnonzero(inside).tolist()
+    new = []
+    for i, t in enumerate(info.times.tolist()):
+        # In whole seconds, as the stamps are: 00:00:07 is any frame from 7.0 to 7.9 seconds.
+        inside = any(start - 1 < int(t) <= end for start, end in spans)
+        if inside and t not in seen:
+            new.append(i)
     if not new:
         raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
-    call.window = within(info, min(a for a, _ in spans), max(b for _, b in spans))  # the hull of all clips
-    return [show(stage, info, [new[j] for j in uniform_indices(len(new), cfg.frames)])]
+    call.window = within(info, min(start for start, _ in spans), max(end for _, end in spans))  # the hull of all clips
+    return [show(stage, info, [new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
 
 
-def _longvt(stage: Stage, episode: Episode, cfg: Prompting) -> str | None:
-    stage = reading(stage, stamp="", crop_fps=CROP_FPS, crop_max_frames=cfg.frames)
-    values = values_of(stage, episode, cfg)
+def _longvt(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    stage = reading(stage, stamp="", crop_fps=CROP_FPS, crop_max_frames=LONGVT_FRAMES)
     main = episode.main = begin(stage, cfg, values, tools=[json.loads(cfg.texts["tool"])])
     if main.ids == begin(stage, cfg, values).ids:
         raise ContractError(
@@ -276,73 +319,83 @@ def _longvt(stage: Stage, episode: Episode, cfg: Prompting) -> str | None:
             "authors serve it with into the checkpoint's folder, as chat_template.jinja"
         )
     said = []
-    for turn in range(cfg.rounds + 1):
+    for turn in range(LONGVT_ROUNDS + 1):
         said.append(speak(stage, main, derive(episode.seed, turn)))
         calls = parse_calls(said[-1], turn)
-        if not calls or turn == cfg.rounds or main.finish == "length":
+        if not calls or turn == LONGVT_ROUNDS or main.finish == "length":
             break
-        if not tell(stage, main, [run(stage, episode, call, _crop, cfg) for call in calls], "tool"):
+        responses = [run(stage, episode, call, _crop, cfg, values) for call in calls]
+        if not append(stage, main, stage.renderer.continuation(responses, "tool")):
             break
+    # As its authors read it: the first <answer> of all turns, else the last box, else a number at the end.
     whole = "\n".join(said)
-    if answers := ANSWER.findall(whole):
-        return answers[0].strip()  # the first, as its authors do
-    return boxed(whole) or "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole))
+    answers = ANSWER.findall(whole)
+    if answers:
+        return answers[0].strip()
+    number = re.search(r"\d+(?:\.\d+)?(?=\W*$)", whole)
+    return boxed(whole) or (number[0] if number else None)
 
 
-def _crop(stage: Stage, episode: Episode, call: Call, cfg: Prompting) -> list:
+def _crop(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values: dict) -> list:
     look = use(call, episode.task, ("crop_video",), stage.videos, stage.renderer.contract)
     call.window = look.window
     seen = {"count": str(len(look.frames)), "start": f"{look.window[0]:.1f}", "end": f"{look.window[1]:.1f}"}
-    call.text = "".join(fill(cfg.texts["shown"], seen))
-    return [look.frames, Live(call.text)]
+    parts = fill(cfg.texts["shown"], values | seen)
+    call.text = "".join(parts)
+    return [look.frames, *parts]
 
 
-def _sage(stage: Stage, episode: Episode, cfg: Prompting) -> str | None:
-    """Its conversations stand one after another in Episode.main: each begins with the opening of a prompt."""
+def _sage(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    """Watch once, then reason in text. The conversations stand one after another in Episode.main, each with its prompt."""
     stage = reading(stage, stamp="{clock}")
-    values = values_of(stage, episode, cfg) | {"tools": Live(cfg.texts["tools"]), "latest": "none"}
-    results, media, names = [], {}, ("user", "system")
-    for step in range(cfg.rounds + 1):
+    values |= {"tools": Live(cfg.texts["tools"]), "latest": "none"}
+    results, media = [], {}
+    for step in range(SAGE_STEPS + 1):
+        # Step 0 watches the video, the others reason about what it and the tools have told.
+        names = ("message", "reasoner") if step else ("user", "system")
         reply = _reply(stage, episode, cfg, values, names, derive(episode.seed, step))
-        plan, answer = _at(reply, "recommended_tools"), _at(reply, "final_answer")
-        ready = _at(reply, "answerable", "verdict") if step else not _at(plan, "needed")
+        answer, tools = _at(reply, "final_answer"), _at(reply, "recommended_tools")
+        ready = _at(reply, "answerable", "verdict") if step else not _at(tools, "needed")
         if ready and answer is not None:
             return answer if isinstance(answer, str) else json.dumps(answer)
-        wanted = _at(plan, "tool_calls")
-        first = wanted[0] if isinstance(wanted, list) and wanted else None
-        if reply is None or (step and first is None) or step == cfg.rounds:  # without a call, nothing would change
+        if reply is None or step == SAGE_STEPS:
             return None
         if step == 0:
             values["context"] = str(_at(reply, "video_context"))
-        if first is not None:
-            arguments = _at(first, "arguments")
-            call = Call(step, str(_at(first, "name")), arguments if isinstance(arguments, dict) else {})
-            [result] = run(stage, episode, call, _use_sage, cfg, media)
+        # Only the first call of a reply is run.
+        wanted = _at(tools, "tool_calls")
+        if isinstance(wanted, list) and wanted and wanted[0] is not None:
+            arguments = _at(wanted[0], "arguments")
+            call = Call(step, str(_at(wanted[0], "name")), arguments if isinstance(arguments, dict) else {})
+            [result] = run(stage, episode, call, _use_sage, cfg, values, media)
             number = sum(c.name == call.name for c in episode.calls)
             results.append(f"{call.name}_#{number} output: {result}")
             values["latest"] = json.dumps({"name": call.name, "arguments": call.arguments})
+        elif step:
+            return None  # without a call, nothing would change
         values["results"] = "\n".join(results[-10:]) or "none"
-        names = ("message", "reasoner")
     return None
 
 
 def _reply(stage: Stage, episode: Episode, cfg: Prompting, values: dict, names: tuple, seed: int) -> dict | None:
-    """One conversation of two messages -> its JSON; None if no attempt gives any."""
+    """Hold one conversation of two messages; returns its JSON, or None if no attempt gives any."""
+    main = episode.main
     for attempt in range(ATTEMPTS):
-        agent, main, shift = begin(stage, cfg, values, *names), episode.main, len(episode.main.ids)
+        agent, shift = begin(stage, cfg, values, *names), len(main.ids)
         temperature = RETRY_TEMPERATURE if attempt else stage.cfg.temperature
         text = speak(stage, agent, derive(seed, attempt), temperature=temperature)
         for column in ("ids", "mask", "logprobs", "versions", "frames"):
             getattr(main, column).extend(getattr(agent, column))
         main.turns += [(start + shift, end + shift) for start, end in agent.turns]
         main.prompt_length, main.finish = main.prompt_length or agent.prompt_length, agent.finish
-        if (reply := read_json(text)) is not None:
+        reply = read_json(text)
+        if reply is not None:
             return reply
     return None
 
 
 def read_json(text: str) -> dict | None:
-    """The object in <json></json>, or in the whole text; trailing commas and bare line breaks are forgiven."""
+    """Read the object in <json></json>, or in the whole text; trailing commas and bare line breaks are forgiven."""
     body = text.partition("<json>")[2] or text
     body = body[body.find("{") : body.rfind("}") + 1]
     for repaired in (body, re.sub(r",\s*([}\]])", r"\1", body)):
@@ -352,67 +405,81 @@ def read_json(text: str) -> dict | None:
 
 
 def _at(value: Any, *keys: str) -> Any:
+    """Follow keys into a reply; None where there is nothing of that name."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, media: dict[str, list[int]]) -> list[str]:
-    """`media`: the handles that tools gave out, and the frames that each stands for. None is ever opened as a path."""
-    arguments, info = call.arguments, stage.videos.info(episode.task.videos[0])
+def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values: dict, media: dict) -> list[str]:
+    """Run a tool. `media` holds the handles that tools gave out, each with its frame indices; none is opened as a path."""
+    info = stage.videos.info(episode.task.videos[0])
     if call.name in SAGE_SPANS:
-        start, end = within(info, *(read_time(arguments, f"timestamp_{name}") for name in ("start", "end")))
-        if not start < end < start + SAGE_SPANS[call.name]:
-            rule = f"start before end, less than {SAGE_SPANS[call.name]} seconds apart"
-            raise ToolError("bad_arguments", f"Write {rule}, as HH:MM:SS; the video ends at {clock(info.duration)}.")
-        call.window = start, end
-        looked_at = window_indices(info.times, start, end, CROP_FPS, 1, episode.k)
+        call.window = _sage_window(call, info)
+        looked_at = window_indices(info.times, *call.window, CROP_FPS, episode.k)
     elif call.name == "perform_reasoning":
-        known = media | {os.path.basename(episode.task.videos[0]): uniform_indices(info.n_frames, episode.k)}
-        paths = arguments.get("media_paths")
-        names = [os.path.basename(str(p)) for p in paths] if isinstance(paths, list) else []
-        if not names or not known.keys() >= set(names):
-            raise ToolError("bad_arguments", f"media_paths must be a list of some of: {', '.join(known)}.")
-        looked_at = sorted({i for name in names for i in known[name]})
+        looked_at = _sage_media(call, episode, info, media)
     else:
         there = ", ".join((*SAGE_SPANS, "perform_reasoning"))
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {there}.")
     if call.name == "extract_parts_from_timestamp":
+        start, end = call.window
         made = {f"clip_{start:.2f}s_{end:.2f}s.mp4": looked_at}
-        if arguments.get("extract_type") != "subclips":
-            few = window_indices(info.times, start, end, CROP_FPS, cfg.frames, cfg.frames)
+        if call.arguments.get("extract_type") != "subclips":
+            few = window_indices(info.times, start, end, SAGE_STILLS / (end - start), SAGE_STILLS)
             made = {f"frame_{info.times[i]:.2f}s.jpg": [i] for i in few}
         media |= made
         call.text = json.dumps({"media_paths": list(made)})
         return [call.text]
     # The same weights are the model behind the tool, in a fresh context.
-    values = {name: str(arguments.get(name)) for name in ("event", "query")}
-    call.agent = begin(stage, cfg, values | {"frames": [show(stage, info, looked_at)]}, call.name, "")
+    wanted = {name: str(call.arguments.get(name)) for name in ("event", "query")}
+    shown = values | wanted | {"frames": [show(stage, info, looked_at)]}
+    call.agent = begin(stage, cfg, shown, user=call.name, system="")
     seed, sub = derive(episode.seed, call.turn, "tool"), stage.cfg.subagents
     said = speak(stage, call.agent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
     call.text = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
     return [call.text]
 
 
-def _video_zoomer(stage: Stage, episode: Episode, cfg: Prompting) -> str | None:
-    stage = reading(stage, stamp="<frame{i}_time{:.2f}s>")
-    main = episode.main = begin(stage, cfg, values_of(stage, episode, cfg))
-    for turn in range(cfg.rounds):
+def _sage_window(call: Call, info: VideoInfo) -> tuple[float, float]:
+    start, end = (read_time(call.arguments, name) for name in ("timestamp_start", "timestamp_end"))
+    start, end = within(info, start, end)
+    if not start < end < start + SAGE_SPANS[call.name]:
+        rule = f"start before end, less than {SAGE_SPANS[call.name]} seconds apart"
+        raise ToolError("bad_arguments", f"Write {rule}, as HH:MM:SS; the video ends at {clock(info.duration)}.")
+    return start, end
+
+
+def _sage_media(call: Call, episode: Episode, info: VideoInfo, media: dict[str, list[int]]) -> list[int]:
+    """Return the frames that the handles in `media_paths` stand for; the video's own name is one."""
+    known = media | {os.path.basename(episode.task.videos[0]): uniform_indices(info.n_frames, episode.k)}
+    paths = call.arguments.get("media_paths")
+    names = [os.path.basename(str(path)) for path in paths] if isinstance(paths, list) else []
+    if not names or not known.keys() >= set(names):
+        raise ToolError("bad_arguments", f"media_paths must be a list of some of: {', '.join(known)}.")
+    return sorted({i for name in names for i in known[name]})
+
+
+def _video_zoomer(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    stage, last = reading(stage, stamp="<frame{i}_time{:.2f}s>"), ZOOM_TURNS - 1
+    main = episode.main = begin(stage, cfg, values)
+    for turn in range(ZOOM_TURNS):
         text = speak(stage, main, derive(episode.seed, turn), closing="</video_zoom>")
-        if "</video_zoom>" not in text or turn == cfg.rounds - 1:
+        if "</video_zoom>" not in text or turn == last:
             break
         call = Call(turn, "video_zoom", {})
-        found = run(stage, episode, call, _zoom, text, cfg.frames)
-        parts = fill(cfg.texts["failed" if call.error else "found"], {"frames": found, "error": call.text})
-        if turn == cfg.rounds - 2:
-            parts.append(Live(cfg.texts["last"]))
-        if not tell(stage, main, [parts]):
+        found = run(stage, episode, call, _zoom, text)
+        known = values | {"frames": found, "error": call.text}
+        parts = fill(cfg.texts["failed" if call.error else "found"], known)
+        if turn == last - 1:
+            parts += fill(cfg.texts["last"], known)
+        if not append(stage, main, stage.renderer.continuation([parts], "user")):
             break
     answer = final_answer(turn_texts(main, stage.renderer))
     return boxed(answer or "") or answer
 
 
-def _zoom(stage: Stage, episode: Episode, call: Call, text: str, most: int) -> list:
+def _zoom(stage: Stage, episode: Episode, call: Call, text: str) -> list:
     info = stage.videos.info(episode.task.videos[0])
     try:
         [call.arguments] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
@@ -422,8 +489,8 @@ def _zoom(stage: Stage, episode: Episode, call: Call, text: str, most: int) -> l
         raise ToolError("unparseable", f"The request could not be read. Write {form}.") from None
     start, end, fps = read_number(start, "start"), read_number(end, "end"), read_number(fps, "fps")
     wanted = max(0.0, fps * (end - start))
-    if wanted >= most + 1:
-        raise ToolError("bad_arguments", f"At most {most} frames: take a shorter segment or a lower fps.")
+    if wanted >= ZOOM_FRAMES + 1:
+        raise ToolError("bad_arguments", f"At most {ZOOM_FRAMES} frames: take a shorter segment or a lower fps.")
     call.window, count = within(info, start, end), int(wanted)
     if count == 0:
         return []
@@ -431,5 +498,11 @@ def _zoom(stage: Stage, episode: Episode, call: Call, text: str, most: int) -> l
     return [show(stage, info, np.linspace(first, last, count).round().astype(int).tolist())]
 
 
-PROTOCOLS: dict[str, Callable[[Stage, Episode, Prompting], str | None]] = dict.fromkeys(get_args(Protocol), _one_turn)
-PROTOCOLS |= {"agent": _agent, "conan": _conan, "longvt": _longvt, "sage": _sage, "video_zoomer": _video_zoomer}
+# Every other protocol is one turn.
+PROTOCOLS: dict[str, Callable[[Stage, Episode, Prompting, dict], str | None]] = {
+    "agent": _agent,
+    "conan": _conan,
+    "longvt": _longvt,
+    "sage": _sage,
+    "video_zoomer": _video_zoomer,
+}

@@ -13,9 +13,8 @@ import yaml
 import rewards
 from data import Task
 from evals import benchmarks
-from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, figures, grade, load_split
+from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, count_items, figures, grade, load_split
 from rewards import Judge, RewardConfig
-from runtime.answers import parse_letter, parse_span
 from runtime.dataset import DataError
 
 CFG = RewardConfig()
@@ -50,29 +49,24 @@ def verdict(prediction, score, judged=False):
 
 
 def records(items, verdicts):
-    """What eval.py writes of them, as far as figures read it."""
-    return [{"kind": i.task.kind, "groups": i.groups} | v for i, v in zip(items, verdicts, strict=True)]
-
-
-def right_and_wrong(items, pattern):
-    """Records of + right and - wrong answers."""
-    return records(items, [verdict("A", 1.0) if mark == "+" else verdict("B", 0.0) for mark in pattern])
+    """Return the lines of eval.py, as far as figures read them."""
+    return [{"kind": i.task.kind} | v for i, v in zip(items, verdicts, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------------ VideoMME
 
 
-def videomme_row(video, n, duration="short", answer="B"):
+def videomme_row(video, n, answer="B"):
     return {
-        "video_id": "001", "duration": duration, "domain": "Knowledge", "sub_category": "Astronomy", "url": "",
+        "video_id": "001", "duration": "short", "domain": "Knowledge", "sub_category": "Astronomy", "url": "",
         "videoID": video, "question_id": f"{video}-{n}", "task_type": "OCR Problems", "question": "Which color?",
         "options": ["A. Red.", "B. Blue.", "C. Green.", "D. Vitamin C."], "answer": answer,
     }  # fmt: skip
 
 
 def videomme(root):
-    parquet(root / "videomme/test-00001-of-00002.parquet", [videomme_row("c-C", 1, "long", "D")])
-    rows = [videomme_row("aA", 1), videomme_row("aA", 2), videomme_row("bB", 1, "medium", "A")]
+    parquet(root / "videomme/test-00001-of-00002.parquet", [videomme_row("c-C", 1, "D")])
+    rows = [videomme_row("aA", 1), videomme_row("aA", 2), videomme_row("bB", 1, "A")]
     parquet(root / "videomme/test-00000-of-00002.parquet", rows)
     touch(root, "data/aA.mp4", "data/bB.MP4", "data/._aA.mp4")
     other_disk = root.with_name(root.name + "-other")
@@ -90,10 +84,7 @@ def test_videomme_letters_options_once_and_finds_videos_in_any_folder_and_contai
     assert items[0].task.options == ("Red.", "Blue.", "Green.", "Vitamin C.") and items[0].task.kind == "mcq"
     folders = ["data/aA.mp4", "data/aA.mp4", "data/bB.MP4", "more/data/c-C.mkv"]
     assert [item.task.videos for item in items] == [(str(tmp_path / path),) for path in folders]
-    lines = right_and_wrong(items, "+-+-")
-    for order in (lines, lines[::-1]):  # they come as items end: lengths were listed in the order of the first answers
-        found = figures("videomme", order)
-        assert list(found.items()) == [("accuracy", 50), ("short", 50), ("medium", 100), ("long", 0)]
+    assert figures("videomme", records(items, [verdict("A", 1.0), UNGRADED] * 2)) == {"accuracy": 50}
     assert all(item.subtitles == () for item in items)  # only videomme_wsub reads them
 
 
@@ -140,69 +131,35 @@ def test_subtitles_that_are_not_all_there_are_refused(tmp_path, shrink):
     assert len(load_split("videomme_wsub", str(tmp_path))) == 4
 
 
-def test_a_subtitle_with_an_odd_clock_is_named(tmp_path, shrink):
-    videomme(tmp_path)
-    shrink("videomme_wsub")
-    (tmp_path / "aA.srt").write_text("1\n00:00:01:00,5.1.2 --> 00:00:02,000\nhi\n")
-    with pytest.raises(DataError, match=r"aA\.srt: 00:00:01:00,5\.1\.2 --> 00:00:02,000 are no times"):
-        load_split("videomme_wsub", str(tmp_path))
-
-
 # ------------------------------------------------------------------------------------------------ LongVideoBench
 
 
-def longvideobench_rows():
-    shared = {"question_category": "T2E", "level": "L1-Perception", "topic_category": "x", "question": "What next?"}
-    return [
-        shared | {
-            "video_id": "v1", "id": "v1_0", "video_path": "v1.mp4", "subtitle_path": "v1_en.json", "duration": 12.0,
-            "candidates": ["yes", "N/A", "no"], "correct_choice": 2, "duration_group": 15,
-            "starting_timestamp_for_subtitles": 0.0,
-        },
-        shared | {
-            "video_id": "v2", "id": "v2_0", "video_path": "v2.mp4", "subtitle_path": "v2_en.json", "duration": 900.0,
-            "candidates": ["one", "two", "three", "four", "five"], "correct_choice": 4, "duration_group": 3600,
-            "starting_timestamp_for_subtitles": 100.0,
-        },
-        shared | {
-            "video_id": "v2", "id": "v2_1", "video_path": "v2.mp4", "subtitle_path": "v2_en.json", "duration": 900.0,
-            "candidates": ["up", "down"], "correct_choice": 0, "duration_group": 600,
-            "starting_timestamp_for_subtitles": 100.0,
-        },
-    ]  # fmt: skip
-
-
-def spread(row):
-    """As the parquet has it: five columns, the unused ones N/A."""
-    options = (row.pop("candidates") + ["N/A"] * 5)[:5]
+def longvideobench_row(id, options, gold, group):
+    """The parquet has five columns of options; the unused ones are N/A."""
+    options = (options + ["N/A"] * 5)[:5]
+    row = {
+        "video_id": id[:2], "id": id, "video_path": f"{id[:2]}.mp4", "question": "What next?", "correct_choice": gold,
+        "duration_group": group, "question_category": "T2E", "level": "L1-Perception",
+    }  # fmt: skip
     return row | {f"option{n}": option for n, option in enumerate(options)}
 
 
-@pytest.mark.parametrize("layout", ["parquet", "json"])
-def test_longvideobench_keeps_the_index_of_its_options_in_both_layouts(tmp_path, shrink, layout):
-    if layout == "parquet":
-        parquet(tmp_path / "validation-00000-of-00001.parquet", [spread(row) for row in longvideobench_rows()])
-    else:
-        (tmp_path / "lvb_val.json").write_text(json.dumps(longvideobench_rows()))
+def test_longvideobench_keeps_the_index_of_its_options(tmp_path, shrink):
+    five = ["one", "two", "three", "four", "five"]
+    rows = [("v1_0", ["yes", "N/A", "no"], 2, 15), ("v2_0", five, 4, 3600), ("v2_1", ["up", "down"], 0, 600)]
+    parquet(tmp_path / "validation-00000-of-00001.parquet", [longvideobench_row(*row) for row in rows])
     touch(tmp_path, "videos/v1.mp4", "videos/v2.mp4")
     shrink("longvideobench", 3)
     items = load_split("longvideobench", str(tmp_path))
     assert [item.task.answer for item in items] == ["C", "E", "A"]
-    assert (
-        items[0].task.question == "What next?\nA. yes\nB. N/A\nC. no"
-    )  # an N/A inside is an option, at the end filler
+    assert items[0].task.question == "What next?\nA. yes\nB. N/A\nC. no"  # at the end, N/A is a filler
     assert items[2].task.options == ("up", "down") and items[2].task.id == "v2_1"
-    found = figures("longvideobench", right_and_wrong(items, "+-+"))
-    assert list(found) == ["accuracy", "15", "600", "3600"]
-    assert found["accuracy"] == pytest.approx(200 / 3) and (found["15"], found["3600"]) == (100, 0)
 
 
 def test_a_split_with_hidden_answers_is_refused(tmp_path):
-    rows = longvideobench_rows()
-    rows[1]["correct_choice"] = -1
-    (tmp_path / "lvb_val.json").write_text(json.dumps(rows))
-    touch(tmp_path, "videos/v1.mp4", "videos/v2.mp4")
-    with pytest.raises(DataError, match=r"lvb_val.json: row 1: its answer '' is none of its 5 options"):
+    parquet(tmp_path / "validation-0.parquet", [longvideobench_row("v1_0", ["yes", "no"], -1, 15)])
+    touch(tmp_path, "videos/v1.mp4")
+    with pytest.raises(DataError, match=r"row 0: its answer '' is none of its 2 options"):
         load_split("longvideobench", str(tmp_path))
 
 
@@ -212,9 +169,8 @@ LISTED = "When is it?\n(A) 00:10-00:20\n(B) 01:00-01:10\n(C) never\n(D) 02:00-02
 OPTIONS = ("00:10-00:20", "01:00-01:10", "never", "02:00-02:05")
 
 
-def test_lvbench_reads_both_layouts_alike_and_counts_a_question_in_each_of_its_types(tmp_path, shrink):
-    kinds = [["temporal grounding", "reasoning"], ["reasoning"]]
-    rows = [{"uid": str(i), "question": LISTED, "answer": "BA"[i], "question_type": kinds[i]} for i in range(2)]
+def test_lvbench_reads_both_layouts_alike(tmp_path, shrink):
+    rows = [{"uid": str(i), "question": LISTED, "answer": "BA"[i]} for i in range(2)]
     parquet(tmp_path / "a/data/train-00000-of-00001.parquet", [r | {"video_path": "k-1.mp4"} for r in rows])
     listed = [r | {"video_path": "k-1.mp4", "options": [f"({x}) {o}" for x, o in zip("ABCD", OPTIONS)]} for r in rows]
     parquet(tmp_path / "b/train-00000-of-00001.parquet", listed)
@@ -224,8 +180,6 @@ def test_lvbench_reads_both_layouts_alike_and_counts_a_question_in_each_of_its_t
         items = load_split("lvbench", str(tmp_path / folder))
         assert [(item.task.id, item.task.answer) for item in items] == [("0", "B"), ("1", "A")]
         assert items[0].task.question == LISTED and items[0].task.options == OPTIONS  # not listed a second time
-        found = figures("lvbench", right_and_wrong(items, "+-"))
-        assert (found["accuracy"], found["temporal grounding"], found["reasoning"]) == (50, 100, 50)
 
 
 # ------------------------------------------------------------------------------------------------ MLVU
@@ -251,15 +205,6 @@ def test_mlvu_gold_is_a_letter_or_a_text_and_options_are_not_listed_twice(tmp_pa
     assert items[1].task.question == rows[0]["question"].replace("(", "").replace(")", ".")  # lettered by us: A. one
     assert [grade(items[3], text, CFG)["score"] for text in ("A", "?", "eleven", "")] == [0, 0, 0, 0]
     assert len({item.task.id for item in items}) == 4
-
-
-def test_mlvu_m_avg_weighs_tasks_alike_and_accuracy_questions(tmp_path, shrink):
-    shrink("mlvu")
-    parquet(tmp_path / "test-0.parquet", [mlvu_row(kind, "A") for kind in ("count", "plotQA", "plotQA", "plotQA")])
-    touch(tmp_path, "count_0.mp4", "plotQA_0.mp4")
-    items = load_split("mlvu", str(tmp_path))
-    found = figures("mlvu", right_and_wrong(items, "-++-"))
-    assert found["accuracy"] == 50 and found["m_avg"] == pytest.approx((0 + 200 / 3) / 2) and found["count"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ MMVU
@@ -315,23 +260,14 @@ def test_charades_restores_tenths_from_float16_and_counts_every_query(tmp_path, 
     shrink("charades", 4)
     items = load_split("charades", str(tmp_path))
     assert [item.task.answer for item in items] == ["[24.3, 30.4]", "[0.0, 6.9]", "[10.0, 20.0]", "[0.0, 8.0]"]
-    assert len({item.task.id for item in items}) == 4 and "a person sits?" in items[0].task.question
-    assert not any(c.isdigit() for c in items[0].task.question)  # an example span would be copied
+    assert len({item.task.id for item in items}) == 4 and items[0].caption == "a person sits."
+    # How to answer is said by protocols.yaml: a prompt of the authors could not have been verbatim.
+    assert items[0].task.question == "During which part of the video does this happen: a person sits?"
     verdicts = [grade(item, text, CFG) for item, text in zip(items, ("00:24.3 to 00:30.4", "soon", "15 and 20", ""))]
     assert [v["prediction"] for v in verdicts] == ["[24.3, 30.4]", None, "[15.0, 20.0]", None]
     found = figures("charades", records(items, verdicts))
     assert found == pytest.approx({"miou": 37.5, "r@0.3": 50, "r@0.5": 50, "r@0.7": 25})
     assert list(found)[0] == "miou"
-
-
-# ------------------------------------------------------------------------------------------------ the toy
-
-
-def test_the_toy_is_a_split_like_the_others(toy_dir):
-    items = load_split("toy", str(toy_dir))
-    assert len(items) == 8 and all(item.task.kind == "oe" and Path(item.task.videos[0]).exists() for item in items)
-    verdicts = [grade(item, item.task.answer if i < 6 else "grey", CFG) for i, item in enumerate(items)]
-    assert figures("toy", records(items, verdicts)) == {"accuracy": 75}
 
 
 # ------------------------------------------------------------------------------------------------ errors that speak
@@ -340,21 +276,11 @@ def test_the_toy_is_a_split_like_the_others(toy_dir):
 def test_an_absent_dataset_names_the_command_that_fetches_it(tmp_path):
     root = tmp_path / "my data"
     fetch = f"hf download lmms-lab/LVBench --repo-type dataset --local-dir '{root}'"
-    with pytest.raises(DataError, match="no such folder") as error:
-        load_split("lvbench", str(root))
-    assert fetch in str(error.value) and "unpack its video archives" in str(error.value)
-    root.mkdir()
-    with pytest.raises(DataError, match=r"no file train-\*\.parquet, where") as error:
-        load_split("lvbench", str(root))
-    assert fetch in str(error.value)
-    with pytest.raises(DataError, match=r"python -m study\.toy build"):
-        load_split("toy", str(root))
-
-
-def test_a_wrong_number_of_items_is_refused(tmp_path):
-    videomme(tmp_path)
-    with pytest.raises(DataError, match="videomme has 2700 items, found 4"):
-        load_split("videomme", str(tmp_path))
+    for problem in ("no such folder", r"no file train-\*\.parquet, where"):
+        with pytest.raises(DataError, match=problem) as error:
+            load_split("lvbench", str(root))
+        assert fetch in str(error.value) and "unpack its video archives" in str(error.value)
+        root.mkdir(exist_ok=True)
 
 
 def test_missing_videos_are_one_error(tmp_path, shrink):
@@ -362,87 +288,62 @@ def test_missing_videos_are_one_error(tmp_path, shrink):
     parquet(tmp_path / "videomme/test-0.parquet", rows)
     touch(tmp_path, "v3.mp4", "V0.mp4")  # names are case-sensitive: V0 is another video
     shrink("videomme", 14)
-    with pytest.raises(DataError, match=r"^6 videos of videomme .*: v0, v1, v2, v4, v5, \.\.\.\. `hf download"):
+    with pytest.raises(DataError, match=r"^6 videos of videomme .*, such as v0, v1, v2, v4, v5\. `hf download"):
         load_split("videomme", str(tmp_path))
 
 
-def test_other_revisions_and_broken_files_are_named(tmp_path, shrink):
+def test_a_limit_needs_the_videos_of_its_items_only(tmp_path, shrink):
+    """Two items could not be tried before the whole dataset was there."""
+    parquet(tmp_path / "videomme/test-0.parquet", [videomme_row(f"v{i}", 1) for i in range(4)])
+    parquet(tmp_path / "videomme/test-1.parquet", [videomme_row(f"v{i}", 1) for i in range(4, 7)])
+    touch(tmp_path, "v0.mp4", "v1.mp4")
+    for name in ("videomme", "videomme_wsub"):
+        shrink(name, 7, subtitled=4)
+        assert [item.task.id for item in load_split(name, str(tmp_path), limit=2)] == ["v0-1", "v1-1"]
+        with pytest.raises(DataError, match="^1 videos of .* such as v2"):
+            load_split(name, str(tmp_path), limit=3)
+    assert count_items("videomme", str(tmp_path)) == 7
+    shrink("videomme", 8)
+    with pytest.raises(DataError, match="videomme has 8 items, found 7"):
+        load_split("videomme", str(tmp_path), limit=2)
+
+
+def test_other_revisions_are_named(tmp_path, shrink):
     shrink("videomme")
-    shrink("mmvu")
     rows = [videomme_row("aA", 1) | {"question_id": "same"}, videomme_row("aA", 2) | {"question_id": "same"}]
     touch(tmp_path, "aA.mp4")
     parquet(tmp_path / "test-0.parquet", rows)
-    with pytest.raises(DataError, match="1 ids of videomme occur twice, such as same"):
+    with pytest.raises(DataError, match="2 items of videomme have only 1 ids"):
         load_split("videomme", str(tmp_path))
     del rows[0]["question_id"]
     parquet(tmp_path / "test-0.parquet", rows[:1])
-    with pytest.raises(DataError, match=r"test-0.parquet: row 0: no field 'question_id', only .*videoID"):
+    with pytest.raises(DataError, match=r"test-0.parquet: row 0: no field 'question_id'"):
         load_split("videomme", str(tmp_path))
-    (tmp_path / "test-0.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(DataError, match=r"test-0.parquet: not a readable parquet file"):
-        load_split("videomme", str(tmp_path))
-    for text, wrong in (
-        ("version https://git-lfs", "is not JSON"),
-        ('{"data": []}', "expected a list of rows, got dict"),
-    ):
-        (tmp_path / "validation.json").write_text(text)
-        with pytest.raises(DataError, match=f"validation.json:? {wrong}"):
-            load_split("mmvu", str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------ answers
 
-MCQ = Item(Task("t", "", (), "mcq", "D", ("red", "blue", "a green car", "Vitamin C")), {})
+MCQ = Item(Task("t", "", (), "mcq", "D", ("red", "blue", "a green car", "Vitamin C")))
 
 
 @pytest.mark.parametrize(
     "text, letter",
     [
-        ("D", "D"), ("(D)", "D"), ("D.", "D"), ("D: Vitamin C", "D"), ("D) Vitamin C", "D"), ("(D) Vitamin C.", "D"),
-        ("**D.** vitamin c", "D"), ("vitamin C", "D"), ("\\boxed{D}", "D"), ("$\\boxed{\\text{D}}$", "D"),
-        ("d) vitamin C", "D"), ("D\nVitamin C", "D"), ("C) green car", "C"), ("A. blue", "A"), ("E", None), ("D or E", None),
-        ("The answer is A because of the light.", "A"), ("a man", None), (None, None), ("", None),
+        ("D", "D"), ("(D) Vitamin C.", "D"), ("vitamin C", "D"), ("$\\boxed{\\text{D}}$", "D"), ("A. blue", "A"),
+        ("d) vitamin C", "D"), ("D\nVitamin C", "D"), ("C) green car", "C"), ("D or E", None), ("a man", None),
+        ("The answer is A because of the light.", "A"), ("E", None), (None, None), ("", None),
     ],
 )  # fmt: skip
 def test_a_letter_is_read_in_every_form_and_only_among_the_options(text, letter):
     assert grade(MCQ, text, CFG) == verdict(letter, float(letter == "D"))
 
 
-def test_a_species_is_an_option_and_not_a_letter():
-    assert parse_letter("E. coli", ("yeast", "E. coli")) == "B"
-
-
-@pytest.mark.parametrize(
-    "text, span",
-    [
-        ("12.5 and 20.1", (12.5, 20.1)), ("<12.5 seconds> to <20.1 seconds>", (12.5, 20.1)),
-        ("It starts at 12.5 s and ends at 20.1 s.", (12.5, 20.1)), ('{"start": 12.5, "end_time": 20.1}', (12.5, 20.1)),
-        ("I looked at 0 - 60. It happens from 00:12 to 00:20.", (12, 20)), ("0 - 60\n3 - 5", (3, 5)),
-        ("20.1–12.5s", (12.5, 20.1)), ("[\n12.5,\n20.1\n]", (12.5, 20.1)), ("in 3 or 4 places", None),
-        ("1" * 20_000, None), ("5" + " " * 20_000, None),  # seconds of work, once
-    ],
-)  # fmt: skip
-def test_a_span_is_read_in_every_form_and_from_the_last_sentence(text, span):
-    assert parse_span(text) == span
-
-
 def test_open_answers_are_texts():
-    item = Item(Task("t", "", (), "oe", "a red car"), {})
+    item = Item(Task("t", "", (), "oe", "a red car"))
     assert grade(item, " red car ", CFG) == verdict("red car", 1.0) and grade(item, " ", CFG) == UNGRADED
 
 
 # ------------------------------------------------------------------------------------------------ the published numbers
-
-
-def test_a_line_that_is_no_json_is_named_and_an_empty_one_is_none(tmp_path, monkeypatch, toy_dir):
-    monkeypatch.setitem(SPLITS, "toy", replace(SPLITS["toy"], tables=("test.jsonl",)))
-    rows = [json.dumps(row, default=str) for row in pq.read_table(toy_dir / "test.parquet").to_pylist()[:2]]
-    (tmp_path / "videos").symlink_to(toy_dir / "videos")
-    (tmp_path / "test.jsonl").write_text("\n\n".join(rows))
-    assert len(load_split("toy", str(tmp_path))) == 2
-    (tmp_path / "test.jsonl").write_text("\n".join([*rows, "milk"]))
-    with pytest.raises(DataError, match=r"test\.jsonl: row 2: the line is not JSON"):
-        load_split("toy", str(tmp_path))
 
 
 def test_the_published_numbers_are_columns_of_our_splits_and_average_as_claimed():
@@ -454,6 +355,6 @@ def test_the_published_numbers_are_columns_of_our_splits_and_average_as_claimed(
     means = {name: sum(scores) / 7 for name, scores in rows.items() if None not in scores}
     assert means["ParaVT-8B"] == pytest.approx(59.34, abs=0.005)  # both as on the project page
     assert means["Qwen3-VL-8B"] == pytest.approx(55.60, abs=0.005)
-    line = {"kind": "mcq", "groups": {}} | UNGRADED
+    line = {"kind": "mcq"} | UNGRADED
     for name, figure in zip(table["columns"], table["figures"]):
         assert next(iter(figures(name, [line]))) == figure

@@ -1,6 +1,5 @@
 """Evaluation: interrupted and failing runs end with the results of one that was neither; tables are computed by hand."""
 
-import csv
 import json
 import math
 import os
@@ -9,34 +8,33 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from scripts import REPO, start
 from tiny_checkpoint import Scripted, is_subagent
 
 import eval as evaluation
+import rewards
 from data import Task
 from eval import EvalConfig, dry_run
-from evals import compare
+from evals import protocols, tables
 from evals.benchmarks import Cue, Item, load_split
-from evals.compare import TableError, difference, gains, interval, read_results
 from evals.protocols import Prompting
+from evals.tables import TableError, interval, read_results
 from rollout import RolloutConfig, Stage, derive
 from runtime import config
 from runtime.contract import END_OF_TURN, Renderer, VisualContract
 from runtime.engine import EngineError
-from runtime.servers import SGLang
 from study.toy import DURATIONS
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 1000}}\n</tool_call>'
-FAKE = Path(__file__).parent / "fake_sglang.py"
 CONFIGS = REPO / "configs" / "eval"
 
 
@@ -66,8 +64,8 @@ def load(path: Path, *overrides: str) -> EvalConfig:
     return config.load(EvalConfig, path, overrides)
 
 
-def run(path: Path, *overrides: str) -> None:
-    evaluation.main(load(path, *overrides))
+def run(path: Path, *overrides: str) -> int:
+    return evaluation.main(load(path, *overrides))
 
 
 @pytest.fixture
@@ -100,7 +98,7 @@ def results_file(folder: Path, arm: str = "direct", k: int = 4) -> Path:
 
 
 def found(path: Path) -> dict[str, tuple]:
-    """What a run came to; how long it took, and the order in which items ended, are left out."""
+    """Return the outcome of a run, without its seconds and the order in which items ended."""
     names = ("answer", "prediction", "score", "judged", "turns", "tokens", "error")
     return {r["id"]: tuple(r[name] for name in names) for r in read_results(path).records}
 
@@ -116,8 +114,8 @@ def golds(toy_dir) -> Counter:
 def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, tokenizer, tmp_path, capsys):
     (often, many), *rest = golds.most_common()
     other, few = rest[-1]
-    calls = f"I look.\n</think>\n{CALL}{END_OF_TURN}"
-    seen = f"I see it.\n</think>\n<answer>{often}</answer>{END_OF_TURN}"
+    calls = f"I look closer.\n</think>\n{CALL}{END_OF_TURN}"
+    seen = f"I can see it.\n</think>\n<answer>{often}</answer>{END_OF_TURN}"
     unseen = f"No.\n</think>\n<answer>{other}</answer>{END_OF_TURN}"
     report = f"A flash.{END_OF_TURN}"
 
@@ -142,14 +140,12 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
         assert (record["fmt"], record["strict"]) == (1.0, 1.0)
     for record in without.records:
         assert (record["turns"], record["tokens"], record["calls"]) == (1, length(unseen), [])
-        assert record["fmt"] == pytest.approx(0.3 + 0.2 + 0.1 + 0.5 * 0.7)  # the tags, balance, anchor; no long thought
+        assert record["fmt"] == pytest.approx(0.3 + 0.2 + 0.1)  # the tags and their balance; "No." is no thought
     assert {*line("x", 1), "fmt", "strict"} == set(with_tools.records[0])  # the tables' tests stand on lines like these
     assert with_tools.figures()["accuracy"] == 100 * many / 8 and without.figures()["accuracy"] == 100 * few / 8
-    shown = tables(capsys.readouterr().out)
-    *row, score = shown["Scores"][2]
+    shown = sections(capsys.readouterr().out)
+    *row, score, average, gain = shown["Scores"][2]
     assert row == ["toy", "parallel", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
-    _, _, _, arms, items, gain, *_ = shown["Arms, item by item"][2]
-    assert (arms, items) == ("parallel - none", "8") and gain.startswith(f"{100 * (many - few) / 8:+.1f} [")
 
 
 def test_a_finished_run_asks_nothing_and_errors_are_asked_again(write, model, toy_dir, tmp_path):
@@ -172,7 +168,7 @@ def test_a_finished_run_asks_nothing_and_errors_are_asked_again(write, model, to
     assert asked(engines) == 2
     second = found(results_file(tmp_path))
     assert {r[1] for r in second.values()} == {"red"} and not any(r[-1] for r in second.values())
-    run(path)
+    run(path, "rollout.concurrency=1", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # where is no setting
     assert len(engines) == 1  # not even opened
 
 
@@ -180,6 +176,7 @@ def test_a_finished_run_asks_nothing_and_errors_are_asked_again(write, model, to
     "change, says_what",
     [
         ("limit=4", "items: 8, now 4"),
+        ("splits={toy: FOLDER/data}", "data: "),
         ("seed=1", "seed: 0, now 1"),
         ("name=other", "name: 'toy', now 'other'"),
         ("rollout.max_new_tokens=12", "(rollout.max_new_tokens: 24, now 12)"),
@@ -193,6 +190,9 @@ def test_results_of_other_settings_are_refused_and_the_setting_is_named(
     write, model, toy_dir, tmp_path, change, says_what
 ):
     (tmp_path / "words.yaml").write_text('user: "{frames} {question}"')
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "videos").symlink_to(toy_dir / "videos")
+    pq.write_table(pq.read_table(toy_dir / "test.parquet").take([1, 0, *range(2, 8)]), tmp_path / "data/test.parquet")
     shutil.copytree(toy_dir / "model", tmp_path / "trained")
     with (tmp_path / "trained" / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
@@ -209,35 +209,16 @@ def test_results_of_other_settings_are_refused_and_the_setting_is_named(
     assert "made under other settings" in str(error.value) and says_what in str(error.value)
 
 
-def test_where_it_is_computed_is_no_setting(write, model, tmp_path):
-    path = write()
-    engines = model(says("red"))
-    run(path)
-    run(path, "rollout.concurrency=1", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")
-    assert asked(engines) == 8 and len(engines) == 1
-
-
-def test_what_was_said_without_an_answer_is_kept_to_its_last_2000_characters(write, model, tmp_path):
-    """An item whose answer could not be read left no trace of what was said."""
-    model(says("I am sure. " * 300 + "It is red!"))
+def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, model, tmp_path):
+    """An item whose answer could not be read left no trace; separators of Unicode broke its line."""
+    odd = "red\u2028blue\x85green\x0bend"
+    model(says("I am sure. " * 300 + odd))
     path = write(prompting={"protocol": "think"}, rollout={"temperature": 0, "max_new_tokens": 4000})
     run(path)
     for record in read_results(results_file(tmp_path, "think")).records:
         assert (record["answer"], record["prediction"], record["error"]) == (None, None, "")
-        assert len(record["said"]) == 2000 and record["said"].endswith("I am sure. It is red!" + END_OF_TURN)
-
-
-def test_a_file_from_before_what_was_said_was_kept_goes_on(write, model, tmp_path):
-    path, file = write(), results_file(tmp_path)
-    model(says("red"))
+        assert len(record["said"]) == 2000 and record["said"].endswith("I am sure. " + odd + END_OF_TURN)
     run(path)
-    settings, *records = map(json.loads, file.read_text().splitlines())
-    for record in records:
-        del record["said"]
-    file.write_text("".join(json.dumps(record) + "\n" for record in (settings, *records[:6])))
-    engines = model(says("red"))
-    run(path)
-    assert asked(engines) == 2 and len(found(file)) == 8
 
 
 def test_a_torn_last_line_costs_its_item_only(write, model, tmp_path):
@@ -255,32 +236,20 @@ def test_a_torn_last_line_costs_its_item_only(write, model, tmp_path):
     assert len(found(file)) == 8
 
 
-def test_whatever_a_model_says_a_line_stays_one_line(write, model, tmp_path):
-    """Line separators of Unicode were written as they are, and the file could not be read again."""
-    odd = "red\u2028blue\x85green\x0bend"
-    model(says(odd))
-    path = write()
-    run(path)
-    assert {r[0] for r in found(results_file(tmp_path)).values()} == {odd}
-    run(path)
-
-
-def test_a_run_killed_at_random_moments_ends_with_the_same_records(write, tmp_path):
-    """Of a real model and real subprocesses. What it says is random, so that records differ and can be told apart."""
+def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_path):
+    """With a real model in a real process. What it says is random, so that records differ and can be told apart."""
     (tmp_path / "whole").mkdir()
     rollout = {"temperature": 1.0, "max_new_tokens": 120, "concurrency": 1}
     run(write(tmp_path / "whole", rollout=rollout))
-    cfg, rng, file = write(rollout=rollout), random.Random(0), results_file(tmp_path)
+    cfg, file = write(rollout=rollout), results_file(tmp_path)
     lines = lambda: file.read_bytes().count(b"\n") if file.exists() else 0  # noqa: E731
-    for _ in range(2):
-        before = lines()
-        process = start("eval.py", cfg, start_new_session=True)
-        while process.poll() is None and lines() < before + 2:
-            time.sleep(0.005)
-        time.sleep(0.15 * rng.random())
-        assert process.poll() is None, process.communicate()[0]  # it was not done yet
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    process = start("eval.py", cfg, start_new_session=True)
+    while process.poll() is None and lines() < 3:
+        time.sleep(0.005)
+    time.sleep(0.15 * random.random())
+    assert process.poll() is None, process.communicate()[0]  # it was not done yet
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
     assert 2 < lines() < 9
     run(cfg)
     expected = found(results_file(tmp_path / "whole"))
@@ -288,78 +257,57 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_records(write, tmp_pa
     assert lines() == 9  # nothing was asked twice
 
 
-def test_a_run_of_a_few_items_never_passes_as_the_whole(write, model, tmp_path, capsys):
-    model(says("red"))
+def test_a_run_of_a_few_items_is_no_whole_and_a_larger_limit_continues_it(write, model, tmp_path, capsys):
     path = write()
-    run(path, "limit=5")
+    first = model(says("red"))
+    assert run(path, "limit=5") == 0 and asked(first) == 5
     assert re.search(r"\[\d+\.\d, \d+\.\d\] \(5 of 8\) +\|", capsys.readouterr().out)
     assert not read_results(results_file(tmp_path)).complete()
-    with pytest.raises(config.ConfigError, match="items: 5, now 8"):
-        run(path)
+    with pytest.raises(config.ConfigError, match="items: 5, now 4"):
+        run(path, "limit=4")
+    with pytest.raises(config.ConfigError, match="seed: 0, now 1"):
+        run(path, "seed=1")
+    rest = model(says("red"))
+    assert run(path) == 0 and asked(rest) == 3
+    results = read_results(results_file(tmp_path))
+    assert results.complete() and results.settings["items"] == 8 and " of 8)" not in capsys.readouterr().out
     (tmp_path / "all").mkdir()
     run(write(tmp_path / "all"))
-    assert " of 8)" not in capsys.readouterr().out and read_results(results_file(tmp_path / "all")).complete()
+    assert read_results(results_file(tmp_path / "all")).settings == results.settings
+    assert found(results_file(tmp_path / "all")) == found(results_file(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------ what fails
 
 
-@pytest.fixture
-def served(monkeypatch):
-    """served(fault, ...): runs start a fake server, which has the first fault, when restarted the next, then none."""
-    clients = []
-
-    def install(*faults: str, patience: float = 20.0) -> None:
-        due = iter(faults)
-
-        def open_engine(source, renderer, **place):
-            numbers = (renderer.image_pad, renderer.contract.cell, renderer.end_of_turn)
-
-            def launch(port: int) -> list[str]:
-                if (fault := next(due, "")) == "gone":
-                    return [sys.executable, "-c", ""]
-                return [sys.executable, str(FAKE), str(port), *map(str, numbers), fault]
-
-            client = SGLang(source, renderer, gpus=(0,), launch=launch, patience=0.05, start_timeout=20.0)
-            client.start_timeout = patience
-            clients.append(client)
-            return client
-
-        monkeypatch.setattr(evaluation, "open_engine", open_engine)
-
-    yield install
-    for client in clients:
-        client.close()
+def test_a_run_in_which_every_item_failed_says_so_and_blocks_nothing(write, model, tmp_path, capsys):
+    """It exited with 0, and its file was "made under other settings" when the setting had been corrected."""
+    path, file = write(), results_file(tmp_path)
+    model(says("red"))
+    assert run(path, "rollout.max_context=40") == 1
+    assert re.search(
+        r"error: all 8 items of .*toy-K4-direct.jsonl failed; the last: .* fills max_context = 40",
+        capsys.readouterr().err,
+    )
+    assert run(path) == 0
+    assert read_results(file).settings["rollout"]["max_context"] == 32768 and len(found(file)) == 8
 
 
-def test_a_server_that_dies_costs_retries_or_counted_errors_and_never_an_item(served, write, tmp_path, capsys):
-    folders = [tmp_path / name for name in ("healthy", "restarted", "gone")]
-    for folder in folders:
-        folder.mkdir()
-    served()
-    run(write(folders[0]))
-    expected = found(results_file(folders[0]))
-    assert len({r[1] for r in expected.values()}) == 8 and not any(r[-1] for r in expected.values())
+@pytest.mark.parametrize("fault", ["no server", "no engine"])
+def test_a_connection_that_fails_leaves_nothing(write, monkeypatch, tmp_path, fault):
+    """A header was there already: the next try was told that it was "made under other settings"."""
 
-    served("die_after=5")
-    run(write(folders[1]))
-    assert found(results_file(folders[1])) == expected
+    def gone(*arguments, **more):
+        raise EngineError("gone")
 
-    served("die_after=5", *["gone"] * 99, patience=0.1)
-    path, file = write(folders[2]), results_file(folders[2])
-    capsys.readouterr()
-    run(path)
-    failed = {id: r for id, r in found(file).items() if r[-1]}
-    assert len(found(file)) == 8 and failed and len(failed) < 8
-    assert all(r[:3] == (None, None, 0.0) and r[-1].startswith("EngineError: ") for r in failed.values())
-    assert f"({len(failed)} errors)" in capsys.readouterr().out
-    served()
-    run(path)
-    assert found(file) == expected
-    assert file.read_bytes().count(b"\n") == 1 + 8 + len(failed)  # what was answered was not asked again
+    overrides = ["rollout.urls=[localhost:1]"] if fault == "no server" else []
+    monkeypatch.setattr(evaluation, "open_engine", gone)
+    with pytest.raises((config.ConfigError, EngineError), match="no server answers|gone"):
+        run(write(), *overrides)
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_video_that_cannot_be_read_costs_its_items_until_it_is_replaced(write, model, toy_dir, tmp_path):
+def test_a_video_that_cannot_be_read_costs_its_items_until_it_is_mended(write, model, toy_dir, tmp_path):
     """The sizes of all videos were a setting: to mend one video was to begin anew."""
     root = tmp_path / "data"
     (root / "videos").mkdir(parents=True)
@@ -379,15 +327,11 @@ def test_a_video_that_cannot_be_read_costs_its_items_until_it_is_replaced(write,
         and record["error"].startswith("VideoError: ")
         and record["score"] == 0
     )
-    assert compare.costs(results)["error_rate"] == compare.costs(results)["no_frames_rate"] == 12.5
+    assert tables.costs(results)["error_rate"] == 12.5
     shutil.copy(toy_dir / "videos" / bad.name, bad)
     engines = model(says("red"))
     run(path)
     assert asked(engines) == 1 and not any(r[-1] for r in found(results_file(tmp_path)).values())
-    shutil.copy(toy_dir / "videos" / "test00004.mp4", bad)  # another video under its name
-    assert bad.stat().st_size != (toy_dir / "videos" / bad.name).stat().st_size
-    run(path)
-    assert asked(engines) == 2
 
 
 @pytest.fixture
@@ -410,8 +354,9 @@ def judge():
     server.shutdown()
 
 
-def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, judge, tmp_path, capsys):
-    settings = {"open_answer": "judge", "judge": {"url": "http://127.0.0.1:1/v1", "model": "j", "retries": 1}}
+def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, judge, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rewards, "JUDGE_TRIES", 1)
+    settings = {"open_answer": "judge", "judge": {"url": "http://127.0.0.1:1/v1", "model": "j"}}
     path = write(grading=settings)
     model(says("reddish"))
     run(path)
@@ -451,7 +396,7 @@ def test_the_prompt_holds_the_cues_of_the_shown_frames_and_no_others(tokenizer, 
     engine = Watching(renderer, says("red"))
     cfg = EvalConfig(run="", name="", checkpoint="", splits={"toy": ""}, prompting=Prompting(protocol))
     stage = Stage(engine, renderer, videos, RolloutConfig(temperature=0, max_turns=0))
-    record = evaluation.ask(Item(task, {}, cues), k, stage, cfg)
+    record = evaluation.ask(Item(task, cues), k, stage, cfg)
     assert not record["error"]
     rate = {"rewatch_r1": 2, "video_zoomer": 0.5}.get(protocol)
     assert len(engine.times) == (shown or duration * rate)
@@ -469,7 +414,7 @@ def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model,
     results = read_results(results_file(tmp_path, "none"))
     assert {r["prediction"] for r in results.records} == {f"{color}." if lenient else None}
     assert results.figures()["accuracy"] == (100 * count / 8 if lenient else 0)
-    assert compare.costs(results)["unparsed_rate"] == (0 if lenient else 100)
+    assert tables.costs(results)["unparsed_rate"] == (0 if lenient else 100)
 
 
 # ------------------------------------------------------------------------------------------------ tables
@@ -478,7 +423,7 @@ def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model,
 def line(id, score, *, video="", **more) -> dict:
     """A line of results."""
     plain = {
-        "id": id, "videos": [video or f"v/{id}.mp4"], "bytes": [1], "kind": "mcq", "groups": {}, "gold": "A",
+        "id": id, "videos": [video or f"v/{id}.mp4"], "kind": "mcq", "gold": "A",
         "said": "A", "answer": "A", "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
         "agent_tokens": 0, "truncated": False, "seconds": 1.0, "error": "",
     }  # fmt: skip
@@ -499,7 +444,7 @@ def write_results(folder, split, rows, *, name="toy", arm="parallel", k=64, tota
     return path
 
 
-def tables(text: str) -> dict[str, list[list[str]]]:
+def sections(text: str) -> dict[str, list[list[str]]]:
     """Title -> the table's rows of cells, header and rule included."""
     found = {}
     for part in re.split(r"^### ", text, flags=re.M)[1:]:
@@ -510,89 +455,65 @@ def tables(text: str) -> dict[str, list[list[str]]]:
     return found
 
 
-def test_an_interval_has_no_width_where_all_videos_are_alike():
-    videos = [f"v{i // 2}" for i in range(100)]
-    assert interval([1, 0] * 50, videos) == (0.5, 0.5)
-    low, high = interval([1, 0] * 50, [f"v{i}" for i in range(100)])
-    assert low < 0.5 < high
-
-
 def test_an_interval_is_the_binomials_and_as_wide_as_there_are_videos():
-    ones = [1] * 300 + [0] * 700
+    ones, width = [1] * 300 + [0] * 700, 2 * 1.96 * math.sqrt(0.3 * 0.7 / 1000)
     low, high = interval(ones, [str(i) for i in range(1000)])
-    width = 2 * 1.96 * math.sqrt(0.3 * 0.7 / 1000)
     assert high - low == pytest.approx(width, rel=0.1) and (low + high) / 2 == pytest.approx(0.3, abs=0.005)
     low, high = interval(ones, [str(i // 10) for i in range(1000)])  # ten questions a video, right or wrong together
     assert high - low == pytest.approx(width * math.sqrt(10), rel=0.15)
+    assert interval([1, 0] * 50, [f"v{i // 2}" for i in range(100)]) == (0.5, 0.5)  # all videos are alike
 
 
-def test_arms_are_compared_on_the_items_that_both_have(tmp_path):
-    with_tools = [line(str(i), s, seconds=2.0, agent_tokens=5) for i, s in ((1, 1), (3, 1), (4, 1), (5, 0), (6, 1))]
-    without = [line(str(i), s) for i, s in ((3, 0), (4, 1), (5, 0), (6, 0), (7, 1), (8, 1))]
-    a = read_results(write_results(tmp_path, "toy", with_tools))
-    b = read_results(write_results(tmp_path, "toy", without, arm="none"))
-    d = difference(a, b)
-    assert (d.items, d.score, d.seconds, d.tokens) == (4, 50.0, 2.0, 1.5)  # of 3 to 6: two of four more are right
-    assert d.low < 50 < d.high
-    assert tables(compare.report([tmp_path]))["Arms, item by item"][2][3:5] == ["parallel - none", "4"]
-    with_tools.append(line("7", 0, error="EngineError: gone"))  # it counted as wrong, against the arm that it hit
-    without.append(line("1", 0, error="VideoError: bad"))
-    a = read_results(write_results(tmp_path, "toy", with_tools))
-    b = read_results(write_results(tmp_path, "toy", without, arm="none"))
-    assert difference(a, b) == d
-    write_results(tmp_path, "toy", without[4:], arm="none")  # a run that has just begun
-    assert "Arms, item by item" not in tables(compare.report([tmp_path]))
-
-
-def test_gains_are_averaged_both_ways(tmp_path):
-    assert gains({"x": 60, "y": 30}, {"x": 50, "y": 20}, "xy") == pytest.approx((100 * 20 / 70, 35))
+def test_results_equal_to_the_published_ones_have_the_published_average_and_gains(tmp_path):
+    """Charades has its own K, so that no row of a full run had all seven splits; other protocols had no baseline."""
     published = yaml.safe_load((CONFIGS / "published.yaml").read_text())["table"]
-    paravt, base = (compare.published_scores(name, published) for name in ("ParaVT-8B", "Qwen3-VL-8B"))
-    both = gains(paravt, base, published["columns"])
-    assert [round(gain, 1) for gain in both] == [
-        6.7,
-        7.9,
-    ]  # the paper claims the second, beside the averages of the first
+    arms = {"ParaVT-8B": "parallel", "Qwen3-VL-8B": "parallel", "Video-R1-7B": "video_r1"}
+    for name, arm in arms.items():
+        scores = tables.published_scores(name, published)
+        for split, k in zip(published["columns"], published["frames"]):
+            write_results(tmp_path / name, split, [line("0", scores[split] / 100)], name=name, arm=arm, k=k)
+        write_results(tmp_path / name, "charades", lines("1"), name=name, arm=arm, k=64)  # asked at both
+    shown = sections(tables.report([tmp_path / name for name in arms], baseline="Qwen3-VL-8B"))
+    header, _, *rows = shown["Scores"]
+    found = {(row[0], row[1], row[2]): row[-2:] for row in rows}
+    for name, arm, average, gain in (
+        ("ParaVT-8B", "parallel", "59.3", "+7.9 / +6.7 % (7)"),  # as on the project page
+        ("Qwen3-VL-8B", "parallel", "55.6", "+0.0 / +0.0 % (7)"),
+        ("Video-R1-7B", "video_r1", "52.3", "-5.5 / -5.9 % (7)"),
+    ):
+        assert found[name, arm, "64 (charades 32)"] == found[name, "published", "64 (charades 32)"] == [average, gain]
+        assert found[name, arm, "64"] == ["", ""]  # its other Charades
 
+
+def test_gains_are_over_what_both_have_finished(tmp_path):
     for name, first, second in (("ParaVT-8B", "1111110000", "1110000000"), ("Qwen3-VL-8B", "1111100000", "1100000000")):
-        folder = tmp_path / name
-        write_results(folder, "videomme", lines(first), name=name)
-        write_results(folder, "lvbench", lines(second), name=name)
-        write_results(folder, "mlvu", lines(first), name=name, total=2175)  # not finished, so not compared
-    found = tables(compare.report([tmp_path / "ParaVT-8B", tmp_path / "Qwen3-VL-8B"], baseline="Qwen3-VL-8B"))
-    assert found["Average gain"][2:] == [
-        ["ParaVT-8B", "parallel K=64", "Qwen3-VL-8B", "2", "+28.6 %", "+35.0 %"],
-        ["ParaVT-8B", "published", "Qwen3-VL-8B", "7", "+6.7 %", "+7.9 %"],
+        write_results(tmp_path / name, "videomme", lines(first), name=name)
+        write_results(tmp_path / name, "lvbench", lines(second), name=name)
+        write_results(tmp_path / name, "mlvu", lines(first), name=name, total=2175)  # not finished, so not compared
+    _, _, ours, *_ = sections(tables.report([tmp_path / "ParaVT-8B", tmp_path / "Qwen3-VL-8B"], "Qwen3-VL-8B"))[
+        "Scores"
     ]
+    assert ours[-1] == "+35.0 / +28.6 % (2)"  # the mean of +20 % and +50 %; 0.9 against 0.7
 
 
 def test_a_score_says_what_is_missing_failed_or_published(tmp_path):
     rows = [*lines("110"), line("3", 0, error="EngineError: gone", prediction=None)]
     write_results(tmp_path, "videomme", rows, name="ParaVT-8B", total=2700)
     write_results(tmp_path, "lvbench", lines("1100"), name="ParaVT-8B")
-    header, _, *scores = tables(compare.report([tmp_path]))["Scores"]
+    header, _, *scores = sections(tables.report([tmp_path]))["Scores"]
     by_split = [dict(zip(header, row)) for row in scores]
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\] \(4 of 2700, 1 errors\)", by_split[0]["videomme"])
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\]", by_split[0]["lvbench"])
-    assert by_split[1] == {"model": "ParaVT-8B", "arm": "published", "K": "64", "videomme": "62.1", "lvbench": "39.8"}
-
-
-def test_a_published_score_stands_at_the_k_that_its_authors_used(tmp_path):
-    """Charades was printed as K = 64; their server shows 32 frames of it."""
-    for split in ("videomme", "charades"):
-        write_results(tmp_path, split, lines("10"), name="ParaVT-8B")
-    header, _, _, *published = tables(compare.report([tmp_path]))["Scores"]
-    assert header[3:] == ["charades", "videomme"]
-    assert [row[1:] for row in published] == [["published", "64", "", "62.1"], ["published", "32", "50.1", ""]]
+    assert (by_split[1]["arm"], by_split[1]["videomme"], by_split[1]["lvbench"]) == ("published", "62.1", "39.8")
 
 
 def test_mmvu_is_its_multiple_choice_questions_unless_a_judge_graded_the_others(tmp_path):
     rows = [*lines("1110"), line("4", 0, kind="oe"), line("5", 0, kind="oe")]
-    found = tables(compare.report([write_results(tmp_path, "mmvu", rows)]))
-    assert found["Scores"][2][3].startswith("75.0 [") and "Breakdown" not in found
-    rows[4] |= {"judged": True, "score": 1.0}
-    found = tables(compare.report([write_results(tmp_path, "mmvu", rows)]))
-    assert found["Scores"][2][3].startswith("75.0 [") and found["Breakdown"][2][4] == "all_1000 66.7"
+    for figures in ("mc_625 75.0", "mc_625 75.0, all_1000 66.7"):
+        write_results(tmp_path, "mmvu", rows)
+        found = sections(tables.report([tmp_path]))
+        assert found["Scores"][2][3].startswith("75.0 [") and found["Per item"][2][-1] == figures
+        rows[4] |= {"judged": True, "score": 1.0}
 
 
 def test_videos_of_two_subjects_that_share_a_number_are_two(toy_dir, tokenizer, videos, tmp_path):
@@ -606,96 +527,83 @@ def test_videos_of_two_subjects_that_share_a_number_are_two(toy_dir, tokenizer, 
         path = tmp_path / "videos" / subject / "1.mp4"
         path.parent.mkdir(parents=True)
         path.symlink_to(source)
-        records.append(evaluation.ask(Item(Task(subject, "Why?", (str(path),), "oe", "red"), {}), 4, stage, cfg))
-    assert compare.videos(records) == ["Art/1.mp4", "Law/1.mp4"]
+        records.append(evaluation.ask(Item(Task(subject, "Why?", (str(path),), "oe", "red")), 4, stage, cfg))
+    assert [tables.videos_of(record) for record in records] == ["Art/1.mp4", "Law/1.mp4"]
 
 
-def test_every_figure_is_in_the_csv(tmp_path):
-    rows = [line("a", 1, groups={"duration": ["short"]}), line("b", 0, groups={"duration": ["long"]}, prediction=None)]
+def test_costs_are_means_and_rates_over_all_items(tmp_path):
+    rows = [line("a", 1), line("b", 0, prediction=None)]
     rows[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "tokens": 30, "seconds": 3.0, "truncated": True}
-    write_results(tmp_path, "videomme", rows, name="mine", k=32, total=2700)
-    compare.main([str(tmp_path), "--csv", str(tmp_path / "all.csv")])
-    with (tmp_path / "all.csv").open(newline="") as file:
-        written = list(csv.DictReader(file))
-    assert {tuple(row[n] for n in ("name", "arm", "k", "split", "items", "total")) for row in written} == {
-        ("mine", "parallel", "32", "videomme", "2", "2700")
-    }
-    assert {row["figure"]: float(row["value"]) for row in written} == {
-        "accuracy": 50, "short": 100, "long": 0, "calls": 0.5, "failed_calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
-        "error_rate": 0, "no_frames_rate": 0, "unparsed_rate": 50, "truncated_rate": 50, "fmt": 0, "strict": 0,
+    assert tables.costs(read_results(write_results(tmp_path, "videomme", rows, total=2700))) == {
+        "calls": 0.5, "failed_calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
+        "error_rate": 0, "unparsed_rate": 50, "truncated_rate": 50, "fmt": 0, "strict": 0,
     }  # fmt: skip
 
 
-def test_a_table_says_whose_words_were_used(tmp_path):
-    asked = {"protocol": "video_r1", "prompt_file": ""}
-    write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", arm="video_r1", prompting=asked)
-    assert "in our words, not in their authors': Video-R1-7B." in compare.report([tmp_path])
-    authors = {"protocol": "video_thinker", "prompt_file": "words.yaml"}  # the last arm of a name spoke for all of them
-    write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", arm="video_thinker", prompting=authors)
-    assert "in our words, not in their authors': Video-R1-7B." in compare.report([tmp_path])
-    asked["prompt_file"] = "words.yaml"
-    write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", arm="video_r1", prompting=asked)
-    assert "our words" not in compare.report([tmp_path])
+def test_a_table_names_the_models_that_were_asked_in_our_words(tmp_path):
+    """The remark was printed for every row, ours included."""
+
+    def remark(protocol: str, prompt_file: str = "") -> bool:
+        asked = {"protocol": protocol, "prompt_file": prompt_file}
+        write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", arm=protocol, prompting=asked)
+        return "in our words, not in their authors': Video-R1-7B." in tables.report([tmp_path])
+
+    assert not remark("direct") and not remark("think") and not remark("agent")
+    assert remark("video_r1")
+    assert remark("video_thinker", "words.yaml")  # for the row before: the last arm of a name spoke for all of them
+    assert not remark("video_r1", "words.yaml")
 
 
-def test_what_cannot_stand_in_a_table_says_so(tmp_path):
-    one, two = (write_results(tmp_path / name, "toy", lines("10")) for name in ("one", "two"))
-    (tmp_path / "one" / "bad_videos.jsonl").write_text('{"path": "/v.mp4"}\n')
-    (tmp_path / "empty").mkdir()
-    for runs, baseline, rule in (
-        ([tmp_path / "one", tmp_path / "two"], "", "are the same cell of the table"),
-        ([tmp_path / "one", tmp_path / "three"], "", "three: no such folder"),
-        ([tmp_path / "empty"], "", "no results in"),
-        ([one], "Qwen3-VL", "baseline 'Qwen3-VL': there is only toy, .*Qwen3-VL-8B"),
-    ):
-        with pytest.raises(TableError, match=rule):
-            compare.report(runs, baseline=baseline)
-    assert len(tables(compare.report([tmp_path / "one", one]))["Scores"]) == 3  # named twice, it stands there once
-    with pytest.raises(SystemExit, match="error: .*three: no such folder"):
-        compare.main([str(tmp_path / "three")])
+def test_two_files_of_the_same_cell_are_refused(tmp_path):
+    for name in ("one", "two"):
+        write_results(tmp_path / name, "toy", lines("10"))
+    with pytest.raises(TableError, match="are the same cell of the table"):
+        tables.report([tmp_path / "one", tmp_path / "two"])
 
 
 # ------------------------------------------------------------------------------------------------ configs
 
-ROWS = {  # the protocol of each row: (name, protocol, K, tokens of a frame, temperature, new tokens per turn)
-    "paravt_8b": ("ParaVT-8B", "agent", 64, 64, 0, 2048),
-    "qwen3vl_8b": ("Qwen3-VL-8B", "agent", 64, 64, 0, 2048),
-    "qwen25vl_7b": ("Qwen2.5-VL-7B", "direct", 64, 384, 0, 2048),
-    "video_r1": ("Video-R1-7B", "video_r1", 64, 256, 0, 1024),
-    "videorft": ("VideoRFT-7B", "video_r1", 32, 256, 0, 1024),
-    "videochat_r1": ("VideoChat-R1-7B", "videochat_r1", 32, 224, 0, 2048),
-    "time_r1": ("Time-R1-7B", "time_r1", 64, 112, 0, 2048),
-    "rewatch_r1": ("ReWatch-R1-7B", "rewatch_r1", 192, 128, 0, 2048),
-    "video_thinker": ("Video-Thinker-7B", "video_thinker", 64, 384, 0, 2048),
-    "conan": ("Conan-7B", "conan", 16, 144, 1, 4000),
-    "longvt": ("LongVT-RFT-7B", "longvt", 512, 64, 0, 4096),
-    "sage": ("SAGE-7B", "sage", 128, 48, 0, 32768),
-    "video_zoomer": ("VideoZoomer-7B", "video_zoomer", 64, 128, 0, 4096),
+ROWS = {  # as its authors ask: (protocol, K, tokens of a frame, temperature, new tokens per turn)
+    "paravt_8b": ("agent", 64, 64, 0, 2048),
+    "qwen3vl_8b": ("agent", 64, 64, 0, 2048),
+    "qwen25vl_7b": ("direct", 64, 384, 0, 2048),
+    "video_r1": ("video_r1", 64, 256, 0, 1024),
+    "videorft": ("video_r1", 32, 256, 0, 1024),
+    "videochat_r1": ("videochat_r1", 32, 224, 0, 2048),
+    "time_r1": ("time_r1", 64, 112, 0, 2048),
+    "rewatch_r1": ("rewatch_r1", 192, 128, 0, 2048),
+    "video_thinker": ("video_thinker", 64, 384, 0, 2048),
+    "conan": ("conan", 16, 144, 1, 4000),
+    "longvt": ("longvt", 512, 64, 0, 4096),
+    "sage": ("sage", 128, 48, 0, 32768),
+    "video_zoomer": ("video_zoomer", 64, 128, 0, 4096),
 }
 
 
 def test_every_open_row_of_the_published_table_has_a_config():
     published = yaml.safe_load((CONFIGS / "published.yaml").read_text())["table"]["rows"]
-    assert {row[0] for row in ROWS.values()} == {r["name"] for r in published if r["group"] != "proprietary"}
+    named = {load(CONFIGS / f"{row}.yaml").name for row in ROWS}
+    assert named == {row["name"] for row in published if row["group"] != "proprietary"}
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*ROWS, "base", "published", "toy"}
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_row_is_asked_as_its_authors_ask_and_its_answers_have_room(row):
     cfg = load(CONFIGS / f"{row}.yaml")
-    visual = cfg.visual or VisualContract()
+    visual, agent, protocol = cfg.visual or VisualContract(), cfg.rollout, cfg.prompting.protocol
     tokens, rest = divmod(visual.frame_pixels, visual.cell**2)
-    agent = cfg.rollout
-    assert (cfg.name, cfg.prompting.protocol, *cfg.frames, tokens, agent.temperature, agent.max_new_tokens) == ROWS[row]
-    assert rest == 0 and visual.patch == (16 if "Qwen3" in cfg.family else 14) and len(agent.gpus) == 8
+    assert (protocol, *cfg.frames, tokens, agent.temperature, agent.max_new_tokens) == ROWS[row]
+    assert rest == 0 and visual.patch == (16 if cfg.agentic else 14) and len(agent.gpus) == 8
     assert cfg.run == f"runs/eval/{row}" and len(cfg.splits) == 7 and "toy" not in cfg.splits
-    assert cfg.arms == (("parallel", "none") if cfg.prompting.protocol == "agent" else ("parallel",))
+    assert cfg.arms == (("parallel", "none") if cfg.agentic else ("parallel",))
     shapes = ((1920, 1080), (1080, 1920), (640, 480), (1280, 544), (1000, 1000))
     most = max(visual.frame_tokens(*visual.frame_size(*shape)) for shape in shapes)
     assert tokens <= most <= 1.25 * tokens  # as base.yaml says
-    own, rounds = cfg.prompting, cfg.prompting.rounds if cfg.prompting.protocol in ("conan", "longvt") else 0
-    frames = cfg.frames[0] + rounds * (own.frames or 0)
-    stamp = 2 if own.protocol == "longvt" else 12
+    rounds, more, stamp = {
+        "conan": (protocols.CONAN_TURNS, protocols.CONAN_FRAMES, 12),
+        "longvt": (protocols.LONGVT_ROUNDS, protocols.LONGVT_FRAMES, 2),
+    }.get(protocol, (0, 0, 12))
+    frames = cfg.frames[0] + rounds * more
     assert agent.max_context > frames * (most + stamp) + (rounds + 1) * agent.max_new_tokens
 
 
@@ -709,71 +617,56 @@ def test_every_command_in_a_config_is_one_that_loads():
     assert {Path(file).stem for file in commands} == {*ROWS, "toy"}
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ["paravt_8b", "conan"])
 def test_a_dry_run_names_all_that_is_missing(row, tmp_path, monkeypatch, capsys):
     cfg = load(CONFIGS / f"{row}.yaml")
     monkeypatch.chdir(tmp_path)
     assert dry_run(cfg) == 1
     told = capsys.readouterr().out
-    assert f"note    checkpoint: {cfg.checkpoint} is not here; the run would fetch it from the hub" in told
+    assert f"ok      checkpoint: {cfg.checkpoint} is not here; the run would fetch it from the hub" in told
     for split, root in cfg.splits.items():
         assert f"MISSING {split}: {root}: no such folder" in told and f"--local-dir {root}`" in told
     assert ("our own words" in told) == (cfg.prompting.protocol != "agent")
-    assert ("engine, each of 8 GPUs" if cfg.family else "memory is not planned") in told
 
 
-def test_a_dry_run_of_the_toy_finds_all_there(toy_dir, capsys):
-    toy = load(CONFIGS / "toy.yaml", f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}")
-    assert dry_run(toy) == 0
-    assert "ok      toy: 8 items, 80 episodes" in capsys.readouterr().out  # 5 K, with tools and without
+@pytest.fixture
+def eight_gpus(monkeypatch):
+    """This machine is a node for which the configs are written."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+
+
+def test_a_dry_run_passes_what_could_start(toy_dir, eight_gpus, capsys):
+    for row, override, told in (
+        ("toy", f"checkpoint={toy_dir}/model", "ok      toy: 8 items, 80 episodes"),  # 5 K, with tools and without
+        ("paravt_8b", "limit=3", "fetch it from the hub"),  # it was MISSING
+    ):
+        assert dry_run(load(CONFIGS / f"{row}.yaml", f"splits={{toy: {toy_dir}}}", override)) == 0
+        assert told in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "overrides, told",
     [
-        (["gpu_gib=40"], "MISSING memory: .*do not fit into 40 GiB.*fewer concurrent rollouts"),
-        (["visual={frame_pixels: 4096}", "checkpoint=TOY"], "MISSING visual: .*this run has 4096, the checkpoint 1024"),
-        (
-            ["checkpoint=runs/mine/model"],
-            "MISSING checkpoint: runs/mine/model: neither a folder nor a model on the hub",
-        ),
+        (["visual={frame_pixels: 4096}"], "MISSING checkpoint: .*this run has 4096, the checkpoint 1024"),
         (["checkpoint=EMPTY"], "MISSING checkpoint: .* has no config.json"),
+        (["rollout.gpus=[7, 8]"], r"MISSING servers: rollout.gpus = \[7, 8\]: there are 8 GPUs here"),
     ],
 )
-def test_a_dry_run_fails_where_the_run_would(toy_dir, tmp_path, overrides, told, capsys):
-    overrides = [text.replace("TOY", f"{toy_dir}/model").replace("EMPTY", str(tmp_path)) for text in overrides]
-    dry_run(load(CONFIGS / "paravt_8b.yaml", f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}"))
-    assert "MISSING" not in capsys.readouterr().out  # but for what follows, all is well
-    assert dry_run(load(CONFIGS / "paravt_8b.yaml", f"splits={{toy: {toy_dir}}}", *overrides)) == 1
+def test_a_dry_run_fails_where_the_run_would(toy_dir, tmp_path, eight_gpus, overrides, told, capsys):
+    usual = [f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}"]
+    assert dry_run(load(CONFIGS / "paravt_8b.yaml", *usual)) == 0
+    overrides = [text.replace("EMPTY", str(tmp_path)) for text in overrides]
+    assert dry_run(load(CONFIGS / "paravt_8b.yaml", *usual, *overrides)) == 1
     assert re.search(told, capsys.readouterr().out)
-
-
-def test_a_checkpoint_on_the_hub_is_no_obstacle(toy_dir, capsys):
-    """It was MISSING, with exit status 1, although the run downloads it."""
-    assert dry_run(load(CONFIGS / "paravt_8b.yaml", f"splits={{toy: {toy_dir}}}")) == 0
-    assert "fetch it from the hub" in capsys.readouterr().out
-
-
-def test_a_model_whose_memory_cannot_be_planned_is_no_obstacle(toy_dir, tmp_path, capsys):
-    shutil.copytree(toy_dir / "model", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "visual.json").unlink()
-    (tmp_path / "preprocessor_config.json").unlink()
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
-    cfg = load(CONFIGS / "qwen25vl_7b.yaml", f"checkpoint={tmp_path}", f"splits={{toy: {toy_dir}}}")
-    assert dry_run(cfg) == 0
-    assert "memory is not planned: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "changes, rule",
     [
         ({"splits": {"videome": "x"}}, r"splits = \['videome'\]: there is only videomme"),
-        ({"splits": {}}, "must not be empty"),
-        ({"frames": [0]}, "K not below 1"),
+        ({"frames": [0]}, "at least 1 frame"),
         ({"arms": ["none"]}, "only the protocol 'agent' has them"),
         ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none': here, `arms` says how"),
-        ({"limit": -1}, "limit = -1: must not be negative"),
-        ({"arms": ["serial"]}, r"arms\[0\] = 'serial': must be one of 'parallel'"),
     ],
 )
 def test_what_cannot_run_says_so(write, changes, rule):
