@@ -1,11 +1,12 @@
-"""data.py: the nouns of the project, and what the agents are told.
+"""data.py: the nouns of the project, what the agents are told, and how rows become tasks and dialogues.
 
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G of them, one K)
     Bundle (one prompt, the suffixes that continue it): the unit of training for SFT and RL alike
 
     overview(task, k, videos, contract) -> frames; main_messages(task, frames, True) -> messages for contract.Renderer
+    parse_task(RL row) -> Task;  parse_dialogue(SFT row) -> Dialogue;  encode_dialogue(dialogue, ...) -> Bundle
 
-SFT, RL, evaluation and `ask` open every agent with the functions here. Datasets become these nouns in dataset.py.
+SFT, RL, evaluation and `ask` open every agent with the functions here. runtime/dataset.py streams the rows.
 
     python data.py check PATH|CONFIG      # schema, types, missing and corrupt videos, token lengths; exit status
     python data.py materialize ...        # sentinel paths of the published parquets -> file:// paths
@@ -16,9 +17,8 @@ Deliberately missing: prompts in other languages, prompts per dataset.
 
 import sys
 
-if (
-    __name__ == "__main__"
-):  # the commands, before this file's own imports: what is loaded as a script is not loaded again
+# The commands stand before this file's own imports, so that what is loaded as a script is not loaded a second time.
+if __name__ == "__main__":
     from study.prepare import main
 
     sys.exit(main())
@@ -30,7 +30,6 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +40,7 @@ from PIL import Image, UnidentifiedImageError
 
 from runtime.answers import parse_span
 from runtime.contract import Bundle, Renderer, VisualContract
-from runtime.dataset import RowError, read_json
+from runtime.dataset import RowError, decode_json
 from runtime.video import Frames, VideoError, Videos
 
 # ------------------------------------------------------------------------------------------------ the nouns
@@ -115,7 +114,7 @@ class Episode:
 
     @property
     def executed(self) -> int:
-        """Calls that ran, which kappa counts."""
+        """Calls that ran; kappa is their mean per episode."""
         return sum(not call.error for call in self.calls)
 
 
@@ -143,13 +142,15 @@ SUBAGENT_SYSTEM = (
     "You see frames of one part of a video, each after its time. Report briefly what happens in it, and when."
 )
 SUBAGENT_REQUEST = "What happens here?"
+THINK_PREFIX = "<think>\n"  # forced at the start of every turn of a main agent
+NO_REPORT = "(empty report)"
 
 
 def main_messages(task: Task, overview: Sequence[Frames], with_tools: bool) -> list[dict]:
-    """The opening of every main agent: SFT, RL, evaluation and `ask`."""
+    """Return the messages that open a main agent, in SFT, RL, evaluation and `ask` alike."""
     parts: list[str | Frames] = []
     for path, frames in zip(task.videos, overview, strict=True):
-        if len(overview) > 1:  # tools pick a video by its name
+        if len(task.videos) > 1:  # tools pick a video by its name
             parts.append(f"\n{os.path.basename(path)}: ")
         parts.append(frames)
     system = SYSTEM_WITH_TOOLS if with_tools else SYSTEM
@@ -157,22 +158,29 @@ def main_messages(task: Task, overview: Sequence[Frames], with_tools: bool) -> l
 
 
 def subagent_messages(frames: Frames, question: str | None) -> list[dict]:
-    """The opening of a sub-agent; it reads the question only where the config says so."""
-    request = SUBAGENT_REQUEST + (f"\nQuestion: {question}" if question else "")
+    """Return the messages that open a sub-agent; it reads the question only where the config says so."""
+    request = SUBAGENT_REQUEST
+    if question:
+        request += f"\nQuestion: {question}"
     return [{"role": "system", "content": SUBAGENT_SYSTEM}, {"role": "user", "content": [frames, "\n" + request]}]
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Frames]:
-    """K uniform frames: of one video, or shared out evenly over several, each of which shows at least one."""
-    n = [videos.info(path).n_frames for path in task.videos]
-    # Dealt out one by one to those that have more: what a short video cannot fill, the others get.
-    turns = (i for turn in range(k) for i in range(len(n)) if turn < n[i])
-    shares = Counter(itertools.islice(turns, max(k, len(n))))
-    return [videos.overview(path, shares[i], contract.frame_size) for i, path in enumerate(task.videos)]
+    """Return K uniform frames: of one video, or shared out over several, each of which shows at least one."""
+    lengths = [videos.info(path).n_frames for path in task.videos]
+    shares = [0] * len(lengths)
+    left = min(max(k, len(lengths)), sum(lengths))
+    while left:
+        # Deal one frame to each video that has more. What a short video cannot fill, the others get.
+        for i, length in enumerate(lengths):
+            if left and shares[i] < length:
+                shares[i] += 1
+                left -= 1
+    return [videos.overview(path, share, contract.frame_size) for path, share in zip(task.videos, shares)]
 
 
 def draw_frames(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
-    """nFrames gating: K ~ Uniform(choices), the same in every process and for all rollouts of the prompt."""
+    """Draw K ~ Uniform(choices) for nFrames gating: the same in every process and for all rollouts of the prompt."""
     digest = hashlib.sha256(f"{seed}/{epoch}/{task_id}".encode()).digest()
     return choices[int.from_bytes(digest[:8], "big") % len(choices)]
 
@@ -181,7 +189,7 @@ def draw_frames(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0)
 
 
 def _refusing(parse: Callable) -> Callable:
-    """Whatever else a foreign row may be shaped like costs that row, not the run."""
+    """Turn the errors of a row whose shape nobody foresaw into a RowError: it costs that row, not the run."""
 
     @functools.wraps(parse)
     def parse_or_refuse(*arguments, **more):
@@ -195,32 +203,39 @@ def _refusing(parse: Callable) -> Callable:
 
 @_refusing
 def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task:
-    """`prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
-    info = read_json(row.get("extra_info") or {}, "extra_info")
+    """Read `prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
+    info = decode_json(row.get("extra_info") or {}, "extra_info")
     if "prompt" not in row:
         raise RowError(
             f"no field `prompt`, only {', '.join(row)}: RL rows have it; rows with `messages` are for sft.py"
         )
-    messages = read_json(row["prompt"], "prompt")
-    videos = [
-        _resolve(v["video"] if isinstance(v, dict) else v, root) for v in read_json(row.get("videos") or [], "videos")
-    ]
-    present = tuple(path for path in videos if os.path.exists(path))
-    if not present:
-        raise RowError(f"no video of the row exists: {', '.join(videos) or 'none is named'}")
+
+    # The question: the text of the last user message.
+    messages = decode_json(row["prompt"], "prompt")
     users = [m["content"] for m in messages or [] if isinstance(m, dict) and m.get("role") == "user"]
+
+    # Videos that are not there are left out, as long as one is.
+    named = []
+    for video in decode_json(row.get("videos") or [], "videos"):
+        named.append(_resolve(video["video"] if isinstance(video, dict) else video, root))
+    present = tuple(path for path in named if os.path.exists(path))
+    if not present:
+        raise RowError(f"no video of the row exists: {', '.join(named) or 'none is named'}")
     if not users or not isinstance(users[-1], str):
         raise RowError("`prompt` holds no user message with text")
-    kind, answer = info.get("question_type") or "oe", info.get("answer")  # parquet fills what a row lacks with None
+
+    # The gold answer must be one that an answer can match. (Parquet fills what a row lacks with None.)
+    kind = info.get("question_type") or "oe"
     if kind not in ("mcq", "tvg", "oe"):
         raise RowError(f"question_type = {kind!r}: must be mcq, tvg or oe")
-    answer = "" if answer is None else str(answer).strip()
+    answer = "" if info.get("answer") is None else str(info["answer"]).strip()
     if not answer:
         raise RowError("extra_info has no answer")
     if kind == "mcq" and not re.fullmatch("[A-J]", answer.strip("() .").upper()):
         raise RowError(f"answer = {answer!r}: of an mcq, must be a letter from A to J")
     if kind == "tvg" and not parse_span(answer):
         raise RowError(f"answer = {answer!r}: of a tvg, must be a span of seconds, as in [12.5, 20.1]")
+
     return Task(
         id=origin if info.get("id") is None else str(info["id"]),
         question=users[-1].replace("<video>", "").strip(),
@@ -245,12 +260,13 @@ class Clip:
     still: bool = False
 
     def frames(self, videos: Videos, contract: VisualContract) -> Frames:
+        """Decode what the clip shows."""
         if self.still:
             return _still(self.path, contract)
         if self.start is None:
             return videos.overview(self.path, self.nframes or contract.overview_frames, contract.frame_size)
-        limits = contract.crop_fps, contract.crop_min_frames, contract.crop_max_frames
-        return videos.window(self.path, self.start, self.end, contract.frame_size, *limits)
+        fps, most = contract.crop_fps, contract.crop_max_frames
+        return videos.window(self.path, self.start, self.end, contract.frame_size, fps, most)
 
 
 @dataclass(frozen=True)
@@ -263,11 +279,12 @@ class Dialogue:
     media: tuple[Clip, ...]
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Clip, ...]}
     weight: float = 1.0
+    reopened: int = 0  # assistant turns that began otherwise than a rollout's
 
 
 @_refusing
 def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> Dialogue:
-    """`messages` (a JSON string or a list); tool results as `tool` messages or as user text in <tool_response> tags.
+    """Read `messages` (a JSON string or a list); tool results are `tool` messages, or user text in <tool_response> tags.
 
     The row's system prompt is dropped: SFT, RL and evaluation share one. The optional column `agent` marks rows that
     teach another agent than the main one."""
@@ -275,10 +292,13 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         raise RowError(
             f"no field `messages`, only {', '.join(row)}: SFT rows have it; rows with `prompt` are for rl.py"
         )
-    messages = read_json(row["messages"], "messages")
+    messages = decode_json(row["messages"], "messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise RowError("`messages` is not a list of messages")
+
+    # One turn per message, and one per tool response, as a rollout writes them.
     turns: list[dict] = []
+    reopened = 0
     for message in messages:
         role, parts = message.get("role"), _parts(message, root)
         if role == "system":
@@ -286,111 +306,155 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         if role not in ("user", "assistant", "tool"):
             raise RowError(f"role {role!r}: must be system, user, assistant or tool")
         if role == "user" and any(isinstance(p, str) and "<tool_response>" in p for p in parts):
-            turns += [{"role": "tool", "content": content} for content in _responses(parts)]
-        else:
-            turns.append({"role": role, "content": parts})
+            turns += [{"role": "tool", "content": _strip_report(content)} for content in _responses(parts)]
+            continue
+        if role == "tool":
+            parts = _strip_report(parts)
+        elif role == "assistant" and all(isinstance(part, str) for part in parts):
+            written = "".join(parts)
+            parts = [_open_turn(written)]
+            reopened += parts != [written]
+        turns.append({"role": role, "content": parts})
+
+    # The user opens, the assistant closes, and answers every user.
     roles = [turn["role"] for turn in turns]
     if not roles or roles[0] != "user" or roles[-1] != "assistant":
         raise RowError(f"turns {roles}: must open with the user and close with the assistant")
-    if any(a == b == "assistant" or (a == "user" and b != "assistant") for a, b in zip(roles, roles[1:])):
-        raise RowError(f"turns {roles}: the assistant must follow each user, and never itself")
+    for before, after in itertools.pairwise(roles):
+        if before == after == "assistant" or (before == "user" and after != "assistant"):
+            raise RowError(f"turns {roles}: the assistant must follow each user, and never itself")
+
     agent, opening = row.get("agent") or "main", turns[0]["content"]
     if agent not in ("main", "direct", "sub"):
         raise RowError(f"agent {agent!r}: must be main, direct or sub")
+    text = " ".join(part for part in opening if isinstance(part, str))
     return Dialogue(
         id=origin,
         agent=agent,
-        question=re.sub(r"<(video|image)>", "", " ".join(p for p in opening if isinstance(p, str))).strip(),
-        media=tuple(p for p in opening if isinstance(p, Clip)),
+        question=re.sub(r"<(video|image)>", "", text).strip(),
+        media=tuple(part for part in opening if isinstance(part, Clip)),
         turns=tuple(turns[1:]),
         weight=weight,
+        reopened=reopened,
     )
 
 
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
-    """Tokens and frames of a row; loss only on assistant tokens."""
+    """Return the tokens and frames of a row, with mask 1 on the assistant's tokens only."""
     contract = renderer.contract
     media = [clip.frames(videos, contract) for clip in dialogue.media]
+
+    # The opening that this agent has in a rollout.
     if dialogue.agent == "sub":
         if len(media) != 1:
             raise RowError(f"a sub-agent's row shows one clip, this one {len(media)}")
-        opening = subagent_messages(media[0], dialogue.question or None)
+        messages = subagent_messages(media[0], dialogue.question or None)
     else:
         paths = tuple(clip.path for clip in dialogue.media)
         task = Task(dialogue.id, dialogue.question, paths, "oe", "")
-        opening = main_messages(task, media, with_tools=dialogue.agent == "main")
-    turns = [
-        t | {"content": [p.frames(videos, contract) if isinstance(p, Clip) else p for p in t["content"]]}
-        for t in dialogue.turns
-    ]
-    rendered = renderer.render([*opening, *turns], tools if dialogue.agent == "main" else None)
+        messages = main_messages(task, media, with_tools=dialogue.agent == "main")
+
+    # The turns, their clips decoded.
+    for turn in dialogue.turns:
+        content = [part.frames(videos, contract) if isinstance(part, Clip) else part for part in turn["content"]]
+        messages.append({"role": turn["role"], "content": content})
+
+    rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
     if 1 not in rendered.mask:
         raise RowError("no assistant token to learn")
     return Bundle([], [rendered.ids], [rendered.mask], rendered.frames, dialogue.weight)
 
 
 def _parts(message: dict, root: Path) -> list[str | Clip]:
+    """Return a message's texts and clips; calls in a `tool_calls` field become the text that a model writes."""
     content = message.get("content")
+    if isinstance(content, str):
+        content = [content]
     parts: list[str | Clip] = []
-    for part in [content] if isinstance(content, str) else content or []:
+    for part in content or []:
         if isinstance(part, str):
-            part = {"type": "text", "text": part}
-        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            parts.append(part)
+        elif part.get("type") == "text" and isinstance(part.get("text"), str):
             parts.append(part["text"])
-            continue
-        key = next((k for k in ("video_url", "image_url", "video", "image") if part.get(k)), None)
-        if key is None:
-            raise RowError(f"a part of type {part.get('type')!r} is neither text, video nor image")
-        url = part[key]
-        options = url | part if isinstance(url, dict) else part
-        path = _resolve(url["url"] if isinstance(url, dict) else url, root)
-        if not os.path.exists(path):
-            raise RowError(f"{path}: no such file")
-        nframes, start, end = (options.get(name) for name in ("nframes", "video_start", "video_end"))
-        if (start is None) != (end is None):
-            raise RowError(f"{path}: video_start and video_end come together")
-        if start is not None and not -math.inf < start <= end < math.inf:
-            raise RowError(
-                f"{path}: video_start = {start}, video_end = {end}: must be seconds, the start before the end"
-            )
-        if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
-            raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
-        parts.append(Clip(path, nframes, start, end, still=key.startswith("image")))
+        else:
+            parts.append(_clip(part, root))
     for call in message.get("tool_calls") or []:
         function = call.get("function", call)
-        arguments = read_json(function.get("arguments", {}), "arguments")
-        text = json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
-        parts.append("\n" * bool(parts) + f"<tool_call>\n{text}\n</tool_call>")
+        arguments = decode_json(function.get("arguments", {}), "arguments")
+        body = json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
+        text = f"<tool_call>\n{body}\n</tool_call>"
+        parts.append("\n" + text if parts else text)
     return parts
 
 
+def _clip(part: dict, root: Path) -> Clip:
+    """Read a part of a message that shows something: {"video": path} or {"video_url": {"url": path}}, or an image."""
+    keys = [key for key in ("video_url", "image_url", "video", "image") if part.get(key)]
+    if not keys:
+        raise RowError(f"a part of type {part.get('type')!r} is neither text, video nor image")
+    url, options = part[keys[0]], part
+    if isinstance(url, dict):
+        url, options = url["url"], url | part
+    path = _resolve(url, root)
+    if not os.path.exists(path):
+        raise RowError(f"{path}: no such file")
+    nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
+    if (start is None) != (end is None):
+        raise RowError(f"{path}: video_start and video_end come together")
+    if start is not None and not -math.inf < start <= end < math.inf:
+        raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, the start before the end")
+    if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
+        raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
+    return Clip(path, nframes, start, end, still=keys[0].startswith("image"))
+
+
+def _open_turn(text: str) -> str:
+    """Let an assistant's turn begin as in a rollout, where `<think>\\n` is forced and the thought follows.
+
+    Published rows begin `<think>Thought` or `<think>\\n\\n`, which would teach another first token than the one that the
+    model is asked for. A turn without <think> keeps its words; only the line breaks before them go."""
+    text = text.lstrip()
+    if text.startswith("<think>"):
+        text = THINK_PREFIX + text.removeprefix("<think>").lstrip()
+    return text
+
+
+def _strip_report(parts: list[str | Clip]) -> list[str | Clip]:
+    """Take the white space from a report's edges, as a rollout does."""
+    if all(isinstance(part, str) for part in parts):
+        return ["".join(parts).strip() or NO_REPORT]
+    stripped = [part.strip() if isinstance(part, str) else part for part in parts]
+    return [part for part in stripped if part != ""]
+
+
 def _responses(parts: list[str | Clip]) -> list[list[str | Clip]]:
-    """A user turn of <tool_response> blocks -> the content of each; media belong to the block they precede."""
+    """Split a user turn of <tool_response> blocks into their contents; media belong to the block they precede."""
     responses: list[list[str | Clip]] = []
     current: list[str | Clip] = []
     for part in parts:
-        for piece in re.split("(</?tool_response>)", part) if isinstance(part, str) else [part]:
+        pieces = re.split("(</?tool_response>)", part) if isinstance(part, str) else [part]
+        for piece in pieces:
             if piece == "</tool_response>":
                 responses.append(current)
                 current = []
-            elif not isinstance(piece, str):
+            elif isinstance(piece, Clip) or (piece != "<tool_response>" and piece.strip()):
                 current.append(piece)
-            elif piece != "<tool_response>" and piece.strip():
-                current.append(piece.strip("\n"))
     if current:
         raise RowError("text or media after the last </tool_response>")
     return responses
 
 
 def _still(path: str, contract: VisualContract) -> Frames:
+    """Read an image as one frame; it has no time, so it gets no stamp."""
     try:
         with Image.open(path) as image:
-            pixels = np.array(image.convert("RGB").resize(contract.frame_size(*image.size), Image.Resampling.BICUBIC))
+            size = contract.frame_size(*image.size)
+            pixels = np.array(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise VideoError(path, f"not a readable image: {error}") from None
-    return Frames(pixels[None], (None,))  # an image has no time, so no stamp
+    return Frames(pixels[None], (None,))
 
 
 def _resolve(url: str, root: Path) -> str:
-    """A path of a row -> an absolute path: file:// and absolute ones as they are, others below the root."""
+    """Return an absolute path: file:// and absolute ones stay as they are, others start at the root."""
     return os.path.abspath(os.path.join(root, url.removeprefix("file://")))

@@ -1,4 +1,4 @@
-"""dataset.py: every dataset, as a stream of tasks or dialogues.
+"""dataset.py: the rows of every dataset, as a stream of tasks or dialogues.
 
     Dataset(cfg, parse_dialogue).batch(step, size)    # SFT rows -> Dialogue, then encode_dialogue -> Bundle
     Dataset(cfg, parse_task).batch(step, size)        # RL rows -> Task
@@ -82,7 +82,7 @@ class Rows:
         elif self.path.suffix == ".jsonl":
             self._lines = [line for line in self.path.read_bytes().splitlines() if line.strip()]
         elif self.path.suffix == ".json":
-            self._lines = read_json(self.path.read_bytes(), str(path))
+            self._lines = decode_json(self.path.read_bytes(), str(path))
             if not isinstance(self._lines, list):
                 raise DataError(f"{path}: expected a list of rows, got {type(self._lines).__name__}")
         else:
@@ -94,7 +94,7 @@ class Rows:
     def __getitem__(self, i: int) -> dict:
         if self._lines is None:
             return self._table.slice(i, 1).to_pylist()[0]
-        row = read_json(self._lines[i], "the line")
+        row = decode_json(self._lines[i], "the line")
         if not isinstance(row, dict):
             raise RowError(f"expected a JSON object, got {type(row).__name__}")
         return row
@@ -105,15 +105,21 @@ class Dataset:
 
     def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path, float], Any]):
         self.cfg, self._parse = cfg, parse
-        sources = [(source, Rows(source.path)) for source in cfg.sources]
-        self._first = [(s, rows) for s, rows in sources if s.first]
-        self._mixture = [(s, rows) for s, rows in sources if not s.first]
-        self.total, self.bad, self._met = sum(len(rows) for _, rows in sources), {}, 0
-        # Rows are called after their file, not after its place, since K and all seeds hang on it; unless two are called so.
-        paths = {rows.path for _, rows in sources}
-        shared = Counter(path.name for path in paths)
-        self._names = {path: path.name if shared[path.name] == 1 else path for path in paths}
-        self._order = (None, np.zeros(0, int))  # the epoch whose permutation is in memory
+        self._first: list[tuple[Source, Rows]] = []
+        self._mixture: list[tuple[Source, Rows]] = []
+        for source in cfg.sources:
+            pool = self._first if source.first else self._mixture
+            pool.append((source, Rows(source.path)))
+        opened = [rows for _, rows in self._first + self._mixture]
+        self.total = sum(len(rows) for rows in opened)
+        self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
+        self._met = 0  # rows that this rank has met so far
+        # A row is named after its file and not after the file's place, since K and all seeds are drawn by that name;
+        # but after the whole path where two files have one name.
+        paths = {rows.path for rows in opened}
+        files_called = Counter(path.name for path in paths)
+        self._names = {path: path.name if files_called[path.name] == 1 else path for path in paths}
+        self._epoch, self._order = None, np.zeros((2, 0), int)  # the epoch whose shuffled rows are in memory
         if not len(self):
             files = ", ".join(s.path for s in cfg.sources)
             raise DataError(f"no rows in {files or 'an empty list of sources'}, apart from those read `first`")
@@ -122,19 +128,22 @@ class Dataset:
         """Rows of an epoch of the mixture."""
         return sum(_draws(self._mixture))
 
-    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[tuple[Any, int]]:
-        """This rank's share of step's batch: (item, epoch). Bad rows leave it shorter."""
-        items = []
+    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[tuple[Any, int, int]]:
+        """Return this rank's share of step's batch: (item, epoch, how many times the batch had this row before). Bad rows
+        leave it shorter."""
+        items, times = [], Counter()
         # A rank meets its share of the rows in the first epoch, and then others in every further one.
         self._met = min(self.total, max(self.total, (step + 1) * size) // world)
-        for position in range(step * size + rank, (step + 1) * size, world):
-            source, rows, row, epoch = self._row(position)
+        for i in range(size):  # of all ranks, since they count together
+            source, rows, row, epoch = self._row(step * size + i)
             origin = f"{self._names[rows.path]}:{row}"
-            if origin in self.bad:
+            times[origin] += 1
+            if i % world != rank or origin in self.bad:
                 continue
             root = Path(self.cfg.video_root or rows.path.parent)
             try:
-                items.append((self._parse(rows[row], origin, root, source.loss_weight), epoch))
+                item = self._parse(rows[row], origin, root, source.loss_weight)
+                items.append((item, epoch, times[origin] - 1))
             except RowError as error:
                 self.reject(origin, str(error))
         return items
@@ -152,25 +161,36 @@ class Dataset:
             )
 
     def _row(self, position: int) -> tuple[Source, Rows, int, int]:
-        """What stands at a position of the endless order: the `first` rows, then epoch after epoch of the mixture."""
+        """Find the row at a position of the endless order: the `first` rows, then epoch after epoch of the mixture."""
         opening = sum(_draws(self._first))
-        epoch, offset = divmod(position - opening, len(self)) if position >= opening else (-1, position)
-        pool = self._first if epoch < 0 else self._mixture
-        if self._order[0] != epoch:
-            rng = np.random.default_rng([self.cfg.seed, epoch + 1])
-            chosen = []
-            for (_, rows), count in zip(pool, _draws(pool)):
-                whole, rest = divmod(count, max(1, len(rows)))
-                chosen.append(np.concatenate([*[np.arange(len(rows))] * whole, rng.permutation(len(rows))[:rest]]))
-            pairs = np.stack([np.repeat(np.arange(len(pool)), _draws(pool)), np.concatenate(chosen)])  # [2, rows]
-            self._order = (epoch, rng.permutation(pairs, axis=1).astype(int))
-        source, row = self._order[1][:, offset]
-        return *pool[source], int(row), max(epoch, 0)
+        if position < opening:
+            pool, epoch, offset = self._first, -1, position
+        else:
+            pool = self._mixture
+            epoch, offset = divmod(position - opening, len(self))
+        if self._epoch != epoch:
+            self._epoch, self._order = epoch, self._shuffle(pool, epoch)
+        which, row = self._order[:, offset]
+        source, rows = pool[which]
+        return source, rows, int(row), max(epoch, 0)
+
+    def _shuffle(self, pool: list[tuple[Source, Rows]], epoch: int) -> np.ndarray:
+        """Return the epoch's rows in their order: [2, rows] = (place of the source in the pool, row)."""
+        rng = np.random.default_rng([self.cfg.seed, epoch + 1])
+        columns = []
+        for place, ((_, rows), count) in enumerate(zip(pool, _draws(pool))):
+            copies, rest = divmod(count, max(1, len(rows)))
+            some = rng.permutation(len(rows))[:rest]  # weight 0.5: a random half
+            drawn = np.concatenate([*[np.arange(len(rows))] * copies, some])
+            columns.append(np.stack([np.full(len(drawn), place), drawn]))
+        return rng.permutation(np.concatenate(columns, axis=1), axis=1).astype(int)
 
 
 def check_rows(parse: Callable, *cfgs: DataConfig | None, look: int = 64) -> None:
-    """Raise if not one of the first rows can be used: before weights are loaded, and anything is written."""
-    for cfg in filter(None, cfgs):
+    """Raise if none of the first rows can be used: before weights are loaded, and anything is written."""
+    for cfg in cfgs:
+        if cfg is None:
+            continue
         dataset, reasons = Dataset(cfg, parse), []
         for position in range(min(look, len(dataset))):
             source, rows, row, _ = dataset._row(position)
@@ -188,11 +208,12 @@ def check_rows(parse: Callable, *cfgs: DataConfig | None, look: int = 64) -> Non
 
 
 def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
+    """Return how many rows of each source an epoch has."""
     return [round(source.weight * len(rows)) for source, rows in pool]
 
 
-def read_json(value: Any, what: str) -> Any:
-    """Columns come as JSON strings or as values."""
+def decode_json(value: Any, what: str) -> Any:
+    """Return the value of a column, which comes as a JSON string or as it is."""
     if not isinstance(value, str | bytes):
         return value
     try:

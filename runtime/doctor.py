@@ -1,56 +1,98 @@
-"""doctor.py: is what was sampled what will be learned? The check before the first update of a training."""
+"""doctor.py: is what was sampled what will be learned? Trajectories and engine are checked against the trainer.
 
-import itertools
+    self_check(policy, groups, temperature)     # rl.py, on every rank before its first update; raises EngineError
+    flaw_of, trainer_logprobs, ...              # `python rollout.py doctor` (study/ask.py) makes a table of them
+
+An `agent` is a data.Trajectory and a `group` a data.Group; this file stands below data.py and only reads their fields.
+"""
+
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from runtime.contract import Bundle
+from runtime.contract import Bundle, Renderer, patchify
 from runtime.distributed import gather
 from runtime.engine import EngineError
+from runtime.packing import rope_positions
 from runtime.policy import Policy
 
+# Largest mean |trainer's - engine's log-prob| of a batch. Rounding is far below it, a wrong image above.
+GAP_LIMIT = 0.5
 
-def self_check(policy: Policy, groups: Sequence, sampled_at: float, gap_limit: float) -> None:
-    """Before the first update: the trajectories are whole, and the trainer computes the engine's log-probs."""
-    ran = [episode for group in groups for episode in group.episodes if not episode.error]
-    errors = [error for own in gather([e.error for group in groups for e in group.episodes]) for error in own]
+
+def self_check(policy: Policy, groups: Sequence, temperature: float) -> None:
+    """Refuse a first batch with broken trajectories, or with log-probs that the trainer does not compute."""
+    ran, errors, flaws = [], [], []
+    for group in groups:
+        ran += [episode for episode in group.episodes if not episode.error]
+        errors += [episode.error for episode in group.episodes]
+    errors = [error for rank in gather(errors) for error in rank]
     if errors and all(errors):  # a training without episodes would end as if nothing were wrong
         raise EngineError(f"all {len(errors)} episodes of the first batch failed, such as: {errors[0]}")
-    flaws = [flaw for episode in ran for agent in episode.trajectories if (flaw := flaw_of(agent, policy))]
-    sample = sorted((e.main for e in ran if sum(e.main.mask)), key=lambda agent: len(agent.ids))[:1]  # memory is dear
-    rows = [Bundle([], [agent.ids], [agent.mask], agent.frames) for agent in sample]
-    behaviour = [p for agent in sample for p, m in zip(agent.logprobs, agent.mask) if m]
-    gaps = {}
-    with torch.no_grad():  # on every rank, whatever it has sampled
-        for temperature in (sampled_at, 1.0):
-            found = policy(rows, temperature).logprobs
-            gaps[temperature] = (found - torch.tensor(behaviour).to(found)).abs().mean().item() if sample else 0.0
-    gap = gaps[sampled_at]
-    if gap > gap_limit:
+    for episode in ran:
+        flaws += filter(None, [flaw_of(agent, policy) for agent in episode.trajectories])
+
+    # One trajectory is enough, and memory is dear: the shortest. A rank that has none takes part in the pass.
+    sampled = [episode.main for episode in ran if sum(episode.main.mask)]
+    shortest = sorted(sampled, key=lambda agent: len(agent.ids))[:1]
+    theirs = engine_logprobs(shortest)
+    gap, gap_at_one = 0.0, 0.0
+    for_tau = trainer_logprobs(policy, shortest, temperature)
+    for_one = trainer_logprobs(policy, shortest, 1.0)
+    if shortest:
+        gap = (for_tau - theirs).abs().mean().item()
+        gap_at_one = (for_one - theirs).abs().mean().item()
+    if gap > GAP_LIMIT:
         reason = "its images, its weights or its banned tokens are others than the trainer's"
-        if gaps[1.0] < gap / 2:
-            reason = f"its log-probs are those of temperature 1, not {sampled_at}"
+        if gap_at_one < gap / 2:
+            reason = f"its log-probs are those of temperature 1, not {temperature}"
         flaws.append(
-            f"trainer and engine disagree: their log-probs differ by {gap:.3f} on average, more than gap_limit = "
-            f"{gap_limit}; {reason}. `python rollout.py doctor` looks closer"
+            f"trainer and engine disagree: their log-probs differ by {gap:.3f} on average, more than {GAP_LIMIT}; "
+            f"{reason}. `python rollout.py doctor` looks closer"
         )
-    if flaws := list(itertools.chain(*gather(flaws[:3]))):
+    flaws = [flaw for rank in gather(flaws[:3]) for flaw in rank]
+    if flaws:
         raise EngineError("; ".join(flaws))
 
 
 def flaw_of(agent, policy: Policy) -> str:
-    """The first invariant that a trajectory breaks, or ""."""
-    sampled = [i for i, m in enumerate(agent.mask) if m]
-    spoken = {i for a, b in agent.turns for i in range(a, b)}
-    if len({len(column) for column in (agent.ids, agent.mask, agent.logprobs, agent.versions)}) > 1:
+    """Return the first invariant that a trajectory breaks, or ""."""
+    if len({len(agent.ids), len(agent.mask), len(agent.logprobs), len(agent.versions)}) > 1:
         return "a trajectory's ids, mask, log-probs and versions have different lengths"
-    if not spoken.issuperset(sampled):
-        return "a token outside the assistant's turns has mask 1"
-    if any((agent.versions[i] >= 0) != bool(m) for i, m in enumerate(agent.mask)):
-        return "mask and versions disagree on which tokens were sampled"
-    if any(not agent.logprobs[i] <= 0 for i in sampled):
-        return "a sampled token's log-prob is positive or not a number"
-    if any(agent.ids[i] in policy.never_sampled for i in sampled):
-        return "a token that stands for pixels was sampled"
+    spoken = {i for start, end in agent.turns for i in range(start, end)}
+    for i, sampled in enumerate(agent.mask):
+        if sampled and i not in spoken:
+            return "a token outside the assistant's turns has mask 1"
+        if bool(sampled) != (agent.versions[i] >= 0):
+            return "mask and versions disagree on which tokens were sampled"
+        if sampled and not agent.logprobs[i] <= 0:
+            return "a sampled token's log-prob is positive or not a number"
+        if sampled and agent.ids[i] in policy.never_sampled:
+            return "a token that stands for pixels was sampled"
     return ""
+
+
+def trainer_logprobs(policy: Policy, agents: Sequence, temperature: float, start: int = 0) -> Tensor:
+    """Return the trainer's log-probs of what the agents sampled from position `start` on. All ranks call it."""
+    bundles = [Bundle(a.ids[:start], [a.ids[start:]], [a.mask[start:]], a.frames) for a in agents]
+    with torch.no_grad():
+        return policy(bundles, temperature).logprobs.cpu()
+
+
+def engine_logprobs(agents: Sequence, start: int = 0) -> Tensor:
+    """Return the log-probs that the engine reported for the same tokens."""
+    return torch.tensor([p for a in agents for p, m in zip(a.logprobs[start:], a.mask[start:]) if m])
+
+
+def position_error(policy: Policy, agent, renderer: Renderer) -> int:
+    """Return by how much our M-RoPE positions differ from transformers' own."""
+    merge = renderer.contract.merge
+    _, grid = patchify(agent.frames, renderer.contract.patch, merge)
+    sizes = [(rows // merge, columns // merge) for _, rows, columns in grid.tolist()]
+    ours, _, _ = rope_positions(np.array(agent.ids), sizes, renderer.image_pad, 0)
+    ids = torch.tensor([agent.ids])
+    pads = (ids == renderer.image_pad).int()
+    theirs, _ = policy.model.model.get_rope_index(ids, mm_token_type_ids=pads, image_grid_thw=torch.from_numpy(grid))
+    return int(np.abs(theirs[:, 0].numpy() - ours).max())

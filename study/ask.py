@@ -1,10 +1,10 @@
 """ask.py: watch one agent at work, or prove that what it does is what the trainer learns. (The commands of rollout.py.)
 
-    python rollout.py --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...] [--json]
+    python rollout.py --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
     python rollout.py doctor --model M --video v.mp4            # a table; exit status 1 if a check fails
 
-`ask` prints the agent's thoughts turn by turn, its parallel calls on a timeline, their reports as they arrive, and the
-answer. `--trace FILE.html` draws the episode; under another name, FILE is JSON for rollout.load.
+The first prints the agent's thoughts turn by turn, its parallel calls on a timeline, their reports as they arrive, and
+the answer. `--trace FILE.html` draws the episode; under another name, FILE is JSON for rollout.load_episodes.
 
 The *token doctor* makes the model's own engine continue after two parallel calls that work and one that does not, and
 checks the episode against independent witnesses: the chat template, transformers' position ids, and the trainer's
@@ -14,12 +14,12 @@ Deliberately missing: a conversation with several questions.
 """
 
 import argparse
-import io
 import json
 import os
 import re
 import sys
 import threading
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 
 import data
-from data import Call, Episode, Task, Trajectory
+from data import Call, Episode, Task
 from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, open_engine, opening, run_episode
 from runtime.checks import check_urls, find_checkpoint, find_tokenizer
 from runtime.config import ConfigError
-from runtime.contract import END_OF_TURN, Bundle, ContractError, Renderer, VisualContract, load_tokenizer, patchify
+from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.engine import Engine, EngineError, Sample
 from runtime.video import Frames, VideoError, Videos
 from study import report
@@ -43,24 +43,8 @@ WIDTH = 40  # characters of the timeline
 def main() -> int:
     arguments = sys.argv[1:]
     doctor = arguments[:1] == ["doctor"]
-    parser = _parser(doctor)
-    args = parser.parse_args(arguments[doctor:])
-    if args.k is not None and args.k < 1:
-        parser.error(f"--k {args.k}: an overview has at least 1 frame")
-    if args.max_new_tokens < 1 or args.temperature < 0:
-        parser.error("--max-new-tokens must be at least 1, and --temperature not negative")
-    if not doctor and args.trace and not args.trace.parent.is_dir():
-        parser.error(f"--trace {args.trace}: there is no folder {args.trace.parent}; make it first")
-    try:
-        with Videos(workers=2) as videos:
-            for path in args.video:
-                videos.info(path)
-            return run_doctor(args, videos) if doctor else ask(args, videos)
-    except (VideoError, EngineError, FileNotFoundError, ConfigError, ContractError) as error:
-        sys.exit(f"error: {error}")
-
-
-def _parser(doctor: bool) -> argparse.ArgumentParser:
+    if doctor:
+        arguments = arguments[1:]
     parser = argparse.ArgumentParser(
         prog="rollout.py doctor" if doctor else "rollout.py",
         description=__doc__,
@@ -71,7 +55,6 @@ def _parser(doctor: bool) -> argparse.ArgumentParser:
         parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
         parser.add_argument("--dispatch", choices=["parallel", "sequential", "none"], default="parallel")
         parser.add_argument("--no-think-prefix", action="store_true", help="do not open each turn with <think>")
-        parser.add_argument("--json", action="store_true", help="print the episode as JSON instead of showing it live")
         parser.add_argument("--trace", type=Path, help="keep the episode: FILE.html to look at, else JSON")
         parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", required=True, help="a checkpoint's folder, or its name on the hub")
@@ -80,11 +63,24 @@ def _parser(doctor: bool) -> argparse.ArgumentParser:
     parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
     parser.add_argument("--temperature", type=float, default=1.0 if doctor else 0.0)
     parser.add_argument("--max-new-tokens", type=int, default=64 if doctor else 2048, help="per turn")
-    return parser
+    args = parser.parse_args(arguments)
+    if args.k is not None and args.k < 1:
+        parser.error(f"--k {args.k}: an overview has at least 1 frame")
+    if args.max_new_tokens < 1 or args.temperature < 0:
+        parser.error("--max-new-tokens must be at least 1, and --temperature not negative")
+    if not doctor and args.trace and not args.trace.parent.is_dir():
+        parser.error(f"--trace {args.trace}: there is no folder {args.trace.parent}; make it first")
+    try:
+        with Videos(workers=2) as videos:
+            for path in args.video:
+                videos.info(path)
+            return run_doctor(args, videos) if doctor else run_ask(args, videos)
+    except (VideoError, EngineError, FileNotFoundError, ConfigError, ContractError) as error:
+        sys.exit(f"error: {error}")
 
 
 def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **more) -> Stage:
-    """Everything an agent needs, from the checkpoint's own contract."""
+    """Return everything an agent needs, from the checkpoint's own contract."""
     from runtime.distributed import checkpoint_dir  # torch
 
     source = find_tokenizer(args.model) if args.url else find_checkpoint(args.model, checkpoint_dir)
@@ -99,7 +95,8 @@ def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **mor
 # ------------------------------------------------------------------------------------------------ ask
 
 
-def ask(args: argparse.Namespace, videos: Videos) -> int:
+def run_ask(args: argparse.Namespace, videos: Videos) -> int:
+    """Play one episode before the user's eyes."""
     task = Task("ask", args.question, tuple(map(os.path.abspath, args.video)), "oe", "")
     cfg = RolloutConfig(
         tools=tuple(args.tool or ["crop_video"]),
@@ -109,22 +106,18 @@ def ask(args: argparse.Namespace, videos: Videos) -> int:
         max_new_tokens=args.max_new_tokens,
     )
     screen = Screen(videos.info(task.videos[0]).duration)
-    stage = stage_of(args, videos, cfg, **({} if args.json else {"observe": screen.show}))
+    stage = stage_of(args, videos, cfg, observe=screen.show)
     try:
         k = args.k or stage.renderer.contract.overview_frames
         episode = run_episode(stage, task, k, opening(task, k, stage), args.seed)
     finally:
         stage.engine.close()
-    record = io.StringIO()
-    dump(episode, record, stage.renderer)
+    screen.end(episode)
     if args.trace and args.trace.suffix == ".html":
-        report.episode_page(args.trace, [episode], stage.renderer, args.question)
+        report.episode_page(args.trace, [episode], stage.renderer, videos, args.question)
     elif args.trace:
-        args.trace.write_text(record.getvalue(), "utf-8")
-    if args.json:
-        print(record.getvalue(), end="")
-    else:
-        screen.end(episode)
+        with args.trace.open("w", encoding="utf-8") as file:
+            dump(episode, file, stage.renderer)
     return 1 if episode.error else 0
 
 
@@ -138,7 +131,7 @@ class Screen:
         with self._lock:
             if event == "turn":
                 self.turn += 1
-                said = re.sub(r"<tool_call>.*?</tool_call>|<\|im_end\|>", "", what, flags=re.S).strip()
+                said = re.sub(r"<tool_call>.*?</tool_call>|<\|(?:im_end|endoftext)\|>", "", what, flags=re.S).strip()
                 print(f"\n── turn {self.turn} " + "─" * 60 + f"\n{said}", flush=True)
             elif event == "look":
                 print(f"  {self.timeline(what)}  {what.name} {_window(what)}", flush=True)
@@ -168,8 +161,8 @@ def _window(call: Call) -> str:
 
 
 class Witness:
-    """An engine between the agent and the real one: it notes every request, and says the first turn itself, so that
-    there are calls to check whatever the model would have said."""
+    """An engine that notes every request to the real one. It says the first turn itself, so that there are calls to
+    check whatever the model would have said."""
 
     def __init__(self, engine: Engine, first: list[int]):
         self.engine, self.first, self.version = engine, first, engine.version
@@ -177,24 +170,25 @@ class Witness:
         self.expect, self.close = engine.expect, engine.close
 
     def generate(self, ids: list[int], frames: Sequence[Frames], **more) -> Sample:
-        said = self.first if not self.asked else None
-        if said:
-            sample = Sample(list(said), [0.0] * len(said), "stop", self.version)
-        else:
+        if self.asked:
             sample = self.engine.generate(ids, frames, **more)
+        else:
+            sample = Sample(list(self.first), [0.0] * len(self.first), "stop", self.version)
         self.asked.append((list(ids), sample))
         return sample
 
 
 def run_doctor(args: argparse.Namespace, videos: Videos) -> int:
+    """Play an episode with two calls that work and one that does not; print what holds of it."""
     task = Task("doctor", "What happens in this video?", (args.video[0],), "oe", "")
     cfg = RolloutConfig(temperature=args.temperature, max_turns=1, max_new_tokens=args.max_new_tokens)
     stage = stage_of(args, videos, cfg)
     middle = videos.info(task.videos[0]).duration / 2
-    windows = [(0, middle), (middle, 0), (middle, 2 * middle)]
-    calls = [{"name": "crop_video", "arguments": {"start_time": a, "end_time": b}} for a, b in windows]
-    text = "Let me look.\n</think>\n" + "\n".join(f"<tool_call>\n{json.dumps(c)}\n</tool_call>" for c in calls)
-    witness = Witness(stage.engine, [*stage.renderer.encode(text), stage.renderer.end_of_turn])
+    said = "Let me look.\n</think>"
+    for start, end in ((0, middle), (middle, 0), (middle, 2 * middle)):
+        call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end}}
+        said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    witness = Witness(stage.engine, [*stage.renderer.encode(said), stage.renderer.end_of_turn])
     try:
         stage = replace(stage, engine=witness)
         k = args.k or stage.renderer.contract.overview_frames
@@ -211,84 +205,76 @@ def run_doctor(args: argparse.Namespace, videos: Videos) -> int:
 
 
 def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Namespace) -> list[tuple[str, bool, str]]:
-    """(what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
+    """Return (what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
+    from runtime.doctor import engine_logprobs, flaw_of, position_error, trainer_logprobs  # torch
     from runtime.policy import load
     from runtime.settings import PolicyConfig
 
     renderer, main, agents = stage.renderer, episode.main, episode.trajectories
+    policy = load(PolicyConfig(args.model), renderer.never_sampled, train=False)
     rows = []
 
-    def claim(name: str, good: bool, detail: str) -> None:
-        rows.append((name, bool(good), detail))
+    # Every request of the engine, with its reply, is the beginning of some trajectory.
+    kept = 0
+    for ids, sample in witness.asked:
+        whole = ids + sample.ids
+        kept += any(agent.ids[: len(whole)] == whole for agent in agents)
+    evidence = f"{kept} of {len(witness.asked)} requests are prefixes of a trajectory"
+    rows.append(("tokens in, tokens out", kept == len(witness.asked), evidence))
 
-    kept = [any(agent.ids[: len(ids) + len(s.ids)] == ids + s.ids for agent in agents) for ids, s in witness.asked]
-    claim("tokens in, tokens out", all(kept), f"{sum(kept)} of {len(kept)} requests are prefixes of a trajectory")
+    # The trajectory grew by deltas; the chat template writes the same text at once. Qwen's tokenizer normalises what it
+    # reads (NFC) and not what it says, so the two texts are compared after that.
+    template = renderer.render(_messages(episode, renderer), stage.cfg.schemas).ids
+    grown, whole = (
+        unicodedata.normalize("NFC", renderer.decode(renderer.compact(ids))) for ids in (main.ids, template)
+    )
+    same = whole.startswith(grown)
+    rows.append(("one conversation", same, "it reads as the chat template writes it in one piece"))
 
-    whole = renderer.render(_messages(episode, renderer), stage.cfg.schemas).ids
-    grown, whole = (renderer.decode(renderer.compact(ids)) for ids in (main.ids, whole))
-    claim("one conversation", whole.startswith(grown), "it reads as the chat template writes it in one piece")
-
-    start, stop = main.turns[0][1], main.turns[1][0]
-    delta = renderer.decode(main.ids[start:stop])
+    # Three calls, three responses in one turn; only the second is an error.
+    delta = renderer.decode(main.ids[main.turns[0][1] : main.turns[1][0]])
     found = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", delta, re.S)
     errors = [call.error or "ok" for call in episode.calls]
-    siblings = len(found) == 3 == len(episode.calls) and errors == ["ok", "bad_arguments", "ok"]
-    claim("siblings survive a bad call", siblings, f"{len(found)} responses in one turn: {', '.join(errors)}")
+    siblings = len(found) == 3 and errors == ["ok", "bad_arguments", "ok"]
+    rows.append(("siblings survive a bad call", siblings, f"{len(found)} responses in one turn: {', '.join(errors)}"))
 
-    sampled = sum(len(s.ids) for _, s in witness.asked)
+    # What is learned is what was sampled.
+    sampled = sum(len(sample.ids) for _, sample in witness.asked)
     masked = sum(sum(agent.mask) for agent in agents)
-    claim("mask", masked == sampled, f"{masked} learned tokens, {sampled} sampled")
+    flaws = [flaw for flaw in (flaw_of(agent, policy) for agent in agents) if flaw]
+    evidence = "; ".join([f"{masked} learned tokens, {sampled} sampled", *flaws])
+    rows.append(("mask", masked == sampled and not flaws, evidence))
 
-    policy = load(PolicyConfig(args.model), renderer.never_sampled, train=False)
-    worst = max(_position_error(policy.model, agent, renderer) for agent in agents)
-    claim("positions", worst == 0, f"M-RoPE differs from transformers' by at most {worst}")
+    worst = max(position_error(policy, agent, renderer) for agent in agents)
+    rows.append(("positions", worst == 0, f"M-RoPE differs from transformers' by at most {worst}"))
 
-    start_of_own = [main.turns[1][0], *(agent.prompt_length for agent in agents[1:])]  # what the model itself said
-    temperatures = [args.temperature or 1.0, *(stage.cfg.subagents.temperature or 1.0 for _ in agents[1:])]
-    gap, blind = [], []
-    for agent, first, temperature in zip(agents, start_of_own, temperatures):
-        ours = _trainer_logprobs(policy, agent, first, temperature, agent.frames)
-        mask = np.array(agent.mask[first:], bool)
-        gap += list(np.abs(ours - np.array(agent.logprobs[first:])[mask]))
-        blank = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in agent.frames]
-        blind.append(float(np.abs(_trainer_logprobs(policy, agent, first, temperature, blank) - ours).max()))
+    # Log-probs of what the model itself said, with its frames and with black ones.
+    gaps, moved = [], []
+    for agent in agents:
+        if agent is main:
+            start, temperature = main.turns[1][0], args.temperature or 1.0
+        else:
+            start, temperature = agent.prompt_length, stage.cfg.subagents.temperature or 1.0
+        ours = trainer_logprobs(policy, [agent], temperature, start)
+        gaps += (ours - engine_logprobs([agent], start)).abs().tolist()
+        black = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in agent.frames]
+        blind = trainer_logprobs(policy, [replace(agent, frames=black)], temperature, start)
+        moved.append((blind - ours).abs().max().item())
     limit = 1e-3 if str(policy.dtype).endswith("float32") else 0.3
-    detail = f"mean {np.mean(gap):.1e}, max {max(gap):.1e} over {len(gap)} tokens (limit {limit:g})"
-    claim("engine and trainer agree", max(gap) < limit, detail)
-    claim("frames are seen", min(blind) > 1e-4, f"black frames move a log-prob by {min(blind):.1e} at least")
+    evidence = f"mean {np.mean(gaps):.1e}, max {max(gaps):.1e} over {len(gaps)} tokens (limit {limit:g})"
+    rows.append(("engine and trainer agree", max(gaps) < limit, evidence))
+    evidence = f"black frames move a log-prob by {min(moved):.1e} at least"
+    rows.append(("frames are seen", min(moved) > 1e-4, evidence))
     return rows
 
 
 def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
-    """The episode as the messages that it came from."""
-    said = [renderer.decode(episode.main.ids[a:b]).removesuffix(END_OF_TURN) for a, b in episode.main.turns]
+    """Return the episode as the messages that it came from."""
     messages = data.main_messages(episode.task, episode.main.frames, with_tools=True)
-    messages += [{"role": "assistant", "content": said[0]}]
+    said = [renderer.decode(episode.main.ids[start:end]).removesuffix(END_OF_TURN) for start, end in episode.main.turns]
     contents = [[call.text] for call in episode.calls]
     contents[-1].append(f"\n{NO_CALLS_LEFT}")
+    messages.append({"role": "assistant", "content": said[0]})
     messages += [{"role": "tool", "content": content} for content in contents]
-    return [*messages, {"role": "assistant", "content": said[1]}]
-
-
-def _position_error(model, agent: Trajectory, renderer: Renderer) -> int:
-    import torch
-
-    from runtime.packing import rope_positions
-
-    merge = renderer.contract.merge
-    _, grid = patchify(agent.frames, renderer.contract.patch, merge)
-    sizes = ((rows // merge, columns // merge) for _, rows, columns in grid.tolist())
-    ours, _ = rope_positions(np.array(agent.ids), sizes, renderer.image_pad, 0)
-    ids = torch.tensor([agent.ids])
-    pads = (ids == renderer.image_pad).int()
-    theirs, _ = model.model.get_rope_index(ids, mm_token_type_ids=pads, image_grid_thw=torch.from_numpy(grid))
-    return int(np.abs(theirs[:, 0].numpy() - ours).max())
-
-
-def _trainer_logprobs(policy, agent: Trajectory, start: int, temperature: float, frames: list[Frames]) -> np.ndarray:
-    """Of the sampled tokens from `start` on, as the trainer computes them."""
-    import torch
-
-    bundle = Bundle(agent.ids[:start], [agent.ids[start:]], [agent.mask[start:]], frames)
-    with torch.no_grad():
-        return policy([bundle], temperature).logprobs.cpu().numpy()
+    messages.append({"role": "assistant", "content": said[1]})
+    return messages

@@ -17,8 +17,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,98 +48,104 @@ class Undecoded(Videos):
         return Frames(np.broadcast_to(np.uint8(0), (len(times), size[1], size[0], 3)), tuple(times))
 
 
+@dataclass
+class Looked:
+    """What there is to say about a row."""
+
+    kind: str = ""
+    turns: int = 0  # of the assistant
+    reopened: int = 0  # those whose opening is changed to the rollout's
+    calls: list[str] = field(default_factory=list)  # "ok", or why a rollout could not run it
+    tokens: int = 0  # 0: nobody counted
+    flaw: str = ""  # why it cannot be used
+
+
 def check(target: str, model: str, decode: bool) -> int:
     """Print the truth about a data file, or about all files of a run's config."""
-    from tools import TOOLS
+    from tools import TOOLS, parse_calls
 
+    # The settings of the run; of a lone file, the defaults and the model's contract.
     tree = {"data": {"sources": [{"path": target}]}}
-    if of_config := target.endswith((".yaml", ".yml")):
+    of_config = target.endswith((".yaml", ".yml"))
+    if of_config:
         tree = config.read_tree(Path(target))
-        own = (tree.get("policy") or {}).get("checkpoint", "")
-        model = model or (own if Path(own).is_dir() else "")
+        checkpoint = (tree.get("policy") or {}).get("checkpoint", "")
+        if not model and Path(checkpoint).is_dir():
+            model = checkpoint
     if of_config or not model:
         contract = config.build(VisualContract, tree.get("visual") or {}, "visual.")
     else:
         contract = VisualContract.load(model)
     renderer = Renderer(load_tokenizer(find_tokenizer(model)), contract) if model else None
-    tools = [TOOLS[name].schema for name in tree.get("tools", ["crop_video"])]
-    names = ["data", "val"] if tree.get("val") else ["data"]
-    cfgs = [config.build(DataConfig, tree.get(name) or {}, f"{name}.") for name in names]
-    files = dict.fromkeys((source.path, cfg.video_root) for cfg in cfgs for source in cfg.sources)  # each once
-    sources = [(Rows(path), root) for path, root in files]
-    problems, cores, most = 0, os.cpu_count() or 1, math.inf
+    names = tree.get("tools", ["crop_video"])
+    tools = [TOOLS[name].schema for name in names]
+    longest = math.inf
     if of_config and renderer:
         from sft import SFTConfig  # torch
 
-        most = tree.get("pack_tokens", SFTConfig.pack_tokens)
-    with Undecoded(cores) as undecoded, Videos(cores) as videos:
-        for rows, root in sources:
-            items, bad = _read_rows(rows, Path(root or rows.path.parent))
-            bad |= _look_at_media(items.values(), videos if decode else undecoded, contract)
-            lengths = []
-            if renderer:
-                good = {row: item for row, item in items.items() if not any(clip.path in bad for clip in _clips(item))}
-                lengths, refused = _lengths(good, undecoded, renderer, tools, most)
-                bad |= refused
-            kinds = collections.Counter(map(_kind, items.values()))
-            print(f"\n{rows.path}: {len(rows)} rows")
+        longest = tree.get("pack_tokens", SFTConfig.pack_tokens)
+
+    # Each file once.
+    files = {}
+    for name in ("data", "val") if tree.get("val") else ("data",):
+        cfg = config.build(DataConfig, tree.get(name) or {}, f"{name}.")
+        for source in cfg.sources:
+            files[source.path, cfg.video_root] = Rows(source.path)
+
+    problems, cores = 0, os.cpu_count() or 1
+    with Undecoded(cores) as undecoded, Videos(cores) as videos, ThreadPoolExecutor(8) as pool:
+        for (path, root), rows in files.items():
+            reader, home = videos if decode else undecoded, Path(root or rows.path.parent)
+
+            def look(i: int, rows=rows, home=home, reader=reader) -> Looked:
+                found = Looked()
+                try:
+                    row = rows[i]
+                    item = (parse_dialogue if "messages" in row else parse_task)(row, f"row {i}", home)
+                    found.kind = _kind(item)
+                    for clip in _clips(item):
+                        clip.frames(reader, contract)
+                    if isinstance(item, Dialogue):
+                        said = [turn["content"] for turn in item.turns if turn["role"] == "assistant"]
+                        found.turns, found.reopened = len(said), item.reopened
+                        for text in said:
+                            for call in parse_calls("".join(part for part in text if isinstance(part, str))):
+                                unknown = f"unknown tool {call.name!r}" if call.name not in names else "ok"
+                                found.calls.append(call.error or unknown)
+                    if renderer and isinstance(item, Dialogue):
+                        found.tokens = len(encode_dialogue(item, undecoded, renderer, tools))
+                    if found.tokens > longest:
+                        found.flaw = f"{found.tokens} tokens, more than pack_tokens = {longest}"
+                except (RowError, VideoError) as error:
+                    found.flaw = str(error)
+                return found
+
+            looked = list(tqdm(pool.map(look, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
+            kinds = collections.Counter(found.kind for found in looked if found.kind)
+            lengths = [found.tokens for found in looked if found.tokens]
+            turns, reopened = sum(found.turns for found in looked), sum(found.reopened for found in looked)
+            calls = collections.Counter(outcome for found in looked for outcome in found.calls)
+            bad = [(i, found.flaw) for i, found in enumerate(looked) if found.flaw]
+            print(f"\n{path}: {len(rows)} rows")
             print("  " + ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()))
+            if turns:
+                print(f"  openings: {reopened} of {turns} assistant turns are changed to begin as a rollout does")
+            if calls:
+                print(
+                    "  calls, as a rollout reads them: " + ", ".join(f"{what} {n}" for what, n in calls.most_common())
+                )
             if lengths:
                 shares = ", ".join(f"{q} % at most {np.percentile(lengths, q):.0f}" for q in (50, 90, 99, 100))
                 print(f"  tokens per row: {shares}")
             elif not renderer:
                 print("  token lengths: name a checkpoint with --model")
-            for what, reason in list(bad.items())[:20]:
-                print(f"  unusable: {what}: {reason}")
+            for i, reason in bad[:20]:
+                print(f"  unusable: row {i}: {reason}")
             if len(bad) > 20:
                 print(f"  ... and {len(bad) - 20} more")
             problems += len(bad)
-    print("all rows are usable" if not problems else f"{problems} unusable rows or media files")
+    print("all rows are usable" if not problems else f"{problems} unusable rows")
     return int(problems > 0)
-
-
-def _read_rows(rows: Rows, root: Path) -> tuple[dict[str, Task | Dialogue], dict[str, str]]:
-    """What can be read, and the reasons of what cannot, both by row."""
-    items, bad = {}, {}
-    for i in tqdm(range(len(rows)), desc=f"{rows.path.name}: rows", unit="row"):
-        try:
-            row = rows[i]
-            items[f"row {i}"] = (parse_dialogue if "messages" in row else parse_task)(row, f"row {i}", root)
-        except RowError as error:
-            bad[f"row {i}"] = str(error)
-    return items, bad
-
-
-def _look_at_media(items: Iterable[Task | Dialogue], videos: Videos, contract: VisualContract) -> dict[str, str]:
-    """What is wrong with a file, by path."""
-
-    def look(clip: Clip) -> str:
-        try:
-            clip.frames(videos, contract)
-        except VideoError as error:
-            return error.reason
-        return ""
-
-    clips = list({clip: None for item in items for clip in _clips(item)})
-    with ThreadPoolExecutor(8) as pool:
-        reasons = tqdm(pool.map(look, clips), total=len(clips), desc="media", unit="clip")
-        return {clip.path: reason for clip, reason in zip(clips, reasons) if reason}
-
-
-def _lengths(
-    items: dict[str, Task | Dialogue], videos: Undecoded, renderer: Renderer, tools: list[dict], most: float
-) -> tuple[list[int], dict[str, str]]:
-    """Tokens of each dialogue, and the reasons of those that a training would skip."""
-    lengths, refused = [], {}
-    dialogues = {row: item for row, item in items.items() if isinstance(item, Dialogue)}
-    for row, dialogue in tqdm(dialogues.items(), desc="tokens", unit="row"):
-        try:
-            lengths.append(len(encode_dialogue(dialogue, videos, renderer, tools)))
-            if lengths[-1] > most:
-                raise RowError(f"{lengths[-1]} tokens, more than pack_tokens = {most}")
-        except RowError as error:
-            refused[row] = str(error)
-    return lengths, refused
 
 
 def _kind(item: Task | Dialogue) -> str:
@@ -153,7 +160,10 @@ def _kind(item: Task | Dialogue) -> str:
 def _clips(item: Task | Dialogue) -> list[Clip]:
     if isinstance(item, Task):
         return [Clip(path) for path in item.videos]
-    return [*item.media, *(p for turn in item.turns for p in turn["content"] if isinstance(p, Clip))]
+    clips = list(item.media)
+    for turn in item.turns:
+        clips += [part for part in turn["content"] if isinstance(part, Clip)]
+    return clips
 
 
 # ------------------------------------------------------------------------------------------------ materialize
@@ -171,7 +181,7 @@ def materialize(root: Path, parquet_dir: Path, output_dir: Path) -> int:
     output_dir.mkdir(parents=True, exist_ok=True)
     missing: collections.Counter[str] = collections.Counter()
 
-    def place(url: str) -> str:
+    def absolute(url: str) -> str:
         if url.startswith(("file://", "/", "http://", "https://", "data:")):
             return url
         path = root.resolve() / url
@@ -183,26 +193,25 @@ def materialize(root: Path, parquet_dir: Path, output_dir: Path) -> int:
         if isinstance(value, list):
             return [walk(v) for v in value]
         if isinstance(value, dict):
-            return {k: place(v) if k in MEDIA_KEYS and isinstance(v, str) else walk(v) for k, v in value.items()}
+            return {k: absolute(v) if k in MEDIA_KEYS and isinstance(v, str) else walk(v) for k, v in value.items()}
         return value
 
     for file in files:
         table = pq.read_table(file)
-        for column in {"messages", "videos", "images"} & set(table.column_names):
-            values = [
-                json.dumps(walk(json.loads(v)), ensure_ascii=False) if isinstance(v, str) else walk(v)
-                for v in table[column].to_pylist()
-            ]
-            field = table.schema.field(column)
-            table = table.set_column(table.column_names.index(column), field, pa.array(values, field.type))
-        pq.write_table(table, output_dir / file.name)
-        print(f"{output_dir / file.name}: {table.num_rows} rows")
+        rows = table.to_pylist()
+        for row in rows:
+            for column in {"messages", "videos", "images"} & row.keys():
+                if isinstance(row[column], str):
+                    row[column] = json.dumps(walk(json.loads(row[column])), ensure_ascii=False)
+                else:
+                    row[column] = walk(row[column])
+        pq.write_table(pa.Table.from_pylist(rows, table.schema), output_dir / file.name)
+        print(f"{output_dir / file.name}: {len(rows)} rows")
     if missing:
         listing = output_dir / "missing.txt"
         listing.write_text("".join(f"{n}\t{path}\n" for path, n in sorted(missing.items())))
-        print(
-            f"{len(missing)} media files ({missing.total()} uses) are not below {root}: see {listing}", file=sys.stderr
-        )
+        uses = missing.total()
+        print(f"{len(missing)} media files ({uses} uses) are not below {root}: see {listing}", file=sys.stderr)
     return int(bool(missing))
 
 
@@ -222,9 +231,13 @@ def parallelize(source: Path, target: Path, summaries: Path | None) -> int:
         try:
             row = rows[i]
             messages = json.loads(row["messages"]) if isinstance(row["messages"], str) else row["messages"]
-            converted.append(row | {"messages": json.dumps(parallel_messages(messages, given[i]), ensure_ascii=False)})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # whatever a foreign row may be shaped like
-            skipped.append({"row": i, "reason": f"{error}" if isinstance(error, RowError) else f"malformed: {error!r}"})
+            messages = parallel_messages(messages, given[i])
+        except RowError as error:
+            skipped.append({"row": i, "reason": str(error)})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # whatever shape a foreign row may have
+            skipped.append({"row": i, "reason": f"malformed: {error!r}"})
+        else:
+            converted.append(row | {"messages": json.dumps(messages, ensure_ascii=False)})
     if target.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(converted), target)
     else:
@@ -236,24 +249,29 @@ def parallelize(source: Path, target: Path, summaries: Path | None) -> int:
 
 
 def parallel_messages(messages: list[dict], summaries: dict[int, str]) -> list[dict]:
-    """[.., call, response, call, response, answer] -> [.., calls, responses, answer], or RowError with the reason.
+    """Turn [.., call, response, call, response, answer] into [.., calls, responses, answer], or raise RowError.
 
     Calls are independent when no window lies inside an earlier one (that would be a closer look at what it showed) and
     none is repeated. The first turn's thought stays; later ones speak of results that are not there yet, and go."""
-    first = next((i for i, m in enumerate(messages) if m.get("role") == "assistant"), len(messages))
-    *between, final = messages[first:] or [{}]
+    roles = [message.get("role") for message in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    if roles[first:][-1:] != ["assistant"] or "<answer>" not in _text(messages[-1]):
+        raise RowError("the last turn is not an answer")
+
+    # All calls and all responses, in their order; each turn's calls are answered before the next turn.
     calls, responses = [], []
+    between, final = messages[first:-1], messages[-1]
     for message in between:
         text = _text(message)
         if message["role"] != "assistant":
             blocks = re.findall(r"<tool_response>\s*(.*?)\s*</tool_response>", text, re.S) or [text]
-            responses += [summaries.get(len(responses) + i, block).strip() for i, block in enumerate(blocks)]
-        elif not (found := CALL.findall(text)) or len(calls) != len(responses):
+            for block in blocks:
+                responses.append(summaries.get(len(responses), block).strip())
+            continue
+        found = CALL.findall(text)
+        if not found or len(calls) != len(responses):
             raise RowError(f"a turn with {len(found)} calls, after {len(calls)} calls and {len(responses)} responses")
-        else:
-            calls += found
-    if final.get("role") != "assistant" or "<answer>" not in _text(final):
-        raise RowError("the last turn is not an answer")
+        calls += found
     if len(calls) < 2:
         raise RowError(f"{len(calls)} calls: nothing to run in parallel")
     if len(calls) != len(responses):
@@ -261,6 +279,7 @@ def parallel_messages(messages: list[dict], summaries: dict[int, str]) -> list[d
     if "" in responses:
         raise RowError(f"response {responses.index('')} has no text, and no summary is given for it")
     _assert_independent(calls)
+
     thought = THOUGHT.match(_text(between[0]))
     turn = f"<think>\n{thought[1].strip()}\n</think>\n" if thought and thought[1].strip() else ""
     turn += "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
@@ -276,9 +295,9 @@ def _assert_independent(calls: list[str]) -> None:
             start, end = float(arguments["start_time"]), float(arguments["end_time"])
         except (ValueError, KeyError, TypeError):
             raise RowError(f"not a crop_video call with start_time and end_time: {call[:80]}") from None
-        for earlier in windows:
-            if earlier[0] <= start and end <= earlier[1]:
-                raise RowError(f"window {start:g} - {end:g} refines the earlier {earlier[0]:g} - {earlier[1]:g}")
+        for begin, stop in windows:
+            if begin <= start and end <= stop:
+                raise RowError(f"window {start:g} - {end:g} refines the earlier {begin:g} - {stop:g}")
         windows.append((start, end))
 
 

@@ -1,14 +1,13 @@
 """report.py: what runs did, as one HTML file: curves, a table, and the kept episodes token by token.
 
-    python -m study.report RUN... [-o FILE] [--episodes 200]        # no server, no network: the file holds everything
+    python -m study.report RUN... [-o FILE]                         # no server, no network: the file holds everything
     python -m study.report RUN... --png pictures                    # and pictures/curves.png, for a README
     python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of rollout.py's --trace
-    write_page(path, [run, ...]); episode_page(path, episodes, renderer)    # from Python
+    episode_page(path, episodes, renderer, videos)                  # the same from Python
 
 Runs that differ in their seed alone are one line: their mean, with a band of one standard deviation. The viewer shows who
 wrote each token, its log-prob, its advantage and whether it is structure, beside the frames that the agents saw.
-
-report.html is the page without its data. What is missing or cut (a run that still goes on) becomes a note on it.
+report.html is the page without its data.
 
 Deliberately missing: live updates, statistics beyond mean and standard deviation.
 """
@@ -17,7 +16,6 @@ import argparse
 import base64
 import dataclasses
 import fnmatch
-import hashlib
 import io
 import itertools
 import json
@@ -38,67 +36,53 @@ from rewards import final_answer, structural_mask, turn_texts
 from rollout import episode_of
 from runtime.config import ConfigError, build, read_tree
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
-from runtime.video import Frames, VideoError, Videos, uniform_indices
+from runtime.video import VideoError, Videos, uniform_indices
 from tools import ToolError, choose_video
 
 TEMPLATE = Path(__file__).with_name("report.html")
 LAST = 10  # steps that the table averages
+EPISODES = 200  # in the viewer, of all runs, about
 STYLE = {  # of PNGs
     "backend": "Agg", "savefig.dpi": 160, "font.size": 9, "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4,
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 10,
     "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.6,
 }  # fmt: skip
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777")  # of the curves, as on the page
+LINE_COLORS = [
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#b8639a",
+    "#c98a00",
+    "#3a9fd4",
+    "#777777",
+]  # of the curves, as on the page
 SIDE = 96  # pixels: longest side of a thumbnail
 
 # The panels: keys of metrics.jsonl or patterns of them. A panel whose key no run has is left out.
 SECTIONS = {
     "Reward": "reward acc tool",
+    "Accuracy by K": "acc/K=*[0-9]",
     "Format": "fmt strict anchor closure/*",
-    "Calls": "kappa turns call_errors/* share/* call_gain/*",
+    "Calls": "kappa turns",
     "Learning": "loss val_loss entropy kl clip_fraction gap grad_norm flat_groups lr",
     "Evaluation": "eval/* eval_no_tools/*",
     "Seconds": "seconds *_seconds",
     "More": "*",
 }
 TITLES = {  # of the keys that do not speak for themselves; {} is what comes after the last slash
-    "acc": "accuracy",
+    "acc": "accuracy, at the K that is drawn",
+    "acc/K=*[0-9]": "accuracy, {}",
     "fmt": "format reward f",
     "strict": "strictly well-formed",
     "kappa": "κ: executed calls per episode",
     "closure/*": "<{}>: share that is closed",
-    "call_errors/*": "share of calls that ended as {}",
-    "share/*": "K: share of the groups",
-    "call_gain/*": "accuracy, called − skipped, {}",
     "eval/*": "held out, greedy: {}",
     "eval_no_tools/*": "held out, greedy, no tools: {}",
     "kl": "KL to the reference",
     "gap": "log-prob gap between trainer and engine",
 }
-COLUMNS = ["acc", "fmt", "strict", "kappa", "acc/K=4/called", "acc/K=4/skipped", "reward", "val_loss", "seconds"]
-
-
-@dataclass
-class Pictures:
-    """The thumbnails of a page, each distinct one once."""
-
-    uris: list[str] = field(default_factory=list)
-    _known: dict[bytes, int] = field(default_factory=dict)
-
-    def add(self, pixels: np.ndarray) -> int:
-        """[H, W, 3] uint8 -> its place in `uris`; -1 for a frame whose pixels are gone."""
-        from PIL import Image
-
-        if not pixels.size:
-            return -1
-        key = hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
-        if key not in self._known:
-            image, file = Image.fromarray(pixels), io.BytesIO()
-            image.thumbnail((SIDE, SIDE))
-            image.save(file, "JPEG", quality=80, subsampling=0)
-            self._known[key] = len(self.uris)
-            self.uris.append("data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode())
-        return self._known[key]
+# Of the table, after the accuracy at each K.
+COLUMNS = ["fmt", "strict", "kappa", "acc/K=4/called", "acc/K=4/skipped", "reward", "val_loss", "seconds"]
 
 
 @dataclass
@@ -106,13 +90,12 @@ class RunData:
     """One run, as the page needs it."""
 
     name: str
-    pictures: Pictures  # of the page
+    pictures: dict[str, int]  # of the page: data URI of a thumbnail -> its place
     renderer: Renderer | None = None  # for the episodes
     config: dict[str, Any] = field(default_factory=dict)  # as the run saved it
     metrics: list[dict[str, float]] = field(default_factory=list)  # by step
     steps: dict[int, list[dict]] = field(default_factory=dict)  # step -> groups of episodes, ready for JSON
-    vocabulary: dict[int, str] = field(default_factory=dict)  # of the tokens that occur
-    notes: list[str] = field(default_factory=list)  # what is missing or broken
+    notes: list[str] = field(default_factory=list)  # what is missing
 
     def setting(self, key: str, default: Any) -> Any:
         """config["a"]["b"] for "a.b"."""
@@ -125,114 +108,85 @@ class RunData:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_run(path: Path, name: str, pictures: Pictures, most: int = 200, model: Path | None = None) -> RunData:
-    """A run's folder, or a JSONL file of episodes; about `most` of the episodes, from steps spread over the run."""
-    run = RunData(name, pictures)
+def read_run(path: Path, name: str, pictures: dict[str, int], most: int, model: Path | None = None) -> RunData:
+    """Read a run's folder, or a JSONL file of episodes: about `most` of them, from steps spread over the run."""
+    run, files = RunData(name, pictures), [path]
     if path.is_dir():
-        try:
-            run.config = read_tree(path / "config.yaml")
-        except ConfigError as error:
-            run.notes.append(f"{error}; so this run is not grouped with others")
-        run.metrics = read_metrics(path / "metrics.jsonl", run.notes)
-    files = sorted((path / "episodes").glob("*.jsonl")) if path.is_dir() else [path]
+        run.config = read_tree(path / "config.yaml")
+        run.metrics = read_metrics(path / "metrics.jsonl")
+        files = sorted((path / "episodes").glob("*.jsonl"))
     if not files:
-        if "rollout" in run.config:
-            run.notes.append(f"{path}/episodes: no episodes were kept (dump_groups)")
         return run
-    home = path if path.is_dir() else path.parent.parent  # RUN/episodes/step-000010.jsonl
-    places = [model] if model else [home / "model", Path(str(run.setting("policy.checkpoint", home / "model")))]
-    source = next((place for place in places if (place / "tokenizer_config.json").exists()), None)
-    if source is None:
-        tried = " or ".join(dict.fromkeys(map(str, places)))
-        run.notes.append(f"{path}: no tokenizer in {tried}, so its episodes are left out; pass --model CHECKPOINT")
-        return run
-    try:
-        visual = run.setting("visual", None)
-        contract = build(VisualContract, visual, "visual.") if visual else VisualContract.load(source)
-        run.renderer = Renderer(load_tokenizer(source), contract)
-    except (OSError, ValueError) as error:
-        run.notes.append(f"{path}: the tokenizer in {source} cannot be used, so its episodes are left out: {error}")
-    else:
-        read_episodes(run, files, most)
+    for place in (model, path / "model", run.setting("policy.checkpoint", None)):
+        if place and (Path(place) / "tokenizer_config.json").exists():
+            visual = run.setting("visual", None)
+            contract = build(VisualContract, visual, "visual.") if visual else VisualContract.load(place)
+            run.renderer = Renderer(load_tokenizer(place), contract)
+            read_episodes(run, files, most)
+            return run
+    run.notes.append(f"{path}: no tokenizer is found, so its episodes are left out; pass --model CHECKPOINT")
     return run
 
 
-def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
-    """Finite numbers by key; `call_gain/K=4` is what calling adds to the accuracy at that K."""
-    rows: dict[int, dict[str, float]] = {}
-    if not path.exists():
-        notes.append(f"{path}: no such file, so this run has no curves")
-        return []
-    for number, line in enumerate(path.read_text("utf-8", errors="replace").splitlines(), 1):
-        try:
-            row = json.loads(line)
-            step = int(row["step"])
-        except (ValueError, KeyError, TypeError):
-            notes.append(f"{path}, line {number}: cut off or not metrics, so it is left out: {line[:40]!r}")
-            continue
-        row = {k: v for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)}
-        for key in list(row):
-            other = key.removesuffix("called") + "skipped"
-            if re.fullmatch(r"acc/K=\d+/called", key) and other in row:
-                row[f"call_gain/{key.split('/')[1]}"] = row[key] - row[other]
-        rows[step] = row
-    return [rows[step] for step in sorted(rows)]
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSONL file. A last line that is still being written, or that a kill has torn, is left out."""
+    content = path.read_bytes()
+    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Read the finite numbers of each step; a run that has only begun has none."""
+    rows = []
+    for row in read_lines(path) if path.exists() else []:
+        rows.append({k: v for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)})
+    return rows
 
 
 def read_episodes(run: RunData, files: list[Path], most: int) -> None:
     """Fill run.steps from the files of a run, or from some of them, evenly spread."""
-    each = max(1, files[0].read_text("utf-8", errors="replace").count("\n"))
+    each = max(1, len(read_lines(files[0])))
     chosen = [files[i] for i in uniform_indices(len(files), max(1, most // each))]
     if len(chosen) < len(files):
-        run.notes.append(f"{run.name}: the viewer has {len(chosen)} of {len(files)} steps (see --episodes)")
+        run.notes.append(f"{run.name}: the viewer has {len(chosen)} of {len(files)} steps")
     bare = []  # why episodes have no pictures
     with Videos(workers=1) as videos:
         for file in chosen:
             episodes = []
-            for number, line in enumerate(file.read_text("utf-8", errors="replace").splitlines(), 1):
+            for record in read_lines(file):
                 try:
-                    episode, reason = read_episode(line, videos, run.renderer.contract)
-                except (ValueError, KeyError, TypeError) as error:
-                    run.notes.append(f"{file}, line {number}: cut off or no episode ({error!r:.80}), so it is left out")
-                    continue
-                episodes.append(episode)
-                bare += [reason] if reason else []
+                    episodes.append(episode_of(record, videos, run.renderer.contract))
+                except (VideoError, ToolError, ContractError) as error:
+                    episodes.append(episode_of(record, None, None))
+                    bare.append(str(error))
             step = re.search(r"step-(\d+)", file.name)
-            add_episodes(run, int(step[1]) if step else 0, episodes)
+            add_episodes(run, int(step[1]) if step else 0, episodes, videos)
     if bare:
         run.notes.append(f"{run.name}: {len(bare)} episodes are shown without pictures: {bare[0]}")
-
-
-def read_episode(line: str, videos: Videos, contract: VisualContract) -> tuple[Episode, str]:
-    """An episode with its frames, or with the times of its frames alone and the reason why."""
-    try:
-        return episode_of(json.loads(line), videos, contract), ""
-    except (VideoError, ToolError, ContractError) as error:
-        reason = str(error)
-    record = json.loads(line)
-    times = [agent["frames"] for agent in (record["main"], *(call["agent"] for call in record["calls"])) if agent]
-    episode = episode_of(record, None, None)
-    for agent, clips in zip(episode.trajectories, times, strict=True):
-        agent.frames = [Frames(np.zeros((len(clip), 0, 0, 3), np.uint8), tuple(clip)) for clip in clips]
-    return episode, reason
 
 
 # ------------------------------------------------------------------------------------------------ episodes
 
 
-def add_episodes(run: RunData, step: int, episodes: Sequence[Episode]) -> None:
-    """The episodes of one step, by the task and K that they share."""
+def add_episodes(run: RunData, step: int, episodes: Sequence[Episode], videos: Videos) -> None:
+    """Add the episodes of one step, by the task and K that they share."""
     groups: dict[tuple[str, int], dict] = {}
     for episode in episodes:
-        shared = dataclasses.asdict(episode.task) | {"k": episode.k, "episodes": []}
-        group = groups.setdefault((episode.task.id, episode.k), shared)
-        group["episodes"].append(view_episode(episode, run))
+        key = (episode.task.id, episode.k)
+        if key not in groups:
+            lengths = []  # seconds, of the videos that are there
+            for path in episode.task.videos:
+                try:
+                    lengths.append(videos.info(path).duration)
+                except VideoError:
+                    lengths.append(None)
+            groups[key] = dataclasses.asdict(episode.task) | {"k": episode.k, "durations": lengths, "episodes": []}
+        groups[key]["episodes"].append(view_episode(episode, run))
     if groups:
-        run.steps.setdefault(step, []).extend(groups.values())
+        run.steps[step] = list(groups.values())
 
 
 def view_episode(episode: Episode, run: RunData) -> dict:
-    """An episode as the page shows it."""
+    """Return an episode as the page shows it."""
     turns = turn_texts(episode.main, run.renderer)
     anchored = run.setting("reward.anchor.credit", "off") == "struct"
     shown = {name: getattr(episode, name) for name in ("error", "seconds", "reward", "advantage")}
@@ -258,48 +212,75 @@ def view_call(call: Call, task: Task, run: RunData) -> dict:
 
 
 def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ()) -> dict:
-    """An agent's tokens; the pads of an image are one token, whose picture is the next of `images`.
+    """Return an agent's tokens; the pads of an image are one token, whose picture is the next of `images`.
 
-    kinds: p prompt, f forced, s sampled, t from the tools. `odd`: tokens whose text is not the vocabulary's, since they
-    are bytes of a character (the last of them shows it)."""
+    kinds: p prompt, f forced, s sampled, t from the tools."""
     spans, text = run.renderer.offsets(agent.ids), run.renderer.decode(agent.ids)
     spoken = {i for start, end in agent.turns for i in range(start, end)}
-    ids, kinds, logprobs, chosen, odd = [], [], [], [], {}
+    ids, texts, kinds, logprobs, chosen = [], [], [], [], []
     for i, token in enumerate(agent.ids):
         if token == run.renderer.image_pad and i and agent.ids[i - 1] == token:
             continue
-        last = i + 1 == len(spans) or spans[i + 1] != spans[i]
-        said = text[slice(*spans[i])] if last else ""
-        if run.vocabulary.setdefault(token, said) != said:
-            odd[len(ids)] = said
+        if agent.mask[i]:
+            kinds.append("s")
+            logprobs.append(round(agent.logprobs[i], 4) if math.isfinite(agent.logprobs[i]) else None)
+        elif i in spoken:
+            kinds.append("f")
+        elif i < agent.prompt_length:
+            kinds.append("p")
+        else:
+            kinds.append("t")
         if i < len(structural) and structural[i]:
             chosen.append(len(ids))
-        if agent.mask[i]:
-            logprobs.append(round(agent.logprobs[i], 4) if math.isfinite(agent.logprobs[i]) else None)
-        kinds.append("s" if agent.mask[i] else "f" if i in spoken else "p" if i < agent.prompt_length else "t")
+        end = spans[i + 1][0] if i + 1 < len(spans) else len(text)  # the last token of a shared character shows it
         ids.append(token)
-    shots = [[time, run.pictures.add(shot)] for clip in agent.frames for time, shot in zip(clip.times, clip.pixels)]
-    told = {"ids": ids, "kinds": "".join(kinds), "structural": chosen, "odd": odd, "finish": agent.finish}
-    return told | {"images": shots, "logprobs": logprobs}  # log-probs of the sampled tokens
+        texts.append(text[spans[i][0] : end])
+    images = []
+    for clip in agent.frames:
+        images += [[time, picture(pixels, run)] for time, pixels in zip(clip.times, clip.pixels)]
+    return {
+        "ids": ids,
+        "texts": texts,
+        "kinds": "".join(kinds),
+        "structural": chosen,
+        "finish": agent.finish,
+        "images": images,
+        "logprobs": logprobs,  # of the sampled tokens
+    }
+
+
+def picture(pixels: np.ndarray, run: RunData) -> int:
+    """Return the place of a frame ([H, W, 3] uint8) among the page's thumbnails."""
+    from PIL import Image
+
+    image, file = Image.fromarray(pixels), io.BytesIO()
+    image.thumbnail((SIDE, SIDE))
+    image.save(file, "JPEG", quality=80, subsampling=0)
+    uri = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+    return run.pictures.setdefault(uri, len(run.pictures))
 
 
 # ------------------------------------------------------------------------------------------------ curves and table
 
 
 def seed_groups(runs: Sequence[RunData]) -> list[tuple[str, list[RunData]]]:
-    """Runs whose configs are equal but for seeds and folders named after them, under the name without its seed."""
+    """Gather runs whose configs are equal but for seeds and folders named after them, under the name without its seed."""
     groups: dict[str, list[RunData]] = {}
-    for i, run in enumerate(runs):
+    for run in runs:
         config = {key: value for key, value in run.config.items() if key != "run"}
-        method = re.sub(r'"seed": \d+|\bseed[-_]?\d+\b', "seed", json.dumps(config, sort_keys=True, default=str))
-        groups.setdefault(method if run.config else str(i), []).append(run)
-    bare = lambda name: re.sub(r"(^|[-_/. ])(seed|s)?[-_=]?\d+(?=[-_/. ]|$)", "", name).strip("-_/. ")  # noqa: E731
-    many = lambda members: f"{bare(members[0].name) or members[0].name} ({len(members)} seeds)"  # noqa: E731
-    return [(many(members) if len(members) > 1 else members[0].name, members) for members in groups.values()]
+        method = re.sub(r'"seed": \d+|\bseed\d+\b', "seed", json.dumps(config, sort_keys=True))
+        groups.setdefault(method, []).append(run)
+    named = []
+    for members in groups.values():
+        name = members[0].name
+        if len(members) > 1:
+            name = f"{re.sub(r'.?seed[0-9]+/?', '', name)} ({len(members)} seeds)"
+        named.append((name, members))
+    return named
 
 
 def curve(runs: Sequence[RunData], key: str) -> dict[str, list] | None:
-    """{x: steps, y: mean, std} over the runs that have the key at that step; the std is the sample's (n - 1)."""
+    """Return {x: steps, y: mean, std} over the runs that have the key at that step; the std is the sample's (n - 1)."""
     values: dict[int, list[float]] = {}
     for run in runs:
         for row in run.metrics:
@@ -314,10 +295,10 @@ def curve(runs: Sequence[RunData], key: str) -> dict[str, list] | None:
     return found
 
 
-def sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
-    """The panels of the page, each with a line per group that has its key."""
+def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
+    """Return the panels of the page, each with a line per group that has its key."""
     rows = [row for _, runs in groups for run in runs for row in run.metrics]
-    keys = {key for row in rows for key in row if row[key] or not key.startswith("call_errors/")} - {"step"}
+    keys = {key for row in rows for key in row} - {"step"}
     shown = []
     for section, patterns in SECTIONS.items():
         panels = []
@@ -325,60 +306,63 @@ def sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
             found = fnmatch.filter(keys, pattern)
             found.sort(key=lambda key: re.sub(r"\d+", lambda digits: digits[0].zfill(6), key))  # K=8 before K=16
             keys -= set(found)
-            if pattern == "share/*":
-                panels += [histogram(groups, found)] if found else []
-                continue
             for key in found:
-                title = TITLES[pattern].format(key.rpartition("/")[2]) if pattern in TITLES else key.replace("_", " ")
-                lines = [c | {"group": g} for g, (_, runs) in enumerate(groups) if (c := curve(runs, key))]
-                panels.append({"key": key, "title": title, "kind": "line", "lines": lines})
+                title = key.replace("_", " ")
+                if pattern in TITLES:
+                    title = TITLES[pattern].format(key.rpartition("/")[2])
+                lines = []
+                for g, (_, runs) in enumerate(groups):
+                    line = curve(runs, key)
+                    if line:
+                        lines.append(line | {"group": g})
+                panels.append({"key": key, "title": title, "lines": lines})
         if panels:
             shown.append({"title": section, "panels": panels})
     return shown
 
 
-def histogram(groups: Sequence[tuple[str, list[RunData]]], keys: list[str]) -> dict:
-    """Mean share of each K over all steps; a step that does not mention a K drew none."""
-    lines = []
-    for g, (_, runs) in enumerate(groups):
-        rows = [row for run in runs for row in run.metrics if any(key in row for key in keys)]
-        if rows:
-            y = [statistics.fmean(row.get(key, 0.0) for row in rows) for key in keys]
-            lines.append({"group": g, "x": [key.removeprefix("share/K=") for key in keys], "y": y})
-    return {"key": "share", "title": TITLES["share/*"], "kind": "bars", "lines": lines}
-
-
 def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
-    """A row per group: the mean of each run's last steps, then [mean, std] of these over the runs."""
+    """Return a row per group: the mean of each run's last steps, then [mean, std] of these over the runs.
+
+    Accuracy stands by K. Over all K that a run draws it is not comparable: with nFrames gating many questions come with
+    few frames."""
+    keys = {key for _, runs in groups for run in runs for row in run.metrics for key in row}
+    by_k = [key for key in keys if re.fullmatch(r"acc/K=\d+", key)]
+    by_k.sort(key=lambda key: int(key.removeprefix("acc/K=")))
+    columns = [*by_k, *COLUMNS]
     rows = []
     for g, (_, runs) in enumerate(groups):
         cells = []
-        for key in COLUMNS:
-            means = [statistics.fmean(v) for run in runs if (v := [r[key] for r in run.metrics[-LAST:] if key in r])]
+        for key in columns:
+            means = []
+            for run in runs:
+                values = [row[key] for row in run.metrics[-LAST:] if key in row]
+                if values:
+                    means.append(statistics.fmean(values))
             std = statistics.stdev(means) if len(means) > 1 else None
             cells.append([statistics.fmean(means), std] if means else None)
         if any(cells):
             rows.append({"group": g, "steps": min(len(run.metrics) for run in runs), "cells": cells})
-    return {"columns": COLUMNS, "rows": rows, "last": LAST}
+    return {"columns": columns, "rows": rows, "last": LAST}
 
 
 # ------------------------------------------------------------------------------------------------ writing
 
 
 def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
-    """One HTML file that needs nothing else; its runs share their pictures."""
+    """Write one HTML file that needs nothing else."""
     groups = seed_groups(runs)
     content = {
         "notes": [note for run in runs for note in run.notes],
         "groups": [name for name, _ in groups],
-        "sections": sections(groups),
+        "sections": panel_sections(groups),
         "table": table(groups),
         "runs": [
-            {"name": r.name, "pad": r.renderer.image_pad, "vocabulary": r.vocabulary, "steps": sorted(r.steps.items())}
-            for r in runs
-            if r.steps
+            {"name": run.name, "pad": run.renderer.image_pad, "steps": sorted(run.steps.items())}
+            for run in runs
+            if run.steps
         ],
-        "pictures": runs[0].pictures.uris,
+        "pictures": list(runs[0].pictures),
     }
     # What models write holds tags: as < it cannot end the script element that carries it.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
@@ -386,31 +370,35 @@ def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
     Path(path).write_text(page.replace("{{DATA}}", text), encoding="utf-8")
 
 
-def episode_page(path: str | Path, episodes: Sequence[Episode], renderer: Renderer, name: str = "episodes") -> None:
-    """The viewer alone, of episodes in memory."""
-    run = RunData(name, Pictures(), renderer)
-    add_episodes(run, 0, episodes)
+def episode_page(
+    path: str | Path, episodes: Sequence[Episode], renderer: Renderer, videos: Videos, name: str = "episodes"
+) -> None:
+    """Write the viewer alone, of episodes in memory."""
+    run = RunData(name, {}, renderer)
+    add_episodes(run, 0, episodes, videos)
     write_page(path, [run])
 
 
 def draw_png(path: Path, runs: Sequence[RunData]) -> None:
-    """f, strict, kappa and accuracy of the runs that have them."""
+    """Draw f, strict, kappa and accuracy of the runs that have them."""
     from matplotlib import pyplot, rc_context
 
     shown, groups = ("fmt", "strict", "kappa", "acc"), seed_groups(runs)
     with rc_context(STYLE):
         figure, axes = pyplot.subplots(1, len(shown), figsize=(11, 2.7), layout="constrained")
         for axis, key in zip(axes, shown):
-            drawn = [(name, line) for name, members in groups if (line := curve(members, key))]
-            for (name, line), color in zip(drawn, itertools.cycle(COLORS)):
-                x, y, std = line["x"], np.array(line["y"]), np.array(line.get("std", 0.0))
-                axis.fill_between(x, y - std, y + std, color=color, alpha=0.18, linewidth=0)
-                axis.plot(x, y, color=color, label=name)
+            lowest = 0.0
+            for (name, members), color in zip(groups, itertools.cycle(LINE_COLORS)):
+                line = curve(members, key)
+                if line:
+                    x, y, std = line["x"], np.array(line["y"]), np.array(line.get("std", 0.0))
+                    axis.fill_between(x, y - std, y + std, color=color, alpha=0.18, linewidth=0)
+                    axis.plot(x, y, color=color, label=name)
+                    lowest = min(lowest, y.min() - 0.03)
             # Not comparable across runs: with gating many episodes have few frames, where only a call helps.
-            axis.set_title(TITLES[key] + ", at the K that is drawn" * (key == "acc"))
+            axis.set_title(TITLES[key])
             axis.set_xlabel("step")
-            lowest = min((y for _, line in drawn for y in line["y"]), default=0)
-            axis.set_ylim(bottom=min(0, lowest - 0.03), top=None if key == "kappa" else 1.03)
+            axis.set_ylim(bottom=lowest, top=None if key == "kappa" else 1.03)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
@@ -420,35 +408,26 @@ def draw_png(path: Path, runs: Sequence[RunData]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or JSONL files of episodes")
-    parser.add_argument("-o", "--out", type=Path, help="the page (default: report.html in the runs' common folder)")
+    parser.add_argument("-o", "--out", type=Path, help="the page (default: report.html beside the runs)")
     parser.add_argument("--png", type=Path, metavar="DIR", help="also draw DIR/curves.png")
-    parser.add_argument("--episodes", type=int, default=200, help="at most about this many in the viewer, of all runs")
     parser.add_argument("--model", type=Path, help="a checkpoint whose tokenizer and contract the episodes have")
     args = parser.parse_args()
-    if args.episodes < 1:
-        parser.error(f"--episodes {args.episodes}: at least 1")
-    given = [path for path in args.runs if path.suffix != ".html"]  # runs/* may hold an earlier page
-    missing = [str(path) for path in given if not path.exists()]
-    if missing or not given:
-        sys.exit(f"error: no such run: {missing}; pass folders with metrics.jsonl, or JSONL files of episodes")
-    whole = [path.resolve() for path in given]
-    parent = Path(os.path.commonpath([path.parent for path in whole]))
-    folder = Path(os.path.commonpath([path if path.is_dir() else path.parent for path in whole]))
-    out = args.out or folder / "report.html"
-    if out.resolve() == TEMPLATE.resolve() or any(path.is_file() for path in out.parents):
-        sys.exit(f"error: {out} is the page's template, or lies below a file; choose another file with -o")
-    if strange := [str(p) for p in given if p.is_dir() and not {"config.yaml", "metrics.jsonl"} & set(os.listdir(p))]:
-        sys.exit(f"error: no config.yaml and no metrics.jsonl in {strange}; name the folders of runs")
-    with_episodes = sum(path.is_file() or (path / "episodes").is_dir() for path in whole)
-    pictures, share = Pictures(), args.episodes // max(1, with_episodes)
-    runs = [read_run(p, q.relative_to(parent).as_posix(), pictures, share, args.model) for p, q in zip(given, whole)]
-    print("".join(f"note: {note}\n" for run in runs for note in run.notes), end="")
-    if not any(run.metrics or run.steps for run in runs):
-        sys.exit(f"error: neither curves nor episodes in {', '.join(map(str, given))}; {out} is left as it is")
+    for path in args.runs:
+        if not path.exists():
+            parser.error(f"no such run: {path}; pass folders with metrics.jsonl, or JSONL files of episodes")
+    paths = [path.resolve() for path in args.runs]
+    parent = Path(os.path.commonpath([path.parent for path in paths]))
+    out = args.out or parent / "report.html"
+    runs, pictures = [], {}
+    for path in paths:
+        name = path.relative_to(parent).as_posix()
+        try:
+            runs.append(read_run(path, name, pictures, EPISODES // len(paths), args.model))
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, runs)
-    kept = sum(len(group["episodes"]) for run in runs for groups in run.steps.values() for group in groups)
-    print(f"{out}: {len(runs)} runs, {kept} episodes, {out.stat().st_size / 2**20:.1f} MiB")
+    print(f"{out}: {len(runs)} runs, {out.stat().st_size / 2**20:.1f} MiB")
     if args.png:
         draw_png(args.png / "curves.png", runs)
     return 0

@@ -54,16 +54,7 @@ CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per fram
 OVERVIEWS = (4, 8, 16, 32, 64)
 LONG_SHARE = 0.15
 NOTHING = "No flash."
-SIZES = {
-    "videos": 1600,
-    "perception": 6000,
-    "direct": 2000,
-    "sft": 8000,
-    "sft_val": 200,
-    "rl": 600,
-    "val": 64,
-    "test": 128,
-}
+SIZES = {"videos": 1600, "perception": 6000, "direct": 2000, "sft": 8000, "sft_val": 200, "rl": 600, "val": 64, "test": 128}  # fmt: skip
 
 # ------------------------------------------------------------------------------------------------ videos and tasks
 
@@ -86,7 +77,9 @@ class Flash:
     def half(self) -> str:
         """The half that holds all of the flash, or ""."""
         middle = self.duration / 2
-        return "first" if self.start + self.length <= middle else "second" if self.start >= middle else ""
+        if self.start + self.length <= middle:
+            return "first"
+        return "second" if self.start >= middle else ""
 
 
 def draw_flash(rng: random.Random, name: str) -> Flash:
@@ -95,15 +88,6 @@ def draw_flash(rng: random.Random, name: str) -> Flash:
     length = duration / 3 + 1 if rng.random() < LONG_SHARE else SHORT
     start = rng.randrange(round((duration - length) * FPS) + 1) / FPS
     return Flash(name, rng.randrange(1 << 30), duration, rng.choice(NAMES), start, length)
-
-
-def draw_splits(seed: int, sizes: dict[str, int]) -> dict[str, list[Flash]]:
-    """The videos of each split."""
-    rng, counts = (
-        random.Random(seed),
-        {"train": sizes["videos"]} | {name: sizes[name] for name in ("rl", "val", "test")},
-    )
-    return {name: [draw_flash(rng, f"{name}{i:05d}.mp4") for i in range(count)] for name, count in counts.items()}
 
 
 def write_video(path: Path, flash: Flash) -> None:
@@ -138,7 +122,7 @@ def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
     return [(0, end)] if end <= 32 else [(0, middle), (middle, end)]
 
 
-def report(flash: Flash, times) -> str:
+def told(flash: Flash, times) -> str:
     """What a sub-agent says about the frames it saw."""
     return f"A {flash.color} flash." if flash.visible(times) else NOTHING
 
@@ -156,13 +140,13 @@ def overview_times(flash: Flash, k: int) -> list[float]:
 
 def crop_times(flash: Flash, start: float, end: float) -> list[float]:
     times = np.arange(flash.duration * FPS) / FPS
-    chosen = window_indices(times, start, end, CONTRACT.crop_fps, CONTRACT.crop_min_frames, CONTRACT.crop_max_frames)
+    chosen = window_indices(times, start, end, CONTRACT.crop_fps, CONTRACT.crop_max_frames)
     return times[chosen].tolist()
 
 
-def call(start: float, end: float, tag: str = "tool_call") -> str:
+def call(start: float, end: float) -> str:
     body = json.dumps({"name": "crop_video", "arguments": {"start_time": start, "end_time": end}})
-    return f"<{tag}>\n{body}\n</{tag}>"
+    return f"<tool_call>\n{body}\n</tool_call>"
 
 
 def sft_row(
@@ -173,7 +157,7 @@ def sft_row(
     k, cue = rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if agent == "main" else None)[0], draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(flash, cue)}]}]
-    shown = report(flash, [flash.start])  # in a sub-agent's words: what is to be learned here is to read them
+    shown = told(flash, [flash.start])  # in a sub-agent's words: what is to be learned here is to read them
 
     def say(text: str) -> None:
         messages.append({"role": "assistant", "content": text})
@@ -191,25 +175,22 @@ def sft_row(
 
     thought, crops = "Let me look closer.", windows(flash, cue)
     for wanted in [[crop] for crop in crops] if one_by_one else [crops]:
-        calls, wrong_tags = ("\n".join(call(*w, tag=tag) for w in wanted) for tag in ("tool_call", "tool_code"))
-        unclosed, bare, unread = (
-            f"<think>\n{thought}\n{calls}",
-            f"{thought}\n{calls}",
-            f"<think>\n{thought}\n</think>\n{wrong_tags}",
-        )
+        calls = "\n".join(call(*window) for window in wanted)
+        unclosed, bare = f"<think>\n{thought}\n{calls}", f"{thought}\n{calls}"
         tidy = f"<think>\n{thought}\n</think>\n{calls}"
+        unread = tidy.replace("tool_call>", "tool_code>")
         say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
         if messages[-1]["content"] == unread:  # nothing ran, so nothing follows
             return {"messages": json.dumps(messages), "agent": agent}
-        reports = [report(flash, crop_times(flash, *w)) for w in wanted]
-        text = "\n".join(f"<tool_response>\n{r}\n</tool_response>" for r in reports)
+        reports = [told(flash, crop_times(flash, *window)) for window in wanted]
+        text = "\n".join(f"<tool_response>\n{report}\n</tool_response>" for report in reports)
         messages.append({"role": "user", "content": text})
     answer(f"A clip shows it.\n{shown}")
     return {"messages": json.dumps(messages), "agent": agent}
 
 
 def perception_row(rng: random.Random, flash: Flash) -> dict:
-    """A sub-agent's lesson: one window, one sentence; three of four windows hold the flash."""
+    """Return a sub-agent's lesson: one window, one sentence; three of four windows hold the flash."""
     width = rng.choice((2, 4, 8, 16, 24, 32, 32))
     latest = flash.duration - width
     start = rng.randrange(latest + 1)
@@ -218,7 +199,7 @@ def perception_row(rng: random.Random, flash: Flash) -> dict:
     video = {"url": f"videos/{flash.name}", "video_start": start, "video_end": start + width}
     messages = [
         {"role": "user", "content": [{"type": "video_url", "video_url": video}]},
-        {"role": "assistant", "content": report(flash, crop_times(flash, start, start + width))},
+        {"role": "assistant", "content": told(flash, crop_times(flash, start, start + width))},
     ]
     return {"messages": json.dumps(messages), "agent": "sub"}
 
@@ -373,29 +354,16 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     contract.save(path)
-    frames = {
-        "video_processor_type": "Qwen3VLVideoProcessor",
-        **json.loads((path / "preprocessor_config.json").read_text()),
-    }
-    frames.pop("image_processor_type")
+    frames = {"video_processor_type": "Qwen3VLVideoProcessor"}
+    frames |= json.loads((path / "preprocessor_config.json").read_text())
+    del frames["image_processor_type"]
     (path / "video_preprocessor_config.json").write_text(json.dumps(frames, indent=1))
-
-
-def corpus(rows: list[dict], boilerplate: list[str]) -> list[str]:
-    """What the tokenizer is trained on: the prompts' boilerplate, every stamp, and the rows' own words."""
-    stamps = [CONTRACT.stamp.format(i / FPS) for i in range(DURATIONS[-1] * FPS)]
-    said = []
-    for row in rows:
-        for message in json.loads(row["messages"]):
-            content = message["content"]
-            said += [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
-    return boilerplate * 8 + stamps * 4 + said
 
 
 # ------------------------------------------------------------------------------------------------ build
 
 
-def build(
+def build_toy(
     root: Path,
     seed: int = 0,
     p_tool: float = 0.75,
@@ -403,20 +371,23 @@ def build(
     one_by_one: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> None:
-    """Everything above into `root`, the same bytes for the same arguments."""
+    """Write everything into `root`, the same bytes for the same arguments. `sizes` replaces some of SIZES."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from tqdm import tqdm
 
     sizes = SIZES | (sizes or {})
     (root / "videos").mkdir(parents=True, exist_ok=True)
-    splits, rng = draw_splits(seed, sizes), random.Random(f"rows {seed}")
+    rng, splits = random.Random(seed), {}
+    for name, count in (("train", "videos"), ("rl", "rl"), ("val", "val"), ("test", "test")):
+        splits[name] = [draw_flash(rng, f"{name}{i:05d}.mp4") for i in range(sizes[count])]
     flashes = [flash for split in splits.values() for flash in split]
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(write_video, root / "videos" / flash.name, flash) for flash in flashes]
         for job in tqdm(jobs, desc="videos", unit="file"):
             job.result()
 
+    rng = random.Random(f"rows {seed}")
     train, held_out = splits["train"], rng.choices(splits["val"], k=sizes["sft_val"])
     tables = {
         "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
@@ -431,31 +402,28 @@ def build(
     for name, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
 
+    # The tokenizer learns the prompts' boilerplate, every stamp, and the rows' own words.
     boilerplate = [data.SYSTEM_WITH_TOOLS, data.SYSTEM, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, CHAT_TEMPLATE]
     boilerplate.append(json.dumps(TOOLS["crop_video"].schema))
-    words = corpus(tables["sft"][:2000] + tables["perception"][:200], boilerplate)
-    write_checkpoint(root / "model", build_tokenizer(words), CONTRACT, seed)
-
-
-def share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"{text}: must lie in 0 ... 1")
-    return value
+    stamps = [CONTRACT.stamp.format(i / FPS) for i in range(DURATIONS[-1] * FPS)]
+    texts = boilerplate * 8 + stamps * 4
+    for row in tables["sft"][:2000] + tables["perception"][:200]:
+        for message in json.loads(row["messages"]):
+            content = message["content"]
+            texts += [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
+    write_checkpoint(root / "model", build_tokenizer(texts), CONTRACT, seed)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("build", help="write model, videos and parquets into DIR")
-    command.add_argument("dir", type=Path)
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--p-tool", type=share, default=0.75, help="share of SFT rows that call tools")
-    command.add_argument("--p-loose", type=share, default=0.6, help="share of SFT turns that break the format")
-    command.add_argument("--one-by-one", action="store_true", help="SFT rows with one call per turn")
+    parser.add_argument("command", choices=["build"])
+    parser.add_argument("dir", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--p-tool", type=float, default=0.75, help="share of SFT rows that call tools")
+    parser.add_argument("--p-loose", type=float, default=0.6, help="share of SFT turns that break the format")
+    parser.add_argument("--one-by-one", action="store_true", help="SFT rows with one call per turn")
     args = parser.parse_args()
-    if there := next((path for path in (args.dir, *args.dir.parents) if path.is_file()), None):
-        parser.error(f"{there} is a file; name a folder")
-    build(args.dir, args.seed, args.p_tool, args.p_loose, args.one_by_one)
+    build_toy(args.dir, args.seed, args.p_tool, args.p_loose, args.one_by_one)
     print(f"toy written to {args.dir}; next: python data.py check {args.dir}/sft.parquet --model {args.dir}/model")
     return 0
 

@@ -2,7 +2,6 @@
 
 import collections
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from tiny_checkpoint import Scripted, is_subagent
 
 from data import Clip, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
+from rollout import RolloutConfig, rollout
 from runtime.contract import Renderer, VisualContract
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source
 from runtime.packing import best_fit
@@ -36,19 +37,8 @@ def write_jsonl(path, rows):
 
 def test_the_drawn_k_is_the_same_in_every_process():
     """The released code seeded from Python's per-process `hash` (pitfalls A2)."""
-    code = "from data import draw_frames; print([draw_frames(f't{i}', i, [4, 8, 16, 32, 64], 7) for i in range(40)])"
-    runs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=REPO,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in "01"
-    }
-    assert runs == {f"{[draw_frames(f't{i}', i, [4, 8, 16, 32, 64], 7) for i in range(40)]}\n"}
+    drawn = [draw_frames(f"t{i}", i, [4, 8, 16, 32, 64], 7) for i in range(12)]
+    assert drawn == [64, 32, 64, 64, 8, 8, 16, 4, 32, 64, 16, 8]
 
 
 def test_k_is_uniform_over_the_choices_and_drawn_anew_each_epoch():
@@ -77,9 +67,8 @@ def test_the_frames_of_several_videos_share_k_and_carry_their_names(toy_dir, ren
     frames = overview(task, 8, videos, renderer.contract)
     assert [len(f) for f in frames] == [3, 3, 2]
     text = renderer.decode(renderer.render(main_messages(task, frames, False)).ids)
-    assert [text.index(f"train0000{i}.mp4: <0.0 seconds>") for i in range(3)] == sorted(
-        text.index(f"train0000{i}.mp4") for i in range(3)
-    )
+    places = [text.index(f"train0000{i}.mp4: <0.0 seconds>") for i in range(3)]
+    assert places == sorted(places)
     assert [len(f) for f in overview(task, 2, videos, renderer.contract)] == [1, 1, 1]  # past bug: it ended the run
 
 
@@ -144,6 +133,53 @@ def test_only_assistant_tokens_are_targets_and_the_prompt_is_the_rollouts(video,
     prompt = renderer.render(main_messages(task, frames, True), schemas, generate=True).ids
     assert bundle.suffixes[0][: len(prompt)] == prompt and bundle.masks[0].index(1) == len(prompt)
     assert np.array_equal(bundle.frames[0].pixels, frames[0].pixels)
+
+
+@pytest.mark.parametrize("opening", ["<think>\n", "<think>", "<think>\n\n", "\n\n<think>\r\n  "])
+@pytest.mark.parametrize("edges", ["{}", "  {}\r\n", "\n{} "])
+def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, tokenizer, videos, schemas, opening, edges):
+    """Published rows begin `<think>Text` or `<think>\\n\\n`: another first token than the one that follows the forced
+    prefix. Of a report's edges only line breaks were taken, where a rollout strips all white space."""
+    thoughts = f"I look.\n</think>\n{CALL}", "It flashed.\n</think>\n<answer>red</answer>"
+    contract = VisualContract(frame_pixels=1024)
+    renderer = Renderer(tokenizer, contract)
+
+    def reply(prompt: str, seed: int) -> str:
+        if is_subagent(prompt):
+            return edges.format("A red flash.") + "<|im_end|>"
+        return thoughts["<tool_response>" in prompt.rpartition("What?")[2]] + "<|im_end|>"
+
+    task = Task("t", "What?", (video,), "oe", "red")
+    cfg = RolloutConfig()
+    stage = {"engine": Scripted(renderer, reply), "renderer": renderer, "videos": videos, "cfg": cfg}
+    main = rollout([task], [4], 1, **stage, progress=False)[0].episodes[0].main
+    for tool in (
+        {"role": "tool", "content": edges.format("A red flash.")},
+        {"role": "user", "content": f"<tool_response>\n{edges.format('A red flash.')}\n</tool_response>"},
+    ):
+        first, last = ({"role": "assistant", "content": opening + thought} for thought in thoughts)
+        dialogue = parse([user(video, nframes=4), first, tool, last])
+        bundle = encode_dialogue(dialogue, videos, renderer, schemas)
+        ids, mask = bundle.suffixes[0], bundle.masks[0]
+        assert ids[: len(main.ids)] == main.ids and renderer.decode(ids[len(main.ids) :]).strip() == ""
+        forced = len(renderer.encode("<think>\n"))
+        for start, _ in main.turns:  # SFT learns the opening that a rollout forces
+            assert mask[start : start + forced] == [1] * forced
+            mask[start : start + forced] = [0] * forced
+        assert mask[: len(main.ids)] == main.mask
+        assert dialogue.reopened == (0 if opening == "<think>\n" else 2)
+
+
+def test_a_turn_without_think_keeps_its_words_and_an_empty_report_says_so(video):
+    empty = {"role": "user", "content": "<tool_response>\n \r\n</tool_response>"}
+    field = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "crop_video", "arguments": "{}"}}],
+    }
+    turns = parse([user(video), field, empty, {"role": "assistant", "content": "\nRed. <think>?"}]).turns
+    assert turns[0]["content"][0].startswith("<tool_call>")
+    assert [turn["content"] for turn in turns[1:]] == [["(empty report)"], ["Red. <think>?"]]
 
 
 def test_a_sub_agents_row_gets_the_sub_agents_prompt_and_window(video, tokenizer, videos, schemas):
@@ -212,16 +248,9 @@ def test_an_rl_row_becomes_a_task(video, tmp_path):
     assert parse_task(as_dict, "rl:3", Path(video).parent).id == "me"
 
 
-def test_missing_videos_are_skipped_and_a_row_without_any_is_bad(video):
-    row = rl(video, answer="x")
-    row["videos"] = [{"video": "gone.mp4"}, {"video": video}]
+def test_videos_that_are_missing_are_left_out_as_long_as_one_is_there(video):
+    row = rl(video, answer="x") | {"videos": [{"video": "gone.mp4"}, {"video": video}]}
     assert parse_task(row, "rl:0", Path("/nowhere")).videos == (video,)
-    with pytest.raises(RowError, match="/nowhere/gone.mp4"):
-        parse_task(rl("gone.mp4", answer="x"), "rl:0", Path("/nowhere"))
-    with pytest.raises(RowError, match="question_type = 'essay'"):
-        parse_task(rl(video, answer="x", question_type="essay"), "rl:0", Path("/"))
-    with pytest.raises(RowError, match="no answer"):
-        parse_task(rl(video), "rl:0", Path("/"))
 
 
 def test_what_parquet_fills_up_with_none_is_not_there(video, tmp_path):
@@ -232,31 +261,33 @@ def test_what_parquet_fills_up_with_none_is_not_there(video, tmp_path):
     assert rows[1]["extra_info"] == {"answer": "x", "question_type": None, "options": None, "id": None}
     assert parse_task(rows[0], "rl:0", tmp_path) == Task("one", "Which?", (video,), "mcq", "B", ("x", "y"))
     assert parse_task(rows[1], "rl:1", tmp_path) == Task("rl:1", "Which?", (video,), "oe", "x")
-    with pytest.raises(RowError, match="no answer"):
-        parse_task(rl(video, answer=None), "rl:2", tmp_path)
     assert parse_task(rl(video, answer=0), "rl:3", tmp_path).answer == "0"
 
 
-@pytest.mark.parametrize("change", [{"videos": [{"path": "v.mp4"}]}, {"videos": [None]}, {"extra_info": "[1]"}])
-def test_an_rl_row_of_another_shape_is_refused_and_not_an_end_of_the_run(video, change):
-    with pytest.raises(RowError, match="malformed: "):
-        parse_task(rl(video, answer="x") | change, "rl:0", Path("/"))
-
-
 @pytest.mark.parametrize(
-    "kind, good, bad",
+    "info, change, says",
     [
-        ("mcq", ("B", "(b)", "J."), ("B. A dog", "Option B", "K", "AB")),
-        ("tvg", ("[3, 7.5]", "3 - 7", "00:03 to 00:07"), ("3 7", "soon")),
+        ({}, {"videos": [{"video": "gone.mp4"}]}, "no video of the row exists: /nowhere/gone.mp4"),
+        ({"question_type": "essay"}, {}, "question_type = 'essay'"),
+        ({"answer": None}, {}, "no answer"),
+        # Past bugs: rows of another shape ended the run.
+        ({}, {"videos": [{"path": "v.mp4"}]}, "malformed: "),
+        ({}, {"videos": [None]}, "malformed: "),
+        ({}, {"extra_info": "[1]"}, "malformed: "),
+        # Past bug: a gold that no answer can match was R_acc = 0 for the whole run, without a word.
+        *(({"question_type": "mcq", "answer": gold}, {}, "must be a letter") for gold in ("B. A dog", "Option B", "K", "AB")),
+        *(({"question_type": "tvg", "answer": gold}, {}, "must be a span") for gold in ("3 7", "soon")),
     ],
-)
-def test_a_gold_that_no_answer_could_match_is_refused(video, kind, good, bad):
-    """It was R_acc = 0 for the whole run, without a word."""
-    for answer in good:
-        assert parse_task(rl(video, answer=answer, question_type=kind), "rl:0", Path("/")).answer == answer
-    for answer in bad:
-        with pytest.raises(RowError, match=f"answer = '{answer}': of an? {kind}, must be a"):
-            parse_task(rl(video, answer=answer, question_type=kind), "rl:0", Path("/"))
+)  # fmt: skip
+def test_an_rl_row_that_cannot_be_learned_from_is_refused(video, info, change, says):
+    with pytest.raises(RowError, match=says):
+        parse_task(rl(video, **{"answer": "x"} | info) | change, "rl:0", Path("/nowhere"))
+
+
+@pytest.mark.parametrize("kind, golds", [("mcq", ("B", "(b)", "J.")), ("tvg", ("[3, 7.5]", "3 - 7", "00:03 to 00:07"))])
+def test_a_gold_may_be_written_in_many_ways(video, kind, golds):
+    for gold in golds:
+        assert parse_task(rl(video, answer=gold, question_type=kind), "rl:0", Path("/")).answer == gold
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -279,7 +310,7 @@ def mixture(tmp_path):
 def test_an_epoch_holds_each_row_as_often_as_its_weight_says(mixture):
     dataset = Dataset(mixture, number)
     assert len(dataset) == 70
-    epochs = [collections.Counter(n for n, e in dataset.batch(0, 140) if e == epoch) for epoch in (0, 1)]
+    epochs = [collections.Counter(n for n, e, _ in dataset.batch(0, 140) if e == epoch) for epoch in (0, 1)]
     for counts in epochs:
         assert all(counts[i] == 2 for i in range(30))
         assert sum(counts[100 + i] for i in range(20)) == 10 and max(counts[100 + i] for i in range(20)) == 1
@@ -288,23 +319,23 @@ def test_an_epoch_holds_each_row_as_often_as_its_weight_says(mixture):
 
 
 def test_a_batch_depends_on_the_step_and_not_on_the_ranks_or_the_past(mixture):
-    steps = [[n for n, _ in Dataset(mixture, number).batch(step, 12)] for step in range(14)]
+    steps = [[n for n, *_ in Dataset(mixture, number).batch(step, 12)] for step in range(14)]
     resumed = Dataset(mixture, number)
     for step in (9, 2, 13):
-        assert [n for n, _ in resumed.batch(step, 12)] == steps[step]
+        assert [n for n, *_ in resumed.batch(step, 12)] == steps[step]
         for world in (2, 3, 5):
-            shares = [[n for n, _ in resumed.batch(step, 12, rank, world)] for rank in range(world)]
+            shares = [[n for n, *_ in resumed.batch(step, 12, rank, world)] for rank in range(world)]
             assert [shares[i % world][i // world] for i in range(12)] == steps[step]
-    assert steps[0] != [n for n, _ in Dataset(DataConfig(mixture.sources, seed=4), number).batch(0, 12)]
+    assert steps[0] != [n for n, *_ in Dataset(DataConfig(mixture.sources, seed=4), number).batch(0, 12)]
 
 
 def test_the_first_sources_are_read_once_before_the_mixture(mixture, tmp_path):
     """A curriculum; it moves the mixture back, and nothing else."""
     opening = Source(write_jsonl(tmp_path / "c.jsonl", [{"n": 200 + i} for i in range(10)]), first=True)
     cfg = DataConfig((*mixture.sources, opening), seed=3)
-    numbers = [n for step in range(10) for n, _ in Dataset(cfg, number).batch(step, 8)]
+    numbers = [n for step in range(10) for n, *_ in Dataset(cfg, number).batch(step, 8)]
     assert sorted(numbers[:10]) == list(range(200, 210)) and max(numbers[10:]) < 200
-    assert numbers[10:] == [n for n, _ in Dataset(mixture, number).batch(0, 70)]
+    assert numbers[10:] == [n for n, *_ in Dataset(mixture, number).batch(0, 70)]
     with pytest.raises(ValueError, match="apart from those read `first`"):
         Dataset(DataConfig((opening,)), number)
 
@@ -313,7 +344,7 @@ def test_a_bad_row_is_named_once_and_skipped_and_too_many_stop_the_run(tmp_path,
     rows = [{"n": i, "bad": i in (3, 7)} for i in range(50)]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     dataset = Dataset(DataConfig((Source(path),), max_bad_fraction=0.04), number)
-    seen = [n for step in range(30) for n, _ in dataset.batch(step, 5)]
+    seen = [n for step in range(30) for n, *_ in dataset.batch(step, 5)]
     assert collections.Counter(seen) == {i: 3 for i in range(50) if i not in (3, 7)}
     assert capsys.readouterr().err.count("marked as bad") == 2
     with pytest.raises(RowError, match="2 of 50 rows are unusable, more than max_bad_fraction = 0.02"):
@@ -337,6 +368,14 @@ def test_a_rank_holds_its_bad_rows_against_the_rows_that_it_has_met(tmp_path, ra
         [bad.batch(step, 400, rank, world=8) for step in range(10)]
 
 
+def test_a_row_that_a_batch_has_twice_is_counted_over_all_ranks(mixture):
+    drawn = Dataset(mixture, number).batch(0, 70)
+    rows = [n for n, *_ in drawn]
+    assert [before for *_, before in drawn] == [rows[:i].count(n) for i, n in enumerate(rows)]
+    for rank in range(3):
+        assert Dataset(mixture, number).batch(0, 70, rank, world=3) == drawn[rank::3]
+
+
 def test_a_bad_row_costs_no_row_of_another_file_of_the_same_name(tmp_path):
     paths = []
     for name in "xy":
@@ -344,7 +383,7 @@ def test_a_bad_row_costs_no_row_of_another_file_of_the_same_name(tmp_path):
         rows = [{"n": f"{name}{i}", "bad": (name, i) == ("x", 3)} for i in range(5)]
         paths.append(write_jsonl(tmp_path / name / "train.jsonl", rows))
     dataset = Dataset(DataConfig(tuple(map(Source, paths)), max_bad_fraction=0.5), number)
-    seen = collections.Counter(n for step in range(3) for n, _ in dataset.batch(step, 10))
+    seen = collections.Counter(n for step in range(3) for n, *_ in dataset.batch(step, 10))
     assert seen["x3"] == 0 and seen["y3"] == 3
 
 
@@ -355,7 +394,7 @@ def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
         folder.mkdir(exist_ok=True)
         path = write_jsonl(folder / "a.jsonl", [{"n": i} for i in range(3)])
         names.append(
-            [name for name, _ in Dataset(DataConfig((Source(path),)), lambda row, origin, *_: origin).batch(0, 3)]
+            [name for name, *_ in Dataset(DataConfig((Source(path),)), lambda row, origin, *_: origin).batch(0, 3)]
         )
     assert names[0] == names[1] and sorted(names[0]) == ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2"]
 
@@ -377,35 +416,63 @@ def test_a_row_over_the_packing_length_stands_alone():
 # ------------------------------------------------------------------------------------------------ python data.py ...
 
 
-def run(*args, expect=0):
-    result = subprocess.run([sys.executable, "data.py", *map(str, args)], cwd=REPO, capture_output=True, text=True)
-    assert result.returncode == expect, result.stdout + result.stderr
-    return result.stdout + result.stderr
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """command(*arguments) -> what `python data.py` prints, in this process."""
+
+    def run(*arguments, expect: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["data.py", *map(str, arguments)])
+        status = prepare.main()
+        told = capsys.readouterr()
+        assert status == expect, told
+        return told.out + told.err
+
+    return run
 
 
-def test_check_tells_the_truth_about_the_toy(toy_dir):
-    told = run("check", toy_dir / "sft.parquet", "--model", toy_dir / "model")
+def test_the_commands_are_those_of_the_script():
+    told = subprocess.run([sys.executable, "data.py", "--help"], cwd=REPO, capture_output=True, text=True)
+    assert told.returncode == 0 and "{check,materialize,parallelize}" in told.stdout
+
+
+def test_check_tells_the_truth_about_the_toy(toy_dir, command):
+    told = command("check", toy_dir / "sft.parquet", "--model", toy_dir / "model")
     assert "300 rows" in told and "all rows are usable" in told
     shares = re.search(r"tokens per row: 50 % at most (\d+), 90 % at most (\d+), .* 100 % at most (\d+)\n", told)
     assert [*map(int, shares.groups())] == sorted(map(int, shares.groups()))
-    assert "oe 8" in run("check", toy_dir / "kinds.parquet")
+    assert "oe 8" in command("check", toy_dir / "kinds.parquet")
+    assert re.search(r"\n  openings: 0 of \d+ assistant turns are changed", told)
 
 
-def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path):
+def test_check_counts_the_turns_whose_opening_is_changed(tmp_path, video, command):
+    rows = [
+        [user(video), {"role": "assistant", "content": f"{opening}Red."}] for opening in ("<think>", "<think>\n", "")
+    ]
+    path = write_jsonl(tmp_path / "sft.jsonl", [{"messages": messages} for messages in rows])
+    assert "openings: 1 of 3 assistant turns are changed" in command("check", path)
+
+
+def test_check_reads_calls_as_a_rollout_would(tmp_path, video, command):
+    """`ocr_frme` and `argments` passed."""
+    calls = [CALL, CALL.replace("crop_video", "ocr_frme"), CALL.replace("arguments", "argments")]
+    path = write_jsonl(
+        tmp_path / "sft.jsonl", [{"messages": [user(video), {"role": "assistant", "content": "".join(calls)}]}]
+    )
+    told = command("check", path)
+    assert "calls, as a rollout reads them: ok 1, unknown tool 'ocr_frme' 1, unparseable 1\n" in told
+
+
+def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path, command):
     rows = [Rows(toy_dir / "rl.parquet")[i] for i in range(4)]
     for i, name in enumerate(["ok.mp4", "corrupt.mp4", "gone.mp4", "ok.mp4"]):
         rows[i]["videos"] = [{"video": name}]
     rows[3]["extra_info"] = "{}"
-    (tmp_path / "ok.mp4").write_bytes((toy_dir / "videos" / "rl00000.mp4").read_bytes())
+    (tmp_path / "ok.mp4").symlink_to(toy_dir / "videos" / "rl00000.mp4")
     (tmp_path / "corrupt.mp4").write_bytes(b"\0" * 4096)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rl.parquet")
-    told = run("check", tmp_path / "rl.parquet", expect=1)
-    assert (
-        "corrupt.mp4: " in told
-        and "row 2: no video of the row exists" in told
-        and "row 3: extra_info has no answer" in told
-    )
-    assert "3 unusable" in told
+    told = command("check", tmp_path / "rl.parquet", expect=1)
+    assert re.search(r"row 1: \S*corrupt.mp4: ", told) and "row 2: no video of the row exists" in told
+    assert "row 3: extra_info has no answer" in told and "3 unusable rows" in told
 
 
 @pytest.mark.parametrize(
@@ -431,61 +498,45 @@ def test_check_names_every_row_that_a_training_would_skip(toy_dir, tmp_path, vid
         assert prepare.check(path, str(toy_dir / "model"), decode) == 1
         told = capsys.readouterr().out
         assert re.search(says if len(kept) == 2 else says.replace("row 1", "row 0"), told)
-        assert "1 unusable rows or media files" in told and ("tokens per row" in told) == (len(kept) == 2)
+        assert "1 unusable rows" in told and ("tokens per row" in told) == (len(kept) == 2)
 
 
-def test_check_reads_the_data_of_a_config(toy_dir, tmp_path, capsys):
+def test_check_reads_the_data_of_a_config(toy_dir, tmp_path, command):
     """It never read `val`, and said nothing of rows over `pack_tokens`."""
-    path, files = (
-        tmp_path / "run.yaml",
-        "data: {{sources: [{{path: {0}/sft_val.parquet}}]}}\nval: {{sources: [{{path: {1}/kinds.parquet}}]}}\n",
-    )
-    rest = f"visual: {{frame_pixels: 1024}}\npolicy: {{checkpoint: {toy_dir}/model}}\n"
+    path = tmp_path / "run.yaml"
 
-    def told(text: str, expect: int) -> str:
-        path.write_text(text)
-        assert prepare.check(str(path), "", False) == expect
-        return capsys.readouterr().out
+    def told(val: Path, more: str = "", expect: int = 0) -> str:
+        files = f"data: {{sources: [{{path: {toy_dir}/sft_val.parquet}}]}}\nval: {{sources: [{{path: {val}/kinds.parquet}}]}}\n"
+        path.write_text(f"{files}visual: {{frame_pixels: 1024}}\npolicy: {{checkpoint: {toy_dir}/model}}\n{more}")
+        return command("check", path, expect=expect)
 
-    both = told(files.format(toy_dir, toy_dir) + rest, 0)
+    both = told(toy_dir)
     assert "sft_val.parquet: 20 rows" in both and "kinds.parquet: 24 rows" in both
-    long = told(files.format(toy_dir, toy_dir) + rest + "pack_tokens: 100\n", 1)
-    assert re.search(r"row 0: \d+ tokens, more than pack_tokens = 100", long)
-    path.write_text(files.format(toy_dir, tmp_path) + rest)
-    assert "kinds.parquet: no such data file" in run("check", path, expect=2)
-    assert "no such file" in run("check", tmp_path / "other.yaml", expect=2)
+    assert re.search(r"row 0: \d+ tokens, more than pack_tokens = 100", told(toy_dir, "pack_tokens: 100", 1))
+    assert "kinds.parquet: no such data file" in told(tmp_path, expect=2)
+    assert "No such file" in command("check", tmp_path / "other.yaml", expect=2)
     path.write_text("run: x\n")
-    assert "data.sources" in run("check", path, expect=2)  # and not: all rows are usable
+    assert "data.sources" in command("check", path, expect=2)  # and not: all rows are usable
 
 
-def test_materialize_makes_sentinels_absolute_and_lists_what_is_missing(tmp_path):
-    (tmp_path / "media" / "selfqa").mkdir(parents=True)
-    (tmp_path / "media" / "selfqa" / "a.mp4").write_bytes(b"x")
-    (tmp_path / "in").mkdir()
-    message = [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "selfqa/a.mp4"}}]}]
-    sft = [{"messages": json.dumps(message)}, {"messages": json.dumps(message).replace("a.mp4", "b.mp4")}]
-    pq.write_table(pa.Table.from_pylist(sft), tmp_path / "in" / "sft.parquet")
-    pq.write_table(pa.Table.from_pylist([rl("selfqa/a.mp4", answer="x")]), tmp_path / "in" / "rl.parquet")
-    args = [
-        "materialize",
-        "--root",
-        tmp_path / "media",
-        "--parquet-dir",
-        tmp_path / "in",
-        "--output-dir",
-        tmp_path / "out",
-    ]
-    assert "1 media files (1 uses)" in run(*args, expect=1)
-    assert (tmp_path / "out" / "missing.txt").read_text() == f"1\t{tmp_path}/media/selfqa/b.mp4\n"
-    url = f"file://{tmp_path}/media/selfqa/a.mp4"
-    assert Rows(tmp_path / "out" / "rl.parquet")[0]["videos"] == [{"video": url}]
-    assert url in Rows(tmp_path / "out" / "sft.parquet")[0]["messages"]
-    assert parse_task(Rows(tmp_path / "out" / "rl.parquet")[0], "rl:0", Path("/")).videos == (
-        url.removeprefix("file://"),
-    )
-    again = ["materialize", "--root", "/", "--parquet-dir", tmp_path / "out", "--output-dir", tmp_path / "twice"]
-    run(*again)  # what is absolute stays
-    assert Rows(tmp_path / "twice" / "sft.parquet")[0] == Rows(tmp_path / "out" / "sft.parquet")[0]
+def test_materialize_makes_sentinels_absolute_and_lists_what_is_missing(tmp_path, command):
+    media, given, made, twice = (tmp_path / name for name in ("media", "in", "out", "twice"))
+    (media / "selfqa").mkdir(parents=True)
+    (media / "selfqa" / "a.mp4").write_bytes(b"x")
+    given.mkdir()
+    message = json.dumps([{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "selfqa/a.mp4"}}]}])
+    sft = [{"messages": message}, {"messages": message.replace("a.mp4", "b.mp4")}]
+    pq.write_table(pa.Table.from_pylist(sft), given / "sft.parquet")
+    pq.write_table(pa.Table.from_pylist([rl("selfqa/a.mp4", answer="x")]), given / "rl.parquet")
+    told = command("materialize", "--root", media, "--parquet-dir", given, "--output-dir", made, expect=1)
+    assert "1 media files (1 uses)" in told
+    assert (made / "missing.txt").read_text() == f"1\t{media}/selfqa/b.mp4\n"
+    url = f"file://{media}/selfqa/a.mp4"
+    row = Rows(made / "rl.parquet")[0]
+    assert row["videos"] == [{"video": url}] and url in Rows(made / "sft.parquet")[0]["messages"]
+    assert parse_task(row, "rl:0", Path("/")).videos == (url.removeprefix("file://"),)
+    command("materialize", "--root", "/", "--parquet-dir", made, "--output-dir", twice)  # what is absolute stays
+    assert Rows(twice / "sft.parquet")[0] == Rows(made / "sft.parquet")[0]
 
 
 def crop(start, end):
@@ -505,12 +556,10 @@ def sequential(*windows, reports=None):
 def test_parallelize_gathers_independent_calls_into_one_turn():
     done = prepare.parallel_messages(sequential((0, 10), (20, 30), (25, 40), reports=["a", "b", "c"]), {1: "B"})
     assert [m["role"] for m in done] == ["user", "assistant", "user", "assistant"]
-    assert done[1]["content"] == "<think>\nThought 0.\n</think>\n" + "\n".join(
-        [crop(0, 10), crop(20, 30), crop(25, 40)]
-    )
-    assert done[2]["content"] == "\n".join(
-        f"<tool_response>\n{t}\n</tool_response>" for t in ("a", "B", "c")
-    )  # no frames
+    calls = "\n".join([crop(0, 10), crop(20, 30), crop(25, 40)])
+    assert done[1]["content"] == f"<think>\nThought 0.\n</think>\n{calls}"
+    reports = [f"<tool_response>\n{text}\n</tool_response>" for text in ("a", "B", "c")]
+    assert done[2]["content"] == "\n".join(reports)  # no frames
     assert done[3] == sequential()[-1]
 
 
@@ -530,10 +579,11 @@ def test_parallelize_says_why_a_row_stays_out(messages, says):
         prepare.parallel_messages(messages, {})
 
 
-def test_parallelize_writes_what_it_can_and_lists_the_rest(tmp_path):
-    rows = [{"messages": json.dumps(sequential((0, 10), (20, 30)))}, {"messages": json.dumps(sequential((0, 10), (0, 10)))}, {"messages": "7"}, {"messages": "[7]"}]  # fmt: skip
+def test_parallelize_writes_what_it_can_and_lists_the_rest(tmp_path, command):
+    good, twice = sequential((0, 10), (20, 30)), sequential((0, 10), (0, 10))
+    rows = [{"messages": text} for text in (json.dumps(good), json.dumps(twice), "7", "[7]")]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
-    assert "1 of 4 rows" in run("parallelize", tmp_path / "in.parquet", tmp_path / "out.parquet")
+    assert "1 of 4 rows" in command("parallelize", tmp_path / "in.parquet", tmp_path / "out.parquet")
     assert json.loads(Rows(tmp_path / "out.parquet")[0]["messages"])[1]["content"].count("<tool_call>") == 2
     skipped = [json.loads(line) for line in (tmp_path / "out.skipped.jsonl").read_text().splitlines()]
     assert [s["row"] for s in skipped] == [1, 2, 3] and "refines the earlier 0 - 10" in skipped[0]["reason"]

@@ -1,6 +1,7 @@
 """The study: every row has the same start and budget, jobs run once and in order, and the tables hold what the runs say."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,9 @@ from rl import RLConfig
 from runtime import config
 from sft import SFTConfig
 from study import paradox
-from study.paradox import CONTROLS, STUDY, Job, Seeds, plan, spread, work
+from study.paradox import CONTROLS, STUDY, Job, Measured, all_jobs, run_jobs, spread
 
-ROOT = Path("runs/paradox")
-JOBS = plan(ROOT, range(3), STUDY, CONTROLS)
+JOBS = all_jobs(Path("runs/paradox"), range(3), STUDY, CONTROLS)
 CLASSES = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
 
 
@@ -26,7 +26,13 @@ def config_of(job: Job):
     return config.load(CLASSES[script], str(REPO / path), changes)
 
 
-# ------------------------------------------------------------------------------------------------ the plan
+@pytest.fixture(scope="module")
+def trainings() -> dict[str, RLConfig]:
+    """Configs by the job's name: seed0-grpo."""
+    return {job.name: config_of(job) for job in JOBS if job.command[0] == "rl.py"}
+
+
+# ------------------------------------------------------------------------------------------------ the jobs
 
 
 def test_every_job_comes_after_what_it_needs_and_has_a_name_of_its_own():
@@ -36,24 +42,25 @@ def test_every_job_comes_after_what_it_needs_and_has_a_name_of_its_own():
         seen.add(job.name)
 
 
-def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget():
-    trainings = [(job, config_of(job)) for job in JOBS if job.command[0] == "rl.py"]
+def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget(trainings):
     assert len(trainings) == 3 * len(STUDY) + len(CONTROLS)
     budgets = {
-        (c.steps, c.batch_tasks, c.group_size, c.optim, c.rollout.temperature, c.kl, c.staleness) for _, c in trainings
+        (c.steps, c.batch_tasks, c.group_size, c.optim, c.rollout.temperature, c.kl, c.staleness)
+        for c in trainings.values()
     }
     assert len(budgets) == 1
-    for job, cfg in trainings:
-        seed = int(job.name.removeprefix("seed")[0])
-        assert cfg.seed == cfg.data.seed == seed and cfg.run == str(job.run)
-        row = paradox.ROWS[job.run.name]
-        assert cfg.policy.checkpoint == f"runs/paradox/seed{seed}/{row.start}/model"
+    for job, cfg in trainings.items():
+        folder, _, name = job.partition("-")
+        assert cfg.seed == cfg.data.seed == int(folder.removeprefix("seed"))
+        assert cfg.run == f"runs/paradox/{folder}/{name}"
+        row = paradox.ROWS[name]
+        assert cfg.policy.checkpoint == f"runs/paradox/{folder}/{row.start}/model"
         assert row.prefix == cfg.rollout.think_prefix
         assert [source.path for source in cfg.data.sources] == ["runs/paradox/data/sft/rl.parquet"]
 
 
-def test_a_row_and_its_control_differ_in_what_the_name_says():
-    by_name = {job.run.name: replace(config_of(job), run="") for job in JOBS if job.name.startswith("seed0-") and job.command[0] == "rl.py"}  # fmt: skip
+def test_a_row_and_its_control_differ_in_what_the_name_says(trainings):
+    by_name = {name.removeprefix("seed0-"): replace(cfg, run="") for name, cfg in trainings.items()}
     para, full = by_name["paragrpo"], by_name["paragrpo_full"]
     off = replace(para, reward=replace(para.reward, anchor=replace(para.reward.anchor, credit="off")))
     assert by_name["prefix_only"] == off
@@ -69,144 +76,118 @@ def test_a_row_and_its_control_differ_in_what_the_name_says():
 
 def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
     for job in JOBS:
-        if job.command[0] == "eval.py":
-            cfg = config_of(job)
-            assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": "runs/paradox/data/sft"}
-            assert ("sampled" in job.name) == (cfg.rollout.temperature == 1)
-            assert ("alone" in job.name) == (cfg.rollout.concurrency == 1)
-            if cfg.name in ("sequential", "paragrpo") and "alone" not in job.name:
-                assert cfg.arms[0] == {"sequential": "sequential", "paragrpo": "parallel"}[cfg.name]
-            assert job.name.endswith("-bare") == (not cfg.rollout.think_prefix)
-            assert cfg.checkpoint == ("runs/paradox/data/sft/model" if cfg.name == "base" else f"{Path(cfg.run).parent.parent}/{cfg.name}/model")  # fmt: skip
+        if job.command[0] != "eval.py":
+            continue
+        cfg = config_of(job)
+        assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": "runs/paradox/data/sft"}
+        assert ("sampled" in job.name) == (cfg.rollout.temperature == 1)
+        assert ("alone" in job.name) == (cfg.rollout.concurrency == 1)
+        assert job.name.endswith("-bare") == (not cfg.rollout.think_prefix)
+        if cfg.name in ("sequential", "paragrpo") and "alone" not in job.name:
+            assert cfg.arms[0] == {"sequential": "sequential", "paragrpo": "parallel"}[cfg.name]
+        trained = f"{Path(cfg.run).parent.parent}/{cfg.name}/model"
+        assert cfg.checkpoint == ("runs/paradox/data/sft/model" if cfg.name == "base" else trained)
 
 
 # ------------------------------------------------------------------------------------------------ the work
 
 
-def script(tmp_path, name, text) -> str:
-    path = tmp_path / f"{name}.py"
-    path.write_text(
-        f"import pathlib, sys, time\nwith open({str(tmp_path / 'order')!r}, 'a') as f: f.write('{name} ')\n{text}"
-    )
-    return str(path)
+def python(tmp_path, name: str, then: str = "") -> tuple[str, str]:
+    """A command that notes its name in the file `order`."""
+    return "-c", f"import sys, time\nwith open({str(tmp_path / 'order')!r}, 'a') as f: f.write('{name}')\n{then}"
 
 
-def test_a_job_that_is_done_is_not_run_again_and_one_that_failed_stops_only_those_that_need_it(tmp_path, capsys):
-    fails = tmp_path / "fails"
-    fails.touch()
-    jobs = [
-        Job("a", (script(tmp_path, "a", ""),)),
-        Job("b", (script(tmp_path, "b", f"sys.exit(pathlib.Path({str(fails)!r}).exists())"),), "a"),
-        Job("c", (script(tmp_path, "c", ""),), "b"),
-        Job("d", (script(tmp_path, "d", ""),), "a"),
-    ]
-    assert not work(jobs, 2, tmp_path)
-    assert sorted((tmp_path / "order").read_text().split()) == ["a", "b", "d"]
-    assert "failed: b, see" in capsys.readouterr().out
-    fails.unlink()
-    assert work(jobs, 2, tmp_path)
-    assert (tmp_path / "order").read_text().split()[3:] == ["b", "c"]
+def test_a_done_job_is_not_run_again_and_a_failed_one_stops_only_those_that_need_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    jobs = {name: Job(name, python(tmp_path, name), needs) for name, needs in zip("abcd", ("", "a", "b", "a"))}
+    fails = Job("b", python(tmp_path, "b", "sys.exit(1)"), "a")
+    assert not run_jobs([jobs["a"], fails, jobs["c"], jobs["d"]], tmp_path)
+    assert sorted((tmp_path / "order").read_text()) == ["a", "b", "d"]
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 3 and sum("failed: b, see" in line for line in told) == 1  # in a pipe, one line per job
+    assert run_jobs(list(jobs.values()), tmp_path)
+    assert (tmp_path / "order").read_text()[3:] == "bc"
     assert {path.name for path in (tmp_path / "done").iterdir()} == set("abcd")
 
 
 def test_stopping_the_study_stops_its_processes(tmp_path, monkeypatch):
-    naps = iter([None, None, KeyboardInterrupt()])
+    naps = []
 
     def sleep(_):
-        if stop := next(naps):
-            raise stop
+        naps.append(1)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
 
     started, popen = [], paradox.subprocess.Popen
     monkeypatch.setattr(paradox, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(paradox.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
     with pytest.raises(KeyboardInterrupt):
-        work([Job("slow", (script(tmp_path, "slow", "time.sleep(60)"),))], 1, tmp_path)
+        run_jobs([Job("slow", python(tmp_path, "slow", "time.sleep(60)"))], tmp_path)
     assert started[0].wait(5) < 0 and not (tmp_path / "done" / "slow").exists()
 
 
 # ------------------------------------------------------------------------------------------------ the tables
 
 
-def write_seed(root: Path, seed: int, scores: dict[str, list[float]]) -> None:
-    """PARA-GRPO of one seed at K = 4: items 1 and 3 have called, and items 4 ... twice."""
+def write_seed(root: Path, seed: int, scores: dict[tuple[str, str], list[float]]) -> None:
+    """Evaluations of one seed at K = 4, by row and arm: items 1 and 3 have called, and items 4 ... twice."""
     (root / "done").mkdir(exist_ok=True)
-    for kind in ("greedy", "sampled", "alone"):
-        folder = root / f"seed{seed}" / "eval" / f"paragrpo-{kind}"
-        folder.mkdir(parents=True)
-        (root / "done" / f"seed{seed}-eval-paragrpo-{kind}").write_text("abc")
-        for arm, values in scores.items():
-            settings = {"name": "paragrpo", "split": "toy", "k": 4, "arm": arm, "items": len(values), "total": 128}
-            records = [
-                {"id": str(i), "videos": [f"{i}"], "kind": "oe", "groups": {}, "prediction": "x", "score": v, "judged": False, "error": "",
-                 "calls": [{"error": ""}] * calls, "turns": 2, "tokens": 10, "agent_tokens": 0, "truncated": False,
-                 "seconds": (1.0 if arm == "parallel" else 2.0) * (1 + calls), "fmt": 0.25, "strict": 1.0}
-                for i, v in enumerate(values) for calls in [2 if i >= 4 else i % 2]
-            ]  # fmt: skip
-            text = "".join(json.dumps(line) + "\n" for line in (settings, *records))
-            (folder / f"toy-K4-{arm}.jsonl").write_text(text)
+    for (name, arm), values in scores.items():
+        settings = {"name": name, "split": "toy", "k": 4, "arm": arm, "items": len(values), "total": 128}
+        lines = [settings]
+        for i, score in enumerate(values):
+            calls = 2 if i >= 4 else i % 2
+            seconds = (1.0 if arm == "parallel" else 2.0) * (1 + calls)
+            lines.append({"id": str(i), "videos": [f"{i}"], "kind": "oe", "groups": {}, "prediction": "x", "score": score,
+                          "judged": False, "error": "", "calls": [{"error": ""}] * calls, "turns": 2, "tokens": 10, "agent_tokens": 0,
+                          "truncated": False, "seconds": seconds, "fmt": 0.25, "strict": 1.0})  # fmt: skip
+        for kind in ("greedy", "sampled", "alone"):
+            run = paradox.evaluation(name, kind, paradox.ROWS[name].prefix)
+            folder = root / f"seed{seed}" / "eval" / run
+            folder.mkdir(parents=True)
+            (folder / f"toy-K4-{arm}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (root / "done" / f"seed{seed}-eval-{run}").write_text("abc")
 
 
 @pytest.fixture
 def studied(tmp_path) -> Path:
-    write_seed(tmp_path, 0, {"parallel": [1, 1, 0, 1], "sequential": [1, 0, 0, 1]})
-    write_seed(tmp_path, 1, {"parallel": [0, 1, 0, 1, 0, 1, 0, 1], "sequential": [1] * 8})
+    four, eight = [1, 1, 0, 1], [0, 1, 0, 1, 0, 1, 0, 1]
+    write_seed(tmp_path, 0, {("sft", "parallel"): four, ("sft_sequential", "sequential"): [1, 0, 0, 1]})
+    write_seed(tmp_path, 1, {("sft", "parallel"): eight, ("sft_sequential", "sequential"): [1] * 8})
+    write_seed(tmp_path, 2, {("paragrpo", "parallel"): four})
     return tmp_path
 
 
 def test_figures_are_of_each_seed(studied):
-    seeds = Seeds(studied)
-    assert seeds.accuracy("paragrpo", 4) == {"seed0": 0.75, "seed1": 0.5} and seeds.accuracy("paragrpo", 8) == {}
-    assert seeds.accuracy_if("paragrpo", 4, True) == {"seed0": 1.0, "seed1": 4 / 6}
-    assert seeds.accuracy_if("paragrpo", 4, False) == {"seed0": 0.5, "seed1": 0.0}
-    assert seeds.cost("paragrpo", "calls") == {"seed0": 0.5, "seed1": 1.25} and seeds.cost("grpo", "calls") == {}
-    assert seeds.cost("paragrpo", "fmt") == {"seed0": 0.25, "seed1": 0.25}
-    assert seeds.cost("paragrpo", "calls", k=4) == {"seed0": 0.5, "seed1": 1.25}
-    assert seeds.cost("paragrpo", "calls", k=64) == {}
-
-
-def test_a_spread_is_mean_and_sample_deviation():
+    get = Measured(studied).get
+    assert get("sft", "accuracy", "greedy", 4) == {"seed0": 0.75, "seed1": 0.5}
+    assert get("sft", "accuracy", "greedy", 8) == get("grpo", "calls") == get("sft", "fmt", prefix=True) == {}
+    assert get("sft", "accuracy_called", k=4) == {"seed0": 1.0, "seed1": 4 / 6}
+    assert get("sft", "accuracy_skipped", k=4) == {"seed0": 0.5, "seed1": 0.0}
+    assert get("sft", "calls") == get("sft", "calls", k=4) == {"seed0": 0.5, "seed1": 1.25}
+    assert get("sft", "fmt") == {"seed0": 0.25, "seed1": 0.25}
+    assert get("sft_sequential", "seconds_of_two", "alone") == {"seed1": 6.0}  # seed 0 never called twice
     assert spread({"a": 1.0, "b": 2.0}) == "1.50 ± 0.71" and spread({"a": 1.0}) == "1.00" and spread({}) == ""
 
 
-def test_claims_count_the_seeds_in_which_they_hold(studied, monkeypatch):
-    monkeypatch.setitem(paradox.DISPATCH, "cold start: one call per turn", ("paragrpo", "sequential"))
-    monkeypatch.setitem(paradox.DISPATCH, "cold start: parallel", ("paragrpo", "parallel"))
-    monkeypatch.setattr(paradox, "GREEDY", (4,))
-    table = {
-        row.split("|")[1].strip(): row.split("|")[2:4] for row in paradox.claims_table(Seeds(studied)).splitlines()[4:]
-    }
-    faster = next(v for k, v in table.items() if k.startswith("parallel calls are"))
-    assert "parallel 3.00 < sequential 6.00" in faster[0] and "1 of 1" in faster[1]  # seed 0 never called twice
-    better = next(v for k, v in table.items() if k.startswith("and no worse"))
-    assert "parallel 0.62 ± 0.18 >= sequential 0.62 ± 0.18" in better[0] and "2 of 2" in better[1]
-    assert not any("GRPO loses" in claim for claim in table)  # nobody has run it
-
-
-def test_the_tables_show_the_papers_values_beside_ours(studied):
-    text = paradox.tables(studied, demo=False)
-    assert "0.25 ± 0.00 [0.41] | 0.88 ± 0.53 [0.21]" in text
-    assert "on videomme, videomme_wsub, lvbench, mlvu: sequential 61.4, 68.8, 37.5, 64.1; parallel 62.1, " in text
-
-
-def test_results_keep_what_people_wrote_around_the_tables(studied):
-    path = studied / "results" / "paradox.md"
-    paradox.write_results(path, "first", "python x", studied)
-    path.write_text(path.read_text().replace("# The paradox on the toy", "# Ours") + "\nWhat it means.\n")
-    paradox.write_results(path, "second", "python x", studied)
-    text = path.read_text()
-    assert text.startswith("# Ours") and text.endswith("What it means.\n") and "second" in text and "first" not in text
-    assert "commit abc" in text
-
-
 def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypatch, capsys):
-    """`tables` runs nothing and needs no finished study."""
+    """`tables` runs nothing and needs no finished study; what people wrote around its tables stays."""
     called, drawn = [], []
     monkeypatch.setattr(paradox, "SAMPLED", (4,))  # what there is
     monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda axis, x, y, std, **style: drawn.append((y, std)))
     monkeypatch.setattr(sys, "argv", ["paradox.py", "tables", "--root", str(studied)])
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
-    monkeypatch.setattr(paradox, "write_results", lambda *args: called.append(args))
+    path = studied / "paradox.md"
+    path.write_text("# Ours\n\n<!-- tables: written by paradox.py -->\nSTALE\n<!-- end of tables -->\nWhat it means.\n")
     assert paradox.main() == 0
-    assert (studied / "outcomes.png").exists()
-    assert drawn == [([0.625], [pytest.approx(0.125 * 2**0.5)]), ([0.875], [pytest.approx(0.375 * 2**0.5)])]
-    assert "#### A. Stages" in capsys.readouterr().out and "study.report" in called[0] and len(called) == 2
+    assert (studied / "outcomes.png").exists() and "study.report" in called[0]
+    accuracy, calls = ([0.625], [pytest.approx(0.125 * 2**0.5)]), ([0.875], [pytest.approx(0.375 * 2**0.5)])
+    assert accuracy in drawn and calls in drawn
+    text = path.read_text()
+    assert text.startswith("# Ours") and text.endswith("What it means.\n") and "STALE" not in text
+    assert "at commit abc;" in text and "#### A. Rows" in capsys.readouterr().out
+    assert "0.25 ± 0.00 [0.13] | 0.88 ± 0.53 [2.5]" in text  # the paper's values beside ours
+    # Claims count the seeds in which they hold. Seed 0 never called twice, and nobody has run plain GRPO.
+    assert re.search(r"parallel calls are faster.*parallel 3.00 < sequential 6.00 +\| 1 of 1", text)
+    assert re.search(r"and no worse.*parallel 0.62 ± 0.18 >= sequential 0.75 ± 0.35 \| 1 of 2", text)
+    assert "GRPO loses" not in text
