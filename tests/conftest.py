@@ -1,7 +1,9 @@
 """A small toy, built once per session: the fixtures that most tests stand on."""
 
+import fcntl
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -10,6 +12,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import pytest
+import scripts
+
+os.environ |= scripts.ONE_THREAD  # before torch is imported: the workers share the cores
 
 from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.video import Frames, Videos
@@ -19,11 +24,28 @@ from tools import TOOLS
 SMALL = {"videos": 30, "perception": 120, "direct": 20, "sft": 300, "sft_val": 20, "rl": 24, "val": 8, "test": 8}
 
 
+def pytest_collection_modifyitems(items) -> None:
+    """Begin with the files that take longest, so that both workers end together."""
+    items.sort(key=lambda item: item.path.stem not in ("test_rl", "test_sft"))
+
+
+def build_once(tmp_path_factory, name: str, build: Callable[[Path], object]) -> Path:
+    """Return a folder that one of the session's workers builds and all of them read."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # each worker has a folder of its own in that of the session
+    folder, built = root / name, root / f"{name}.built"
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            build(folder)
+            built.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def toy_dir(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("toy")
-    toy.build(root, seed=0, sizes=SMALL)
-    return root
+    return build_once(tmp_path_factory, "toy", lambda folder: toy.build_toy(folder, seed=0, sizes=SMALL))
 
 
 @pytest.fixture(scope="session")

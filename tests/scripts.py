@@ -1,24 +1,114 @@
-"""The project's scripts as subprocesses, alone or under torchrun."""
+"""The project's scripts as processes, alone or as several ranks.
 
+Python takes five seconds of a core to import torch and transformers, so most scripts are forked from a process that has
+imported them already. `anew=True` and options for `Popen` (`start_new_session` to kill a group) start a real one."""
+
+import atexit
 import json
+import multiprocessing
 import os
+import runpy
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+FORKS = multiprocessing.get_context("forkserver")
+# Nothing of the project itself: the guides' tests run changed copies of it.
+MODEL = "transformers.models.qwen3_vl.modeling_qwen3_vl"
+FORKS.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.auto", MODEL, "pyarrow.parquet"])
 
 
-def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, **popen) -> subprocess.Popen:
+class Forked(FORKS.Process):
+    """A script or a function in a forked process, with the part of `subprocess.Popen` that tests use."""
+
+    def __init__(self, command: list[str] | Callable[[], None], folder: Path = REPO, ranks: int = 1):
+        super().__init__(daemon=True)
+        self.command, self.folder, self.ranks = command, str(folder), ranks
+        self.environment = os.environ | ONE_THREAD
+        self.log = tempfile.mkstemp(suffix=".log")[1]
+        self.start()
+
+    def run(self) -> None:
+        """In the forked process: do as a fresh interpreter would."""
+        log = os.open(self.log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path.insert(0, self.folder)
+        if self.ranks > 1:
+            fork_ranks(self.ranks)
+        try:
+            if callable(self.command):
+                self.command()
+            else:
+                sys.argv = self.command
+                runpy.run_path(self.command[0], run_name="__main__")
+        finally:  # which multiprocessing leaves out
+            threading._shutdown()
+            atexit._run_exitfuncs()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.exitcode
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self.command, timeout)
+        told = Path(self.log).read_text(encoding="utf-8")
+        os.unlink(self.log)
+        return told, None
+
+
+def fork_ranks(world: int) -> None:
+    """Return in each of `world` ranks. The caller's process waits for them and ends; one that fails ends the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
+    ranks = set()
+    for rank in range(world):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        pid = os.fork()
+        if pid == 0:
+            return
+        ranks.add(pid)
+    failed = False
+    while ranks:
+        pid, status = os.wait()
+        ranks.remove(pid)
+        if status:
+            failed = True
+            for other in ranks:
+                os.kill(other, signal.SIGKILL)
+    sys.exit(failed)
+
+
+def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = False, **popen):
+    """Start `SCRIPT CFG OVERRIDES...` and return its process."""
+    command = [script, str(cfg), *overrides]
+    if not anew and not popen:
+        return Forked(command, ranks=ranks)
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*launcher, script, str(cfg), *overrides], cwd=REPO, env=environment, **pipes, **popen)
+    return subprocess.Popen([*launcher, *command], cwd=REPO, env=os.environ | ONE_THREAD, **pipes, **popen)
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> str:
+def finish(process, code: int = 0) -> str:
+    """Wait for a process of `start` to end with this status, and return what it printed."""
     told, _ = process.communicate(timeout=300)
     assert process.returncode == code, told
     return told
@@ -26,3 +116,24 @@ def finish(process: subprocess.Popen, code: int = 0) -> str:
 
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Compare the results of two runs, bit by bit."""
+    from safetensors.torch import load_file
+
+    a, b = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
+    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
+
+
+def same_metrics(one: list[dict], other: list[dict]) -> bool:
+    """Compare all but times and memory; an interrupted run may have been given no held-out rows."""
+
+    def figures(lines):
+        kept = []
+        for line in lines:
+            free = ("val_loss", "peak_memory_gib")
+            kept.append({k: v for k, v in line.items() if "second" not in k and not k.startswith(free)})
+        return kept
+
+    return figures(one) == figures(other)

@@ -1,19 +1,20 @@
 """The guides of docs/, followed to the letter: their diffs are applied to a copy of the repository, their configs
 written, their commands run, and what they promise is looked at.
 
-The functions without `test_` run in the copy (a `Fork`), whose modules they import; they return what JSON can hold."""
+The functions without `test_` run, and assert, in the copy (a `Fork`), whose modules they import."""
 
 import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from scripts import REPO
+from scripts import REPO, Forked, finish
 
 pytestmark = pytest.mark.skipif(not shutil.which("patch"), reason="the guides' diffs are applied with `patch`")
 
@@ -25,15 +26,14 @@ class Fork:
         self.root = root
         for path in REPO.glob("*.py"):
             shutil.copy(path, root)
-        for room in ("runtime", "evals", "study"):
+        for room in ("runtime", "evals", "study", "configs"):
             shutil.copytree(REPO / room, root / room)
-        shutil.copytree(REPO / "configs", root / "configs")
         (root / "toy_data").mkdir()
         for path in toy.iterdir():  # what a guide adds beside them stays in the copy
             (root / "toy_data" / path.name).symlink_to(path)
         blocks = re.findall(r"^```(\w+)\n(.*?)^```$", (REPO / "docs" / guide).read_text("utf-8"), re.M | re.S)
         self.diffs, self.configs, self.commands = (
-            [t for kind, t in blocks if kind == k] for k in ("diff", "yaml", "sh")
+            [text for kind, text in blocks if kind == wanted] for wanted in ("diff", "yaml", "sh")
         )
 
     def change(self) -> None:
@@ -44,22 +44,23 @@ class Fork:
         for text in self.configs:
             (self.root / re.match(r"# (configs/\S+\.yaml)\n", text)[1]).write_text(text, "utf-8")
 
-    def run(self, *command: str) -> str:
-        paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(REPO / "tests")}
-        done = subprocess.run(
-            command, cwd=self.root, env=os.environ | paths | {"OMP_NUM_THREADS": "1"}, text=True, capture_output=True
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
-
     def shell(self, i: int) -> str:
-        """What the guide's i-th block of commands prints."""
-        return self.run("bash", "-ec", self.commands[i])
+        """What the guide's i-th block of commands prints: its Python runs in forked processes, `cat` in bash."""
+        told = ""
+        block = self.commands[i].replace("\\\n", " ")
+        # A command a line, some with a text for their standard input.
+        for command, text in re.findall(r"^([^\n]+)\n(?:(?<=<<'END'\n)(.*?)^END\n)?", block, re.M | re.S):
+            if command.startswith("python - "):
+                told += self.run(partial(exec, text, {}))
+            elif command.startswith("python "):
+                told += self.run(shlex.split(command)[1:])
+            else:
+                subprocess.run(["bash", "-ec", f"{command}\n{text}END"], cwd=self.root, check=True)
+        return told
 
-    def call(self, function) -> dict:
-        """What a function of this file returns in the copy."""
-        code = f"import json, test_guides; print(json.dumps(test_guides.{function.__name__}()))"
-        return json.loads(self.run(sys.executable, "-c", code).splitlines()[-1])
+    def run(self, command) -> str:
+        """What a script or a function prints in the copy; it must not fail."""
+        return finish(Forked(command, self.root))
 
 
 @pytest.fixture
@@ -70,30 +71,20 @@ def fork(tmp_path, toy_dir):
 # ---- a tool
 
 
-def zooming() -> dict:
-    """An episode whose agent calls both tools, once badly; then zooms into a picture that tells where it was cut."""
-    import numpy as np
-    from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, is_subagent
+def a_call_runs_beside_its_siblings() -> None:
+    """An episode whose agent calls both tools, the new one also badly."""
+    from tiny_checkpoint import Scripted, is_subagent
 
-    from data import Call, Task
+    from data import Task
     from rollout import RolloutConfig, rollout
     from runtime import config
     from runtime.contract import Renderer, VisualContract, load_tokenizer
-    from runtime.video import Frames, Videos
-    from tools import Look, ToolError, use
+    from runtime.video import Videos
 
-    said = [
-        "Both.\n</think>"
-        + "".join(
-            f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
-            for name, arguments in (
-                ("crop_video", {"start_time": 0, "end_time": 8}),
-                ("zoom_frame", {"time": "0:10", "x": 0.5, "y": 0}),
-                ("zoom_frame", {"time": 10, "x": 1.5, "y": 0}),
-            )
-        ),
-        "Seen.\n</think><answer>red</answer>",
-    ]
+    arguments = [{"start_time": 0, "end_time": 8}, {"time": "0:10", "x": 0.5, "y": 0}, {"time": 10, "x": 1.5, "y": 0}]
+    calls = [json.dumps({"name": "zoom_frame" if "x" in a else "crop_video", "arguments": a}) for a in arguments]
+    said = ["Both.\n</think>" + "".join(f"<tool_call>{call}</tool_call>" for call in calls)]
+    said.append("Seen.\n</think><answer>red</answer>")
 
     def reply(prompt: str, seed: int) -> str:
         if is_subagent(prompt):
@@ -108,40 +99,45 @@ def zooming() -> dict:
         engine = Scripted(renderer, reply)
         stage = {"engine": engine, "renderer": renderer, "videos": videos, "cfg": cfg}
         [[episode]] = [group.episodes for group in rollout([task], [4], 1, progress=False, **stage)]
+    assert not episode.error and '"zoom_frame"' in renderer.decode(list(engine.asked[0][0]))
+    crop, good, bad = episode.calls
+    assert crop.window == (0, 8) and not crop.error and len(crop.agent.frames[0]) > 1
+    assert good.window == (10, 10) and not good.error and good.text == "1 frames."
+    assert bad.error == "bad_arguments" and "x and y in 0 ... 1" in bad.text
+    read = renderer.decode(episode.main.ids[episode.main.turns[0][1] : episode.main.turns[1][0]])
+    assert re.findall(r"<tool_response>\n(.*?)\n</tool_response>", read) == [crop.text, good.text, bad.text]
+
+
+def a_zoom_shows_the_quarter_around_its_point() -> None:
+    """Red grows from left to right, green from top to bottom, so a picture tells where it was cut."""
+    import numpy as np
+    from tiny_checkpoint import CONTRACT, MemoryVideos
+
+    from data import Call, Task
+    from runtime.video import Frames
+    from tools import ToolError, use
 
     class Gradient(MemoryVideos):
-        """Red grows from left to right, green from top to bottom."""
-
         def frames(self, path, indices, size):
             x, y = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
             image = np.stack([x, y, np.zeros_like(x)], -1).round().astype(np.uint8)
             return Frames(np.stack([image] * len(indices)), tuple(self.times[list(indices)].tolist()))
 
-    def zoom(**arguments) -> Look | str:
-        try:
-            return use(Call(0, "zoom_frame", arguments), task, ("zoom_frame",), Gradient(size=(640, 480)), CONTRACT)
-        except ToolError as error:
-            return error.kind
+    def zoom(**arguments) -> Frames:
+        task = Task("t", "", ("v.mp4",), "oe", "")
+        call = Call(0, "zoom_frame", arguments)
+        return use(call, task, ("zoom_frame",), Gradient(size=(640, 480)), CONTRACT).frames
 
-    seen = {}
-    for x, y in ((0.5, 0.25), (0, 1)):
-        look = zoom(time=10.2, x=x, y=y)
-        red, green = look.frames.pixels[0, ..., 0], look.frames.pixels[0, ..., 1]
-        seen[f"{x}, {y}"] = [int(edge) for channel in (red, green) for edge in (channel.min(), channel.max())]
-    written = [-1, 0, 1e-9, 0.999, 1, 1.1, 1e308, math.nan, math.inf, None, True, "0.5", "left", [], {}, 10**400]
-    looks = [zoom(time=time, x=x, y=y) for time in (60, 61, "soon") for y in (0, 0.3, 2) for x in written]
-    shapes = {look if isinstance(look, str) else str(look.frames.pixels.shape) for look in looks}
-    return {
-        "prompt": renderer.decode(list(engine.asked[0][0])),
-        "read": renderer.decode(episode.main.ids[episode.main.turns[0][1] :]),
-        "calls": [[c.name, c.window, c.text, c.error, len(c.agent.frames[0]) if c.agent else 0] for c in episode.calls],
-        "error": episode.error,
-        "times": look.frames.times,
-        "size": [*look.frames.pixels.shape[1:3]],
-        "expected_size": [*CONTRACT.frame_size(640, 480)][::-1],
-        "seen": seen,
-        "shapes": sorted(shapes),
-    }
+    # A quarter of 0 ... 255 is 64 wide: around 0.5 that is 96 ... 159, around 0.25 32 ... 96, at an edge the outermost.
+    for x, y, expected in ((0.5, 0.25, [96, 159, 32, 96]), (0, 1, [0, 63, 192, 255])):
+        frames = zoom(time=10.2, x=x, y=y)
+        red, green = frames.pixels[0, ..., 0], frames.pixels[0, ..., 1]
+        assert [red.min(), red.max(), green.min(), green.max()] == pytest.approx(expected, abs=2)
+        assert frames.times == (10.0,) and frames.pixels.shape[2:0:-1] == CONTRACT.frame_size(640, 480)
+    for x in (-1, 1.1, 1e308, math.nan, math.inf, None, True, "left", [], {}, 10**400):
+        with pytest.raises(ToolError) as refused:
+            zoom(time=60, x=x, y=0.3)
+        assert refused.value.kind == "bad_arguments"
 
 
 def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
@@ -149,31 +145,17 @@ def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
     [diff] = fork.diffs
     assert len(diff.splitlines()) <= 30 and set(re.findall(r"^\+\+\+ b/(.*)$", diff, re.M)) == {"tools.py"}
     fork.change()
-    found = fork.call(zooming)
-
-    # The call ran beside its siblings, and its report came back in the same turn, in call order.
-    assert not found["error"] and '"zoom_frame"' in found["prompt"]
-    crop, good, bad = found["calls"]
-    assert crop[:2] == ["crop_video", [0, 8]] and crop[3] == "" and crop[4] > 1
-    assert good == ["zoom_frame", [10.0, 10.0], "1 frames.", "", 1]
-    assert bad[0] == "zoom_frame" and bad[3] == "bad_arguments" and "x and y in 0 ... 1" in bad[2]
-    responses = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", found["read"].split("<|im_start|>assistant")[0])
-    assert responses == [crop[2], good[2], bad[2]]
-
-    # A quarter of 0 ... 255 is 64 wide: around 0.5 that is 96 ... 159, around 0.25 32 ... 96, at an edge the outermost.
-    assert found["seen"]["0.5, 0.25"] == pytest.approx([96, 159, 32, 96], abs=2)
-    assert found["seen"]["0, 1"] == pytest.approx([0, 63, 192, 255], abs=2)
-    assert found["times"] == [10.0] and found["size"] == found["expected_size"]
-    assert found["shapes"] == [f"(1, {found['size'][0]}, {found['size'][1]}, 3)", "bad_arguments"]
-
-    [episode] = map(json.loads, fork.shell(0).splitlines())
+    fork.run(a_call_runs_beside_its_siblings)
+    fork.run(a_zoom_shows_the_quarter_around_its_point)
+    fork.shell(0)
+    episode = json.loads((fork.root / "zoom.json").read_text("utf-8"))
     assert '"zoom_frame"' in episode["main"]["text"] and not episode["error"]
 
 
 # ---- a reward
 
 
-def brevity() -> dict:
+def brevity_is_paid_and_logged() -> None:
     """Episodes of 44 and 45 tokens (here: characters) under the guide's config, and what a step writes of them."""
     from data import Group, Task
     from rewards import Characters, score, stage
@@ -183,95 +165,64 @@ def brevity() -> dict:
 
     cfg, renderer = config.load(RLConfig, "configs/toy_brief.yaml").reward, Characters()
     task = Task("t", "", (), "mcq", "B")
-    said = [
-        "<think>\nI look.\n</think>\n<answer>B</answer>",
-        "<think>\nI look..\n</think>\n<answer>C</answer>",
-        "<answer>" * 9,
-    ]
-    episodes = [stage([text + END_OF_TURN], task, renderer) for text in said]
+    said = ["<think>\nI look.\n</think>\n<answer>B</answer>", "<think>\nI look..\n</think>\n<answer>C</answer>"]
+    episodes = [stage([text + END_OF_TURN], task, renderer) for text in [*said, "<answer>" * 9]]
     for episode in episodes:
         episode.reward = score(episode, renderer, cfg)
-    plain = score(episodes[0], renderer, config.load(RLConfig, "configs/toy_paragrpo.yaml").reward)
-    try:
-        config.load(RLConfig, "configs/toy_brief.yaml", ["reward.brief_tokens=0"])
-        refused = ""
-    except config.ConfigError as error:
-        refused = str(error)
+    right, wrong, spam = (episode.reward for episode in episodes)
+    assert right["brief"] == pytest.approx(52 / 96) and wrong["brief"] == 0 == spam["brief"]
+    # The config pays for accuracy and brevity alone: 1 + 0.2 * 52 / 96.
+    assert right["reward"] == pytest.approx(1.108333, abs=1e-6) and wrong["reward"] == 0
     metrics = describe([Group(task, 64, episodes)], [64], step=0)
-    return {"parts": [e.reward for e in episodes], "plain": plain, "metrics": metrics, "refused": refused}
+    assert metrics["brief"] == pytest.approx(52 / 96 / 3)
+    plain = score(episodes[0], renderer, config.load(RLConfig, "configs/toy_paragrpo.yaml").reward)
+    assert plain["reward"] == 1 and plain["brief"] == pytest.approx(1 - 44 / 512)
+    with pytest.raises(config.ConfigError, match="brief_tokens = 0: must be positive"):
+        config.load(RLConfig, "configs/toy_brief.yaml", ["reward.brief_tokens=0"])
 
 
 def test_a_reward_is_a_weighted_part_and_logged_by_its_name(fork):
     fork = fork("add_a_reward.md")
     fork.change()
-    found = fork.call(brevity)
-    right, wrong, spam = found["parts"]
-    assert right["brief"] == pytest.approx(52 / 96) and wrong["brief"] == 0 == spam["brief"]
-    # The config pays for accuracy and brevity alone: 1 + 0.2 * 52 / 96.
-    assert right["reward"] == pytest.approx(1.108333, abs=1e-6) and wrong["reward"] == 0
-    assert found["plain"]["reward"] == 1 and found["plain"]["brief"] == pytest.approx(1 - 44 / 512)
-    assert found["metrics"]["brief"] == pytest.approx(52 / 96 / 3)
-    assert found["metrics"]["reward"] == pytest.approx(1.108333 / 3, abs=1e-6)
-    assert "brief_tokens = 0: must be positive" in found["refused"]
+    fork.run(brevity_is_paid_and_logged)
     assert re.search(r"^ *brief +0\.91$", fork.shell(0), re.M)  # 1 - 44 / 512
 
 
 # ---- a dataset
 
 
-def mine() -> dict:
-    """The guide's rows as tasks and as items, and a row that cannot be used."""
-    import dataclasses
+def rows_are_tasks_and_items() -> None:
+    from dataclasses import replace
 
-    from data import parse_task
+    from data import Task, parse_task
     from eval import EvalConfig
     from evals.benchmarks import load_split
     from runtime import config
     from runtime.dataset import DataConfig, RowError, Rows
 
     data = config.build(DataConfig, config.read_tree(Path("configs/toy_mine.yaml"))["data"], "data.")
-    rows = Rows(data.sources[1].path)
-    tasks = [parse_task(rows[i], f"mine:{i}", rows.path.parent) for i in range(len(rows))]
-    refused = []
-    for change in ({"video": "videos/none.mp4"}, {"video": None}, {"answer": ""}):
-        try:
-            parse_task(rows[0] | change, "mine:0", rows.path.parent)
-        except RowError as error:
-            refused.append(str(error))
-    published = Rows(data.sources[0].path)
+    published, rows = (Rows(source.path) for source in data.sources)
+    video = os.path.abspath("toy_data/videos/test00000.mp4")
+    question, options = "Which color flashes?", ("red", "green", "blue")
+    first = Task("mine:0", f"{question}\nA. red\nB. green\nC. blue", (video,), "mcq", "B", options)
+    root = rows.path.parent
+    assert len(rows) == 3 and parse_task(rows[0], "mine:0", root) == first
+    without = rows[0] | {"options": None, "answer": "green"}
+    assert parse_task(without, "mine:0", root) == Task("mine:0", question, (video,), "oe", "green")
+    assert parse_task(published[0], "rl:0", root).kind == "oe"  # the schema that was known before
+    changes = {"none.mp4": {"video": "videos/none.mp4"}, "none is named": {"video": None}, "no answer": {"answer": ""}}
+    for says, change in changes.items():
+        with pytest.raises(RowError, match=says):
+            parse_task(rows[0] | change, "mine:0", root)
     items = load_split("mine", config.load(EvalConfig, "configs/eval/toy_mine.yaml").splits["mine"])
-    return {
-        "tasks": [dataclasses.asdict(task) for task in tasks],
-        "open": dataclasses.asdict(
-            parse_task(rows[0] | {"options": None, "answer": "green"}, "mine:0", rows.path.parent)
-        ),
-        "published": dataclasses.asdict(parse_task(published[0], "rl:0", rows.path.parent)),
-        "refused": refused,
-        "items": [[dataclasses.asdict(item.task), item.groups] for item in items],
-    }
+    assert len(items) == 3 and items[0].task == replace(first, id="mine-0")
 
 
 def test_a_dataset_is_rows_that_become_tasks_and_items(fork):
     fork = fork("add_a_dataset.md")
     fork.change()
     fork.shell(0)
-    found = fork.call(mine)
-    video = str(fork.root / "toy_data/videos/test00000.mp4")
-    first = {
-        "id": "mine:0",
-        "question": "Which color flashes?\nA. red\nB. green\nC. blue",
-        "videos": [video],
-        "kind": "mcq",
-        "answer": "B",
-        "options": ["red", "green", "blue"],
-    }
-    assert found["tasks"][0] == first and len(found["tasks"]) == 3
-    assert found["open"] == first | {"question": "Which color flashes?", "kind": "oe", "answer": "green", "options": []}
-    assert found["published"]["kind"] == "oe" and found["published"]["question"].startswith("Which color flashes")
-    missing, unnamed, mute = found["refused"]
-    assert "none.mp4" in missing and "none is named" in unnamed and "no answer" in mute
-    assert found["items"][0] == [first | {"id": "mine-0"}, {"topic": ["color"]}] and len(found["items"]) == 3
-
+    fork.run(rows_are_tasks_and_items)
     told = fork.shell(1)
     assert "3 rows" in told and "mcq 3" in told and "all rows are usable" in told
     told = fork.shell(2)

@@ -157,7 +157,7 @@ def on_ranks(work, world: int, *args) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (world, port, work, args), nprocs=world)
+    torch.multiprocessing.start_processes(_rank, (world, port, work, args), world, start_method="forkserver")
 
 
 def _rank(rank: int, world: int, port: int, work, args) -> None:

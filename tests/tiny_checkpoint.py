@@ -58,10 +58,8 @@ class MemoryVideos:
     def overview(self, path: str, k: int, size_rule) -> Frames:
         return self.frames(path, uniform_indices(len(self.times), k), size_rule(*self.size))
 
-    def window(self, path, start, end, size_rule, fps=1.0, min_frames=1, max_frames=16) -> Frames:
-        return self.frames(
-            path, window_indices(self.times, start, end, fps, min_frames, max_frames), size_rule(*self.size)
-        )
+    def window(self, path, start, end, size_rule, fps, max_frames) -> Frames:
+        return self.frames(path, window_indices(self.times, start, end, fps, max_frames), size_rule(*self.size))
 
 
 class Scripted:

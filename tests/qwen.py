@@ -1,0 +1,137 @@
+"""Qwen3-VL's own vocabulary and chat template, and a small random checkpoint with them: what `make test-qwen` stands on.
+
+`qwen.tiktoken` holds the 151,643 byte strings of the vocabulary in the order in which they were merged, and equals
+Qwen3's tokenizer.json; the added tokens are those of the published tokenizer_config.json."""
+
+import base64
+import functools
+import json
+import unicodedata
+import zipfile
+from pathlib import Path
+
+import regex
+from scripts import REPO
+from tokenizers import AddedToken
+from transformers import GenerationConfig
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
+
+from runtime.contract import VisualContract
+from study import toy
+
+PACKAGES = REPO / ".qwen"
+VOCABULARY = 151_936  # rows of the embedding; the last of them stand for no token
+FIRST_ADDED = 151_643
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+ORDINARY = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+]
+CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)
+
+
+def _read(package: str, name: str) -> bytes:
+    [wheel] = PACKAGES.glob(f"{package}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(name)
+
+
+@functools.cache
+def ranks() -> dict[bytes, int]:
+    """Return {bytes of a token: its id, which is also the rank of its merge}."""
+    lines = (line.split() for line in _read("dashscope", "dashscope/resources/qwen.tiktoken").splitlines())
+    return {base64.b64decode(token): int(rank) for token, rank in lines}
+
+
+def chat_template() -> str:
+    families = json.loads(_read("xinference", "xinference/model/llm/llm_family.json"))
+    [family] = [family for family in families if family["model_name"] == "Qwen3-VL-Instruct"]
+    return family["chat_template"]
+
+
+def merge_bytes(text: bytes, below: int) -> list[bytes]:
+    """Merge the neighbours that make the token of the lowest rank, again and again, while that rank is `below`."""
+    parts = [text[i : i + 1] for i in range(len(text))]
+    while len(parts) > 1:
+        merged = [ranks().get(a + b, below) for a, b in zip(parts, parts[1:])]
+        rank = min(merged)
+        if rank >= below:
+            break
+        i = merged.index(rank)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def encode_plainly(text: str) -> list[int]:
+    """Return the ids of text without added tokens, as tiktoken defines them."""
+    words = regex.findall(PRETOKENIZE_REGEX, unicodedata.normalize("NFC", text))
+    return [ranks()[part] for word in words for part in merge_bytes(word.encode(), FIRST_ADDED)]
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    spelled = _letters_of_bytes()
+    vocabulary, merges = {}, []
+    for token, rank in ranks().items():
+        vocabulary["".join(spelled[byte] for byte in token)] = rank
+        if len(token) > 1:
+            # A token was made from the two parts into which the merges before its own leave it.
+            left, right = ("".join(spelled[byte] for byte in part) for part in merge_bytes(token, rank))
+            merges.append((left, right))
+    tokenizer = Qwen2Tokenizer(vocabulary, merges, chat_template=chat_template(), model_max_length=262_144)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ORDINARY])
+    tokenizer.eos_token = "<|im_end|>"
+    return tokenizer
+
+
+def _letters_of_bytes() -> dict[int, str]:
+    """Return GPT-2's printable character for every byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    letters = {byte: chr(byte) for byte in printable}
+    for byte in range(256):
+        if byte not in letters:
+            letters[byte] = chr(256 + len(letters) - len(printable))
+    return letters
+
+
+def build(path: Path) -> Path:
+    """Write a checkpoint with the real tokenizer, generation config and vocabulary, and two random layers."""
+    toy.write_checkpoint(
+        path,
+        build_tokenizer(),
+        CONTRACT,
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+    )
+    generation = GenerationConfig(
+        do_sample=True, temperature=0.7, top_p=0.8, top_k=20, eos_token_id=[151645, 151643], pad_token_id=151643
+    )
+    generation.save_pretrained(path)
+    return path

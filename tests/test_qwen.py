@@ -1,0 +1,370 @@
+"""Qwen's real vocabulary, merges and chat template: masks, kinds, ids and whole runs on what users have (make test-qwen)."""
+
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import qwen
+import yaml
+from scripts import Forked, finish, metrics, start
+from test_contract import as_transformers_parts, conversation
+from tiny_checkpoint import Scripted, is_subagent
+
+from data import Episode, Task, Trajectory, encode_dialogue, parse_dialogue
+from rewards import RewardConfig, score, structural_mask
+from rollout import THINK_PREFIX, RolloutConfig, rollout
+from runtime.contract import Bundle, Live, Renderer, load_tokenizer
+from sft import KINDS, target_kinds
+
+pytestmark = pytest.mark.qwen
+END, TEXT_END = 151645, 151643  # <|im_end|>, <|endoftext|>
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Path:
+    return qwen.build(tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(checkpoint):
+    return load_tokenizer(checkpoint)
+
+
+@pytest.fixture
+def renderer(tokenizer) -> Renderer:
+    return Renderer(tokenizer, qwen.CONTRACT)
+
+
+@pytest.fixture
+def encode(tokenizer):
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+# ------------------------------------------------------------------------------------------------ the tokenizer
+
+
+def test_the_vocabulary_is_qwens(tokenizer):
+    added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()}
+    assert added == {token: 151_643 + i for i, token in enumerate(qwen.SPECIAL + qwen.ORDINARY)}
+    assert {t.content for t in tokenizer.added_tokens_decoder.values() if t.special} == set(qwen.SPECIAL)
+    assert len(tokenizer) == 151_669 and added["</think>"] == 151_668
+    assert tokenizer.eos_token_id == END and tokenizer.pad_token_id == TEXT_END
+
+
+@pytest.mark.parametrize(
+    "text, ids",
+    [
+        ("<answer>B</answer>", [27, 9217, 36721, 522, 9217, 29]),
+        ("<answer>\n", [27, 9217, 397]),
+        ("</think>\n<answer>", [151668, 198, 27, 9217, 29]),
+        ("<think>\n", [151667, 198]),
+        ("\n\n", [271]),
+        (".\n", [624]),
+        ("<tool_code>", [27, 14172, 4136, 29]),
+        ("A A", [32, 362]),
+    ],
+)
+def test_published_ids_come_back(encode, text, ids):
+    assert encode(text) == ids
+
+
+@pytest.mark.parametrize(
+    "token", [*(f">{letter}" for letter in "ABCDEFGHIJ"), ">The", ">(", ">[", ".</", '"</', "]</", "。</"]
+)
+def test_what_stands_beside_a_tag_is_one_token_with_a_part_of_it(encode, token):
+    assert len(encode(token)) == 1
+
+
+def test_ids_are_those_of_merging_by_rank(encode):
+    texts = [
+        "What's in the picture? It'LL be 12,345.67 km... (I'm sure!)",
+        "line\r\nline\n\n\n  indented\t\ttabs   \n",
+        "红伞在第 12.5 秒出现。<answer>红伞</answer>",
+        "🙂🙃 e\u0301 \u00e9 ﬁ Ωμέγα עברית العربية हिन्दी ไทย \ufffd",
+        '{"name": "crop_video", "arguments": {"start_time": 0.5, "end_time": 16}}',
+    ]
+    rng = np.random.default_rng(0)
+    for _ in range(100):  # any characters that are neither surrogates nor unassigned planes
+        points = rng.integers(1, 0xD7FF, 12)
+        texts.append("".join(map(chr, points)))
+    for text in texts:
+        assert encode(text) == qwen.encode_plainly(text), text
+
+
+# ------------------------------------------------------------------------------------------------ structure
+
+
+def said(renderer: Renderer, text: str, forced: str = "") -> Trajectory:
+    """One assistant turn of which everything but `forced` was sampled."""
+    before = renderer.encode(forced)
+    ids = before + renderer.tokenizer.encode(text, add_special_tokens=False)
+    mask = [0] * len(before) + [1] * (len(ids) - len(before))
+    return Trajectory(ids, mask, [-1.0 * m for m in mask], [m - 1 for m in mask], [], 0, [(0, len(ids))], "stop")
+
+
+def painted(renderer: Renderer, trajectory: Trajectory) -> str:
+    """The text, with its structural tokens between ⟦ and ⟧."""
+    text = ""
+    tokens = zip(structural_mask(trajectory, renderer), trajectory.ids, strict=True)
+    for structural, run in itertools.groupby(tokens, lambda token: token[0]):
+        piece = renderer.decode([token for _, token in run])
+        text += f"⟦{piece}⟧" if structural else piece
+    return text
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        "I see.\n⟦</think>⟧\n⟦<answer⟧>B⟦</answer><|im_end|>⟧",
+        "⟦</think><answer>⟧12.5 - 20.1⟦</answer><|im_end|>⟧",
+        "⟦</think><answer⟧>[12.5, 20.1⟦]</answer><|im_end|>⟧",
+        "⟦</think><answer⟧>(B⟦)</answer><|im_end|>⟧",
+        "⟦</think><answer⟧>The red door⟦.</answer><|im_end|>⟧",
+        '⟦</think><answer⟧>"yes⟦"</answer><|im_end|>⟧',
+        "⟦</think><answer⟧>-5⟦</answer><|im_end|>⟧",
+        "⟦</think><answer>⟧红伞⟦。</answer><|im_end|>⟧",
+        "⟦</think><answer>⟧🙂⟦</answer><|im_end|>⟧",
+        "⟦</think><answer>\r\n⟧B\r\n⟦</answer><|im_end|>⟧",
+        "⟦</think><answer>⟧ B⟦ </answer><|im_end|>⟧",
+        '⟦</think>⟧\n⟦<tool_call>⟧\n{"name": "crop_video", "arguments": {"start_time": 1}}\n⟦</tool_call><|im_end|>⟧',
+        "⟦</think><answer⟧>B⟦</answer><|endoftext|>⟧",
+        "I am not done.⟦<|im_end|>⟧",
+        "I am not done.⟦<|endoftext|>⟧",
+        "a \ufffd⟦</think><answer⟧>B⟦</answer><|im_end|>⟧",
+    ],
+)
+def test_structure_is_tags_with_closing_punctuation_and_ends_of_turn_and_never_the_answer(renderer, expected):
+    trajectory = said(renderer, expected.replace("⟦", "").replace("⟧", ""), forced=THINK_PREFIX)
+    assert painted(renderer, trajectory) == THINK_PREFIX + expected
+
+
+def test_only_a_sampled_end_of_turn_is_structure(renderer):
+    """<|endoftext|> is also the padding; a turn that was closed for the model holds tokens that it did not choose."""
+    trajectory = said(renderer, "</think><answer>B</answer>")
+    trajectory.ids += [TEXT_END, END]
+    trajectory.mask += [0, 0]
+    trajectory.turns = [(0, len(trajectory.ids))]
+    assert structural_mask(trajectory, renderer)[-2:] == [False, False]
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+def test_a_turn_may_end_with_any_of_the_checkpoints_ends(renderer, end):
+    text = f"I have looked long enough.\n</think>\n<answer>B</answer>{end}"
+    task = Task("t", "Which?\nA. red\nB. green", ("v.mp4",), "mcq", "B", ("red", "green"))
+    parts = score(Episode(task, 4, said(renderer, text, forced=THINK_PREFIX)), renderer, RewardConfig())
+    assert parts["acc"] == 1 and parts["strict"] == 1 and parts["anchor"] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("answer", ["B", "12.5 - 20.1", "[12.5, 20.1]", "The red door.", "红伞。", "🙂", "\r\nB\r\n"])
+def test_every_token_that_carries_the_answer_is_of_the_kind_answer(renderer, answer):
+    trajectory = said(renderer, f"<think>\nI see.\n</think>\n<answer>{answer}</answer><|im_end|>")
+    kinds = target_kinds(Bundle([], [trajectory.ids], [trajectory.mask], []), renderer)
+    text = renderer.decode(trajectory.ids)
+    first = text.index(answer.strip(), text.index("<answer>"))
+    last = first + len(answer.strip())
+    for kind, (begin, end) in zip(kinds, renderer.offsets(trajectory.ids), strict=True):
+        if begin < last and end > first and any(character.isalnum() for character in text[begin:end]):
+            assert KINDS[kind] == "answer", text[begin:end]
+    of_tags = [KINDS[kind] for kind, token in zip(kinds, trajectory.ids) if token in (151667, 151668, END)]
+    assert of_tags == ["structure"] * 3
+
+
+# ------------------------------------------------------------------------------------------------ ids
+
+
+@pytest.mark.parametrize("text", ["a \ufffd</think>", "🙂 e\u0301\u0301</think>", "\ufffd\ufffd<answer>红</answer>"])
+def test_a_tag_behind_broken_characters_has_a_place_of_its_own(renderer, encode, text):
+    ids = encode(text)
+    spans = renderer.offsets(ids)
+    decoded = renderer.decode(ids)
+    for token, (begin, end) in zip(ids, spans, strict=True):
+        if token >= qwen.FIRST_ADDED:
+            assert decoded[begin:end] == renderer.decode([token])
+
+
+def test_offsets_take_linear_time(renderer):
+    """Random ids, whose bytes are mostly no UTF-8: 8,000 of them took 12 s."""
+    ids = np.random.default_rng(0).integers(0, 151_669, 8000).tolist()
+    started = time.process_time()
+    spans = renderer.offsets(ids)
+    assert time.process_time() - started < 3
+    assert spans[0][0] == 0 and spans[-1][1] == len(renderer.decode(ids))
+
+
+@pytest.mark.parametrize(
+    "question", ["Which color flashes?", "红伞在哪里？", "e\u0301t\u00e9 🙂\r\n\r\nB) \ufffd", " a\n\n"]
+)
+def test_ids_are_those_of_the_chat_template(renderer, make_frames, schemas, question):
+    messages = conversation(make_frames(3), make_frames(2, 96, 64))
+    messages[1]["content"] = [messages[1]["content"][0], question]
+    messages[3]["content"] = question
+    for part in (messages[:2], messages):
+        ours = renderer.render(part, schemas, generate=True)
+        theirs = renderer.tokenizer.apply_chat_template(
+            as_transformers_parts(part), tools=schemas, add_generation_prompt=True, return_dict=False
+        )
+        assert renderer.compact(ours.ids) == theirs
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_outside_text_never_becomes_a_control_token(renderer, role):
+    def added(content) -> list[int]:
+        messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+        rendered = renderer.render([*messages, {"role": role, "content": content}], generate=True)
+        return [token for token in rendered.ids if token >= qwen.FIRST_ADDED]
+
+    expected = added("harmless")
+    for token in qwen.SPECIAL + qwen.ORDINARY:
+        half = len(token) // 2
+        nested = token[:half] + token + token[half:]
+        for content in (token, token * 2, nested, f"e\u0301{token}\u0338", [token[:half], token[half:]]):
+            assert added(content) == expected, content
+    assert len(added(Live("<answer> <think>"))) == len(expected) + 1  # our own text may name the tags
+
+
+def test_what_a_row_says_cannot_end_its_turn(renderer):
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A<|im_end|><|endoftext|></think>"}]
+    rendered = renderer.render(messages)
+    learned = [token for token, m in zip(rendered.ids, rendered.mask, strict=True) if m]
+    assert [token for token in learned if token >= qwen.FIRST_ADDED] == [151668, END]
+
+
+# ------------------------------------------------------------------------------------------------ SFT = rollout
+
+THOUGHT = "Let me look.\n</think>\n"
+CALLS = "\n".join(
+    f'<tool_call>\n{{"name": "crop_video", "arguments": {{"start_time": {a}, "end_time": {b}}}}}\n</tool_call>'
+    for a, b in ((0, 8), (8, 16))
+)
+ANSWER = "I see.\n</think>\n<answer>(B) 红伞。</answer>"
+
+
+@pytest.fixture
+def episode(renderer, videos, toy_dir):
+    """episode(report, ends): a scripted agent calls two tools, reads the report twice and answers."""
+
+    def play(report: str, ends: tuple[str, str] = ("<|im_end|>", "<|im_end|>")) -> Episode:
+        def reply(prompt: str, seed: int) -> str:
+            if is_subagent(prompt):
+                return report + "<|im_end|>"
+            turn = prompt.count("<|im_start|>assistant") - 1
+            return (THOUGHT + CALLS, ANSWER)[turn] + ends[turn]
+
+        task = Task("t", "Which color flashes?", (str(toy_dir / "videos" / "test00000.mp4"),), "oe", "red")
+        stage = {"engine": Scripted(renderer, reply), "renderer": renderer, "videos": videos, "cfg": RolloutConfig()}
+        [[played]] = [group.episodes for group in rollout([task], [4], 1, progress=False, **stage)]
+        assert not played.error and [call.error for call in played.calls] == ["", ""]
+        return played
+
+    return play
+
+
+def rows_of(episode: Episode, report: str, opening: str) -> dict:
+    """The episode as a row of a published dataset."""
+    video = {"type": "video", "video": episode.task.videos[0], "nframes": 4}
+    response = f"<tool_response>\n{report}\n</tool_response>"
+    messages = [
+        {"role": "user", "content": [video, {"type": "text", "text": episode.task.question}]},
+        {"role": "assistant", "content": opening + THOUGHT + CALLS},
+        {"role": "user", "content": f"{response}\n{response}"},
+        {"role": "assistant", "content": opening + ANSWER},
+    ]
+    return {"messages": json.dumps(messages)}
+
+
+@pytest.mark.parametrize("opening", ["<think>\n", "<think>", "<think>\n\n", "\n<think>\n", "<think> "])
+@pytest.mark.parametrize("report", ["A red flash at <4.0 seconds>.", " A flash. \r\n", "红伞。\r", "e\u0301 🙂\n\nend"])
+def test_a_row_and_the_same_conversation_rolled_out_are_the_same_tokens(
+    episode, renderer, videos, schemas, opening, report
+):
+    """Rows open their turns in many ways, rollouts force one; reports come with white space at their edges."""
+    played = episode(report)
+    dialogue = parse_dialogue(rows_of(played, report, opening), "row:0", Path("/"))
+    bundle = encode_dialogue(dialogue, videos, renderer, schemas)
+    [ids], [mask] = bundle.suffixes, bundle.masks
+    assert (
+        ids[-1] == END or renderer.decode(ids[-2:]) == "<|im_end|>\n"
+    )  # the template's line break after the last turn
+    assert ids[: len(played.main.ids)] == played.main.ids
+    forced = [i for start, _ in played.main.turns for i in (start, start + 1)]  # <think> and its line break
+    learned = [int(m or i in forced) for i, m in enumerate(played.main.mask)]
+    assert mask[: len(learned)] == learned and not any(mask[len(learned) :])
+
+
+def test_after_a_sampled_end_of_text_the_turn_is_closed_as_the_template_closes_it(episode, renderer):
+    ended, plain = episode("A flash.", ("<|endoftext|>", "<|endoftext|>")).main, episode("A flash.").main
+    at = ended.ids.index(TEXT_END)
+    assert ended.mask[at] == 1 and ended.ids[at + 1] == END and ended.mask[at + 1] == 0
+    assert renderer.decode(ended.ids[:at] + ended.ids[at + 1 :]).removesuffix("<|endoftext|>") == renderer.decode(
+        plain.ids
+    ).removesuffix("<|im_end|>")
+    assert len(ended.turns) == 2 and ended.finish == "stop" and ended.ids[-1] == TEXT_END
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+
+
+@pytest.fixture
+def settings(checkpoint, tmp_path) -> dict:
+    return {
+        "run": str(tmp_path / "run"),
+        "policy": {"checkpoint": str(checkpoint), "freeze": []},
+        "visual": {"frame_pixels": qwen.CONTRACT.frame_pixels, "overview_frames": 4, "crop_max_frames": 4},
+        "steps": 3,
+        "decoders": 1,
+    }
+
+
+def test_three_steps_of_sft_learn_letters_as_answers(settings, toy_dir, tmp_path):
+    video = {"type": "video", "video": str(toy_dir / "videos" / "test00000.mp4"), "nframes": 4}
+    rows = []
+    for letter in "ABCDEFGHIJ":
+        question = {"role": "user", "content": [video, {"type": "text", "text": "Which?"}]}
+        answer = {"role": "assistant", "content": f"<think>\nI see.\n</think>\n<answer>{letter}</answer>"}
+        rows.append(json.dumps({"messages": [question, answer]}) + "\n")
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    data = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
+    change = {"data": data, "kind_weights": {"answer": 5}, "batch_rows": 4, "pack_tokens": 4096}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings | change))
+    finish(start("sft.py", tmp_path / "c.yaml"))
+    lines = metrics(tmp_path / "run")
+    assert len(lines) == 3 and all(line["grad_norm"] > 0 for line in lines)
+    for line in lines:  # an untrained model knows nothing: every loss is that of 151,936 equal chances
+        assert line["loss_answer"] == pytest.approx(math.log(qwen.VOCABULARY), abs=0.5)
+    saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [END, TEXT_END]
+
+
+def test_three_steps_of_rl_agree_with_the_engine(settings, toy_dir, tmp_path):
+    change = {
+        "data": {"sources": [{"path": str(toy_dir / "rl.parquet")}]},
+        "rollout": {"max_turns": 1, "max_new_tokens": 16, "subagents": {"max_new_tokens": 8}},
+        "gating": [4],
+        "batch_tasks": 1,
+        "group_size": 2,
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings | change))
+    finish(start("rl.py", tmp_path / "c.yaml"))
+    lines = metrics(tmp_path / "run")
+    assert len(lines) == 3 and all(line["gap"] < 1e-4 for line in lines)
+    assert lines[0]["entropy"] == pytest.approx(math.log(qwen.VOCABULARY), abs=0.5)
+
+
+def test_the_doctor_finds_the_checkpoint_healthy(checkpoint, toy_dir):
+    video = toy_dir / "videos" / "test00000.mp4"
+    command = ["rollout.py", "doctor", "--model", str(checkpoint), "--video", str(video), "--max-new-tokens", "16"]
+    told = finish(Forked(command))
+    assert told.count("\nok  ") >= 5 and "FAIL" not in told
+
+
+def test_a_cold_model_is_asked(checkpoint, toy_dir, tmp_path):
+    video, trace = toy_dir / "videos" / "test00000.mp4", tmp_path / "trace.json"
+    question = "Quelle couleur? e\u0301 🙂 红 <|im_end|>"
+    command = ["rollout.py", "--model", str(checkpoint), "--video", str(video), "--trace", str(trace)]
+    told = finish(Forked([*command, "--max-new-tokens", "16", question]))
+    episode = json.loads(trace.read_text("utf-8"))
+    assert "1 turns, 0 calls" in told and not episode["error"] and "couleur" in episode["main"]["text"]
