@@ -278,8 +278,14 @@ class _Batch:
         logits[:, self.renderer.never_sampled] = -torch.inf
         temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
         uniforms = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=self.device)
-        tokens, logprobs = draw(logits, temperatures, uniforms)
-        return tokens.tolist(), logprobs.tolist()
+        # On a CPU a few rows at a time, whose 150,000 logits then stay in its cache.
+        at_once = 4 if logits.device.type == "cpu" else len(rows)
+        tokens, logprobs = [], []
+        for part in zip(logits.split(at_once), temperatures.split(at_once), uniforms.split(at_once)):
+            drawn, scores = draw(*part)
+            tokens += drawn.tolist()
+            logprobs += scores.tolist()
+        return tokens, logprobs
 
 
 def draw(logits, temperatures, uniforms):
