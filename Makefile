@@ -42,13 +42,13 @@ test-sglang: $(VENV)/.installed .venv-sglang/.installed
 test-qwen: $(VENV)/.installed .qwen/.fetched
 	$(BIN)/python -m pytest -m qwen
 
-# The paradox and its cure on one seed (12 minutes on two cores), then one question that needs two windows at once.
+# The paradox and its cure on one seed (12 minutes on two cores); fails if they do not show. Then one question that needs two
+# windows at once.
 demo: $(VENV)/.installed
 	$(BIN)/python -m study.paradox demo
-	$(BIN)/python rollout.py --model runs/demo/seed0/paragrpo/model --video runs/demo/data/sft/videos/test00003.mp4 --k 4 "Which color flashes?"
-	@echo "curves, tables and episodes: runs/demo/report.html"
+	$(BIN)/python rollout.py --model runs/demo/seed0/paragrpo/model --video runs/demo/data/sft-0/videos/test00003.mp4 --k 4 "Which color flashes?"
 
-# Every row and control over three seeds (100 minutes on two cores; goes on where it was stopped) -> results/paradox.md
+# Every run of study/jobs.py (some 4 hours on two cores; goes on where it was stopped) -> results/paradox.md
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
 

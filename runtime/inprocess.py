@@ -29,7 +29,7 @@ from transformers import AttentionInterface, DynamicCache, Qwen3VLForConditional
 
 from runtime.contract import Renderer, patchify
 from runtime.engine import EngineError, Sample
-from runtime.packing import rope_positions
+from runtime.packing import frames_flash_attention, join_frames, rope_positions
 from runtime.video import Frames
 
 CHUNK = 128  # tokens whose probabilities are summed in fp32 before they are drawn from; it divides Qwen's vocabulary
@@ -78,6 +78,7 @@ class InProcess:
         self, checkpoint: str | Path, renderer: Renderer, device="cpu", dtype="float32", max_batch_tokens=131_072
     ):
         AttentionInterface.register("grouped_sdpa", _grouped_sdpa)
+        AttentionInterface.register("frames_flash", frames_flash_attention)
         self.version = 0
         self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
@@ -85,6 +86,7 @@ class InProcess:
             dtype=getattr(torch, dtype),
             attn_implementation={"text_config": "grouped_sdpa", "vision_config": "sdpa"},
         )
+        self.model.model.visual.config._attn_implementation = "frames_flash"  # by its name alone, it may not be loaded
         self.model.to(device).eval().requires_grad_(False)
         self._queue: list[_Request] = []
         self._expected, self.closed = 0, False
@@ -239,7 +241,10 @@ class _Batch:
         seen = []
         for clip in clips:
             patches, grid = patchify([clip], contract.patch, contract.merge)
-            patches, grid = torch.from_numpy(patches).to(self.device), torch.from_numpy(grid).to(self.device)
+            patches, grid = (
+                torch.from_numpy(patches).to(self.device),
+                torch.from_numpy(join_frames(grid)).to(self.device),
+            )
             out = self.model.model.visual(patches.to(self.model.dtype), grid_thw=grid)
             seen.append(torch.stack([out.pooler_output, *out.deepstack_features]))
         return torch.cat(seen, dim=1)

@@ -13,6 +13,7 @@ vision tower sees the prompt's frames once. An SFT row is a bundle with one suff
 Deliberately missing: a mask over the pack (L x L), and keys shared across bundles with equal prompts.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -183,14 +184,33 @@ class FrameLayout(NamedTuple):
 
 
 def frames_flash_attention(
-    module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_layout: FrameLayout, **_
+    module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_layout: FrameLayout | None = None, **_
 ):
-    """Let each frame attend to itself, all frames in one call: [1, heads, M, size] -> [1, M, heads, size].
+    """Let each frame attend to itself, many frames in one call: [1, heads, M, size] -> [1, M, heads, size].
 
     transformers gives the frames' ends to functions whose name contains "flash"; others it calls once per frame."""
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [M, heads, size]
-    ends = (cu_seq_lens_q, cu_seq_lens_q, frame_layout.longest, frame_layout.longest)
-    return _attend_varlen(frame_layout.kernel, query, key, value, ends, scaling, causal=False)[None], None
+    if frame_layout:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [M, heads, size]
+        ends = (cu_seq_lens_q, cu_seq_lens_q, frame_layout.longest, frame_layout.longest)
+        return _attend_varlen(frame_layout.kernel, query, key, value, ends, scaling, causal=False)[None], None
+
+    # SDPA wants a batch of one length: frames that follow each other and are equally large.
+    out, start = [], 0
+    for length, frames in itertools.groupby(cu_seq_lens_q.diff().tolist()):
+        count = len(list(frames))
+        stop = start + count * length
+        batch = [x[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
+        attended = F.scaled_dot_product_attention(*batch, scale=scaling)  # [count, heads, length, size]
+        out.append(attended.transpose(1, 2).flatten(0, 1))  # [count * length, heads, size]
+        start = stop
+    return torch.cat(out)[None], None
+
+
+def join_frames(grid: np.ndarray) -> np.ndarray:
+    """Write frames of one size that follow each other as one entry, [F, 3] -> [runs, 3]: (frames, rows, columns). The tower
+    lets each attend to itself all the same, and computes their positions once."""
+    sizes = itertools.groupby((rows, columns) for _, rows, columns in grid.tolist())
+    return np.array([(len(list(frames)), rows, columns) for (rows, columns), frames in sizes])
 
 
 def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
@@ -229,7 +249,7 @@ def _suffix_mask(segment: Segment, where: torch.device) -> Tensor:
 
 
 def pick_kernel(where: torch.device, dtype: torch.dtype) -> str:
-    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or one SDPA call per segment and frame."""
+    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or SDPA calls for each segment."""
     if where.type != "cuda" or dtype != torch.bfloat16:
         return "sdpa"
     try:  # the package flash-attn-4 fills a folder of the same name, so ask for the function itself

@@ -46,6 +46,7 @@ from runtime.packing import (
     KeyLayout,
     frames_flash_attention,
     group_packed_attention,
+    join_frames,
     pack_bundles,
     pick_kernel,
 )
@@ -74,6 +75,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.cfg, self.never_sampled = model, cfg, list(never_sampled)
         self.dtype = torch.float32  # of computation; `load` sets it and the kernel
+        self.vision.config._attn_implementation = "frames_flash"  # by its name alone, it may not be loaded
         self.use_kernel("sdpa")
         self.vision_frozen = "vision" in cfg.freeze
         self.patch, self.merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
@@ -94,9 +96,8 @@ class Policy(nn.Module):
         return self.text.norm.weight.device
 
     def use_kernel(self, kernel: str) -> None:
-        """Choose what computes attention: "sdpa" in a call per segment or frame, the others in one call for all."""
+        """Choose what computes attention: "sdpa" in a call per segment, the others in one call for all."""
         self.kernel = kernel
-        self.vision.config._attn_implementation = "sdpa" if kernel == "sdpa" else "frames_flash"
 
     def encode(self, bundles: Sequence[Bundle]) -> list[Tensor]:
         """Return the visual features [1 + D, M, H] of each bundle, for `forward`. Only for a frozen tower."""
@@ -156,9 +157,9 @@ class Policy(nn.Module):
         patches, grid = patch_tensors(clips, self.patch, self.merge, self.device)
         options = {}
         if self.kernel != "sdpa":
-            longest = int(grid.prod(axis=1).max())  # here on the host: on the GPU each layer would wait for it
+            longest = int(grid[:, 1:].prod(axis=1).max())  # here on the host: on the GPU each layer would wait for it
             options = {"frame_layout": FrameLayout(self.kernel, longest)}
-        grid = torch.from_numpy(grid).to(self.device)
+        grid = torch.from_numpy(join_frames(grid)).to(self.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
             seen = self.vision(patches, grid_thw=grid, **options)
         visual = torch.stack([seen.pooler_output, *seen.deepstack_features])

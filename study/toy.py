@@ -4,7 +4,8 @@
 
     DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
     DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one coloured flash
-    DIR/perception.parquet, direct.parquet                    SFT schema (`messages`): sub-agents, agents without tools
+    DIR/perception.parquet, calls.parquet, direct.parquet     SFT schema (`messages`), a lesson each: to see, as a sub-agent;
+                                                              to call and to read reports; to answer without tools
     DIR/sft.parquet, sft_val.parquet                          SFT schema: agents with tools
     DIR/rl.parquet, val.parquet, test.parquet, kinds.parquet  RL schema (`prompt`, `videos`, `extra_info`)
 
@@ -54,7 +55,9 @@ CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per fram
 OVERVIEWS = (4, 8, 16, 32, 64)
 LONG_SHARE = 0.15
 NOTHING = "No flash."
-SIZES = {"videos": 1600, "perception": 6000, "direct": 2000, "sft": 8000, "sft_val": 200, "rl": 600, "val": 64, "test": 128}  # fmt: skip
+# Videos of each split, and the tasks on them; rows of each table on the training videos.
+SIZES = {"train": 1600, "rl": 600, "val": 64, "test": 256}
+SIZES |= {"perception": 6000, "calls": 2000, "direct": 2000, "sft": 8000, "sft_val": 200}
 
 # ------------------------------------------------------------------------------------------------ videos and tasks
 
@@ -88,6 +91,14 @@ def draw_flash(rng: random.Random, name: str) -> Flash:
     length = duration / 3 + 1 if rng.random() < LONG_SHARE else SHORT
     start = rng.randrange(round((duration - length) * FPS) + 1) / FPS
     return Flash(name, rng.randrange(1 << 30), duration, rng.choice(NAMES), start, length)
+
+
+def draw_splits(seed: int, sizes: dict[str, int] = SIZES) -> dict[str, list[Flash]]:
+    """What happens in all videos of a toy, by split."""
+    rng, splits = random.Random(seed), {}
+    for split in ("train", "rl", "val", "test"):
+        splits[split] = [draw_flash(rng, f"{split}{i:05d}.mp4") for i in range(sizes[split])]
+    return splits
 
 
 def write_video(path: Path, flash: Flash) -> None:
@@ -150,11 +161,13 @@ def call(start: float, end: float) -> str:
 
 
 def sft_row(
-    rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main", one_by_one: bool = False
-) -> dict:
+    rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main", one_by_one: bool = False,
+    k: int = 0,
+) -> dict:  # fmt: skip
     """A trajectory with tools, or a direct answer; each turn breaks the format with probability p_loose."""
     # With tools, small overviews prevail: only where the overview shows nothing must the reports be read.
-    k, cue = rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if agent == "main" else None)[0], draw_cue(rng, flash)
+    k = k or rng.choices(OVERVIEWS, (4, 3, 2, 1, 1))[0]
+    cue = draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(flash, cue)}]}]
     shown = told(flash, [flash.start])  # in a sub-agent's words: what is to be learned here is to read them
@@ -190,12 +203,16 @@ def sft_row(
 
 
 def perception_row(rng: random.Random, flash: Flash) -> dict:
-    """Return a sub-agent's lesson: one window, one sentence; three of four windows hold the flash."""
+    """Return a sub-agent's lesson: one window, one sentence; half of the windows hold the flash."""
     width = rng.choice((2, 4, 8, 16, 24, 32, 32))
     latest = flash.duration - width
-    start = rng.randrange(latest + 1)
-    if rng.random() < 0.75:
-        start = max(0, min(latest, int(flash.start) - rng.randrange(max(1, width - 2))))
+    with_flash = rng.random() < 0.5
+    for _ in range(20):
+        start = rng.randrange(latest + 1)
+        if with_flash:
+            start = max(0, min(latest, int(flash.start) - rng.randrange(max(1, width - 2))))
+        if flash.visible(crop_times(flash, start, start + width)) == with_flash:
+            break
     video = {"url": f"videos/{flash.name}", "video_start": start, "video_end": start + width}
     messages = [
         {"role": "user", "content": [{"type": "video_url", "video_url": video}]},
@@ -378,9 +395,7 @@ def build_toy(
 
     sizes = SIZES | (sizes or {})
     (root / "videos").mkdir(parents=True, exist_ok=True)
-    rng, splits = random.Random(seed), {}
-    for name, count in (("train", "videos"), ("rl", "rl"), ("val", "val"), ("test", "test")):
-        splits[name] = [draw_flash(rng, f"{name}{i:05d}.mp4") for i in range(sizes[count])]
+    splits = draw_splits(seed, sizes)
     flashes = [flash for split in splits.values() for flash in split]
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(write_video, root / "videos" / flash.name, flash) for flash in flashes]
@@ -391,7 +406,14 @@ def build_toy(
     train, held_out = splits["train"], rng.choices(splits["val"], k=sizes["sft_val"])
     tables = {
         "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
-        "direct": [sft_row(rng, rng.choice(train), 0.0, p_loose, "direct") for _ in range(sizes["direct"])],
+        "calls": [
+            sft_row(rng, rng.choice(train), float(p_tool > 0), 0.0, one_by_one=one_by_one, k=4)
+            for _ in range(sizes["calls"])
+        ],  # fmt: skip
+        "direct": [
+            sft_row(rng, rng.choice(train), 0.0, p_loose, "direct", k=rng.choice(OVERVIEWS[2:]))
+            for _ in range(sizes["direct"])
+        ],  # fmt: skip
         "sft": [sft_row(rng, rng.choice(train), p_tool, p_loose, "main", one_by_one) for _ in range(sizes["sft"])],
         "sft_val": [sft_row(rng, flash, p_tool, 0.0, "main", one_by_one) for flash in held_out],
         "rl": [rl_row(rng, flash) for flash in splits["rl"]],

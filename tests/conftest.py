@@ -21,7 +21,17 @@ from runtime.video import Frames, Videos
 from study import toy
 from tools import TOOLS
 
-SMALL = {"videos": 30, "perception": 120, "direct": 20, "sft": 300, "sft_val": 20, "rl": 24, "val": 8, "test": 8}
+SMALL = {
+    "train": 30,
+    "calls": 20,
+    "perception": 120,
+    "direct": 20,
+    "sft": 300,
+    "sft_val": 20,
+    "rl": 24,
+    "val": 8,
+    "test": 8,
+}
 
 
 def pytest_collection_modifyitems(items) -> None:

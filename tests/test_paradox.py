@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from eval import EvalConfig
 from rl import RLConfig
 from runtime import config
 from sft import SFTConfig
-from study import paradox
-from study.paradox import CONTROLS, STUDY, Job, Measured, all_jobs, run_jobs, spread
+from study import jobs, paradox
+from study.jobs import FAULTY, FEW, HALVES, MAIN, OTHERS, PATHS, ROWS, SEEDS, Job, demo_jobs, run_jobs, study_jobs
+from study.paradox import CLAIMS, Measured, collect, judge, spread
 
-JOBS = all_jobs(Path("runs/paradox"), range(3), STUDY, CONTROLS)
+JOBS = study_jobs(Path("runs/paradox"))
 CLASSES = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
 
 
@@ -36,27 +38,43 @@ def trainings() -> dict[str, RLConfig]:
 
 
 def test_every_job_comes_after_what_it_needs_and_has_a_name_of_its_own():
-    seen = set()
-    for job in JOBS:
-        assert job.name not in seen and (not job.needs or job.needs in seen), job
-        seen.add(job.name)
+    for listed in (JOBS, demo_jobs(Path("runs/demo"))):
+        seen = set()
+        for job in listed:
+            assert job.name not in seen and (not job.needs or job.needs in seen), job
+            seen.add(job.name)
+
+
+def test_every_seed_has_a_toy_of_its_own_which_all_paths_share():
+    built = {job.name: job.command for job in JOBS if job.command[:2] == ("-m", "study.toy")}
+    for name, command in built.items():
+        assert name.rpartition("-")[2] == command[command.index("--seed") + 1]
+    starts = {job.name: config_of(job) for job in JOBS if job.command[0] == "sft.py"}
+    cold = [name for name in starts if name.endswith("-sft")]
+    assert len(cold) == 2 * len(SEEDS) + 2 * len(FEW) == 14
+    for name in cold:
+        seed = int(name[4])
+        assert starts[name].data.seed == seed
+        assert starts[name].policy.checkpoint == f"runs/paradox/data/sft-{seed}/model"
+    assert {job.path for job in JOBS if job.command[0] == "sft.py"} == set(PATHS)
 
 
 def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget(trainings):
-    assert len(trainings) == 3 * len(STUDY) + len(CONTROLS)
+    healthy = [row for row in FAULTY if not row.faults]
+    assert len(trainings) == len(SEEDS) * (2 * len(MAIN) + len(HALVES)) + len(FEW) * (len(OTHERS) + len(healthy))
     budgets = {
         (c.steps, c.batch_tasks, c.group_size, c.optim, c.rollout.temperature, c.kl, c.staleness)
         for c in trainings.values()
     }
     assert len(budgets) == 1
     for job, cfg in trainings.items():
-        folder, _, name = job.partition("-")
-        assert cfg.seed == cfg.data.seed == int(folder.removeprefix("seed"))
-        assert cfg.run == f"runs/paradox/{folder}/{name}"
-        row = paradox.ROWS[name]
-        assert cfg.policy.checkpoint == f"runs/paradox/{folder}/{row.start}/model"
-        assert row.prefix == cfg.rollout.think_prefix
-        assert [source.path for source in cfg.data.sources] == ["runs/paradox/data/sft/rl.parquet"]
+        place, _, name = job.rpartition("-")
+        seed = place.removeprefix("seed").partition("-")[0]
+        assert cfg.seed == cfg.data.seed == int(seed)
+        assert cfg.run == f"runs/paradox/{place}/{name}"
+        assert cfg.policy.checkpoint == f"runs/paradox/{place}/{ROWS[name].start}/model"
+        assert ROWS[name].prefix == cfg.rollout.think_prefix
+        assert [source.path for source in cfg.data.sources] == [f"runs/paradox/data/sft-{seed}/rl.parquet"]
 
 
 def test_a_row_and_its_control_differ_in_what_the_name_says(trainings):
@@ -79,14 +97,15 @@ def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
         if job.command[0] != "eval.py":
             continue
         cfg = config_of(job)
-        assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": "runs/paradox/data/sft"}
-        assert ("sampled" in job.name) == (cfg.rollout.temperature == 1)
-        assert ("alone" in job.name) == (cfg.rollout.concurrency == 1)
-        assert job.name.endswith("-bare") == (not cfg.rollout.think_prefix)
-        if cfg.name in ("sequential", "paragrpo") and "alone" not in job.name:
+        place, _, run = job.name.partition("-eval-")
+        data = f"runs/paradox/data/sft-{place[4]}"
+        assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": data}
+        assert ("sampled" in run) == (cfg.rollout.temperature == 1)
+        assert ("alone" in run) == (cfg.rollout.concurrency == 1)
+        assert run.endswith("-bare") == (not cfg.rollout.think_prefix)
+        if cfg.name in ("sequential", "paragrpo") and "alone" not in run:
             assert cfg.arms[0] == {"sequential": "sequential", "paragrpo": "parallel"}[cfg.name]
-        trained = f"{Path(cfg.run).parent.parent}/{cfg.name}/model"
-        assert cfg.checkpoint == ("runs/paradox/data/sft/model" if cfg.name == "base" else trained)
+        assert cfg.checkpoint == (f"{data}/model" if cfg.name == "base" else f"runs/paradox/{place}/{cfg.name}/model")
 
 
 # ------------------------------------------------------------------------------------------------ the work
@@ -99,13 +118,13 @@ def python(tmp_path, name: str, then: str = "") -> tuple[str, str]:
 
 def test_a_done_job_is_not_run_again_and_a_failed_one_stops_only_those_that_need_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    jobs = {name: Job(name, python(tmp_path, name), needs) for name, needs in zip("abcd", ("", "a", "b", "a"))}
+    listed = {name: Job(name, python(tmp_path, name), needs) for name, needs in zip("abcd", ("", "a", "b", "a"))}
     fails = Job("b", python(tmp_path, "b", "sys.exit(1)"), "a")
-    assert not run_jobs([jobs["a"], fails, jobs["c"], jobs["d"]], tmp_path)
+    assert not run_jobs([listed["a"], fails, listed["c"], listed["d"]], tmp_path)
     assert sorted((tmp_path / "order").read_text()) == ["a", "b", "d"]
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 3 and sum("failed: b, see" in line for line in told) == 1  # in a pipe, one line per job
-    assert run_jobs(list(jobs.values()), tmp_path)
+    assert run_jobs(list(listed.values()), tmp_path)
     assert (tmp_path / "order").read_text()[3:] == "bc"
     assert {path.name for path in (tmp_path / "done").iterdir()} == set("abcd")
 
@@ -118,9 +137,9 @@ def test_stopping_the_study_stops_its_processes(tmp_path, monkeypatch):
         if len(naps) == 3:
             raise KeyboardInterrupt
 
-    started, popen = [], paradox.subprocess.Popen
-    monkeypatch.setattr(paradox, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(paradox.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    started, popen = [], jobs.subprocess.Popen
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(jobs.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
     with pytest.raises(KeyboardInterrupt):
         run_jobs([Job("slow", python(tmp_path, "slow", "time.sleep(60)"))], tmp_path)
     assert started[0].wait(5) < 0 and not (tmp_path / "done" / "slow").exists()
@@ -129,7 +148,7 @@ def test_stopping_the_study_stops_its_processes(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------------------ the tables
 
 
-def write_seed(root: Path, seed: int, scores: dict[tuple[str, str], list[float]]) -> None:
+def write_seed(root: Path, seed: int | str, scores: dict[tuple[str, str], list[float]]) -> None:
     """Evaluations of one seed at K = 4, by row and arm: items 1 and 3 have called, and items 4 ... twice."""
     (root / "done").mkdir(exist_ok=True)
     for (name, arm), values in scores.items():
@@ -142,7 +161,7 @@ def write_seed(root: Path, seed: int, scores: dict[tuple[str, str], list[float]]
                           "judged": False, "error": "", "calls": [{"error": ""}] * calls, "turns": 2, "tokens": 10, "agent_tokens": 0,
                           "truncated": False, "seconds": seconds, "fmt": 0.25, "strict": 1.0})  # fmt: skip
         for kind in ("greedy", "sampled", "alone"):
-            run = paradox.evaluation(name, kind, paradox.ROWS[name].prefix)
+            run = jobs.evaluation(name, kind, ROWS[name].prefix)
             folder = root / f"seed{seed}" / "eval" / run
             folder.mkdir(parents=True)
             (folder / f"toy-K4-{arm}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -154,15 +173,17 @@ def studied(tmp_path) -> Path:
     four, eight = [1, 1, 0, 1], [0, 1, 0, 1, 0, 1, 0, 1]
     write_seed(tmp_path, 0, {("sft", "parallel"): four, ("sft_sequential", "sequential"): [1, 0, 0, 1]})
     write_seed(tmp_path, 1, {("sft", "parallel"): eight, ("sft_sequential", "sequential"): [1] * 8})
+    write_seed(tmp_path, "0-old", {("sft", "parallel"): [0, 0, 0, 1], ("paragrpo", "parallel"): [1, 1, 1, 1]})
     write_seed(tmp_path, 2, {("paragrpo", "parallel"): four})
     return tmp_path
 
 
-def test_figures_are_of_each_seed(studied):
-    get = Measured(studied).get
+def test_figures_are_of_each_seed_and_path(studied):
+    get = Measured(collect(studied)).get
     assert get("sft", "accuracy", "greedy", 4) == {"seed0": 0.75, "seed1": 0.5}
+    assert get("sft", "accuracy", "greedy", 4, path="old") == {"seed0-old": 0.25}
     assert get("sft", "accuracy", "greedy", 8) == get("grpo", "calls") == get("sft", "fmt", prefix=True) == {}
-    assert get("sft", "accuracy_called", k=4) == {"seed0": 1.0, "seed1": 4 / 6}
+    assert get("sft", "accuracy_called", k=4) == {"seed0": 1.0, "seed1": 0.6667}
     assert get("sft", "accuracy_skipped", k=4) == {"seed0": 0.5, "seed1": 0.0}
     assert get("sft", "calls") == get("sft", "calls", k=4) == {"seed0": 0.5, "seed1": 1.25}
     assert get("sft", "fmt") == {"seed0": 0.25, "seed1": 0.25}
@@ -170,24 +191,73 @@ def test_figures_are_of_each_seed(studied):
     assert spread({"a": 1.0, "b": 2.0}) == "1.50 ± 0.71" and spread({"a": 1.0}) == "1.00" and spread({}) == ""
 
 
+def run_command(monkeypatch, root: Path) -> list:
+    """`tables` of a folder; returns the calls of report.py."""
+    called = []
+    monkeypatch.setattr(paradox, "SAMPLED", (4,))  # what there is
+    monkeypatch.setattr(sys, "argv", ["paradox.py", "tables", "--root", str(root)])
+    monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
+    assert paradox.main() == 0
+    return called
+
+
 def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypatch, capsys):
     """`tables` runs nothing and needs no finished study; what people wrote around its tables stays."""
-    called, drawn = [], []
-    monkeypatch.setattr(paradox, "SAMPLED", (4,))  # what there is
+    drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda axis, x, y, std, **style: drawn.append((y, std)))
-    monkeypatch.setattr(sys, "argv", ["paradox.py", "tables", "--root", str(studied)])
-    monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
     path = studied / "paradox.md"
     path.write_text("# Ours\n\n<!-- tables: written by paradox.py -->\nSTALE\n<!-- end of tables -->\nWhat it means.\n")
-    assert paradox.main() == 0
-    assert (studied / "outcomes.png").exists() and "study.report" in called[0]
+    (studied / "seed0" / "grpo").mkdir()
+    assert "study.report" in run_command(monkeypatch, studied)[0]
+    assert (studied / "outcomes.png").exists()
     accuracy, calls = ([0.625], [pytest.approx(0.125 * 2**0.5)]), ([0.875], [pytest.approx(0.375 * 2**0.5)])
     assert accuracy in drawn and calls in drawn
     text = path.read_text()
     assert text.startswith("# Ours") and text.endswith("What it means.\n") and "STALE" not in text
     assert "at commit abc;" in text and "#### A. Rows" in capsys.readouterr().out
     assert "0.25 ± 0.00 [0.13] | 0.88 ± 0.53 [2.5]" in text  # the paper's values beside ours
-    # Claims count the seeds in which they hold. Seed 0 never called twice, and nobody has run plain GRPO.
-    assert re.search(r"parallel calls are faster.*parallel 3.00 < sequential 6.00 +\| 1 of 1", text)
-    assert re.search(r"and no worse.*parallel 0.62 ± 0.18 >= sequential 0.75 ± 0.35 \| 1 of 2", text)
-    assert "GRPO loses" not in text
+    # A claim counts the runs in which it holds by its margin: natively nobody has both rows, on the other path one has.
+    assert re.search(r"raises accuracy at K=4 .*\| 0.1 +\| +\| 0.75 +\| 1 of 1", text)
+    assert "plain GRPO loses" not in text
+
+
+def test_figures_outlive_their_runs_and_newer_ones_replace_them(studied, monkeypatch):
+    run_command(monkeypatch, studied)
+    first = json.loads((studied / "paradox.json").read_text())
+    shutil.rmtree(studied / "seed1")
+    (studied / "done" / "seed1-eval-sft-greedy-bare").unlink()
+    (studied / "done" / "seed0-eval-sft-sampled-bare").write_text("def")
+    run_command(monkeypatch, studied)
+    second = json.loads((studied / "paradox.json").read_text())
+    changed = {key for key in first if first[key] != second[key]}
+    assert first.keys() == second.keys()
+    assert changed == {f"seed0/sft-sampled-bare/parallel/K={k}" for k in (0, 4)}
+
+
+# ------------------------------------------------------------------------------------------------ the verdict
+
+
+def test_the_demo_judges_each_claim_by_its_margin(monkeypatch, capsys, tmp_path):
+    """It passes if every gain reaches its margin, and fails by name, also where a figure is missing."""
+    figures = {}
+    for claim in CLAIMS:
+        for (name, what, k), value in ((claim.less, 1.0), (claim.more, 1.0)):
+            figures.setdefault(f"seed0/{jobs.evaluation(name, 'sampled', ROWS[name].prefix)}/parallel/K={k}", {})[
+                what
+            ] = value
+    monkeypatch.setattr(paradox, "collect", lambda root: figures)
+    assert not judge(tmp_path)
+    told = capsys.readouterr().out
+    assert told.count("FAILS") == len(CLAIMS) and all(claim.text in told.splitlines()[-1] for claim in CLAIMS)
+
+    good = {"sft": (0.7, 0.4, 0.6), "grpo": (0.1, 0.0, 0.4), "paragrpo": (0.9, 0.95, 0.9)}  # calls, fmt, accuracy
+    for key, found in figures.items():
+        row = key.split("/")[1].split("-")[0]
+        found |= dict(zip(("calls", "fmt", "accuracy"), good[row]))
+    figures["seed0/paragrpo-sampled/parallel/K=64"]["calls"] = 0.9 - 0.31
+    assert judge(tmp_path) and "FAILS" not in capsys.readouterr().out
+    figures["seed0/paragrpo-sampled/parallel/K=64"]["calls"] = 0.9 - 0.29
+    assert not judge(tmp_path)
+    assert "calls where it pays" in capsys.readouterr().out.splitlines()[-1]
+    del figures["seed0/paragrpo-sampled/parallel/K=64"]
+    assert not judge(tmp_path)

@@ -23,7 +23,7 @@ def digest(root: Path) -> dict[str, str]:
 
 
 def test_the_same_seed_builds_the_same_bytes(tmp_path):
-    few = {"videos": 3, "perception": 5, "direct": 3, "sft": 40, "sft_val": 3, "rl": 3, "val": 2, "test": 8}
+    few = {"train": 3, "perception": 5, "calls": 3, "direct": 3, "sft": 40, "sft_val": 3, "rl": 3, "val": 2, "test": 8}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         toy.build_toy(tmp_path / name, seed=seed, sizes=few)
     a, b, c = (digest(tmp_path / name) for name in "abc")
