@@ -3,14 +3,19 @@
 import hashlib
 import json
 import random
+import re
 from pathlib import Path
 
+import conftest
 import numpy as np
 import pytest
+from tiny_checkpoint import Scripted, is_subagent
 
 from data import parse_dialogue, parse_task
+from rollout import RolloutConfig, Stage
+from runtime.contract import END_OF_TURN, Renderer
 from runtime.dataset import Rows
-from study import toy
+from study import gate, toy
 
 
 def flashes(count, seed=0):
@@ -107,3 +112,36 @@ def test_the_answer_tags_are_several_tokens_and_the_others_one(tokenizer):
         assert len(tokenizer.encode(text)) == 3
     ids = tokenizer.encode("<answer>red</answer>")
     assert tokenizer.encode("red")[0] in ids and len(tokenizer.encode("red")) == 1
+
+
+# ------------------------------------------------------------------------------------------------ the gate
+
+
+def blind(prompt: str, seed: int) -> str:
+    """Say what a policy without eyes would: no flash in any clip, and the colour that a report names."""
+    named = re.findall(r"<tool_response>\nA (\w+) flash", prompt)
+    if is_subagent(prompt):
+        said = toy.NOTHING
+    elif named:
+        said = f"<think>\nA clip shows it.\n</think>\n<answer>{named[-1]}</answer>"
+    elif "# Tools" in prompt and "<tool_response>\n" not in prompt:
+        said = f"<think>\nLet me look closer.\n</think>\n{toy.call(0, 16)}"
+    else:
+        said = "<think>\nI see no flash.\n</think>\n<answer>mauve</answer>"
+    return said + END_OF_TURN
+
+
+def test_the_gate_tells_the_circuits_apart(toy_dir, tokenizer, videos):
+    """A policy without eyes that can copy: its clips without a flash are right, those with one wrong, and so on."""
+    renderer = Renderer(tokenizer, toy.CONTRACT)
+    stage = Stage(Scripted(renderer, blind), renderer, videos, RolloutConfig(temperature=0.0, think_prefix=False))
+    figures = gate.measure(stage, toy_dir, toy.draw_splits(0, conftest.SMALL)["test"], items=6)
+    assert figures == {
+        "reports_flash": 0,
+        "reports_none": 1,
+        "copied": 1,
+        "tools_k4": 0,
+        "direct_k64": 0,
+        "strict": 1,
+        "kappa": 1,
+    }
