@@ -251,6 +251,15 @@ def study_jobs(root: Path) -> list[Job]:
     return list(dict.fromkeys(jobs))  # rows share their cold starts
 
 
+def select(jobs: Sequence[Job], part: str) -> list[Job]:
+    """Keep the jobs whose name contains `part`, and those that they need."""
+    wanted = set()
+    for job in reversed(jobs):
+        if part in job.name or job.name in wanted:
+            wanted |= {job.name, job.needs}
+    return [job for job in jobs if job.name in wanted]
+
+
 # ------------------------------------------------------------------------------------------------ running them
 
 

@@ -5,7 +5,8 @@
     python -m study.paradox tables    # only the tables and pictures of what has run
 
 Each training or evaluation is a process of its own, as a user would start it. Jobs that are done are not run again, so
-the study may be stopped at any time. f and kappa are those of samples at tau = 1 on test videos, of all rows alike.
+the study may be stopped at any time, and `--only` runs a part of it; the figures of all parts meet in results/paradox.json.
+f and kappa are those of samples at tau = 1 on test videos, of all rows alike.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from study.jobs import (
     demo_jobs,
     evaluation,
     run_jobs,
+    select,
     study_jobs,
 )
 
@@ -355,6 +357,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["demo", "study", "tables"])
     parser.add_argument("--root", type=Path, help="folder of the runs and of what is written (default: runs/demo; of the study, runs/paradox and results)")  # fmt: skip
+    parser.add_argument("--only", default="", metavar="PART", help="of the study: the jobs with this in their names, as in seed0-old, and what they need")  # fmt: skip
     args = parser.parse_args()
     os.chdir(Path(__file__).parent.parent)
     root = args.root or Path("runs/demo" if args.what == "demo" else "runs/paradox")
@@ -362,7 +365,7 @@ def main() -> int:
     if args.what == "demo":
         good = run_jobs(demo_jobs(root), root) and write_page(root, written)
         return 0 if good and judge(root) else 1
-    good = args.what == "tables" or run_jobs(study_jobs(root), root)
+    good = args.what == "tables" or run_jobs(select(study_jobs(root), args.only), root)
     write_tables(root, written)
     return 0 if write_page(root, written) and good else 1
 

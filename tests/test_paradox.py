@@ -45,6 +45,12 @@ def test_every_job_comes_after_what_it_needs_and_has_a_name_of_its_own():
             seen.add(job.name)
 
 
+def test_a_part_of_the_study_brings_what_it_needs():
+    names = {job.name for job in jobs.select(JOBS, "seed1-old-grpo")}
+    assert names == {"data-sft-1", "seed1-old-sft", "seed1-old-grpo"}
+    assert jobs.select(JOBS, "") == JOBS and jobs.select(JOBS, "seed9") == []
+
+
 def test_every_seed_has_a_toy_of_its_own_which_all_paths_share():
     built = {job.name: job.command for job in JOBS if job.command[:2] == ("-m", "study.toy")}
     for name, command in built.items():
