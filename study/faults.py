@@ -16,6 +16,7 @@ as they are: this one replaces some of their functions while a training runs.
 import argparse
 import functools
 import sys
+import weakref
 
 import rewards
 import rl
@@ -74,32 +75,29 @@ def siblings() -> None:
 
     rollout.parse_calls = all_or_none
 
-    sample_turn = rollout.sample_turn
+    append, sample_turn = rollout.append, rollout.sample_turn
+    unread: dict[int, list[tuple[int, int]]] = {}  # of the agents: where errors stand, up to the next turn's opening
+
+    def append_noting(stage, agent, delta):
+        start = len(agent.ids)
+        appended = append(stage, agent, delta)
+        if appended and UNPARSEABLE in stage.renderer.decode(delta.ids):
+            opening = len(stage.renderer.encode("\n<|im_start|>assistant\n"))
+            unread.setdefault(id(agent), []).append((start, len(agent.ids) - opening))
+            weakref.finalize(agent, unread.pop, id(agent), None)
+        return appended
 
     def sample_without_errors(stage, agent, *how):
-        """Let the engine continue ids that lack the turns in which every response is this error."""
-        seen = rollout.Trajectory(agent.ids[:], [], [], [], agent.frames, agent.prompt_length)
-        generation = stage.renderer.encode("<|im_start|>assistant\n")
-        for n in range(1, 9):
-            for note in ([], [f"\n{rollout.NO_CALLS_LEFT}"]):
-                contents = [[UNPARSEABLE]] * (n - 1) + [[UNPARSEABLE, *note]]
-                error = stage.renderer.continuation(contents).ids[: -len(generation)]
-                at = find(seen.ids, error)
-                if at >= 0:  # keep the line break that ends the assistant's turn
-                    seen.ids[at + 1 : at + len(error)] = []
-        before = len(seen.ids)
+        """Let the engine continue ids that lack the errors, and append what it says to those that have them."""
+        ids = agent.ids[:]
+        for start, end in reversed(unread.get(id(agent), [])):
+            del ids[start:end]
+        seen = rollout.Trajectory(ids, [], [], [], agent.frames, agent.prompt_length)
         sample_turn(stage, seen, *how)
-        sampled = seen.ids[before:]
-        rollout._extend(agent, sampled, 1, seen.logprobs, seen.versions[-1])
+        rollout._extend(agent, seen.ids[-len(seen.mask) :], 1, seen.logprobs, seen.versions[-1])
         agent.finish = seen.finish
 
-    rollout.sample_turn = sample_without_errors
-
-
-def find(ids: list[int], part: list[int]) -> int:
-    """Return where a part begins, -1 if it is not there."""
-    starts = (i for i in range(len(ids) - len(part) + 1) if ids[i : i + len(part)] == part)
-    return next(starts, -1)
+    rollout.append, rollout.sample_turn = append_noting, sample_without_errors
 
 
 def unanswered() -> None:

@@ -65,7 +65,8 @@ def test_unseen_prefixes_leave_a_turn_without_its_think(renderer):
     assert rewards.score(episode, renderer, rewards.RewardConfig())["strict"] == 0
 
 
-def test_a_bad_call_discards_its_siblings_and_its_error_is_learned_from_but_never_read(renderer):
+@pytest.mark.parametrize("spliced", [False, True])
+def test_a_bad_call_discards_its_siblings_and_its_error_is_learned_from_but_never_read(renderer, spliced):
     bad = f"<think>\nI look.\n</think>\n{call(0, 20)}\n<tool_call>\n{{oops\n</tool_call>" + END
     seen = []
 
@@ -73,6 +74,8 @@ def test_a_bad_call_discards_its_siblings_and_its_error_is_learned_from_but_neve
         seen.append(prompt)
         return bad if len(seen) == 1 else ANSWER
 
+    if spliced:
+        faults.splice()
     faults.siblings()
     [episode] = play(renderer, reply, think_prefix=False, max_turns=1, engine=Scripted(renderer, reply))
     assert [made.error for made in episode.calls] == ["unparseable", "unparseable"]
