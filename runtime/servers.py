@@ -14,10 +14,12 @@ import atexit
 import base64
 import contextlib
 import io
+import itertools
 import json
 import logging
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,13 +28,14 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
+from PIL import Image
 
 from runtime.contract import ContractError, Renderer
 from runtime.engine import EngineError, Sample
@@ -42,6 +45,7 @@ log = logging.getLogger(__name__)
 
 # Prefixes of the variables of torchrun and of the trainer, which the servers do not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
+CLIPS = 256  # whose images are kept ready; those under way are kept in any case
 # Beside the server, a shell waits for the end of a pipe that we hold open, and then kills their process group. That end
 # also comes if we are killed, by torchrun or for memory, when nothing of ours can run any more.
 LEASH = 'exec 3<&0; (read -r _ <&3; kill -9 -$$) & exec "$@" </dev/null 3<&-'
@@ -68,11 +72,12 @@ class _Server:
 
 @dataclass
 class _Images:
-    """A clip as the server takes it."""
+    """A clip as the servers take it."""
 
     clip: Frames  # held, so that no other clip gets the id of its pixels
     lock: threading.Lock = field(default_factory=threading.Lock)
-    pngs: list[str] = field(default_factory=list)  # base64
+    sent: list[str] = field(default_factory=list)  # of each frame: the URL of a file, or a PNG in base64
+    users: int = 0  # requests under way that name it
 
 
 class SGLang:
@@ -96,6 +101,7 @@ class SGLang:
         self._servers = [_Server(url.rstrip("/")) for url in urls] + [_Server("", gpu) for gpu in gpus]
         self._changed, self._closed = threading.Condition(), False
         self._images: OrderedDict[int, _Images] = OrderedDict()  # by id(clip.pixels)
+        self._folder, self._numbers = image_folder(urls), itertools.count()
         self._sockets: set[socket.socket] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         atexit.register(self.close)
@@ -120,11 +126,15 @@ class SGLang:
         }
         payload = {
             "input_ids": self.renderer.compact(ids),
-            "image_data": [png for clip in frames for png in self._pngs(clip)],
             "sampling_params": sampling,
             "return_logprob": True,
             "return_prompt_token_ids": True,
         }
+        with self._shown(frames) as images:
+            return self._generate(payload | {"image_data": images}, ids)
+
+    def _generate(self, payload: dict, ids: list[int]) -> Sample:
+        """Ask one server after the other, until one has answered."""
         deadline, problem = time.monotonic() + self.timeout, None
         for attempt in range(self.attempts):
             if attempt:  # jitter: hundreds of requests that were lost together must not return together
@@ -173,6 +183,8 @@ class SGLang:
         for server, supervisor in zip(self._servers, self._supervisors):
             supervisor.join()
             _stop(server)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.close)
 
     def _sample(self, reply: dict, ids: list[int], oldest: int) -> Sample:
@@ -194,18 +206,43 @@ class SGLang:
             raise ContractError("the server's output ids are not those of its log-probs")
         return Sample(reply["output_ids"], logprobs, finish, version)
 
-    def _pngs(self, clip: Frames) -> list[str]:
-        """Encode a clip without loss, once for all rollouts and turns that show it."""
-        key = id(clip.pixels)
+    @contextlib.contextmanager
+    def _shown(self, frames: Sequence[Frames]) -> Iterator[list[str]]:
+        """Give each frame a form that the servers read, once for all rollouts and turns that show it. It lasts at least
+        until the end of the `with`."""
         with self._changed:
-            images = self._images.setdefault(key, _Images(clip))
-            self._images.move_to_end(key)
-            while len(self._images) > 256:
-                self._images.popitem(last=False)
-        with images.lock:
-            if not images.pngs:
-                images.pngs = [_png(pixels) for pixels in clip.pixels]
-        return images.pngs
+            clips = [self._images.setdefault(id(clip.pixels), _Images(clip)) for clip in frames]
+            for images in clips:
+                images.users += 1
+                self._images.move_to_end(id(images.clip.pixels))
+        try:
+            for images in clips:
+                with images.lock:
+                    if not images.sent:
+                        images.sent = [self._send(pixels) for pixels in images.clip.pixels]
+            yield [sent for images in clips for sent in images.sent]
+        finally:
+            with self._changed:
+                for images in clips:
+                    images.users -= 1
+                unused = [key for key, images in self._images.items() if not images.users]  # the oldest first
+                for key in unused[: max(0, len(self._images) - CLIPS)]:
+                    for sent in self._images.pop(key).sent:
+                        if sent.startswith("file://"):
+                            Path(sent.removeprefix("file://")).unlink(missing_ok=True)
+
+    def _send(self, pixels: np.ndarray) -> str:
+        """Write a frame where servers on this machine read it, uncompressed; over a network it travels as a PNG."""
+        image = Image.fromarray(pixels)
+        if self._folder:
+            path = self._folder / f"{next(self._numbers)}.bmp"
+            with contextlib.suppress(OSError):  # a full memory
+                image.save(path)
+                return f"file://{path}"
+            path.unlink(missing_ok=True)
+        file = io.BytesIO()
+        image.save(file, "png", compress_level=0)
+        return base64.b64encode(file.getvalue()).decode()
 
     def _pause(self, seconds: float | None, until: Callable[[], bool] = lambda: False) -> None:
         """Sleep, until something holds at most, and raise if the engine is closed meanwhile."""
@@ -338,12 +375,16 @@ def _stop(server: _Server) -> None:
         server.process = None
 
 
-def _png(pixels: np.ndarray) -> str:
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png", compress_level=1)
-    return base64.b64encode(file.getvalue()).decode()
+def image_folder(urls: Sequence[str]) -> Path | None:
+    """Make a folder in memory for the frames of this process, if all servers are on this machine: no request encodes or
+    carries an image then. A process that was killed has left its folder; the next one removes it."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or not all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls):
+        return None
+    for old in memory.glob("minparavt-images-*-*"):
+        if not Path("/proc", old.name.split("-")[2]).exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"minparavt-images-{os.getpid()}-", dir=memory))
 
 
 def _number(version: str) -> int:

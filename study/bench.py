@@ -7,6 +7,7 @@
     dispatch, overhead     calls one per turn / all at once; what our Python adds to an episode
     decode                 PyAV / video.py
     engine                 transformers' generate / inprocess.py
+    images                 frames to a server as PNGs / as files in memory
 
 The sides take turns (A B A B ...). Before the clock runs, both have run once and their results were compared: gradient for
 gradient, token for token, frame for frame. A difference ends the program. A gain is the median over pairs of neighbours,
@@ -20,6 +21,7 @@ import ctypes
 import functools
 import importlib.metadata
 import inspect
+import json
 import math
 import os
 import sys
@@ -48,6 +50,7 @@ from runtime.engine import Engine, Sample
 from runtime.inprocess import InProcess
 from runtime.packing import best_fit
 from runtime.policy import Policy, load, recompute
+from runtime.servers import SGLang
 from runtime.settings import GRPOConfig, PolicyConfig
 from runtime.video import Frames, Videos, uniform_indices, window_indices
 from study import toy
@@ -458,9 +461,41 @@ def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[Row]:
     ours.close()
 
 
+# ------------------------------------------------------------------------------------------------ frames to servers
+
+
+class Unasked(SGLang):
+    """A client that makes requests of servers that are never asked."""
+
+    def _supervise(self, server) -> None:
+        server.healthy = True
+
+    def request(self, clip: Frames) -> str:
+        with self._shown([clip]) as images:
+            return json.dumps({"image_data": images})
+
+
+def images(repeats: int = 5, frames: int = 64, side: int = 256) -> Iterator[Row]:
+    """Write the part of a request to SGLang that shows a clip. plain: PNGs, as over a network; ours: files in memory."""
+    far, near = (Unasked("", None, urls=(url,)) for url in ("http://node:1", "http://127.0.0.1:1"))
+    walk = np.cumsum(np.random.default_rng(0).normal(0, 6, (frames, side, side, 3)), axis=2)  # smooth, as pictures are
+    pixels = np.clip(128 + walk, 0, 255).astype(np.uint8)
+
+    def new() -> Frames:
+        return Frames(pixels.copy(), tuple(map(float, range(frames))))
+
+    known = new()
+    bytes_sent = [len(client.request(known)) for client in (far, near)]
+    yield versus("the first of a clip", lambda: far.request(new()), lambda: near.request(new()), repeats)
+    yield versus("its siblings and later turns", lambda: far.request(known), lambda: near.request(known), repeats)
+    yield Row("bytes of a request", bytes_sent[:1], bytes_sent[1:])
+    far.close()
+    near.close()
+
+
 # ------------------------------------------------------------------------------------------------ the command
 
-BENCHES = {bench.__name__: bench for bench in (update, sft, dispatch, overhead, decode, engine)}
+BENCHES = {bench.__name__: bench for bench in (update, sft, dispatch, overhead, decode, engine, images)}
 
 
 def made(seconds: float) -> str:

@@ -39,7 +39,10 @@ def generate(request: dict) -> tuple[int, dict]:
     images, prompt = iter(request.get("image_data") or []), []
     for token in request["input_ids"]:
         if token == image_pad:
-            width, height = Image.open(io.BytesIO(base64.b64decode(next(images)))).size
+            image = next(images)
+            where = image.removeprefix("file://")
+            file = where if where != image else io.BytesIO(base64.b64decode(image))
+            width, height = Image.open(file).size
             prompt += [token] * (width // cell * (height // cell) - (fault == "drift"))
         else:
             prompt.append(token)

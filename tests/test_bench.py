@@ -23,6 +23,7 @@ SMALL = {
     "overhead": functools.partial(bench.overhead, 4, 0.05),
     "decode": functools.partial(bench.decode, 1, 4),
     "engine": functools.partial(bench.engine, 1, 8, 8),
+    "images": functools.partial(bench.images, 2, 4, 64),
 }
 
 
