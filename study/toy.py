@@ -165,8 +165,9 @@ def sft_row(
     k: int = 0,
 ) -> dict:  # fmt: skip
     """A trajectory with tools, or a direct answer; each turn breaks the format with probability p_loose."""
-    # With tools, small overviews prevail: only where the overview shows nothing must the reports be read.
-    k = k or rng.choices(OVERVIEWS, (4, 3, 2, 1, 1))[0]
+    # Calls prevail with few frames, where the reports must be read; direct answers with many, where they are right.
+    with_tools = rng.random() < p_tool
+    k = k or rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if with_tools else (1, 1, 2, 3, 3))[0]
     cue = draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(flash, cue)}]}]
@@ -181,7 +182,7 @@ def sft_row(
         tidy = f"<think>\n{thought}\n</think>\n<answer>{flash.color}</answer>"
         say(rng.choice(loose) if rng.random() < p_loose else tidy)
 
-    if rng.random() >= p_tool:
+    if not with_tools:
         seen = flash.visible(overview_times(flash, k))
         answer(f"I see it.\n{shown}" if seen else "I see no flash.")
         return {"messages": json.dumps(messages), "agent": agent}
@@ -410,10 +411,7 @@ def build_toy(
             sft_row(rng, rng.choice(train), float(p_tool > 0), 0.0, one_by_one=one_by_one, k=4)
             for _ in range(sizes["calls"])
         ],  # fmt: skip
-        "direct": [
-            sft_row(rng, rng.choice(train), 0.0, p_loose, "direct", k=rng.choice(OVERVIEWS[2:]))
-            for _ in range(sizes["direct"])
-        ],  # fmt: skip
+        "direct": [sft_row(rng, rng.choice(train), 0.0, p_loose, "direct") for _ in range(sizes["direct"])],
         "sft": [sft_row(rng, rng.choice(train), p_tool, p_loose, "main", one_by_one) for _ in range(sizes["sft"])],
         "sft_val": [sft_row(rng, flash, p_tool, 0.0, "main", one_by_one) for flash in held_out],
         "rl": [rl_row(rng, flash) for flash in splits["rl"]],
