@@ -13,6 +13,7 @@ vision tower sees the prompt's frames once. An SFT row is a bundle with one suff
 Deliberately missing: a mask over the pack (L x L), and keys shared across bundles with equal prompts.
 """
 
+import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -221,8 +222,13 @@ def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, 
         return flash_attn_varlen_func(query, key, value, *ends, causal=causal, softmax_scale=scaling)
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (-1, 0) if causal else (-1, -1)
-    return varlen_attn(query, key, value, *ends, window_size=window, scale=scaling, enable_gqa=True)
+    options = {"window_size": (-1, 0) if causal else (-1, -1), "scale": scaling}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    else:  # torch 2.11 wants a key head for each query head
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    return varlen_attn(query, key, value, *ends, **options)
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:

@@ -1,5 +1,6 @@
 """The packed policy is plain transformers, token for token and gradient for gradient, only faster."""
 
+import functools
 import json
 import math
 import sys
@@ -237,11 +238,17 @@ def torch_varlen(*args, window_size, scale, enable_gqa):
     return varlen_reference(*args, window_size == (-1, 0))
 
 
-@pytest.mark.parametrize("attend", [flash_attn_2, torch_varlen])
+def torch_2_11_varlen(q, k, *args, window_size, scale):
+    assert q.shape[1] == k.shape[1] and scale == 16**-0.5
+    return varlen_reference(q, k, *args, window_size == (-1, 0))
+
+
+@pytest.mark.parametrize("attend", [flash_attn_2, torch_varlen, torch_2_11_varlen])
 def test_one_varlen_call_a_layer_means_what_the_segments_and_the_frames_mean(path, shared, monkeypatch, attend):
     """The kernels need a GPU; with their definition in their place, the rest of their path runs here."""
     calls = []
 
+    @functools.wraps(attend)  # its signature tells torch's versions apart
     def counted(q, *args, **options):
         calls.append(len(q))
         return attend(q, *args, **options)
