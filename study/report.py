@@ -93,6 +93,7 @@ class RunData:
     pictures: dict[str, int]  # of the page: data URI of a thumbnail -> its place
     renderer: Renderer | None = None  # for the episodes
     config: dict[str, Any] = field(default_factory=dict)  # as the run saved it
+    commit: str = ""
     metrics: list[dict[str, float]] = field(default_factory=list)  # by step
     steps: dict[int, list[dict]] = field(default_factory=dict)  # step -> groups of episodes, ready for JSON
     notes: list[str] = field(default_factory=list)  # what is missing
@@ -113,6 +114,8 @@ def read_run(path: Path, name: str, pictures: dict[str, int], most: int, model: 
     run, files = RunData(name, pictures), [path]
     if path.is_dir():
         run.config = read_tree(path / "config.yaml")
+        if (path / "run.json").exists():
+            run.commit = json.loads((path / "run.json").read_text(encoding="utf-8"))["commit"]
         run.metrics = read_metrics(path / "metrics.jsonl")
         files = sorted((path / "episodes").glob("*.jsonl"))
     if not files:
@@ -346,6 +349,26 @@ def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
     return {"columns": columns, "rows": rows, "last": LAST}
 
 
+def settings(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
+    """Return a row per setting, and one for the commit, that is not the same in all groups; a group is its first run."""
+    flat = []
+    for _, runs in groups:
+        flat.append({"commit": runs[0].commit})
+        left = list(runs[0].config.items())
+        while left:
+            key, value = left.pop()
+            if isinstance(value, dict):
+                left += [(f"{key}.{name}", inner) for name, inner in value.items()]
+            elif key != "run":
+                flat[-1][key] = json.dumps(value, ensure_ascii=False)
+    rows = []
+    for key in sorted({key for each in flat for key in each}):
+        values = [each.get(key) for each in flat]
+        if len(set(values)) > 1:
+            rows.append({"key": key, "values": values})
+    return rows
+
+
 # ------------------------------------------------------------------------------------------------ writing
 
 
@@ -357,6 +380,7 @@ def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
         "groups": [name for name, _ in groups],
         "sections": panel_sections(groups),
         "table": table(groups),
+        "settings": settings(groups),
         "runs": [
             {"name": run.name, "pad": run.renderer.image_pad, "steps": sorted(run.steps.items())}
             for run in runs

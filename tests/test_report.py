@@ -21,7 +21,17 @@ from rl import describe
 from rollout import RolloutConfig, dump, rollout
 from runtime.contract import Renderer, VisualContract
 from study import report
-from study.report import RunData, curve, panel_sections, read_metrics, read_run, seed_groups, table, write_page
+from study.report import (
+    RunData,
+    curve,
+    panel_sections,
+    read_metrics,
+    read_run,
+    seed_groups,
+    settings,
+    table,
+    write_page,
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %d, "end_time": %d}}\n</tool_call>'
@@ -299,9 +309,9 @@ def test_a_browser_opens_the_episode_of_a_link_and_goes_on_to_its_sibling(page):
     seen.marks = all(".card .mark").map(mark => mark.textContent + mark.className).join();
     seen.ends = text(".ends");
     seen.structural = [];
-    for (const mode of document.querySelectorAll("select")[3].options) {
-      document.querySelectorAll("select")[3].value = mode.value;
-      document.querySelectorAll("select")[3].dispatchEvent(new Event("change"));
+    for (const mode of document.querySelector("select.paint").options) {
+      document.querySelector("select.paint").value = mode.value;
+      document.querySelector("select.paint").dispatchEvent(new Event("change"));
       seen.structural.push(getComputedStyle(document.querySelector(".two .tok.s.struct")).color);
     }
     seen.tag = hover(document.querySelector(".two .tok.s.struct"));
@@ -323,3 +333,60 @@ def test_a_browser_opens_the_episode_of_a_link_and_goes_on_to_its_sibling(page):
     assert "advantage −0.750" in seen["word"] and "log p −1.0000" in seen["word"]
     assert seen["unseen"] == 0  # prompts are built when somebody opens them
     assert seen["second"] == "Episode 1 of 2" and seen["where"].endswith("episode=0")
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_a_browser_finds_episodes_over_all_steps(page):
+    script = """
+    const all = selector => [...document.querySelectorAll(selector)];
+    const choose = (name, value) => {
+      const select = document.querySelector(`select.${name}`);
+      select.value = value;
+      select.dispatchEvent(new Event("change"));
+    };
+    const labels = () => all(".card").filter(card => card.textContent.includes("step ")).map(card => card.textContent);
+    seen.before = labels().length;
+    choose("kind", "wrong");
+    seen.wrong = labels();
+    seen.found = at("found").textContent;
+    choose("kind", "called");
+    choose("order", "advantage");
+    seen.called = labels();
+    choose("k", "K = 4");
+    seen.same = labels().length;
+    choose("kind", "malformed");
+    seen.malformed = labels().length;
+    """
+    seen, console = browse(page, "run=0&step=0", script)
+    assert console == "" and seen["before"] == seen["malformed"] == 0
+    assert seen["wrong"] and all("✗" in label for label in seen["wrong"])
+    assert seen["found"] == f"{len(seen['wrong'])} episodes"
+    assert (
+        seen["same"] == len(seen["called"]) == 2 * len(seen["wrong"])
+    )  # of two siblings one is right, and both have called
+    right = ["✓" in label for label in seen["called"]]
+    assert right == sorted(right, reverse=True)  # its advantage is the larger one
+
+
+def test_settings_that_differ_are_listed_and_others_are_not():
+    left = run_of("a", config_of=1, rollout={"temperature": 1.0, "k": 4}, run="x")
+    right = run_of("b", config_of=1, rollout={"temperature": 0.7, "k": 4}, run="y", kl=0.1)
+    left.commit, right.commit = "abc", "abc"
+    rows = settings([("a", [left]), ("b", [right])])
+    assert rows == [{"key": "kl", "values": [None, "0.1"]}, {"key": "rollout.temperature", "values": ["1.0", "0.7"]}]
+    right.commit = "def"
+    assert settings([("a", [left]), ("b", [right])])[0] == {"key": "commit", "values": ["abc", "def"]}
+    assert settings([("a", [left])]) == []
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_the_csv_holds_the_curves(page):
+    seen, _ = browse(
+        page,
+        "",
+        "seen.csv = decodeURIComponent(document.querySelector('a[download]').href.split(',').slice(1).join(','))",
+    )
+    lines = seen["csv"].splitlines()
+    assert lines[0] == "run,key,step,mean,std" and any(line.startswith('"grpo","kappa",39,') for line in lines)
+    [line] = [line for line in lines if line.startswith('"para (2 seeds)","kappa",39,')]
+    assert [float(x) for x in line.split(",")[3:]] == [pytest.approx(1.78), 0.0]
