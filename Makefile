@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo paradox test test-all test-sglang test-qwen lint format clean
+.PHONY: setup demo paradox test test-all test-sglang test-qwen test-gpu lint format clean
 
 $(VENV)/.installed: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,10 @@ demo: $(VENV)/.installed
 # Every run of study/jobs.py (some 4 hours on two cores; goes on where it was stopped) -> results/paradox.md
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
+
+# What only a GPU can show (10 minutes of one, no SGLang, no network); `make test-all` runs the same parts small, on a CPU.
+test-gpu: $(VENV)/.installed
+	CUDA_VISIBLE_DEVICES=0 $(BIN)/python -m pytest tests/test_gpu.py -m "slow or not slow" -s
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
     python -m study.bench                            # everything (under 20 minutes on two cores); on a GPU where there is one
     python -m study.bench update decode --write      # some of it, into results/bench.md
+    python -m study.bench gpu --write                # the notes of `make test-gpu`, into results/gpu.md
 
     update, sft            plain transformers on padded rows / ours, packed
     dispatch, overhead     calls one per turn / all at once; what our Python adds to an episode
@@ -57,6 +58,7 @@ from study import toy
 
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "results" / "bench.md"
+GPU_NOTES = REPO / "runs" / "gpu.jsonl"
 CACHE = REPO / "runs" / "bench"  # what is made once
 Plain = Qwen3VLForConditionalGeneration
 Parts = list[list[Bundle]]  # micro-batches
@@ -504,14 +506,34 @@ def made(seconds: float) -> str:
     machine = f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "av"))
     command = " ".join(["python", "-m", "study.bench", *sys.argv[1:]])
-    return f"{seconds:.0f} s: `{command}` at commit {config.git_commit()}; {machine}; {versions}."
+    took = f"{seconds:.0f} s: " if seconds else ""
+    return f"{took}`{command}` at commit {config.git_commit()}; {machine}; {versions}."
+
+
+def gpu_table() -> str:
+    """Return what `make test-gpu` has noted: of each part its newest figures."""
+    if not GPU_NOTES.exists():
+        sys.exit(f"error: there is no {GPU_NOTES}; `make test-gpu` leaves it where there is a GPU")
+    newest = {}
+    for line in GPU_NOTES.read_text(encoding="utf-8").splitlines():
+        figures = json.loads(line)
+        part, where = figures.pop("part"), figures.pop("device")
+        which = str(figures.pop("kernel", figures.pop("frames", "")))
+        newest[part, which] = [f"{part} {which}".strip(), where, ", ".join(f"{k} {v}" for k, v in figures.items())]
+    return markdown("#### make test-gpu", ["part", "device", "figures"], list(newest.values()))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)} (default: all)")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)} (default: all of them), or gpu")
     parser.add_argument("--write", action="store_true", help="also into results/bench.md")
     args = parser.parse_args()
+    if args.names == ["gpu"]:
+        text = f"{gpu_table()}\n\n{made(0)}"
+        print(text)
+        if args.write:
+            put_between_marks(RESULTS.with_name("gpu.md"), "gpu", "bench.py", text, "On a GPU")
+        return 0
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     for name in args.names or BENCHES:
         title, began = f"{name}, {where}", time.perf_counter()

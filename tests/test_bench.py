@@ -1,6 +1,7 @@
 """The benches run, compare equal work and count right."""
 
 import functools
+import json
 import math
 import re
 import sys
@@ -125,3 +126,20 @@ def test_writing_replaces_the_sections_that_were_run_and_nothing_else(monkeypatc
     assert "newest" in after and "first" not in after
     assert after.partition("end of decode")[2] == before.partition("end of decode")[2]
     assert run("sync") == after
+
+
+def test_notes_of_a_gpu_become_a_page_with_the_newest_of_each_part(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "GPU_NOTES", tmp_path / "gpu.jsonl")
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "bench.md")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "gpu", "--write"])
+    with pytest.raises(SystemExit, match="make test-gpu"):
+        bench.main()
+    notes = [
+        {"part": "kernel", "device": "H100", "kernel": k, "out": e}
+        for k, e in (("flash", 0.5), ("sdpa", 0.1), ("flash", 0.2))
+    ]
+    bench.GPU_NOTES.write_text("".join(json.dumps(note) + "\n" for note in notes))
+    assert bench.main() == 0
+    page = (tmp_path / "gpu.md").read_text()
+    assert page.startswith("# On a GPU") and page.count("| kernel") == 2
+    assert "out 0.2" in page and "out 0.1" in page and "0.5" not in page and "H100" in page

@@ -1,0 +1,273 @@
+"""What only a GPU can show, in ten minutes of one; on a CPU the same parts run small, so that they are known to run.
+
+make test-gpu                          # a line of JSON per figure, printed and kept in runs/gpu.jsonl
+python -m study.bench gpu --write      # the lines of a GPU as results/gpu.md
+"""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scripts
+import tiny
+import tiny_checkpoint
+import torch
+import torch.nn.functional as F
+from transformers import Qwen3VLForConditionalGeneration
+
+from data import Trajectory
+from rollout import run_all
+from runtime.contract import Bundle, VisualContract
+from runtime.distributed import checkpoint_dir, export, load_state, peak_memory, save_state
+from runtime.doctor import engine_logprobs, trainer_logprobs
+from runtime.inprocess import InProcess
+from runtime.packing import KeyLayout, Segment, group_packed_attention
+from runtime.plan import PUBLISHED, plan_training, utilisation
+from runtime.policy import load, make_optimizer, optimizer_step
+from runtime.settings import OptimConfig, PolicyConfig
+from runtime.video import Frames
+
+GPU = torch.cuda.is_available()
+WHERE = torch.device("cuda" if GPU else "cpu")
+TWO_B, EIGHT_B = (PUBLISHED[f"Qwen/Qwen3-VL-{size}-Instruct"] for size in ("2B", "8B"))
+KEPT = scripts.REPO / "runs" / "gpu.jsonl"
+
+
+def note(part: str, **figures) -> None:
+    """Print what was measured; keep it if a GPU measured it."""
+    line = json.dumps({"part": part, "device": torch.cuda.get_device_name() if GPU else "CPU", **figures})
+    print(line, flush=True)
+    if GPU:
+        KEPT.parent.mkdir(exist_ok=True)
+        with KEPT.open("a") as file:
+            file.write(line + "\n")
+
+
+def checkpoint(folder: Path, shapes: dict, layers: int | None = None) -> Path:
+    """Random weights of a published size, with the vocabulary of the tests; on a CPU tiny ones."""
+    if not GPU:
+        return tiny.write(folder)
+    text = shapes["text_config"] | {"vocab_size": tiny.VOCABULARY, "max_position_embeddings": 65_536}
+    if layers:
+        text |= {"num_hidden_layers": layers}
+    return tiny.write(folder, shapes["tie_word_embeddings"], text=text, vision=shapes["vision_config"])
+
+
+def group(frames: int, side: int, suffixes: list[int]) -> Bundle:
+    """A prompt that shows frames, and texts that continue it."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8)
+    image = [tiny.VISION_START, *[tiny.IMAGE_PAD] * (side // 32) ** 2, tiny.VISION_END]
+    prompt = [*range(2, 22), *image * frames]
+    said = [rng.integers(2, tiny.IMAGE_PAD, length).tolist() for length in suffixes]
+    return Bundle(prompt, said, [[1] * length for length in suffixes], [Frames(pixels, (0.0,) * frames)])
+
+
+# ------------------------------------------------------------------------------------------------ kernels
+
+
+@pytest.mark.parametrize("kernel", ["flash", "varlen", "sdpa"])
+def test_kernels_compute_attention_and_its_gradient_to_within_rounding(kernel):
+    """Against fp32 maths with a mask over the whole pack: prompts and suffixes, grouped heads, a suffix of one token."""
+    if kernel != "sdpa" and not GPU:
+        pytest.skip("this kernel needs a GPU")
+    if kernel == "flash":
+        pytest.importorskip("flash_attn", reason="FlashAttention 2 is not installed; torch's varlen kernel serves")
+    heads, shared, size = 8, 2, 128
+    spans = [(0, 300, 0, 0), (300, 301, 0, 300), (301, 500, 0, 300), (500, 560, 500, 500), (560, 640, 500, 560)]
+    segments = [Segment(*span) for span in spans]
+    length = segments[-1].stop
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for s in segments:
+        seen[s.start : s.stop, s.prompt : s.prompt_stop] = True
+        seen[s.start : s.stop, s.start : s.stop] = torch.ones(s.stop - s.start, s.stop - s.start).tril().bool()
+
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, n, length, size) for n in (heads, shared, shared))
+    weight = torch.randn(1, length, heads, size)
+
+    def run(attend, dtype, where):
+        inputs = [x.to(where, dtype).requires_grad_() for x in (query, key, value)]
+        out = attend(*inputs)
+        (out * weight.to(where, dtype)).sum().backward()
+        return [x.float().cpu() for x in (out.detach(), *(x.grad for x in inputs))]
+
+    def exact(query, key, value):
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def ours(query, key, value):
+        layout = KeyLayout(segments, kernel, query.device)
+        return group_packed_attention(None, query, key, value, None, size**-0.5, layout)[0]
+
+    found, expected = run(ours, torch.bfloat16, WHERE), run(exact, torch.float32, "cpu")
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected)]
+    note("kernel", kernel=kernel, **{name: round(e, 5) for name, e in zip(("out", "dq", "dk", "dv"), errors)})
+    assert max(errors) < 0.02
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+OPTIM = OptimConfig(lr=1e-5)
+
+
+def train(path: Path, folder: Path) -> None:
+    """One rank: 2B shapes in bf16 under FSDP2, a group of 8 and a long episode, with a reference; then a state and back."""
+    cfg = PolicyConfig(str(path), dtype="bf16", freeze=("vision",))
+    policy, reference = load(cfg, tiny.NEVER_SAMPLED), load(cfg, tiny.NEVER_SAMPLED, train=False)
+    reference.model.model.visual = policy.vision
+    optimizer = make_optimizer(policy, OPTIM)
+    frames, side, said, long = (64, 256, 512, 24_000) if GPU else (2, 64, 8, 200)
+    parts = [[group(frames, side, [said] * 8)], [group(frames, side, [long])]]
+
+    def step(number: int) -> float:
+        total = 0.0
+        for part in parts:
+            features = policy.encode(part)
+            with torch.no_grad():
+                kept = reference(part, 1.0, features).logprobs
+            logprobs = policy(part, 1.0, features).logprobs
+            loss = ((logprobs - kept).square() - logprobs).mean()  # a pull to the reference, and a lesson
+            loss.backward()
+            total += loss.item()
+        assert np.isfinite(optimizer_step(policy, optimizer, OPTIM, number, 10))
+        return total
+
+    first = step(0)
+    tokens = sum(len(bundle) for part in parts for bundle in part)
+    visual = 2 * frames * (side // 32) ** 2
+    planned = plan_training(cfg, 1, max(len(part[0]) for part in parts), visual // 2, reference=True)
+    note("training", tokens=tokens, loss=first, peak_gib=round(peak_memory(), 2), planned_gib=round(planned.gib, 2))
+
+    save_state(folder / "state", policy, optimizer, 1)
+    resumed = load(cfg, tiny.NEVER_SAMPLED)
+    its_optimizer = make_optimizer(resumed, OPTIM)
+    assert load_state(folder / "state", resumed, its_optimizer)[0] == 1
+    for ours, theirs in zip(policy.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(ours.detach(), theirs.detach())
+    second = step(1)
+    policy, optimizer = resumed, its_optimizer
+    again = step(1)
+    note("resumed", loss=second, again=again)
+    assert abs(again - second) < 1e-3 * abs(second)
+    export(policy, folder / "model", checkpoint_dir(str(path)), VisualContract(frame_pixels=side * side))
+
+
+@pytest.mark.slow
+def test_a_2b_trains_in_bf16_resumes_bit_for_bit_and_exports_to_transformers(tmp_path):
+    path = checkpoint(tmp_path / "model", TWO_B)
+    VisualContract(frame_pixels=256 * 256 if GPU else 64 * 64).save(path)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (path / name).write_text("{}")
+    tiny.on_ranks(train, 1, path, tmp_path)
+    plain = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert plain.dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_an_update_at_8b_widths_has_its_share_of_the_peak(tmp_path):
+    """Eight layers in fp32 master weights fit one GPU; the MFU is that of forward, backward and AdamW."""
+    cfg = PolicyConfig(str(checkpoint(tmp_path / "model", EIGHT_B, layers=8)), dtype="auto" if GPU else "fp32")
+    tiny.on_ranks(update, 1, cfg)
+
+
+def update(cfg: PolicyConfig) -> None:
+    policy = load(cfg, tiny.NEVER_SAMPLED)
+    optimizer = make_optimizer(policy, OPTIM)
+    bundle = group(*((64, 256, [512] * 8) if GPU else (2, 64, [8] * 8)))
+    for repeat in range(3):
+        began = time.perf_counter()
+        (-policy([bundle]).logprobs.mean()).backward()
+        assert np.isfinite(optimizer_step(policy, optimizer, OPTIM, repeat, 10))
+        seconds = time.perf_counter() - began
+    mfu = utilisation(cfg, len(bundle), seconds, 1)
+    note("update", tokens=len(bundle), tokens_per_second=round(len(bundle) / seconds), **mfu)
+
+
+# ------------------------------------------------------------------------------------------------ sampling, looking
+
+
+@pytest.mark.slow
+def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path):
+    text = TWO_B["text_config"]
+    sizes = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
+    sizes |= {"num_hidden_layers": 8, "num_key_value_heads": 8, "rope_parameters": text["rope_parameters"]}
+    path = tiny_checkpoint.build(tmp_path / "model", **(sizes if GPU else {}))
+    renderer = tiny_checkpoint.renderer(path)
+    engine = InProcess(path, renderer, device=WHERE, dtype="bfloat16" if GPU else "float32")
+    prompts, most = (64, 256) if GPU else (4, 8)
+    clip = tiny_checkpoint.noise(16)
+    asked = []
+    for i in range(prompts):
+        messages = [{"role": "user", "content": [clip, f"What happens? {i}"]}]
+        asked.append(renderer.render(messages, generate=True).ids)
+    said = {}
+    jobs = [
+        lambda ids=ids, i=i: engine.generate(ids, [clip], max_new_tokens=most, temperature=1.0, seed=i)
+        for i, ids in enumerate(asked)
+    ]
+    began = time.perf_counter()
+    run_all(engine, jobs, prompts, said.__setitem__)
+    seconds = time.perf_counter() - began
+    engine.close()
+
+    policy = load(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), renderer.never_sampled, train=False)
+    agents = []
+    for i in range(4):
+        ids, sample = asked[i], said[i]
+        mask = [0] * len(ids) + [1] * len(sample.ids)
+        logprobs = [0.0] * len(ids) + sample.logprobs
+        versions = [sample.version if m else -1 for m in mask]
+        agents.append(Trajectory(ids + sample.ids, mask, logprobs, versions, [clip], len(ids)))
+    gap = (trainer_logprobs(policy, agents, 1.0) - engine_logprobs(agents)).abs().mean().item()
+    sampled = sum(len(sample.ids) for sample in said.values())
+    note("engine", tokens_per_second=round(sampled / seconds), gap=round(gap, 6))
+    assert gap < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frames", [64, 192])
+def test_the_vision_tower_looks_at_many_frames_at_once(tmp_path, frames):
+    path = checkpoint(tmp_path / "model", EIGHT_B, layers=1)
+    policy = load(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), tiny.NEVER_SAMPLED, train=False)
+    side, count = (256, frames) if GPU else (64, frames // 32)
+    bundle = group(count, side, [1])
+    for _ in range(3):
+        began = time.perf_counter()
+        [seen] = policy.encode([bundle])
+        if GPU:
+            torch.cuda.synchronize()
+        milliseconds = 1e3 * (time.perf_counter() - began)
+    assert seen.shape[1] == count * (side // 32) ** 2 and seen.isfinite().all()
+    note("vision", frames=count, pixels=side * side, ms=round(milliseconds, 1))
+
+
+# ------------------------------------------------------------------------------------------------ the scripts
+
+
+@pytest.mark.slow
+def test_sft_and_rl_run_one_after_the_other_with_staleness(toy_dir, tmp_path):
+    steps = 20 if GPU else 2
+    data = f"data.sources=[{{path: {toy_dir}/sft.parquet}}]"
+    common = ("val=null", f"steps={steps}", "save_every=1000")
+    cold = [f"run={tmp_path}/sft", f"policy.checkpoint={toy_dir}/model", data, "batch_rows=4", *common]
+    scripts.finish(scripts.start("sft.py", scripts.REPO / "configs/toy_sft.yaml", *cold, anew=GPU))
+    data = f"data.sources=[{{path: {toy_dir}/rl.parquet}}]"
+    more = [
+        f"run={tmp_path}/rl",
+        f"policy.checkpoint={tmp_path}/sft/model",
+        data,
+        "staleness=1",
+        "batch_tasks=2",
+        *common,
+    ]
+    scripts.finish(scripts.start("rl.py", scripts.REPO / "configs/toy_paragrpo.yaml", *more, anew=GPU))
+    rows = scripts.metrics(tmp_path / "rl")
+    assert len(rows) == steps and all(np.isfinite(row["loss"]) and row["gap"] < 0.05 for row in rows)
+    note(
+        "scripts",
+        seconds_per_step=round(np.median([row["seconds"] for row in rows]), 2),
+        gap=max(r["gap"] for r in rows),
+    )
