@@ -158,7 +158,7 @@ def main_messages(task: Task, overview: Sequence[Frames], with_tools: bool) -> l
 
 
 def subagent_messages(frames: Frames, question: str | None) -> list[dict]:
-    """Return the messages that open a sub-agent; it reads the question only where the config says so."""
+    """Return the messages that open a sub-agent. A row of SFT may carry a question; a rollout never gives one."""
     request = SUBAGENT_REQUEST
     if question:
         request += f"\nQuestion: {question}"

@@ -46,6 +46,7 @@ def group_advantage(rewards: Sequence[float], std_floor: float) -> np.ndarray:
 
 def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor: Anchor) -> None:
     """Write A_i and, under credit `struct`, A_anchor_i into the episodes, where reports find them."""
+    # A_anchor_i = (R_anchor_i - mean_group R_anchor) / std_group R_anchor, as A_i is of R
     for episodes in groups:
         advantages = group_advantage([e.reward["reward"] for e in episodes], cfg.std_floor)
         anchor_advantages = group_advantage([e.reward["anchor"] for e in episodes], cfg.std_floor)
@@ -54,7 +55,7 @@ def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor
             episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
 
     if cfg.normalise == "batch":
-        # A_i <- A_i / std_batch A, over all episodes of all ranks; A_anchor_i stays as it is.
+        # A_i <- A_i / max(std_batch A, floor), the std of all episodes of all ranks; A_anchor_i stays as it is.
         mine = [episode.advantage for episodes in groups for episode in episodes]
         everyone = [a for advantages in gather(mine) for a in advantages]
         std = np.std(everyone or [0.0])

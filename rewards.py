@@ -99,22 +99,23 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, 
     """Return all parts by name, `reward` their weighted sum. Raise JudgeError if a judge was asked and failed."""
     turns = turn_texts(episode.main, renderer)
     spam = tag_spam(turns)
-    if any(spam.values()):
+    if any(spam.values()):  # R and all its parts are 0
         return dict.fromkeys(PARTS, 0.0) | spam
 
     acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg)
     anchor = anchor_reward(turns, cfg.anchor)
     turns_with_calls = {call.turn for call in episode.calls if call.error != "unparseable"}
-    plain_fmt = format_reward(turns, turns_with_calls, cfg.answer_suffix)
-    # f is logged with the anchor in every credit mode; only `sequence` pays it here.
-    fmt = min(1.0, plain_fmt + cfg.anchor.scale * anchor)
-    paid_fmt = fmt if cfg.anchor.credit == "sequence" else plain_fmt
+    r_fmt = format_reward(turns, turns_with_calls, cfg.answer_suffix)
+    # f = R_fmt + lambda * R_anchor, 1 at most: it is logged in every credit mode, and only `sequence` pays it.
+    f = min(1.0, r_fmt + cfg.anchor.scale * anchor)
+    if cfg.anchor.credit == "sequence":
+        r_fmt = f
     tool = tool_reward(episode, acc)
     return {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
-        "reward": acc + cfg.w_fmt * paid_fmt + cfg.w_tool * tool,
+        "reward": acc + cfg.w_fmt * r_fmt + cfg.w_tool * tool,
         "acc": acc,
-        "fmt": fmt,
+        "fmt": f,
         "tool": tool,
         "anchor": anchor,
         "strict": float(strict(turns)),
@@ -338,6 +339,8 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
 
 def is_structural(text: str, tag_at: list[str], first: int, last: int) -> bool:
     """Return whether the token of characters [first, last) carries a tag and no content.
+
+        yes:  </think>   >\\n   .</   ]</           no:  >B   >(   >The   and .</ where `.` is all that the tag closes
 
     White space may share its token, and so may punctuation that stands before a closing tag: in Qwen's vocabulary `.</`,
     `]</` and `。</` are single tokens, and to sample one is to decide to close. A letter or a digit may not (`>B`), nor
