@@ -148,7 +148,7 @@ class Place:
         return self.root / self.name
 
     def data(self, start: str = "sft") -> Path:
-        return self.root / "data" / f"{start}-{self.seed}"
+        return self.root / "data" / f"seed{self.seed}-{start}"
 
     def cold_start(self, start: str) -> list[Job]:
         """Build the toy that the start learns from, which all paths share, and train on it."""

@@ -47,21 +47,21 @@ def test_every_job_comes_after_what_it_needs_and_has_a_name_of_its_own():
 
 def test_a_part_of_the_study_brings_what_it_needs():
     names = {job.name for job in jobs.select(JOBS, "seed1-old-grpo")}
-    assert names == {"data-sft-1", "seed1-old-sft", "seed1-old-grpo"}
+    assert names == {"data-seed1-sft", "seed1-old-sft", "seed1-old-grpo"}
     assert jobs.select(JOBS, "") == JOBS and jobs.select(JOBS, "seed9") == []
 
 
 def test_every_seed_has_a_toy_of_its_own_which_all_paths_share():
     built = {job.name: job.command for job in JOBS if job.command[:2] == ("-m", "study.toy")}
     for name, command in built.items():
-        assert name.rpartition("-")[2] == command[command.index("--seed") + 1]
+        assert name.split("-")[1] == f"seed{command[command.index('--seed') + 1]}"
     starts = {job.name: config_of(job) for job in JOBS if job.command[0] == "sft.py"}
     cold = [name for name in starts if name.endswith("-sft")]
     assert len(cold) == 2 * len(SEEDS) + 2 * len(FEW) == 14
     for name in cold:
         seed = int(name[4])
         assert starts[name].data.seed == seed
-        assert starts[name].policy.checkpoint == f"runs/paradox/data/sft-{seed}/model"
+        assert starts[name].policy.checkpoint == f"runs/paradox/data/seed{seed}-sft/model"
     assert {job.path for job in JOBS if job.command[0] == "sft.py"} == set(PATHS)
 
 
@@ -80,7 +80,7 @@ def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget(trainings):
         assert cfg.run == f"runs/paradox/{place}/{name}"
         assert cfg.policy.checkpoint == f"runs/paradox/{place}/{ROWS[name].start}/model"
         assert ROWS[name].prefix == cfg.rollout.think_prefix
-        assert [source.path for source in cfg.data.sources] == [f"runs/paradox/data/sft-{seed}/rl.parquet"]
+        assert [source.path for source in cfg.data.sources] == [f"runs/paradox/data/seed{seed}-sft/rl.parquet"]
 
 
 def test_a_row_and_its_control_differ_in_what_the_name_says(trainings):
@@ -104,7 +104,7 @@ def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
             continue
         cfg = config_of(job)
         place, _, run = job.name.partition("-eval-")
-        data = f"runs/paradox/data/sft-{place[4]}"
+        data = f"runs/paradox/data/seed{place[4]}-sft"
         assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": data}
         assert ("sampled" in run) == (cfg.rollout.temperature == 1)
         assert ("alone" in run) == (cfg.rollout.concurrency == 1)
