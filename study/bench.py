@@ -69,7 +69,7 @@ SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     """One line of a bench's table."""
 
     what: str
@@ -91,7 +91,7 @@ class Row:
         return [self.what, plain, ours, gain, self.note]
 
 
-def versus(what: str, plain: Callable, ours: Callable, repeats: int, note: str = "") -> Row:
+def versus(what: str, plain: Callable, ours: Callable, repeats: int, note: str = "") -> Timing:
     """Time both sides, run A B A B ..."""
     seconds = {plain: [], ours: []}
     for _ in range(repeats):
@@ -101,7 +101,7 @@ def versus(what: str, plain: Callable, ours: Callable, repeats: int, note: str =
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             found.append(time.perf_counter() - began)
-    return Row(what, seconds[plain], seconds[ours], note)
+    return Timing(what, seconds[plain], seconds[ours], note)
 
 
 def peak(work: Callable[[], object]) -> float:
@@ -214,7 +214,7 @@ def plain_inputs(model: Plain, ids: Tensor, clips: list[Frames]) -> dict[str, Te
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
 
 
-def compare_training(what: str, plain: Plain, rows: Parts, ours: Policy, packed: Parts, references, repeats) -> Row:
+def compare_training(what: str, plain: Plain, rows: Parts, ours: Policy, packed: Parts, references, repeats) -> Timing:
     """Time both sides once their gradients are equal; beside the gain, its ceiling."""
     sides = [functools.partial(backward, plain, rows, references[0])]
     sides.append(functools.partial(backward, ours, packed, references[1]))
@@ -238,7 +238,7 @@ def gradient_difference(plain: Plain, ours: Plain) -> float:
     return math.sqrt(apart / size)
 
 
-def update(repeats: int = 3, **shape) -> Iterator[Row]:
+def update(repeats: int = 3, **shape) -> Iterator[Timing]:
     """An RL update, reference pass included: one trajectory after the other / the group as one sequence, its prompt once.
     64 frames x 64 tokens, G = 8, suffixes of 200 to 600 tokens; 2 layers, hidden 256, fp32,
     frozen vision tower, blocks recomputed in the backward pass; gradients equal to 1e-4."""
@@ -256,11 +256,11 @@ def update(repeats: int = 3, **shape) -> Iterator[Row]:
         plain.zero_grad()  # gradients count
         policy.zero_grad()
         gib.append([peak(functools.partial(backward, *side))])
-    yield Row("GiB beyond the weights, plain one by one", gib[0], gib[1])
-    yield Row(f"GiB beyond the weights, plain {len(rows)} at a time", gib[2], gib[1])
+    yield Timing("GiB beyond the weights, plain one by one", gib[0], gib[1])
+    yield Timing(f"GiB beyond the weights, plain {len(rows)} at a time", gib[2], gib[1])
 
 
-def sft(repeats: int = 3, count: int = 16, most: int = 8192, **base) -> Iterator[Row]:
+def sft(repeats: int = 3, count: int = 16, most: int = 8192, **base) -> Iterator[Timing]:
     """Rows padded to the longest of their micro-batch, in the order of the data / packed without padding; micro-batches
     of as many tokens, padding included; gradients equal to 1e-4. Rows of 4 to 64 frames x 64 tokens with 100 to 800
     target tokens in the model of `update`."""
@@ -323,7 +323,7 @@ def play(n: int, stage: dict, dispatch: str = "parallel") -> list[Episode]:
     return [episode for group in groups for episode in group.episodes]
 
 
-def dispatch(repeats: int = 5, calls: int = 8, latency: float = 0.25) -> Iterator[Row]:
+def dispatch(repeats: int = 5, calls: int = 8, latency: float = 0.25) -> Iterator[Timing]:
     """The calls of an episode: each in a turn of its own / all in one turn, in threads. Whole episodes on a toy video, 2
     decoders, no cache; the main agent speaks in no time. A report takes 0.25 s, or is 16 tokens of the toy's model on the
     CPU. Windows and reports equal."""
@@ -339,7 +339,7 @@ def dispatch(repeats: int = 5, calls: int = 8, latency: float = 0.25) -> Iterato
     model.close()
 
 
-def overhead(n: int = 64, latency: float = 2.0) -> Iterator[Row]:
+def overhead(n: int = 64, latency: float = 2.0) -> Iterator[Timing]:
     """Seconds of an episode in which it does not wait for its engine, by episodes at once. Two turns and two reports at
     once, 2 s each; K = 64 frames of 64 tokens, cached; waiting for Python's lock counts. Promised: 2 % of 30 s at 64."""
     renderer = Renderer(load_tokenizer(toy_folder() / "model"), VisualContract())
@@ -349,7 +349,7 @@ def overhead(n: int = 64, latency: float = 2.0) -> Iterator[Row]:
         episodes = play(n, stage)
         assert all([call.error for call in e.calls] == ["", ""] for e in episodes), "an episode failed"
         added = [episode.seconds - 3 * latency for episode in episodes]
-        yield Row(f"{n} at once", (), added, f"mean {fmean(added) / 30:.2%} of 30 s")
+        yield Timing(f"{n} at once", (), added, f"mean {fmean(added) / 30:.2%} of 30 s")
 
 
 # ------------------------------------------------------------------------------------------------ video
@@ -401,7 +401,7 @@ def read_with_pyav(path: Path, times: Sequence[float], size: tuple[int, int]) ->
     return np.stack(found)
 
 
-def decode(repeats: int = 3, seconds: int = 3600) -> Iterator[Row]:
+def decode(repeats: int = 3, seconds: int = 3600) -> Iterator[Timing]:
     """PyAV, seeking well, one thread / video.py, on an H.264 file opened anew: 640x360, 25 frames/s, a keyframe every 5 s,
     the same minute again and again; scaled to 64 tokens. Equal frames."""
     path = video_file(seconds)
@@ -424,7 +424,7 @@ def decode(repeats: int = 3, seconds: int = 3600) -> Iterator[Row]:
 # ------------------------------------------------------------------------------------------------ engine, weights
 
 
-def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[Row]:
+def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[Timing]:
     """64 requests at once: transformers' generate, one after the other / inprocess.py. The toy's sizes, prompts of 4 to
     64 frames x 4 tokens, up to 32 new tokens, fp32; greedy tokens equal."""
     contract, rng = VisualContract(frame_pixels=64 * 64), np.random.default_rng(0)
@@ -477,7 +477,7 @@ class Unasked(SGLang):
             return json.dumps({"image_data": images})
 
 
-def images(repeats: int = 5, frames: int = 64, side: int = 256) -> Iterator[Row]:
+def images(repeats: int = 5, frames: int = 64, side: int = 256) -> Iterator[Timing]:
     """Write the part of a request to SGLang that shows a clip. plain: PNGs, as over a network; ours: files in memory."""
     far, near = (Unasked("", None, urls=(url,)) for url in ("http://node:1", "http://127.0.0.1:1"))
     walk = np.cumsum(np.random.default_rng(0).normal(0, 6, (frames, side, side, 3)), axis=2)  # smooth, as pictures are
@@ -490,7 +490,7 @@ def images(repeats: int = 5, frames: int = 64, side: int = 256) -> Iterator[Row]
     bytes_sent = [len(client.request(known)) for client in (far, near)]
     yield versus("the first of a clip", lambda: far.request(new()), lambda: near.request(new()), repeats)
     yield versus("its siblings and later turns", lambda: far.request(known), lambda: near.request(known), repeats)
-    yield Row("bytes of a request", bytes_sent[:1], bytes_sent[1:])
+    yield Timing("bytes of a request", bytes_sent[:1], bytes_sent[1:])
     far.close()
     near.close()
 

@@ -64,9 +64,9 @@ def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = ITEMS) 
 
     # Answers, and the samples of which RL will learn.
     tasks = tasks[:items]
-    figures["tools_k4"] = mean("acc", play(stage, tasks, [4] * items), stage)
-    figures["direct_k64"] = mean("acc", play(stage, tasks, [64] * items, dispatch="none"), stage)
-    sampled = play(stage, tasks, [(4, 16, 64)[i % 3] for i in range(items)], temperature=1.0)
+    figures["tools_k4"] = mean("acc", play_all(stage, tasks, [4] * items), stage)
+    figures["direct_k64"] = mean("acc", play_all(stage, tasks, [64] * items, dispatch="none"), stage)
+    sampled = play_all(stage, tasks, [(4, 16, 64)[i % 3] for i in range(items)], temperature=1.0)
     figures["strict"] = mean("strict", sampled, stage)
     figures["kappa"] = statistics.fmean(episode.executed for episode in sampled)
     return figures
@@ -107,7 +107,7 @@ def copies(stage: Stage, task: Task, flash: Flash, cue: str, color: str) -> bool
     return accuracy(said, replace(task, answer=color), READING) == 1
 
 
-def play(stage: Stage, tasks: list[Task], ks: list[int], **changes) -> list[Episode]:
+def play_all(stage: Stage, tasks: list[Task], ks: list[int], **changes) -> list[Episode]:
     cfg = replace(stage.cfg, **changes)
     surroundings = {"engine": stage.engine, "renderer": stage.renderer, "videos": stage.videos}
     groups = rollout(tasks, ks, 1, **surroundings, cfg=cfg, progress=False)

@@ -289,7 +289,7 @@ def run_jobs(jobs: Sequence[Job], root: Path) -> bool:
                 return good
             # Show how far they are.
             bar.n = ended + sum(job.seconds * part_done(job) for job in running)
-            bar.set_description_str(", ".join(describe(job) for job in running))
+            bar.set_description_str(", ".join(progress_of(job) for job in running))
             time.sleep(0.5)
             # Collect what has ended.
             for job, process in list(running.items()):
@@ -319,5 +319,5 @@ def part_done(job: Job) -> float:
     return steps_done(job) / job.steps if job.steps else 0.0
 
 
-def describe(job: Job) -> str:
+def progress_of(job: Job) -> str:
     return f"{job.name}, step {steps_done(job)} of {job.steps}" if job.steps else job.name

@@ -58,7 +58,7 @@ BySeed = dict[str, float]  # "seed0" or "seed0-old" -> a figure, for every seed 
 Figures = dict[str, dict[str, float | str]]  # "seed0/grpo-sampled/parallel/K=4", "seed0/gate" -> figures by name
 
 
-def collect(root: Path) -> Figures:
+def read_figures(root: Path) -> Figures:
     """Read the figures of all runs that are done: evaluations, gates, and the trainings with faults."""
     found: Figures = {}
     for marker in sorted((root / "done").glob("seed*")):
@@ -180,7 +180,7 @@ CLAIMS = (
 
 def judge(root: Path) -> bool:
     """Print each claim with the numbers of one seed; return whether all hold."""
-    measured, failed = Measured(collect(root)), []
+    measured, failed = Measured(read_figures(root)), []
     print(
         "\nWhat the paper claims, on 64 held-out videos (kappa: calls per episode; f: format reward; K: frames seen):\n"
     )
@@ -328,7 +328,7 @@ def draw_outcomes(measured: Measured, path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ the commands
 
 
-def write_page(root: Path, written: Path) -> bool:
+def draw_page(root: Path, written: Path) -> bool:
     """Draw the curves and make ROOT/report.html of the rows that are drawn, on the CPU's own path."""
     runs = [str(path) for name in DRAWN for path in sorted(root.glob(f"seed?/{name}"))]
     if not runs:  # `tables` of figures alone
@@ -341,7 +341,7 @@ def write_tables(root: Path, written: Path) -> None:
     """Add the runs' figures to those of paradox.json, and make all tables and the picture from that file."""
     file = written / "paradox.json"
     figures = json.loads(file.read_text()) if file.exists() else {}
-    figures = dict(sorted((figures | collect(root)).items()))
+    figures = dict(sorted((figures | read_figures(root)).items()))
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in figures.items())
     write_whole(file, f"{{\n{lines}\n}}\n")
 
@@ -365,11 +365,11 @@ def main() -> int:
     root = args.root or Path("runs/demo" if args.what == "demo" else "runs/paradox")
     written = Path("results") if root == Path("runs/paradox") else root
     if args.what == "demo":
-        good = run_jobs(demo_jobs(root), root) and write_page(root, written)
+        good = run_jobs(demo_jobs(root), root) and draw_page(root, written)
         return 0 if good and judge(root) else 1
     good = args.what == "tables" or run_jobs(select(study_jobs(root), args.only), root)
     write_tables(root, written)
-    return 0 if write_page(root, written) and good else 1
+    return 0 if draw_page(root, written) and good else 1
 
 
 if __name__ == "__main__":

@@ -349,7 +349,7 @@ def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
     return {"columns": columns, "rows": rows, "last": LAST}
 
 
-def settings(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
+def differing_settings(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
     """Return a row per setting, and one for the commit, that is not the same in all groups; a group is its first run."""
     flat = []
     for _, runs in groups:
@@ -380,7 +380,7 @@ def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
         "groups": [name for name, _ in groups],
         "sections": panel_sections(groups),
         "table": table(groups),
-        "settings": settings(groups),
+        "settings": differing_settings(groups),
         "runs": [
             {"name": run.name, "pad": run.renderer.image_pad, "steps": sorted(run.steps.items())}
             for run in runs

@@ -13,7 +13,7 @@ import torch
 
 from runtime import config
 from study import bench
-from study.bench import Row
+from study.bench import Timing
 
 torch.set_num_threads(1)
 SHAPE = {"frames": 3, "rollouts": 3, "suffix": (8, 16), "side": 64}
@@ -85,10 +85,10 @@ def test_sides_take_turns_and_each_is_timed_alone():
 
 
 def test_a_gain_is_the_median_over_neighbours_with_its_range():
-    row = Row("what", [8.0, 6.0, 9.0], [2.0, 3.0, 3.0], "a note")  # 4, 2, 3; the ratio of the medians would be 8 / 3
+    row = Timing("what", [8.0, 6.0, 9.0], [2.0, 3.0, 3.0], "a note")  # 4, 2, 3; the ratio of the medians would be 8 / 3
     assert row.cells() == ["what", "8", "3", "3x (2 - 4)", "a note"]
-    assert Row("what", [9.0], [4.0]).cells() == ["what", "9", "4", "2.25x", ""]
-    assert Row("what", (), [1 / 3]).cells() == ["what", "", "0.333", "", ""]
+    assert Timing("what", [9.0], [4.0]).cells() == ["what", "9", "4", "2.25x", ""]
+    assert Timing("what", (), [1 / 3]).cells() == ["what", "", "0.333", "", ""]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, its memory counts")
@@ -105,7 +105,7 @@ def test_writing_replaces_the_sections_that_were_run_and_nothing_else(monkeypatc
 
     def bench_of(name):
         def rows():
-            yield Row(said[name], [2.0], [1.0])
+            yield Timing(said[name], [2.0], [1.0])
 
         rows.__doc__ = f"About {name}."
         return rows

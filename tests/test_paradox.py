@@ -17,7 +17,7 @@ from runtime import config
 from sft import SFTConfig
 from study import jobs, paradox
 from study.jobs import FAULTY, FEW, HALVES, MAIN, OTHERS, PATHS, ROWS, SEEDS, Job, demo_jobs, run_jobs, study_jobs
-from study.paradox import CLAIMS, Measured, collect, judge, spread
+from study.paradox import CLAIMS, Measured, judge, read_figures, spread
 
 JOBS = study_jobs(Path("runs/paradox"))
 CLASSES = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
@@ -185,7 +185,7 @@ def studied(tmp_path) -> Path:
 
 
 def test_figures_are_of_each_seed_and_path(studied):
-    get = Measured(collect(studied)).get
+    get = Measured(read_figures(studied)).get
     assert get("sft", "accuracy", "greedy", 4) == {"seed0": 0.75, "seed1": 0.5}
     assert get("sft", "accuracy", "greedy", 4, path="old") == {"seed0-old": 0.25}
     assert get("sft", "accuracy", "greedy", 8) == get("grpo", "calls") == get("sft", "fmt", prefix=True) == {}
@@ -251,7 +251,7 @@ def test_the_demo_judges_each_claim_by_its_margin(monkeypatch, capsys, tmp_path)
             figures.setdefault(f"seed0/{jobs.evaluation(name, 'sampled', ROWS[name].prefix)}/parallel/K={k}", {})[
                 what
             ] = value
-    monkeypatch.setattr(paradox, "collect", lambda root: figures)
+    monkeypatch.setattr(paradox, "read_figures", lambda root: figures)
     assert not judge(tmp_path)
     told = capsys.readouterr().out
     assert told.count("FAILS") == len(CLAIMS) and all(claim.text in told.splitlines()[-1] for claim in CLAIMS)

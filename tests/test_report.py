@@ -24,11 +24,11 @@ from study import report
 from study.report import (
     RunData,
     curve,
+    differing_settings,
     panel_sections,
     read_metrics,
     read_run,
     seed_groups,
-    settings,
     table,
     write_page,
 )
@@ -372,11 +372,11 @@ def test_settings_that_differ_are_listed_and_others_are_not():
     left = run_of("a", config_of=1, rollout={"temperature": 1.0, "k": 4}, run="x")
     right = run_of("b", config_of=1, rollout={"temperature": 0.7, "k": 4}, run="y", kl=0.1)
     left.commit, right.commit = "abc", "abc"
-    rows = settings([("a", [left]), ("b", [right])])
+    rows = differing_settings([("a", [left]), ("b", [right])])
     assert rows == [{"key": "kl", "values": [None, "0.1"]}, {"key": "rollout.temperature", "values": ["1.0", "0.7"]}]
     right.commit = "def"
-    assert settings([("a", [left]), ("b", [right])])[0] == {"key": "commit", "values": ["abc", "def"]}
-    assert settings([("a", [left])]) == []
+    assert differing_settings([("a", [left]), ("b", [right])])[0] == {"key": "commit", "values": ["abc", "def"]}
+    assert differing_settings([("a", [left])]) == []
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
