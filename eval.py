@@ -2,15 +2,19 @@
 
     python eval.py configs/eval/toy.yaml                    # the toy, with tools and without, at every K
     python eval.py configs/eval/paravt_8b.yaml              # called again, it goes on where it was stopped
-    python eval.py configs/eval/paravt_8b.yaml --dry-run    # what is there, what is missing
+    python eval.py configs/eval/paravt_8b.yaml --dry-run    # what is there, what is missing, how long the rest takes
+    python eval.py configs/eval/paravt_8b.yaml shard=0/4    # items 0, 4, 8, ...: four machines share a run
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
 
 RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was said last, what was read from
-it, the score, the calls with their windows, turns, tokens, seconds, and the error if there was one. Its first line holds
-the settings that shape a result: weights, prompts, contract, data. A file made under other settings is refused, unless
-nothing in it was answered. Items that ended in an error count as wrong, and the next call asks them again. `limit=2`
-tries a config on two items of each split, and needs no other videos; a larger limit goes on from there. A run in which
-all items of a split failed ends with exit status 1.
+it, the score (and under `lenient` both, as the splits' own scorers read), the calls with their windows, turns, tokens,
+seconds, and the error if there was one. Its first line holds the settings that shape a result: weights, prompts,
+contract, data. A file made under other settings is refused, unless nothing in it was answered. Items that ended in an
+error count as wrong, and the next call asks them again. `limit=2` tries a config on two items of each split, and needs
+no other videos; a larger limit goes on from there. A run in which all items of a split failed ends with exit status 1.
+
+With `transcripts`, RUN/episodes has a file of that name with the whole episodes:
+`python -m study.report FILE --model CHECKPOINT` shows them.
 
 Deliberately missing: several checkpoints in a run, ensembles, majority votes.
 """
@@ -28,13 +32,15 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 import data
+from data import Episode
 from evals import tables
-from evals.benchmarks import SPLITS, UNGRADED, Item, ask_with_subtitles, count_items, grade, load_split
-from evals.protocols import Prompting, look_over, play
+from evals.benchmarks import SPLITS, UNGRADED, Item, ask_with_subtitles, count_items, grade, grade_leniently, load_split
+from evals.protocols import Prompting, look_over, overview_indices, play
 from rewards import JudgeError, RewardConfig, final_answer, score, turn_texts
-from rollout import RolloutConfig, Stage, derive, open_engine, run_all
+from rollout import RolloutConfig, Stage, derive, dump, open_engine, run_all
 from runtime import config
-from runtime.checks import check_run, check_servers, differences, find_checkpoint
+from runtime.api import Api, OpenAI, check_api
+from runtime.checks import check_run, check_servers, differences, find_checkpoint, find_tokenizer
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataError
 from runtime.engine import EngineError
@@ -60,12 +66,19 @@ class EvalConfig:
     `agent` has arms."""
     prompting: Prompting = Prompting()
     rollout: RolloutConfig = RolloutConfig(temperature=0.0)
+    api: Api = Api()
+    """A model behind an API, asked in place of the checkpoint; that one's tokenizer and chat template still write the
+    prompts and count the tokens. `rollout.concurrency` bounds the requests under way."""
     visual: VisualContract | None = None
     """null: the checkpoint's own."""
     grading: RewardConfig = RewardConfig(open_answer="exact")
     """Only how answers are read counts here: open_answer, untagged_answer, judge."""
     limit: int = 0
     """Only the first so many items of each split; 0: all."""
+    shard: str = ""
+    """i/n: only the items i, i + n, i + 2n, ... (i from 0), in files of their own; the table joins the n shards."""
+    transcripts: bool = False
+    """Keep whole episodes, too: about 100 kB each."""
     seed: int = 0
     decoders: int = 8
 
@@ -79,6 +92,15 @@ class EvalConfig:
             raise ValueError(f"frames = {list(self.frames)}: an overview has at least 1 frame")
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
+        i, _, n = self.shard.partition("/")
+        if self.shard and not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+            raise ValueError(f"shard = {self.shard!r}: write i/n with i from 0 to n - 1, such as 0/4")
+        if self.api.url and (self.rollout.gpus or self.rollout.urls):
+            raise ValueError("api.url: the model is asked there, so leave rollout.gpus and rollout.urls empty: []")
+        if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):
+            raise ValueError(
+                "api.url: an API cannot open a turn or stop at a tag; set rollout.think_prefix: false, no arm sequential"
+            )
 
     @property
     def agentic(self) -> bool:
@@ -87,22 +109,22 @@ class EvalConfig:
 
     @property
     def served(self) -> bool:
-        return bool(self.rollout.gpus or self.rollout.urls)
+        return bool(self.rollout.gpus or self.rollout.urls or self.api.url)
 
 
 # ------------------------------------------------------------------------------------------------ before it runs
 
 
 def dry_run(cfg: EvalConfig) -> int:
-    """Print what is there and what is missing, all of it at once; exit status 1 if the run could not start. Names on the
-    hub are not verified."""
+    """Print what is there and what is missing, all at once; exit status 1 if the run could not start. Names on the hub
+    are not verified."""
     good = True
 
     def check(what: str, look: Callable[[], Any]) -> None:
         nonlocal good
         try:
             print(f"  ok      {what}: {look()}")
-        except (config.ConfigError, ContractError, DataError) as error:
+        except (config.ConfigError, ContractError, DataError, VideoError, tables.TableError) as error:
             good = False
             print(f"  MISSING {what}: {error}")
 
@@ -118,31 +140,67 @@ def dry_run(cfg: EvalConfig) -> int:
         raise FileNotFoundError(name)
 
     def servers() -> str:
+        check_api(cfg.api)
         check_servers(cfg.rollout, patience=0.0)
-        return str(cfg.rollout.urls or cfg.rollout.gpus or "none, the model runs in this process")
+        return str(cfg.api.url or cfg.rollout.urls or cfg.rollout.gpus or "none, the model runs in this process")
 
     def items(split: str, root: str) -> str:
-        episodes = len(load_split(split, root, cfg.limit)) * len(cfg.frames) * len(cfg.arms)
-        return f"{count_items(split, root)} items, {episodes} episodes"
+        cells = cells_of(replace(cfg, splits={split: root}))
+        for cell in cells:
+            check_room(cell, videos, cfg)
+        episodes = sum(len(cell.items) for cell in cells)
+        return f"{cells[0].total} items, {episodes} episodes{time_left(cells, cfg)}"
 
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     check("checkpoint", checkpoint)
-    for split, root in cfg.splits.items():
-        check(split, lambda split=split, root=root: items(split, root))
+    with Videos(1) as videos:
+        for split, root in cfg.splits.items():
+            check(split, lambda split=split, root=root: items(split, root))
     check("servers", servers)
     if cfg.prompting.protocol not in tables.OUR_PROTOCOLS and not cfg.prompting.prompt_file:
         print("  note    prompting.prompt_file is empty: our own words, so scores differ from the authors'")
+    differs = tables.read_published()["differs"]
+    for text in [*differs["all"], *differs[cfg.name]] if cfg.name in differs else []:
+        print(f"  note    the published run: {text}")
     for url in cfg.rollout.urls:
         print(f"  note    {url} must serve {cfg.checkpoint}")
     return 0 if good else 1
 
 
+def check_room(cell: "Cell", videos: Videos, cfg: EvalConfig) -> None:
+    """Refuse an overview that alone overflows the context, by the video of the first item."""
+    contract = cfg.visual or VisualContract.load(cfg.checkpoint)
+    info = videos.info(cell.items[0].task.videos[0])
+    frames = len(overview_indices(info, cell.k, cfg.prompting.protocol))
+    # Beside its pixels, a frame has a start, an end and a stamp: <123.4 seconds> is 8 tokens of Qwen's.
+    tokens = contract.frame_tokens(*contract.frame_size(info.width, info.height)) + 2 + 8 * bool(contract.stamp)
+    if frames * tokens > cfg.rollout.max_context:
+        raise config.ConfigError(
+            f"{frames} frames of {tokens} tokens do not fit into rollout.max_context = {cfg.rollout.max_context}: "
+            "lower `frames` or visual.frame_pixels, or raise max_context"
+        )
+
+
+def time_left(cells: list["Cell"], cfg: EvalConfig) -> str:
+    """Estimate how long the rest takes by what has been measured; empty before anything has."""
+    left, seconds = 0, []
+    for cell in cells:
+        records = tables.read_results(cell.path).records if cell.path.exists() else []
+        left += len(unanswered(cell, records))
+        seconds += [record["seconds"] for record in records if not record["error"]]
+    if not seconds:
+        return ""
+    at_once = min(cfg.rollout.concurrency, left) or 1
+    hours = left * sum(seconds) / len(seconds) / at_once / 3600
+    return f"; {hours:.2g} hours for the {left} left, if {at_once} at once go as fast as the {len(seconds)} measured"
+
+
 # ------------------------------------------------------------------------------------------------ one item
 
 
-def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
-    """Ask one item; returns its line of the results."""
-    task, episode, turns, answer, verdict, form = item.task, None, [], None, UNGRADED, {}
+def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, keep: Callable | None = None) -> dict[str, Any]:
+    """Ask one item; returns its line of the results. The episode goes to `keep`: held, its frames would fill memory."""
+    task, episode, turns, answer, verdict, lenient, form = item.task, None, [], None, UNGRADED, UNGRADED, {}
     try:
         if item.subtitles:
             shown = look_over(stage, task.videos[0], k, cfg.prompting.protocol)
@@ -153,11 +211,14 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
             if answer is None and cfg.grading.untagged_answer:
                 answer = final_answer(turns[-1:], untagged=True)
             verdict = grade(item, answer, cfg.grading)
+            lenient = grade_leniently(item, verdict, turns[-1], cfg.grading)
     except (VideoError, JudgeError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     if cfg.agentic and not error:
         parts = score(episode, stage.renderer, RewardConfig(open_answer="exact"))
         form = {name: parts[name] for name in ("fmt", "strict")}
+    if keep and episode:
+        keep(episode)
     calls = episode.calls if episode else []
     return {
         "id": task.id,
@@ -167,6 +228,7 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig) -> dict[str, Any]:
         "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: why an answer could not be read
         "answer": answer,
         **verdict,
+        "lenient": lenient,
         **form,
         "calls": [{"name": c.name, "window": c.window, "error": c.error, "seconds": c.seconds} for c in calls],
         "turns": len(turns),
@@ -188,7 +250,7 @@ class Cell:
     split: str
     k: int
     arm: str  # of the agent; of others, the protocol
-    items: list[Item]  # the first of the split, as many as `limit` says
+    items: list[Item]  # the first of the split, as many as `limit` says, and of these the shard's
     total: int  # items of the whole split
     path: Path
 
@@ -197,9 +259,15 @@ def cells_of(cfg: EvalConfig) -> list[Cell]:
     found = []
     for split, root in cfg.splits.items():
         items, total = load_split(split, root, cfg.limit), count_items(split, root)
+        suffix = ""
+        if cfg.shard:
+            i, n = map(int, cfg.shard.split("/"))
+            items, suffix = items[i::n], f"-{i}of{n}"
+            if not items:
+                raise config.ConfigError(f"shard = {cfg.shard!r}: no item of {split} is in it; take fewer shards")
         for k in cfg.frames:
             for arm in cfg.arms if cfg.agentic else (cfg.prompting.protocol,):
-                found.append(Cell(split, k, arm, items, total, Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"))
+                found.append(Cell(split, k, arm, items, total, Path(cfg.run) / f"{split}-K{k}-{arm}{suffix}.jsonl"))
     return found
 
 
@@ -224,6 +292,7 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str
         "grading": {"open_answer": grading["open_answer"], "untagged_answer": grading["untagged_answer"]},
         "judge": grading["judge"]["model"],
         "seed": cfg.seed,
+        **({"shard": cfg.shard} if cfg.shard else {}),
     }
     return json.loads(json.dumps(header))  # tuples become lists, as in a file
 
@@ -273,6 +342,24 @@ def unanswered(cell: Cell, records: list[dict]) -> list[Item]:
     return [item for item in cell.items if item.task.id not in answered]
 
 
+def start_transcripts(cell: Cell, asked: set[str], renderer: Renderer) -> Callable[[Episode], None]:
+    """Return a function that appends an episode to the cell's file of them. A torn last line, and items that are asked
+    again, are removed from the file first."""
+    path, kept, one_at_a_time = cell.path.parent / "episodes" / cell.path.name, [], threading.Lock()
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n") and json.loads(line)["task"]["id"] not in asked:
+                kept.append(line)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    config.write_whole(path, "".join(kept))
+
+    def keep(episode: Episode) -> None:
+        with one_at_a_time, path.open("a", encoding="utf-8") as file:
+            dump(episode, file, renderer)
+
+    return keep
+
+
 def work(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalConfig) -> None:
     """Ask what has no answer among the records, many items at a time; each leaves its line as it ends."""
     items = unanswered(cell, records)
@@ -281,6 +368,7 @@ def work(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalC
     stage = replace(stage, stopped=threading.Event())
     config.write_whole(cell.path, "".join(json.dumps(line) + "\n" for line in (header, *records)))
     bar = tqdm(total=len(cell.items), initial=len(scores), desc=f"{cell.split} K={cell.k} {cell.arm}", unit="item")
+    keep = start_transcripts(cell, asked, stage.renderer) if cfg.transcripts else None
     with cell.path.open("a", encoding="utf-8") as file, bar:
 
         def done(_: int, record: dict) -> None:
@@ -291,7 +379,7 @@ def work(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalC
             bar.update()
 
         try:
-            jobs = [lambda item=item: ask(item, cell.k, stage, cfg) for item in items]
+            jobs = [lambda item=item: ask(item, cell.k, stage, cfg, keep) for item in items]
             run_all(stage.engine, jobs, cfg.rollout.concurrency, done)
         except BaseException:
             stage.stopped.set()  # nobody starts another turn
@@ -306,13 +394,17 @@ def main(cfg: EvalConfig) -> int:
     from runtime.distributed import checkpoint_dir  # torch, which `table` does not need
 
     check_run(cfg)
-    source = find_checkpoint(cfg.checkpoint, checkpoint_dir, cfg.served)
+    if cfg.api.url:
+        source, weights = find_tokenizer(cfg.checkpoint), cfg.api.model
+    else:
+        source = find_checkpoint(cfg.checkpoint, checkpoint_dir, cfg.served)
+        weights = weights_digest(source)
     contract = cfg.visual or VisualContract.load(source)
     contract.check(source)
     renderer = Renderer(load_tokenizer(source), contract)
 
     # What has been answered is not asked again.
-    weights, todo, cells = weights_digest(source), [], cells_of(cfg)
+    todo, cells = [], cells_of(cfg)
     for cell in cells:
         header = settings(cfg, cell, contract, weights)
         records = earlier_results(cell, header)
@@ -321,9 +413,13 @@ def main(cfg: EvalConfig) -> int:
 
     # Nothing is written before the engine is there.
     if todo:
+        check_api(cfg.api)
         check_servers(cfg.rollout)
-        where = {name: getattr(cfg.rollout, name) for name in ("gpus", "urls", "server_args", "max_batch_tokens")}
-        engine = open_engine(source, renderer, **where)
+        if cfg.api.url:
+            engine = OpenAI(cfg.api, renderer)
+        else:
+            where = {name: getattr(cfg.rollout, name) for name in ("gpus", "urls", "server_args", "max_batch_tokens")}
+            engine = open_engine(source, renderer, **where)
         try:
             config.save_run(cfg, cfg.run)
             with Videos(cfg.decoders, quarantine=Path(cfg.run) / "bad_videos.jsonl") as videos:

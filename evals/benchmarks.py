@@ -3,6 +3,7 @@
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # the *_wsub splits: the cues of the sampled frames, no others
     grade(item, answer, cfg)                              # read by the rewards' parser; unparsed or no answer scores 0
+    grade_leniently(item, verdict, turn, cfg)             # where that read nothing: as the splits' own scorers read
     figures("videomme", records)                          # in percent, the headline figure first
 
 A dataset's folder is what `hf download NAME --repo-type dataset --local-dir ROOT` leaves, with its archives unpacked
@@ -25,8 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Task, parse_task
-from rewards import RewardConfig, accuracy
-from runtime.answers import parse_letter, parse_span, seconds_of
+from rewards import RewardConfig, accuracy, final_answer
+from runtime.answers import listed_options, normalise, parse_letter, parse_span, seconds_of
+from runtime.contract import END_OF_TURN
 from runtime.dataset import DataError, RowError, Rows
 
 LETTERS = tuple("ABCDEFGHIJ")
@@ -148,8 +150,8 @@ def _toy(row: dict, i: int, files: Files) -> Item:
 def _choice(id: str, question: str, options: Sequence[str], gold: str, video: str) -> Item:
     """Make a multiple-choice item, whether the options are bare, already lettered, or part of the question."""
     question, options, gold = question.strip(), _bare(options), gold.strip("() .").upper()
-    listed = _listed(question)
-    if not listed or not set(options) <= set(listed):
+    listed = listed_options(question)
+    if not listed or not {option.strip(" \t;,") for option in options} <= set(listed):
         question += "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options))
     options = options or listed
     if gold != UNANSWERABLE and gold not in LETTERS[: len(options) or None]:
@@ -162,13 +164,6 @@ def _bare(options: Sequence[str]) -> tuple[str, ...]:
     options = [option.strip() for option in options]
     parts = [re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", o, re.S) for letter, o in zip(LETTERS, options)]
     return tuple(part[1] for part in parts) if all(parts) else tuple(options)
-
-
-def _listed(question: str) -> tuple[str, ...]:
-    """Return the options that a question lists itself, one a line: (A) ..., (B) ... and so on."""
-    lines = re.findall(r"^[ \t]*\(?([A-J])\)?[.:)][ \t]*(.*?)[ \t]*$", question, re.M)
-    letters = tuple(letter for letter, _ in lines)
-    return tuple(text for _, text in lines) if len(lines) > 1 and letters == LETTERS[: len(lines)] else ()
 
 
 def _without_fillers(options: list[str | None]) -> list[str]:
@@ -218,9 +213,10 @@ class Split:
 
     hub: str  # the dataset's name on the hub; empty: toy.py makes it
     parse: Callable[[dict, int, Files], Item]  # (row, its index, files)
-    tables: str  # glob of the files with the questions, in the root or one folder down
+    tables: str  # glob of the files with the questions, in the root or one folder down; "this or that"
     counts: tuple[int, ...] = ()  # numbers of items that it may have
     archives: str = ""  # to be unpacked
+    gigabytes: int = 0  # of the archives, where we know
     subtitled: int = 0  # how many of its videos have an .srt file
 
 
@@ -236,19 +232,33 @@ SPLITS = {
         "validation-*.parquet",
         (1337,),
         "videos.tar.part.* (joined with cat)",
+        gigabytes=162,
     ),
-    # The only split of this dataset is called train.
-    "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,), "its video archives"),
+    # The only split of this dataset is called train. Its original, THUDM/LVBench, has the questions as JSON, and links.
+    "lvbench": Split(
+        "lmms-lab/LVBench", _lvbench, "train-*.parquet or video_info.meta.jsonl", (1549,), "its video archives"
+    ),
     # Quoted with either number.
-    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175), "video_part_*.zip"),
+    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175), "video_part_*.zip", 280),
     "mmvu": Split("yale-nlp/MMVU", _mmvu, "validation.json", (1000,)),
-    "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,), "Charades_v1_480_part_*.zip"),
+    "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,), "Charades_v1_480_part_*.zip", 16),
     "toy": Split("", _toy, "test.parquet"),
 }
 
 
 def count_items(name: str, root: str) -> int:
-    return sum(len(Rows(table)) for table in _tables(name, root))
+    return sum(len(_rows(table)) for table in _tables(name, root))
+
+
+def _rows(table: Path) -> Sequence[dict]:
+    """Return the rows of a table, one per question; LVBench's original has a line per video, with its questions."""
+    rows = Rows(table)
+    if table.name != "video_info.meta.jsonl":
+        return rows
+    questions = []
+    for video in rows:
+        questions += [question | {"video_path": video["key"]} for question in video.get("qa", ())]
+    return questions
 
 
 def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
@@ -257,7 +267,7 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     split, hint, count = SPLITS[name], _hint(name, root), count_items(name, root)
     files, items, missing = Files(Path(root).expanduser()), [], []
     for table in _tables(name, root):
-        rows = Rows(table)
+        rows = _rows(table)
         for n in range(len(rows)):
             i = len(items) + len(missing)  # over all tables
             if i == (limit or count):
@@ -295,18 +305,23 @@ def _tables(name: str, root: str) -> list[Path]:
     base, pattern = Path(root).expanduser(), SPLITS[name].tables
     if not base.is_dir():
         raise DataError(f"{root}: no such folder, so {name} cannot be read. {_hint(name, root)}")
-    found = sorted(base.glob(pattern)) or sorted(base.glob(f"*/{pattern}"))
-    if not found:
-        raise DataError(f"{root}: no file {pattern}, where {name} has its questions. {_hint(name, root)}")
-    return found
+    for either in pattern.split(" or "):
+        found = sorted(base.glob(either)) or sorted(base.glob(f"*/{either}"))
+        if found:
+            return found
+    raise DataError(f"{root}: no file {pattern}, where {name} has its questions. {_hint(name, root)}")
 
 
 def _hint(name: str, root: str) -> str:
     split, folder = SPLITS[name], shlex.quote(root)
     if not split.hub:
         return f"`python -m study.toy build {folder}` makes it."
+    size = f" (about {split.gigabytes} GB, and as much again unpacked)" if split.gigabytes else ""
     unpack = f"; then unpack {split.archives}, anywhere below it." if split.archives else "."
-    return f"`hf download {split.hub} --repo-type dataset --local-dir {folder}` fetches the dataset{unpack}"
+    owner, _, dataset = split.hub.partition("/")
+    moved = f" If the hub has no such name: it is now lmms-eval/{dataset}." if owner == "lmms-lab" else ""
+    fetch = f"`hf download {split.hub} --repo-type dataset --local-dir {folder}`"
+    return f"{fetch} fetches the dataset{size}{unpack}{moved}"
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -326,6 +341,30 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig) -> dict:
         return UNGRADED
     judged = task.kind == "oe" and cfg.open_answer == "judge"
     return {"prediction": read, "score": accuracy(text, task, cfg), "judged": judged}
+
+
+def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig) -> dict:
+    """Grade the last turn as the splits' own scorers would; `verdict` is what `grade` said. They look into the tags, and
+    then anywhere, for the first letter of an option (even if it is the article "A"), for a span, or for the gold words of
+    an open answer. LongVideoBench's guesses if there is none; that is left out."""
+    if verdict["prediction"] is None:
+        # What was thought before, calls, and the tags themselves are no answer.
+        said = turn.replace(END_OF_TURN, "").rpartition("</think>")[2]
+        said = re.sub(r"<tool_call>.*?(?:</tool_call>|\Z)", " ", said, flags=re.S)
+        said = said.rpartition("<answer>")[2].partition("</answer>")[0]
+        stated = final_answer([said], untagged=True) or ""
+        texts = [stated, said]
+        if item.task.kind == "mcq":
+            last = LETTERS[: len(item.task.options) or None][-1]
+            texts += re.findall(rf"(?<![\w'’])[A-{last}](?![\w'’])", f"{stated}\n{said}")[:1]
+        for text in texts:
+            verdict = grade(item, text, cfg)
+            if verdict["prediction"] is not None:
+                break
+    open_answer = item.task.kind == "oe" and not verdict["judged"]
+    if open_answer and f" {normalise(item.task.answer)} " in f" {normalise(verdict['prediction'] or '')} ":
+        return verdict | {"score": 1.0}
+    return verdict
 
 
 def figures(name: str, records: Sequence[dict]) -> dict[str, float]:

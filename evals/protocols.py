@@ -149,15 +149,19 @@ def reading(stage: Stage, **contract: Any) -> Stage:
 
 
 def look_over(stage: Stage, path: str, k: int, protocol: Protocol) -> Frames:
-    """Show the overview: every n-th frame at the protocol's rate; K uniform ones if it has none, or would show more."""
-    fps, info = OVERVIEW_FPS.get(protocol), stage.videos.info(path)
-    indices = uniform_indices(info.n_frames, k)
+    info = stage.videos.info(path)
+    return show(stage, info, overview_indices(info, k, protocol))
+
+
+def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
+    """Choose the overview: every n-th frame at the protocol's rate; K uniform ones if it has none or would show more."""
+    fps = OVERVIEW_FPS.get(protocol)
     if fps:
         every = max(1, round(info.n_frames / max(info.duration, 1e-9) / fps))
         at_rate = range(0, info.n_frames, every)
         if len(at_rate) <= k:
-            indices = at_rate
-    return show(stage, info, indices)
+            return at_rate
+    return uniform_indices(info.n_frames, k)
 
 
 def show(stage: Stage, info: VideoInfo, indices: Sequence[int]) -> Frames:

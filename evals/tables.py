@@ -2,8 +2,9 @@
 
     python eval.py table runs/eval/* [--baseline NAME]
 
-1. Scores with 95 % intervals: one row per model and arm, each split at the K of the paper's table, with the average of
-   its columns and the gain over the baseline; other K in rows of their own; under it what was published.
+1. Scores with 95 % intervals: one row per model, arm and reading of the answers (READINGS), each split at the K of the
+   paper's table, with the average of its columns and the gain over the baseline; other K in rows of their own; under it
+   what was published. Shards of a run are joined.
 2. What a score cost, and how clean it is: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
 
 A split that is not finished, or was limited, says `n of N`; items that ended in an error count as wrong, and are named
@@ -16,7 +17,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ import numpy as np
 import yaml
 
 from evals.benchmarks import figures
+from runtime.checks import differences
 
 FILES = "*-K*-*.jsonl"  # of results, as eval.py names them
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
+# How answers are read. strict: in closed tags, as training reads them (of the protocol `direct`, all that was said).
+READINGS = ("strict", "lenient")
 OUR_PROTOCOLS = ("agent", "direct", "think")  # all others belong to a model whose authors have words of their own
 
 
@@ -47,6 +51,12 @@ class Results:
     def __post_init__(self):
         self.name, self.arm = self.settings["name"], self.settings["arm"]
         self.k, self.split = self.settings["k"], self.settings["split"]
+
+    def read(self, reading: str) -> "Results":
+        """Return the results with the scores of that reading."""
+        if reading == "strict":
+            return self
+        return Results(self.settings, [record | record["lenient"] for record in self.records])
 
     def figures(self) -> dict[str, float]:
         return figures(self.split, self.records)
@@ -79,7 +89,7 @@ def read_results(path: Path) -> Results:
 
 def collect(runs: Sequence[str | Path]) -> list[Results]:
     """Read the results in the folders of all runs."""
-    results, cells = [], {}
+    results, cells, paths = [], {}, {}
     for run in map(Path, runs):
         if not run.exists():
             raise TableError(f"{run}: no such folder; `python eval.py CONFIG` makes it")
@@ -88,12 +98,22 @@ def collect(runs: Sequence[str | Path]) -> list[Results]:
             if not found.records:
                 continue
             cell = (found.name, found.arm, found.k, found.split)
-            if cell in cells:
+            shard = found.settings.get("shard")
+            if cell not in cells:
+                cells[cell], paths[cell] = found, {shard: path}
+                results.append(found)
+                continue
+            # Another shard of the cell joins it, if it was asked in the same way.
+            own = dict.fromkeys(("shard", "items", "data"))  # what each shard has of its own
+            wrong = differences(cells[cell].settings | own, found.settings | own)
+            if not shard or None in paths[cell] or shard in paths[cell] or wrong:
+                why = "; ".join(wrong.values()) or "both have the same items"
                 raise TableError(
-                    f"{cells[cell]} and {path} are the same cell of the table: name one, or give one another `name`"
+                    f"{[*paths[cell].values()][0]} and {path} are the same cell of the table, and not two shards of a run "
+                    f"({why}): name one, or give one another `name`"
                 )
-            cells[cell] = path
-            results.append(found)
+            paths[cell][shard] = path
+            cells[cell].records += found.records
     if not results:
         raise TableError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
     return results
@@ -152,9 +172,13 @@ def costs(r: Results) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ the tables
 
 
+def read_published() -> dict[str, Any]:
+    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
+
+
 def report(runs: Sequence[str | Path], baseline: str = "") -> str:
     """Print all tables as Markdown; returns the text."""
-    results, published = collect(runs), yaml.safe_load(PUBLISHED.read_text())["table"]
+    results, published = collect(runs), read_published()["table"]
     names = ordered(r.name for r in results)
     results.sort(key=lambda r: (names.index(r.name), r.k, r.arm != "parallel", r.arm))
     text = scores_table(results, published, baseline or names[0]) + "\n\n" + costs_table(results)
@@ -200,6 +224,14 @@ class Line:
 
     def k(self) -> str:
         return k_text({split: r.k for split, r in self.cells.items()})
+
+    def read(self, reading: str) -> "Line":
+        """Return the line with the scores of that reading, without results that are older than the lenient one."""
+        cells = {}
+        for split, r in self.cells.items():
+            if reading == "strict" or all("lenient" in record for record in r.records):
+                cells[split] = r.read(reading)
+        return replace(self, cells=cells)
 
     def finished(self) -> dict[str, float]:
         return {split: r.score() for split, r in self.cells.items() if r.complete()}
@@ -257,20 +289,31 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
         for line in lines:
             if line.name != name:
                 continue
-            cells = [score_cell(line.cells[split]) if split in line.cells else "" for split in splits]
             # The baseline's row of the same arm; other protocols have none, so its first one.
             base = next((base for base in bases if base.arm == line.arm), bases[0] if bases else None)
-            gained = gain(line.finished(), base.finished()) if base and line.joined else ""
-            rows.append([name, line.arm, line.k(), *cells, average(line.finished(), columns), gained])
+            for reading in READINGS:
+                read = line.read(reading)
+                if not read.cells:
+                    continue
+                cells = [score_cell(read.cells[split]) if split in read.cells else "" for split in splits]
+                finished = read.finished()
+                gained = gain(finished, base.read(reading).finished()) if base and line.joined else ""
+                rows.append([name, line.arm, reading, read.k(), *cells, average(finished, columns), gained])
         theirs = published_scores(name, published)
         shown = [split for split in splits if split in theirs]
         if shown:
             k = k_text({split: k_published[split] for split in shown})
             cells = [theirs.get(split, "") for split in splits]
             gained = gain(theirs, published_scores(baseline, published))
-            rows.append([name, "published", k, *cells, average(theirs, columns), gained])
-    header = ["model", "arm", "K", *splits, "average", f"gain over {baseline}: mean of ratios / ratio of averages"]
+            rows.append([name, "published", "lenient", k, *cells, average(theirs, columns), gained])
+    gains = f"gain over {baseline}: mean of ratios / ratio of averages"
+    header = ["model", "arm", "reading", "K", *splits, "average", gains]
     table = markdown("### Scores (percent, 95 % interval)", header, rows)
+    table += (
+        "\n\nstrict: an answer counts where its protocol asks for it, the agent's in closed tags as in training. lenient: "
+        "read as the splits' own scorers do, in prose too.\nThe published numbers are lenient (the paper's driver takes a letter from anywhere in the reply): "
+        "compare them with the lenient rows."
+    )
     in_our_words = ordered(
         r.name
         for r in results

@@ -169,17 +169,25 @@ LISTED = "When is it?\n(A) 00:10-00:20\n(B) 01:00-01:10\n(C) never\n(D) 02:00-02
 OPTIONS = ("00:10-00:20", "01:00-01:10", "never", "02:00-02:05")
 
 
-def test_lvbench_reads_both_layouts_alike(tmp_path, shrink):
+def test_lvbench_reads_all_layouts_alike(tmp_path, shrink):
+    """Its authors' own file, with a line per video, was not known."""
     rows = [{"uid": str(i), "question": LISTED, "answer": "BA"[i]} for i in range(2)]
     parquet(tmp_path / "a/data/train-00000-of-00001.parquet", [r | {"video_path": "k-1.mp4"} for r in rows])
     listed = [r | {"video_path": "k-1.mp4", "options": [f"({x}) {o}" for x, o in zip("ABCD", OPTIONS)]} for r in rows]
     parquet(tmp_path / "b/train-00000-of-00001.parquet", listed)
+    original = [
+        {"key": f"k-{i}", "type": "tv", "video_info": {"fps": 1.0}, "qa": rows[:n]} for i, n in ((1, 2), (2, 0))
+    ]
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/video_info.meta.jsonl").write_text("".join(json.dumps(row) + "\n" for row in original))
     shrink("lvbench", 2)
-    for folder in "ab":
+    for folder in "abc":
         touch(tmp_path, f"{folder}/all_videos/k-1.mp4")
         items = load_split("lvbench", str(tmp_path / folder))
         assert [(item.task.id, item.task.answer) for item in items] == [("0", "B"), ("1", "A")]
         assert items[0].task.question == LISTED and items[0].task.options == OPTIONS  # not listed a second time
+        assert items[1].task.videos == (str(tmp_path / folder / "all_videos/k-1.mp4"),)
+        assert count_items("lvbench", str(tmp_path / folder)) == 2
 
 
 # ------------------------------------------------------------------------------------------------ MLVU
@@ -276,11 +284,16 @@ def test_charades_restores_tenths_from_float16_and_counts_every_query(tmp_path, 
 def test_an_absent_dataset_names_the_command_that_fetches_it(tmp_path):
     root = tmp_path / "my data"
     fetch = f"hf download lmms-lab/LVBench --repo-type dataset --local-dir '{root}'"
-    for problem in ("no such folder", r"no file train-\*\.parquet, where"):
+    for problem in ("no such folder", r"no file train-\*\.parquet or video_info\.meta\.jsonl, where"):
         with pytest.raises(DataError, match=problem) as error:
             load_split("lvbench", str(root))
         assert fetch in str(error.value) and "unpack its video archives" in str(error.value)
+        assert "it is now lmms-eval/LVBench" in str(error.value)  # the datasets of lmms-lab have moved
         root.mkdir(exist_ok=True)
+    with pytest.raises(
+        DataError, match=r"fetches the dataset \(about 280 GB, and as much again unpacked\); then unpack"
+    ):
+        load_split("mlvu", str(root))
 
 
 def test_missing_videos_are_one_error(tmp_path, shrink):
@@ -343,6 +356,51 @@ def test_open_answers_are_texts():
     assert grade(item, " red car ", CFG) == verdict("red car", 1.0) and grade(item, " ", CFG) == UNGRADED
 
 
+SPAN = Item(Task("t", "When?", (), "tvg", "[12.0, 20.0]"))
+OPEN = Item(Task("t", "What?", (), "oe", "red car"))
+
+
+@pytest.mark.parametrize(
+    "item, turn, prediction, score",
+    [
+        (MCQ, "The answer is D.<|im_end|>", "D", 1),
+        (MCQ, "<think>\nA or B?\n</think>\n(D)", "D", 1),  # thoughts are no answer
+        (MCQ, "<think>\nA or B? No. D", "A", 0),  # but they are if they never end: the first letter
+        (MCQ, "<answer>D", "D", 1),  # an open tag
+        (MCQ, "A is wrong, B too. Answer: D", "D", 1),  # what is stated goes first
+        (MCQ, "The answer is A, because B is blue.", "A", 0),
+        (MCQ, "Perhaps D, perhaps B", "D", 1),  # the first of several
+        (MCQ, "A man gets in.", "A", 0),  # as the official scorers: an article
+        (MCQ, "I see nothing. E", None, 0),  # no letter of its options, and never a guess
+        (SPAN, "It starts at 12.0 and ends at 20.0 seconds.", "[12.0, 20.0]", 1),
+        (
+            SPAN,
+            '<tool_call>{"name": "crop_video", "arguments": {"start_time": 12, "end_time": 20}}</tool_call>',
+            None,
+            0,
+        ),
+        (SPAN, '<tool_call>{"start_time": 12, "end_time": 20', None, 0),
+        (OPEN, "It must be the red car there.", "It must be the red car there.", 1),
+        (OPEN, "It must be a redcar.", "It must be a redcar.", 0),  # whole words
+        (OPEN, "<think>\nred car\n</think>\n", None, 0),
+    ],
+)
+def test_an_answer_without_closed_tags_is_read_leniently_as_the_official_scorers_read_it(item, turn, prediction, score):
+    cfg = RewardConfig(open_answer="exact")
+    assert benchmarks.grade_leniently(item, UNGRADED, turn, cfg) == verdict(prediction, float(score))
+
+
+def test_what_was_read_strictly_is_not_read_anew_but_gold_words_in_an_open_answer_count():
+    cfg = RewardConfig(open_answer="exact")
+    read = grade(MCQ, "B", cfg)
+    assert benchmarks.grade_leniently(MCQ, read, "<answer>B</answer> D", cfg) == read
+    long = grade(OPEN, "A big red car.", cfg)
+    assert long["score"] == 0 and benchmarks.grade_leniently(OPEN, long, "", cfg) == verdict("A big red car.", 1.0)
+    assert (
+        benchmarks.grade_leniently(OPEN, verdict("A big red car.", 0.0, judged=True), "", cfg)["score"] == 0
+    )  # the judge's word
+
+
 # ------------------------------------------------------------------------------------------------ the published numbers
 
 
@@ -355,6 +413,7 @@ def test_the_published_numbers_are_columns_of_our_splits_and_average_as_claimed(
     means = {name: sum(scores) / 7 for name, scores in rows.items() if None not in scores}
     assert means["ParaVT-8B"] == pytest.approx(59.34, abs=0.005)  # both as on the project page
     assert means["Qwen3-VL-8B"] == pytest.approx(55.60, abs=0.005)
+    assert published["differs"].keys() - {"all"} == {r["name"] for r in table["rows"] if r["group"] != "proprietary"}
     line = {"kind": "mcq"} | UNGRADED
     for name, figure in zip(table["columns"], table["figures"]):
         assert next(iter(figures(name, [line]))) == figure

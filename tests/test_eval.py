@@ -8,15 +8,14 @@ import re
 import shlex
 import shutil
 import signal
-import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from endpoint import Endpoint
 from scripts import REPO, start
 from tiny_checkpoint import Scripted, is_subagent
 
@@ -28,10 +27,11 @@ from evals import protocols, tables
 from evals.benchmarks import Cue, Item, load_split
 from evals.protocols import Prompting
 from evals.tables import TableError, interval, read_results
-from rollout import RolloutConfig, Stage, derive
+from rollout import RolloutConfig, Stage, derive, load_episodes
 from runtime import config
 from runtime.contract import END_OF_TURN, Renderer, VisualContract
 from runtime.engine import EngineError
+from study.report import read_run
 from study.toy import DURATIONS
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 1000}}\n</tool_call>'
@@ -145,7 +145,7 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
     assert with_tools.figures()["accuracy"] == 100 * many / 8 and without.figures()["accuracy"] == 100 * few / 8
     shown = sections(capsys.readouterr().out)
     *row, score, average, gain = shown["Scores"][2]
-    assert row == ["toy", "parallel", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
+    assert row == ["toy", "parallel", "strict", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
 
 
 def test_a_finished_run_asks_nothing_and_errors_are_asked_again(write, model, toy_dir, tmp_path):
@@ -221,21 +221,6 @@ def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, mo
     run(path)
 
 
-def test_a_torn_last_line_costs_its_item_only(write, model, tmp_path):
-    path, file = write(), results_file(tmp_path)
-    model(says("red"))
-    run(path)
-    whole = file.read_bytes()
-    lost = json.loads(whole.splitlines()[-1])["id"]
-    file.write_bytes(whole[:-25])
-    assert len(read_results(file).records) == 7
-    engines = model(says("red"))
-    run(path)
-    assert asked(engines) == 1
-    assert [json.loads(text) for text in file.read_text().splitlines()][-1]["id"] == lost
-    assert len(found(file)) == 8
-
-
 def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_path):
     """With a real model in a real process. What it says is random, so that records differ and can be told apart."""
     (tmp_path / "whole").mkdir()
@@ -257,12 +242,44 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_p
     assert lines() == 9  # nothing was asked twice
 
 
-def test_a_run_of_a_few_items_is_no_whole_and_a_larger_limit_continues_it(write, model, tmp_path, capsys):
+def test_a_torn_last_line_costs_its_item_only_and_of_whole_episodes_each_is_kept_once(
+    write, model, toy_dir, tokenizer, tmp_path
+):
+    ids = {item.task.id for item in load_split("toy", str(toy_dir))}
+    look = f"I look closer.\n</think>\n{CALL}{END_OF_TURN}"
+    answer = f"It is red.\n</think>\n<answer>red</answer>{END_OF_TURN}"
+    path = write(prompting={"protocol": "agent"}, transcripts=True)
+    file, episodes = results_file(tmp_path, "parallel"), tmp_path / "run" / "episodes" / "toy-K4-parallel.jsonl"
+    reply = lambda prompt, seed: answer if "tool_response" in prompt or is_subagent(prompt) else look  # noqa: E731
+    model(reply)
+    run(path, "limit=5")
+    for torn in (file, episodes):
+        torn.write_bytes(torn.read_bytes()[:-30])
+    assert len(read_results(file).records) == 4
+    engines = model(reply)
+    run(path)
+    assert asked(engines) == 3 * 4 and len(found(file)) == 8  # two turns and a report of each of the other 4 items
+    loaded, renderer = load_episodes(episodes), Renderer(tokenizer, VisualContract.load(toy_dir / "model"))
+    assert len(loaded) == 8 and {episode.task.id for episode in loaded} == ids
+    for episode in loaded:
+        assert rewards.turn_texts(episode.main, renderer) == ["<think>\n" + look, "<think>\n" + answer]
+        assert len(episode.calls) == 1 and episode.calls[0].agent and episode.k == 4
+    shown = read_run(episodes, "eval", {}, 100, toy_dir / "model")
+    assert not shown.notes and len(shown.steps[0]) == 8  # the report shows them, with their pictures
+
+
+def test_a_run_of_a_few_items_is_no_whole_and_a_larger_limit_continues_it_in_the_hours_that_a_dry_run_names(
+    write, model, tmp_path, capsys
+):
     path = write()
+    assert dry_run(load(path)) == 0 and "hours" not in capsys.readouterr().out
     first = model(says("red"))
     assert run(path, "limit=5") == 0 and asked(first) == 5
     assert re.search(r"\[\d+\.\d, \d+\.\d\] \(5 of 8\) +\|", capsys.readouterr().out)
     assert not read_results(results_file(tmp_path)).complete()
+    hours = sum(record["seconds"] for record in read_results(results_file(tmp_path)).records) / 5 * 3 / 2 / 3600
+    assert dry_run(load(path, "rollout.concurrency=2")) == 0
+    assert f"; {hours:.2g} hours for the 3 left, if 2 at once go as fast as the 5 mea" in capsys.readouterr().out
     with pytest.raises(config.ConfigError, match="items: 5, now 4"):
         run(path, "limit=4")
     with pytest.raises(config.ConfigError, match="seed: 0, now 1"):
@@ -334,27 +351,7 @@ def test_a_video_that_cannot_be_read_costs_its_items_until_it_is_mended(write, m
     assert asked(engines) == 1 and not any(r[-1] for r in found(results_file(tmp_path)).values())
 
 
-@pytest.fixture
-def judge():
-    """The address of a judge that says yes to everything."""
-
-    class Yes(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps({"choices": [{"message": {"content": "Yes."}}]}).encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Yes)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-
-
-def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, judge, tmp_path, monkeypatch, capsys):
+def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rewards, "JUDGE_TRIES", 1)
     settings = {"open_answer": "judge", "judge": {"url": "http://127.0.0.1:1/v1", "model": "j"}}
     path = write(grading=settings)
@@ -364,7 +361,9 @@ def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, judge, tmp_
         assert (answer, prediction, score, judged, turns) == ("reddish", None, 0.0, False, 1)
         assert error.startswith("JudgeError: http://127.0.0.1:1/v1: no yes or no after 1 tries")
     assert "(8 errors)" in capsys.readouterr().out
-    run(path, f"grading.judge.url={judge}")  # where the judge runs is no setting
+    judge = Endpoint("Yes.")
+    run(path, f"grading.judge.url={judge.url}")  # where the judge runs is no setting
+    judge.shutdown()
     assert {r[1:4] for r in found(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
 
 
@@ -414,6 +413,7 @@ def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model,
     results = read_results(results_file(tmp_path, "none"))
     assert {r["prediction"] for r in results.records} == {f"{color}." if lenient else None}
     assert results.figures()["accuracy"] == (100 * count / 8 if lenient else 0)
+    assert results.read("lenient").figures()["accuracy"] == 100 * count / 8  # which every record holds
     assert tables.costs(results)["unparsed_rate"] == (0 if lenient else 100)
 
 
@@ -426,6 +426,7 @@ def line(id, score, *, video="", **more) -> dict:
         "id": id, "videos": [video or f"v/{id}.mp4"], "kind": "mcq", "gold": "A",
         "said": "A", "answer": "A", "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
         "agent_tokens": 0, "truncated": False, "seconds": 1.0, "error": "",
+        "lenient": {"prediction": "A", "score": float(score), "judged": False},
     }  # fmt: skip
     return plain | more
 
@@ -475,7 +476,7 @@ def test_results_equal_to_the_published_ones_have_the_published_average_and_gain
         write_results(tmp_path / name, "charades", lines("1"), name=name, arm=arm, k=64)  # asked at both
     shown = sections(tables.report([tmp_path / name for name in arms], baseline="Qwen3-VL-8B"))
     header, _, *rows = shown["Scores"]
-    found = {(row[0], row[1], row[2]): row[-2:] for row in rows}
+    found = {(row[0], row[1], row[3]): row[-2:] for row in rows}
     for name, arm, average, gain in (
         ("ParaVT-8B", "parallel", "59.3", "+7.9 / +6.7 % (7)"),  # as on the project page
         ("Qwen3-VL-8B", "parallel", "55.6", "+0.0 / +0.0 % (7)"),
@@ -504,7 +505,34 @@ def test_a_score_says_what_is_missing_failed_or_published(tmp_path):
     by_split = [dict(zip(header, row)) for row in scores]
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\] \(4 of 2700, 1 errors\)", by_split[0]["videomme"])
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\]", by_split[0]["lvbench"])
-    assert (by_split[1]["arm"], by_split[1]["videomme"], by_split[1]["lvbench"]) == ("published", "62.1", "39.8")
+    assert (by_split[-1]["arm"], by_split[-1]["videomme"], by_split[-1]["lvbench"]) == ("published", "62.1", "39.8")
+
+
+def test_both_readings_stand_side_by_side_each_with_its_own_gain(tmp_path):
+    """An untrained model that closes no tag scored 0, so that every gain over it was partly one of format."""
+    read = lambda score: {"lenient": {"prediction": "A", "score": float(score), "judged": False}}  # noqa: E731
+    base = [line(str(i), 0, prediction=None, **read(i < 5)) for i in range(10)]
+    base[0] |= {"prediction": "A", "score": 1.0}
+    write_results(tmp_path / "base", "videomme", base, name="Qwen3-VL-8B")
+    write_results(tmp_path / "ours", "videomme", lines("1111110000"), name="ParaVT-8B")
+    told = tables.report([tmp_path / "ours", tmp_path / "base"], "Qwen3-VL-8B")
+    header, _, *rows = sections(told)["Scores"]
+    column, gain = header.index("videomme"), len(header) - 1
+    found = {(row[0], row[1], row[2]): (row[column][:4], row[gain]) for row in rows}
+    assert found == {
+        ("ParaVT-8B", "parallel", "strict"): ("60.0", "+500.0 / +500.0 % (1)"),
+        ("ParaVT-8B", "parallel", "lenient"): ("60.0", "+20.0 / +20.0 % (1)"),
+        ("ParaVT-8B", "published", "lenient"): ("62.1", "+7.9 / +6.7 % (7)"),
+        ("Qwen3-VL-8B", "parallel", "strict"): ("10.0", "+0.0 / +0.0 % (1)"),
+        ("Qwen3-VL-8B", "parallel", "lenient"): ("50.0", "+0.0 / +0.0 % (1)"),
+        ("Qwen3-VL-8B", "published", "lenient"): ("59.9", "+0.0 / +0.0 % (7)"),
+    }
+    assert "The published numbers are lenient" in told
+    for record in base:
+        del record["lenient"]
+    write_results(tmp_path / "base", "videomme", base, name="Qwen3-VL-8B")  # a file of an earlier version
+    _, _, *rows = sections(tables.report([tmp_path / "base"]))["Scores"]
+    assert [row[1:3] for row in rows] == [["parallel", "strict"], ["published", "lenient"]]
 
 
 def test_mmvu_is_its_multiple_choice_questions_unless_a_judge_graded_the_others(tmp_path):
@@ -512,7 +540,7 @@ def test_mmvu_is_its_multiple_choice_questions_unless_a_judge_graded_the_others(
     for figures in ("mc_625 75.0", "mc_625 75.0, all_1000 66.7"):
         write_results(tmp_path, "mmvu", rows)
         found = sections(tables.report([tmp_path]))
-        assert found["Scores"][2][3].startswith("75.0 [") and found["Per item"][2][-1] == figures
+        assert found["Scores"][2][4].startswith("75.0 [") and found["Per item"][2][-1] == figures
         rows[4] |= {"judged": True, "score": 1.0}
 
 
@@ -554,11 +582,33 @@ def test_a_table_names_the_models_that_were_asked_in_our_words(tmp_path):
     assert not remark("video_r1", "words.yaml")
 
 
-def test_two_files_of_the_same_cell_are_refused(tmp_path):
-    for name in ("one", "two"):
-        write_results(tmp_path / name, "toy", lines("10"))
-    with pytest.raises(TableError, match="are the same cell of the table"):
-        tables.report([tmp_path / "one", tmp_path / "two"])
+def test_shards_ask_every_item_once_and_the_table_joins_them_but_no_other_files_of_one_cell(
+    write, model, toy_dir, tmp_path, capsys
+):
+    ids = [item.task.id for item in load_split("toy", str(toy_dir))]
+    path, file = write(), tmp_path / "run" / "toy-K4-direct-1of3.jsonl"
+    for shard, own in (("0/3", {0, 3, 6}), ("2/3", {2, 5}), ("1/3", {1, 4, 7})):
+        engines = model(says("red"))
+        run(path, f"shard={shard}")
+        assert asked(engines) == len(own)
+        assert found(file.with_stem(f"toy-K4-direct-{shard.replace('/', 'of')}")).keys() == {ids[i] for i in own}
+        assert ("of 8)" in capsys.readouterr().out) == (shard != "1/3")  # then all are there
+    (tmp_path / "whole").mkdir()
+    model(says("red"))
+    run(write(tmp_path / "whole"))
+    [joined], [whole] = tables.collect([tmp_path / "run"]), tables.collect([tmp_path / "whole" / "run"])
+    assert joined.complete() and len(joined.records) == 8 and joined.figures() == whole.figures()
+    # What has the same items, or was asked in another way, does not join.
+    for run_twice in ([tmp_path / "run"] * 2, [tmp_path / "run", tmp_path / "whole" / "run"]):
+        with pytest.raises(
+            TableError, match=r"are the same cell .* not two shards of a run \(both have the same items\)"
+        ):
+            tables.collect(run_twice)
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(TableError, match=r"not two shards of a run \(seed: 0, now 1\)"):
+        tables.collect([tmp_path / "run"])
+    with pytest.raises(config.ConfigError, match="no item of toy is in it"):
+        run(path, "shard=2/3", "limit=2")
 
 
 # ------------------------------------------------------------------------------------------------ configs
@@ -584,7 +634,7 @@ def test_every_open_row_of_the_published_table_has_a_config():
     published = yaml.safe_load((CONFIGS / "published.yaml").read_text())["table"]["rows"]
     named = {load(CONFIGS / f"{row}.yaml").name for row in ROWS}
     assert named == {row["name"] for row in published if row["group"] != "proprietary"}
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*ROWS, "base", "published", "toy"}
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*ROWS, "base", "published", "toy", "gpt4o"}
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -614,7 +664,7 @@ def test_every_command_in_a_config_is_one_that_loads():
             file, *words = shlex.split(text.replace("ROW", "sage"), comments=True)
             commands.append(file)
             load(REPO / file, *(word for word in words if word != "--dry-run"))
-    assert {Path(file).stem for file in commands} == {*ROWS, "toy"}
+    assert {Path(file).stem for file in commands} == {*ROWS, "toy", "gpt4o"}
 
 
 @pytest.mark.parametrize("row", ["paravt_8b", "conan"])
@@ -627,6 +677,8 @@ def test_a_dry_run_names_all_that_is_missing(row, tmp_path, monkeypatch, capsys)
     for split, root in cfg.splits.items():
         assert f"MISSING {split}: {root}: no such folder" in told and f"--local-dir {root}`" in told
     assert ("our own words" in told) == (cfg.prompting.protocol != "agent")
+    assert "note    the published run: frames are JPEGs" in told
+    assert ("rollout.tool_return=frames" in told) == (row == "paravt_8b") != ("in place of its clips" in told)
 
 
 @pytest.fixture
@@ -639,6 +691,7 @@ def test_a_dry_run_passes_what_could_start(toy_dir, eight_gpus, capsys):
     for row, override, told in (
         ("toy", f"checkpoint={toy_dir}/model", "ok      toy: 8 items, 80 episodes"),  # 5 K, with tools and without
         ("paravt_8b", "limit=3", "fetch it from the hub"),  # it was MISSING
+        ("paravt_8b", "rollout.max_context=4736", "ok      toy: 8 items, 16 episodes"),  # 64 * (64 + 10), not more
     ):
         assert dry_run(load(CONFIGS / f"{row}.yaml", f"splits={{toy: {toy_dir}}}", override)) == 0
         assert told in capsys.readouterr().out
@@ -650,10 +703,17 @@ def test_a_dry_run_passes_what_could_start(toy_dir, eight_gpus, capsys):
         (["visual={frame_pixels: 4096}"], "MISSING checkpoint: .*this run has 4096, the checkpoint 1024"),
         (["checkpoint=EMPTY"], "MISSING checkpoint: .* has no config.json"),
         (["rollout.gpus=[7, 8]"], r"MISSING servers: rollout.gpus = \[7, 8\]: there are 8 GPUs here"),
+        (["rollout.gpus=[]", "rollout.urls=[localhost:9]"], "MISSING servers: no server answers at localhost:9"),
+        (["rollout.max_context=703"], "MISSING toy: 64 frames of 11 tokens do not fit into rollout.max_context = 703"),
+        (["splits={toy: EMPTY}"], r"MISSING toy: .*test00000\.mp4"),  # no video
     ],
 )
 def test_a_dry_run_fails_where_the_run_would(toy_dir, tmp_path, eight_gpus, overrides, told, capsys):
     usual = [f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}"]
+    shutil.copy(toy_dir / "test.parquet", tmp_path)
+    (tmp_path / "videos").mkdir()
+    for video in toy_dir.glob("videos/test*.mp4"):
+        (tmp_path / "videos" / video.name).write_text("milk")
     assert dry_run(load(CONFIGS / "paravt_8b.yaml", *usual)) == 0
     overrides = [text.replace("EMPTY", str(tmp_path)) for text in overrides]
     assert dry_run(load(CONFIGS / "paravt_8b.yaml", *usual, *overrides)) == 1
@@ -667,6 +727,14 @@ def test_a_dry_run_fails_where_the_run_would(toy_dir, tmp_path, eight_gpus, over
         ({"frames": [0]}, "at least 1 frame"),
         ({"arms": ["none"]}, "only the protocol 'agent' has them"),
         ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none': here, `arms` says how"),
+        ({"shard": "4/4"}, "shard = '4/4': write i/n with i from 0 to n - 1"),
+        ({"shard": "1"}, "shard = '1': write i/n"),
+        ({"api": {"url": "http://x"}}, "api: url = 'http://x': needs the name of a model"),
+        (
+            {"api": {"url": "http://x", "model": "m"}, "rollout": {"gpus": [0]}},
+            "leave rollout.gpus and rollout.urls empty",
+        ),
+        ({"api": {"url": "http://x", "model": "m"}, "prompting": {}}, "an API cannot open a turn or stop at a tag"),
     ],
 )
 def test_what_cannot_run_says_so(write, changes, rule):
