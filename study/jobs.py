@@ -18,6 +18,7 @@ Deliberately missing: tuning. No row has settings of its own beyond what its nam
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -265,6 +266,7 @@ def select(jobs: Sequence[Job], part: str) -> list[Job]:
 
 def run_jobs(jobs: Sequence[Job], root: Path) -> bool:
     """Run what is not done, one process per core. False if something failed; its log says why."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the jobs end with us, as after Ctrl-C
     done, logs = root / "done", root / "logs"
     done.mkdir(parents=True, exist_ok=True)
     logs.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,10 @@
 """The study: every row has the same start and budget, jobs run once and in order, and the tables hold what the runs say."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -135,19 +137,23 @@ def test_a_done_job_is_not_run_again_and_a_failed_one_stops_only_those_that_need
     assert {path.name for path in (tmp_path / "done").iterdir()} == set("abcd")
 
 
-def test_stopping_the_study_stops_its_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_the_study_stops_its_processes(tmp_path, monkeypatch, how):
+    """Past bug: after a SIGTERM the jobs went on, and the next study started them a second time."""
     naps = []
 
     def sleep(_):
         naps.append(1)
         if len(naps) == 3:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), how)
 
     started, popen = [], jobs.subprocess.Popen
     monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(jobs.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         run_jobs([Job("slow", python(tmp_path, "slow", "time.sleep(60)"))], tmp_path)
+    signal.signal(signal.SIGTERM, before)
     assert started[0].wait(5) < 0 and not (tmp_path / "done" / "slow").exists()
 
 
