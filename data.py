@@ -70,9 +70,10 @@ class Trajectory:
     prompt_length: int  # ids before the first assistant turn's content; shared by a group
     turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's, [start, end) in ids with the prefix
     finish: str = ""  # why the last turn ended: stop | length
+    prompt_clips: int | None = None  # the first of `frames`, which the prompt shows; None: all of them
 
 
-CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed")
+CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed", "crashed")
 
 
 @dataclass
@@ -83,7 +84,7 @@ class Call:
     name: str
     arguments: dict[str, Any]
     text: str = ""  # what the model read: a report or an error text
-    error: str = ""  # "" = executed; else one of CALL_ERRORS
+    error: str = ""  # "" = executed; else one of CALL_ERRORS, or a kind of the tool's own
     window: tuple[float, float] | None = None  # seconds, after clamping
     seconds: float = 0.0
     agent: Trajectory | None = None  # the sub-agent that answered
@@ -157,9 +158,8 @@ def main_messages(task: Task, overview: Sequence[Frames], with_tools: bool) -> l
     return [{"role": "system", "content": system}, {"role": "user", "content": [*parts, "\n" + task.question]}]
 
 
-def subagent_messages(frames: Frames, question: str | None) -> list[dict]:
+def subagent_messages(frames: Frames, question: str | None, request: str = SUBAGENT_REQUEST) -> list[dict]:
     """Return the messages that open a sub-agent. A row of SFT may carry a question; a rollout never gives one."""
-    request = SUBAGENT_REQUEST
     if question:
         request += f"\nQuestion: {question}"
     return [{"role": "system", "content": SUBAGENT_SYSTEM}, {"role": "user", "content": [frames, "\n" + request]}]

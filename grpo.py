@@ -76,6 +76,7 @@ class Lesson:
     old_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
     weights: np.ndarray  # float32 [N]: share in the mean over the batch's tokens
     logp_weights: np.ndarray  # float32 [N]: share in the objective of credit `logp`
+    prompt_clips: int | None = None  # the first of the bundle's clips, which the prompt shows; None: all of them
 
 
 def make_lessons(
@@ -137,6 +138,7 @@ def lesson_of(
         old_logprobs=np.array(agent.logprobs)[sampled].astype(np.float32),
         weights=np.full(n, 1 / total["tokens"], np.float32),
         logp_weights=logp_weights.astype(np.float32),
+        prompt_clips=agent.prompt_clips,
     )
 
 
@@ -147,7 +149,7 @@ def share_prompts(rows: Sequence[Lesson], budget: int) -> list[Lesson]:
     newest: dict[tuple, list[Lesson]] = {}  # per prompt, the part that still has room
     for row in rows:
         # Two clips may have the same words, stamps included, and yet other pixels.
-        prompt = (tuple(row.bundle.prompt), *(id(clip.pixels) for clip in row.bundle.frames))
+        prompt = (tuple(row.bundle.prompt), *(id(clip.pixels) for clip in row.bundle.frames[: row.prompt_clips]))
         part = newest.get(prompt)
         if part is not None:
             length = len(part[0].bundle.prompt) + sum(len(other.bundle.suffixes[0]) for other in part)
@@ -166,8 +168,11 @@ def join(rows: Sequence[Lesson]) -> Lesson:
     first = rows[0].bundle
     suffixes = [row.bundle.suffixes[0] for row in rows]
     masks = [row.bundle.masks[0] for row in rows]
+    # The prompt's clips, then each row's own: what its calls returned (`tool_return: frames`).
+    shown = first.frames[: rows[0].prompt_clips]
+    own = [clip for row in rows for clip in row.bundle.frames[len(shown) :]]
     return Lesson(
-        bundle=Bundle(first.prompt, suffixes, masks, first.frames),
+        bundle=Bundle(first.prompt, suffixes, masks, shown + own),
         advantages=np.concatenate([row.advantages for row in rows]),
         old_logprobs=np.concatenate([row.old_logprobs for row in rows]),
         weights=np.concatenate([row.weights for row in rows]),

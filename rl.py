@@ -62,8 +62,6 @@ class RLConfig(RunConfig, GRPOConfig):
             )
         if self.rollout.gpus and self.rollout.urls:
             raise ValueError("rollout.gpus and rollout.urls: give one of the two")
-        if self.rollout.tool_return == "frames":
-            raise ValueError("rollout.tool_return = 'frames' is for evaluation: rewards and credit assume reports")
         for k in (*self.gating, *self.val_frames):
             if k < 1:
                 raise ValueError(f"gating or val_frames: {k}: an overview has at least 1 frame; gating = [] is off")
@@ -78,7 +76,6 @@ if __name__ == "__main__":  # --help and a bad YAML are answered before the impo
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no two micro-batches have the same length
 
 import math
-import shutil
 import threading
 import time
 from collections import defaultdict
@@ -108,28 +105,30 @@ from runtime.distributed import (
     print0,
     rank,
     save_state,
+    snapshot_folder,
     sum_over_ranks,
     world_size,
 )
 from runtime.doctor import self_check
 from runtime.engine import Engine, EngineError
-from runtime.plan import Plan, PlanError, engine_load, plan_disk, plan_engine, plan_updates, utilisation
+from runtime.plan import Plan, PlanError, check_disk, engine_load, plan_engine, plan_updates, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.video import Videos
+from tools import TOOLS
 
 SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "gap", "grad_norm", "seconds")
 
 
 def main(cfg: RLConfig) -> None:
-    """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
-    # Refuse what cannot run before any weight is loaded.
+    """Refuse what cannot run before any weight is loaded; then train, as the only run in its folder."""
     init_distributed()
-    run = Path(cfg.run)
-    source, renderer = open_run(cfg, parse_task)
-    check_servers(cfg.rollout, world_size())
-    policy_cfg = replace(cfg.policy, checkpoint=str(source))
-    if torch.cuda.is_available():
-        check_memory(replace(cfg, gpus=world_size(), policy=policy_cfg))
+    with open_run(cfg, parse_task, check_room) as (source, renderer), snapshot_folder(cfg.run, source) as snapshot:
+        train(cfg, source, renderer, snapshot)
+
+
+def train(cfg: RLConfig, source: Path, renderer: Renderer, snapshot: Path) -> None:
+    """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
+    run, policy_cfg = Path(cfg.run), replace(cfg.policy, checkpoint=str(source))
 
     # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
     policy = load(policy_cfg, renderer.never_sampled)
@@ -141,18 +140,19 @@ def main(cfg: RLConfig) -> None:
     optimizer = make_optimizer(policy, cfg.optim)
     done, counted = load_state(run / "state", policy, optimizer)
     bad_steps = counted.get("bad_steps", 0)
+    print0(f"{run}: goes on after step {done} of {cfg.steps}" if done else f"{run}: starts anew from {source}")
 
     # The engine starts from the checkpoint; servers that already run may hold the weights of another run.
     engine = shared_engine(source, renderer, cfg.rollout)
-    snapshot = snapshot_folder(run, source)
     if done or cfg.rollout.urls:
         publish(policy, engine, cfg, source, snapshot, done)
 
     if rank() == 0:
         config.save_run(cfg, run)
-        metrics = config.Metrics(run, "rl", done, cfg.steps, SHOWN)
+        metrics = config.Metrics(cfg, "rl", done, SHOWN)
     dataset, held_out = Dataset(cfg.data, parse_task), held_out_tasks(cfg)
     videos = Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl")
+    print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.group_size} episodes")
     with videos, Sampler(cfg, dataset, engine, renderer, videos) as sampler:
         for step in range(done, cfg.steps):
             clock = Clock()
@@ -197,8 +197,6 @@ def main(cfg: RLConfig) -> None:
                 save_state(run / "state", policy, optimizer, step + 1, cfg.keep, {"bad_steps": bad_steps})
 
     engine.close()
-    if rank() == 0:
-        shutil.rmtree(snapshot, ignore_errors=True)
     export(policy, run / "model", source, cfg.visual)
     print0(f"done: {run}/model")
 
@@ -237,7 +235,7 @@ class Sampler:
             ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         groups = rollout(
             tasks, ks, cfg.group_size, **self.stage, cfg=cfg.rollout,
-            seed=cfg.seed, step=step, progress=False, stopped=self.stopped,
+            seed=cfg.seed, step=step, progress=rank() == 0 and sys.stderr.isatty(), stopped=self.stopped,
         )  # fmt: skip
         return groups, time.perf_counter() - started
 
@@ -275,20 +273,6 @@ def publish(policy: Policy, engine: Engine, cfg: RLConfig, source: Path, snapsho
     barrier()
     if rank() > 0 and servers:
         engine.update_weights(snapshot, version, push=False)
-
-
-def snapshot_folder(run: Path, source: Path) -> Path:
-    """Choose where snapshots go: into memory if two fit there (the old one stays until the new one is whole), else
-    beside the run."""
-    memory = Path("/dev/shm")
-    snapshot = memory / f"minparavt{run.resolve().as_posix().replace('/', '-')}"
-    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    if rank() == 0:
-        shutil.rmtree(snapshot, ignore_errors=True)  # of a process that was killed
-        if not memory.is_dir() or shutil.disk_usage(memory).free < 2.2 * size:
-            print(f"{memory} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
-            snapshot = run / "snapshot"
-    return gather(snapshot)[0]
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -371,7 +355,10 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
         for episode in group.episodes:
             seen["failed_rate"].append(bool(episode.error))
 
-    for episode in [e for group in groups for e in group.episodes if not e.error]:
+    ran = [episode for group in groups for episode in group.episodes if not episode.error]
+    mine = {call.error for episode in ran for call in episode.calls if call.error}  # a tool may have kinds of its own
+    kinds = {*CALL_ERRORS, *(kind for theirs in gather(mine) for kind in theirs)}
+    for episode in ran:
         for name, value in episode.reward.items():
             seen[name].append(value)
         did = "called" if episode.executed else "skipped"
@@ -379,8 +366,10 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
         seen[f"acc/K={episode.k}/{did}"].append(episode.reward["acc"])
         seen["kappa"].append(episode.executed)
         seen[f"kappa/K={episode.k}"].append(episode.executed)
+        for name in TOOLS:
+            seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
         for call in episode.calls:
-            for kind in CALL_ERRORS:
+            for kind in kinds:
                 seen[f"call_errors/{kind}"].append(call.error == kind)
         seen["truncated_rate"].append(episode.main.finish == "length")
         seen["turns"].append(len(episode.main.turns))
@@ -458,12 +447,20 @@ def check_memory(cfg: RLConfig) -> None:
         plan.check(cfg.gpu_gib)
 
 
+def check_room(cfg: RLConfig) -> None:
+    """Refuse a run that has no room on this machine's GPUs or disk."""
+    check_servers(cfg.rollout, world_size())
+    if torch.cuda.is_available():
+        check_memory(replace(cfg, gpus=world_size()))
+    check_disk(cfg.policy, cfg.keep, cfg.run)
+
+
 def dry_run(cfg: RLConfig) -> int:
     """Check memory, data and disk, as far as `main` would stumble over them; exit status 1: no cold start yet."""
     check_memory(cfg)
     check_rows(parse_task, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse_task).total} rows")
-    print(plan_disk(cfg.policy, cfg.keep))
+    print(check_disk(cfg.policy, cfg.keep, cfg.run))
     if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
         print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
         return 1
@@ -471,7 +468,5 @@ def dry_run(cfg: RLConfig) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(dry_run(cfg) if args.dry_run else main(cfg))
-    except (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError, PlanError) as error:
-        sys.exit(f"error: {error}")
+    mendable = (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError, PlanError)
+    config.run_script(dry_run if args.dry_run else main, cfg, *mendable)

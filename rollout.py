@@ -77,7 +77,7 @@ class RolloutConfig:
     dispatch: Literal["parallel", "sequential", "none"] = "parallel"
     """parallel: all calls of a turn at once; sequential: one call per turn, the same number in all; none: no tools."""
     tool_return: Literal["subagent", "frames"] = "subagent"
-    """What a look at the video returns: a sub-agent's report, or (evaluation only) its frames."""
+    """What a look at the video returns: a sub-agent's report, or its frames."""
     think_prefix: bool = True
     """Open every turn of the main agent with `<think>`."""
     max_turns: int = 3
@@ -90,6 +90,8 @@ class RolloutConfig:
     """Tokens of the longest trajectory."""
     temperature: float = 0.7
     """Of the main agent; 0: greedy."""
+    strict_tools: bool = False
+    """Stop the run at an exception in a tool's own code. Else the call ends with an error, and the log has the traceback."""
     call_timeout: float = 600.0
     """Seconds after which a call is given up; long enough for a server's restart."""
     concurrency: int = 256
@@ -192,7 +194,9 @@ def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -
 
 def open_trajectory(prompt: Rendered) -> Trajectory:
     n = len(prompt.ids)
-    return Trajectory(list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), prompt_length=n)
+    return Trajectory(
+        list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), n, prompt_clips=len(prompt.frames)
+    )
 
 
 def _extend(agent: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
@@ -290,12 +294,12 @@ def _answer(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int
 
 
 def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Reply:
-    """Run one call in its thread. Whatever the model or the video can cause becomes a text."""
+    """Run one call in its thread. Whatever the model, the video or the tool can cause becomes a text."""
     started = time.perf_counter()
     call = dataclasses.replace(call)  # a thread that is given up must not write into what the model has read
     frames = []
     try:
-        found = use(call, task, stage.cfg.tools, stage.videos, stage.renderer.contract)
+        found = use(call, task, stage.cfg.tools, stage.videos, stage.renderer.contract, stage.cfg.strict_tools)
         if isinstance(found, str):
             call.text = found
         else:
@@ -315,9 +319,10 @@ def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Reply:
 
 
 def _report(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
-    """Ask a sub-agent: the same weights, a fresh context, and only these frames (the paper: not even the question)."""
+    """Ask a sub-agent: the same weights, a fresh context, and only these frames and the tool's request (the paper: not even
+    the question)."""
     cfg = stage.cfg.subagents
-    messages = data.subagent_messages(look.frames, question=None)
+    messages = data.subagent_messages(look.frames, question=None, request=look.request)
     agent = open_trajectory(stage.renderer.render(messages, generate=True))
     sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, stage.renderer.ends_of_turn)
     start, end = agent.prompt_length, len(agent.ids)

@@ -17,7 +17,6 @@ Deliberately missing: gradient accumulation as a knob (it is what packing leaves
 
 import os
 import re
-import sys
 from dataclasses import dataclass, field, replace
 
 from rewards import TAG
@@ -88,7 +87,7 @@ from runtime.distributed import (
     world_size,
 )
 from runtime.packing import best_fit
-from runtime.plan import PlanError, plan_disk, plan_training, utilisation
+from runtime.plan import PlanError, check_disk, plan_training, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.video import VideoError, Videos
 
@@ -96,24 +95,26 @@ SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr",
 
 
 def main(cfg: SFTConfig) -> None:
-    """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
-    # Refuse what cannot run before any weight is loaded.
+    """Refuse what cannot run before any weight is loaded; then train, as the only run in its folder."""
     init_distributed()
-    run = Path(cfg.run)
-    source, renderer = open_run(cfg, parse_dialogue)
-    policy_cfg = replace(cfg.policy, checkpoint=str(source))
-    if torch.cuda.is_available():
-        check_memory(replace(cfg, gpus=world_size(), policy=policy_cfg))
+    with open_run(cfg, parse_dialogue, check_room) as (source, renderer):
+        train(cfg, source, renderer)
+
+
+def train(cfg: SFTConfig, source: Path, renderer: Renderer) -> None:
+    """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
+    run, policy_cfg = Path(cfg.run), replace(cfg.policy, checkpoint=str(source))
 
     # The policy and the optimizer, and all that the newest state has of them.
     policy = load(policy_cfg, renderer.never_sampled)
     optimizer = make_optimizer(policy, cfg.optim)
     done, counted = load_state(run / "state", policy, optimizer)
     bad_steps = counted.get("bad_steps", 0)
+    print0(f"{run}: goes on after step {done} of {cfg.steps}" if done else f"{run}: starts anew from {source}")
 
     if rank() == 0:
         config.save_run(cfg, run)
-        metrics = config.Metrics(run, "sft", done, cfg.steps, SHOWN)
+        metrics = config.Metrics(cfg, "sft", done, SHOWN)
     with Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl") as videos, ThreadPoolExecutor(1, "batch") as ahead:
         batches = Batches(cfg.data, cfg, videos, renderer)
         held_out = []
@@ -284,17 +285,22 @@ def check_memory(cfg: SFTConfig) -> None:
     plan.check(cfg.gpu_gib)
 
 
+def check_room(cfg: SFTConfig) -> None:
+    """Refuse a run that has no room on this machine's GPUs or disk."""
+    if torch.cuda.is_available():
+        check_memory(replace(cfg, gpus=world_size()))
+    check_disk(cfg.policy, cfg.keep, cfg.run)
+
+
 def dry_run(cfg: SFTConfig) -> int:
     """Check memory, data and disk, as far as `main` would stumble over them."""
     check_memory(cfg)
     check_rows(parse_dialogue, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse_dialogue).total} rows")
-    print(plan_disk(cfg.policy, cfg.keep))
+    print(check_disk(cfg.policy, cfg.keep, cfg.run))
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(dry_run(cfg) if args.dry_run else main(cfg))
-    except (config.ConfigError, ContractError, DataError, FileNotFoundError, PlanError) as error:
-        sys.exit(f"error: {error}")
+    mendable = (config.ConfigError, ContractError, DataError, FileNotFoundError, PlanError)
+    config.run_script(dry_run if args.dry_run else main, cfg, *mendable)

@@ -2,6 +2,7 @@
 
     parse_calls(text, turn) -> [Call]          # each call of a turn parses or fails alone; nothing the model writes raises
     use(call, task, names, videos, contract)   # run one call: a Look (frames for a sub-agent), a str, or a ToolError
+    python tools.py '{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}' --video v.mp4     # try one by hand
     TOOLS["crop_video"].schema                 # what the chat template shows the model
 
 A `Tool` is a schema and a function. Frames that it returns go to a sub-agent, whose report the main agent reads. A str is
@@ -13,26 +14,30 @@ A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained
 Deliberately missing: tools that run code or reach the network, and a check of arguments against the schema.
 """
 
+import argparse
 import ast
 import json
+import logging
 import math
 import os
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data import Call, Task
+from data import SUBAGENT_REQUEST, Call, Task
 from runtime.contract import VisualContract
 from runtime.video import Frames, VideoError, Videos
 
+log = logging.getLogger(__name__)
 MAX_CALL_CHARS, MAX_BRACKETS = 4096, 64  # a call has about 100 characters and 2 brackets; beyond this nobody parses
 MIN_CROP = 0.1  # seconds: a shorter window is widened to this where the video allows
 
 
 class ToolError(Exception):
-    """A call that cannot run. The model reads the text; `kind` is counted (Call.error)."""
+    """A call that cannot run. The model reads the text; `kind`, any word, is counted (Call.error)."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
@@ -45,6 +50,7 @@ class Look:
 
     frames: Frames
     window: tuple[float, float]  # seconds
+    request: str = SUBAGENT_REQUEST  # what the sub-agent is asked about them
 
 
 @dataclass(frozen=True)
@@ -80,10 +86,13 @@ def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualCont
     return Look(frames, (start, end))
 
 
-def _tool(run: Callable, description: str, required: list[str], properties: dict[str, str]) -> Tool:
-    """Make a tool that the model calls by the function's name. `properties`: the JSON type of each argument."""
-    types = {name: {"type": kind} for name, kind in properties.items()}
-    parameters = {"type": "object", "properties": types, "required": required}
+def _tool(run: Callable, description: str, required: list[str], properties: dict[str, str | tuple[str, str]]) -> Tool:
+    """Make a tool that the model calls by the function's name. `properties`: the JSON type of each argument, alone or with
+    its description."""
+    arguments = {}
+    for name, kind in properties.items():
+        arguments[name] = {"type": kind} if isinstance(kind, str) else {"type": kind[0], "description": kind[1]}
+    parameters = {"type": "object", "properties": arguments, "required": required}
     function = {"name": run.__name__, "description": description, "parameters": parameters}
     return Tool({"type": "function", "function": function}, run)
 
@@ -207,11 +216,49 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
     return _unparseable(turn)
 
 
-def use(call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract) -> Look | str:
-    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError."""
+def use(
+    call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract, strict: bool = True
+) -> Look | str:
+    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError; unless `strict`, also an
+    exception in the tool's own code, which is logged."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:
         return TOOLS[call.name].run(task, call.arguments, videos, contract)
     except VideoError:
         raise ToolError("failed", "This part of the video could not be read.") from None
+    except ToolError:
+        raise
+    except Exception:
+        if strict:
+            raise
+        log.exception("tool %s crashed on %s", call.name, call.arguments)
+        raise ToolError("crashed", "The tool failed.") from None
+
+
+# ------------------------------------------------------------------------------------------------ by hand
+
+
+def main() -> None:
+    """Run one call on a video, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("call", help='{"name": ..., "arguments": {...}}')
+    parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
+    args = parser.parse_args()
+    [call, *_] = parse_calls(f"<tool_call>{args.call}</tool_call>")
+    if call.error:
+        sys.exit(f"{call.error}: {call.text}")
+    task = Task("by hand", "", tuple(map(os.path.abspath, args.video)), "oe", "")
+    with Videos(workers=1) as videos:
+        try:
+            found = use(call, task, tuple(TOOLS), videos, VisualContract())
+        except ToolError as error:
+            sys.exit(f"{error.kind}: {error}")
+    if isinstance(found, Look):
+        times = [round(time, 2) for time in found.frames.times]
+        found = f"window {found.window}; frames {found.frames.pixels.shape} at {times}; {found.request}"
+    print(found)
+
+
+if __name__ == "__main__":
+    main()

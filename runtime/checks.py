@@ -4,12 +4,14 @@ Values that contradict each other are refused by the dataclasses themselves; row
 only a run can show, by doctor.self_check.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +26,52 @@ MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than
 # A name without a dot stands for the whole section.
 MAY_CHANGE = {
     *("run", "steps", "save_every", "keep", "decoders", "gpus", "gpu_gib", "train_tokens", "pack_tokens", "optim"),
-    *("eval_every", "val", "val_tasks", "val_frames", "dump_groups"),
+    *("eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to"),
     *("data.sources", "data.video_root", "data.max_bad_fraction"),
     *("policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk"),
-    *("rollout.gpus", "rollout.urls", "rollout.server_args"),
+    *("rollout.gpus", "rollout.urls", "rollout.server_args", "rollout.strict_tools"),
     *("rollout.concurrency", "rollout.call_timeout", "rollout.max_batch_tokens"),
 }
 
 
-def open_run(cfg: RunConfig, parse: Callable) -> tuple[Path, Renderer]:
-    """Refuse what a training run could not start from; return its checkpoint's folder and renderer."""
-    from runtime.distributed import checkpoint_dir  # torch
+@contextlib.contextmanager
+def open_run(cfg: RunConfig, parse: Callable, room: Callable[[Any], None]) -> Iterator[tuple[Path, Renderer]]:
+    """Refuse what a training run could not start from; then hold its folder, and give its checkpoint's folder and renderer.
+    `room` checks GPUs, memory and disk, as the script needs them. Rank 0 looks first, and speaks for all."""
+    from runtime.distributed import checkpoint_dir, rank, rank0_first  # torch
+    from runtime.policy import dtype_of
 
-    check_run(cfg)
-    source = find_checkpoint(cfg.policy.checkpoint, checkpoint_dir)
-    cfg.visual.check(source)
-    renderer = Renderer(load_tokenizer(source), cfg.visual)
-    check_rows(parse, cfg.data, cfg.val)
-    return source, renderer
+    def look() -> tuple[Path, Renderer]:
+        check_run(cfg)
+        dtype_of(cfg.policy)
+        source = find_checkpoint(cfg.policy.checkpoint, checkpoint_dir)
+        cfg.visual.check(source)
+        renderer = Renderer(load_tokenizer(source), cfg.visual)
+        check_rows(parse, cfg.data, cfg.val)
+        room(dataclasses.replace(cfg, policy=dataclasses.replace(cfg.policy, checkpoint=str(source))))
+        if rank() == 0:
+            held.enter_context(only_run_in(Path(cfg.run)))
+        return source, renderer
+
+    with contextlib.ExitStack() as held:
+        yield rank0_first(look)
+
+
+@contextlib.contextmanager
+def only_run_in(run: Path) -> Iterator[None]:
+    """Hold RUN/.lock, which is free again when this process ends in whatever way; refuse a folder that another one holds."""
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / ".lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(f"run = {str(run)!r}: {lock.read()} trains here; wait, or choose another `run`") from None
+        except OSError as error:  # some shared file systems have no locks
+            print(f"{run}/.lock: {error}; see to it that no other run uses this folder")
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
+        yield
 
 
 def check_run(cfg: Any) -> None:
@@ -50,10 +80,13 @@ def check_run(cfg: Any) -> None:
     there = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"run = {cfg.run!r}: {there} is no folder that can be written; choose another `run`")
-    if not any((run / "state").glob("step-*")) or not (run / "config.yaml").exists():
+    left = any((run / "state").glob("step-*")) or (run / "model").exists()  # else there is nothing to spoil
+    if not left or not (run / "config.yaml").exists():
         return
     was = read_tree(run / "config.yaml")
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples are lists, as in YAML
+    if ("group_size" in was) != ("group_size" in now):
+        raise ConfigError(f"run = {cfg.run!r}: this folder is of a run of the other script; choose another `run`")
     changed = []
     for key, text in differences(was, now).items():
         section = key.partition(".")[0]
@@ -61,7 +94,7 @@ def check_run(cfg: Any) -> None:
             changed.append(text)
     if changed:
         raise ConfigError(
-            f"{run}/state is of a run with other settings ({'; '.join(changed)}), so it cannot go on: "
+            f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: "
             "choose another `run`, or delete the folder"
         )
 
@@ -78,18 +111,24 @@ def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
     return found
 
 
+def on_the_hub(name: str | Path) -> bool:
+    """Return whether this looks like owner/model. Where the owner is a folder here, a path was meant."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))) and not Path(name).parent.is_dir()
+
+
 def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], served: bool = False) -> Path:
     """Return the folder of a whole checkpoint; `fetch` brings a name on the hub here. `served`: others load its weights,
     so any model will do."""
     folder = Path(name)
     if not folder.is_dir():
-        # A name on the hub is owner/model; where the owner is a folder here, a path was meant.
-        if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name)) or folder.parent.is_dir():
+        if not on_the_hub(name):
             raise ConfigError(
                 f"{name}: neither a folder nor a model on the hub; a training leaves its checkpoint in RUN/model when "
                 "it is done"
             )
         folder = fetch(name)
+    if (folder / "config.yaml").exists() and (folder / "metrics.jsonl").exists():
+        raise ConfigError(f"{folder} is the folder of a training; its checkpoint is {folder / 'model'}")
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
     if served:
@@ -105,6 +144,9 @@ def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], serve
     for file in sorted(files):
         if not (folder / file).exists():
             raise ConfigError(f"{folder} has no {file}: the checkpoint is not whole; copy it here again")
+        with open(folder / file, "rb") as weights:
+            if weights.read(20) == b"version https://git-":
+                raise ConfigError(f"{folder / file} is a Git LFS pointer, not the weights; `git lfs pull` fetches them")
     return folder
 
 

@@ -12,18 +12,24 @@ Deliberately missing: interpolation, environment variables.
 import argparse
 import dataclasses
 import difflib
+import errno
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
+import time
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 
 T = TypeVar("T")
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+GOES_ON = "The same command goes on from the newest state"
 PACKAGES = ("torch", "transformers", "sglang", "flash-attn", "av", "numpy", "pyarrow")
 
 
@@ -149,11 +155,35 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
+    if os.environ.get("RANK", "0") != "0":
+        parser.error = leave
     args = parser.parse_intermixed_args()
     try:
         return load(cls, args.config, args.overrides), args
     except ConfigError as error:
-        sys.exit(f"config error: {error}")
+        leave(f"config error: {error}")
+
+
+def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:
+    """Do a script's work and end the process; `errors`, a full disk and Ctrl-C are answered with a sentence."""
+    try:
+        sys.exit(work(cfg))
+    except errors as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"interrupted. {GOES_ON} of {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        sys.exit(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
+
+
+def leave(sentence: str = "") -> NoReturn:
+    """End the process with a sentence that all ranks have come to; only the first one says it."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(60)  # torchrun ends us after rank 0; if we went first, it would end rank 0 before it has spoken
+        sys.exit(1)
+    sys.exit(sentence)
 
 
 # ------------------------------------------------------------------------------------------------ what it leaves
@@ -180,24 +210,49 @@ def write_whole(path: Path, text: str) -> None:
 class Metrics:
     """One line per step: all of it in RUN/metrics.jsonl, the main figures on the console, with a progress bar."""
 
-    def __init__(self, run_dir: str | Path, name: str, done: int, steps: int, shown: typing.Sequence[str] = ("loss",)):
+    def __init__(self, cfg: Any, name: str, done: int, shown: typing.Sequence[str] = ("loss",)):
         from tqdm import tqdm
 
-        self._path, self._name, self._steps, self._shown = Path(run_dir) / "metrics.jsonl", name, steps, shown
+        self._trackers = open_trackers(cfg, done)
+        self._path, self._name, self._steps, self._shown = Path(cfg.run) / "metrics.jsonl", name, cfg.steps, shown
         self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         whole = [line for line in lines if line.endswith("}")]  # a run that was killed may leave half a line
         kept = [line for line in whole if json.loads(line)["step"] < done]  # later steps will be run again
         write_whole(self._path, "".join(line + "\n" for line in kept))
-        self._bar = tqdm(total=steps, initial=done, desc=name, unit="step", disable=not sys.stderr.isatty())
+        self._bar = tqdm(total=cfg.steps, initial=done, desc=name, unit="step", disable=not sys.stderr.isatty())
 
     def write(self, step: int, values: dict[str, float]) -> None:
+        values = {"time": round(time.time(), 3), **values}  # seconds since the epoch
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
+        for track in self._trackers:
+            track(step, values)
         self._bar.update()
         shown = " ".join(f"{key} {values[key]:.4g}" for key in self._shown if key in values)
         self._bar.write(f"{self._name} step {step + 1}/{self._steps} {shown}", file=sys.stdout)
         sys.stdout.flush()
+
+
+def open_trackers(cfg: Any, done: int) -> list[Callable[[int, dict[str, float]], None]]:
+    """Open what a RunConfig's `report_to` names. A run that goes on is a new one of the same name for wandb."""
+    trackers = []
+    if "tensorboard" in cfg.report_to:
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(f"{cfg.run}/tensorboard", purge_step=done, flush_secs=10)
+
+        def write(step: int, values: dict[str, float]) -> None:
+            for name, value in values.items():
+                board.add_scalar(name, value, step)
+
+        trackers.append(write)
+    if "wandb" in cfg.report_to:
+        import wandb
+
+        run = wandb.init(project="minparavt", name=cfg.run, dir=cfg.run, config=dataclasses.asdict(cfg))
+        trackers.append(lambda step, values: run.log(values, step=step))
+    return trackers
 
 
 def git_commit() -> str:

@@ -9,12 +9,14 @@
 *Training state* is fp32 shards of weights and moments, in torch's distributed checkpoint format; any number of ranks
 resumes it. Its metadata is a pickle, so it is read from the run's own folder only. *Exports* are safetensors that plain
 transformers and SGLang load. Both are written under another name and renamed when they are whole, so a process may be
-killed at any moment.
+killed at any moment, and a full disk costs nothing that was complete before.
 
 Deliberately missing: saving on SIGTERM (torchrun kills 30 s later, an 8B state takes longer), asynchronous saving.
 """
 
+import contextlib
 import datetime
+import errno
 import functools
 import itertools
 import json
@@ -22,18 +24,24 @@ import math
 import os
 import resource
 import shutil
+import subprocess
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from runtime.config import DISK_FULL, leave
 from runtime.contract import VisualContract
+
+T = TypeVar("T")
 
 # ------------------------------------------------------------------------------------------------ ranks
 
@@ -97,6 +105,22 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def rank0_first(work: Callable[[], T]) -> T:
+    """Return work(), which rank 0 does before the others. If it fails there, the others end without a word."""
+    result, error = None, None
+    if rank() == 0:
+        try:
+            result = work()
+        except Exception as problem:
+            error = problem
+    failed = gather(error is not None)[0]
+    if error is not None:
+        raise error
+    if failed:
+        leave()
+    return result if rank() == 0 else work()
+
+
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Sum by name; a rank may lack names."""
     return {name: math.fsum(found) for name, found in _by_name(values).items()}
@@ -132,6 +156,22 @@ def peak_memory() -> float:
 # ------------------------------------------------------------------------------------------------ training state
 
 
+@contextlib.contextmanager
+def _writing(unfinished: Path) -> Iterator[None]:
+    """Turn what a full disk raises, by whichever library, into an OSError, and give back the room of the torn files."""
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        if isinstance(error, CheckpointException) and rank() > 0:
+            leave()  # all ranks raise it, and rank 0 looks into it
+        full = shutil.disk_usage(unfinished.parent).free < 1 << 30 or getattr(error, "errno", None) in DISK_FULL
+        if not full:
+            raise
+        if rank() == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise OSError(errno.ENOSPC, "the disk is full", str(unfinished.with_suffix(""))) from None
+
+
 def save_state(
     folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict[str, Any] | None = None
 ) -> None:
@@ -139,16 +179,18 @@ def save_state(
     `extra` (JSON). The `keep` newest states stay."""
     folder = Path(folder)
     target, unfinished = folder / f"step-{step:08d}", folder / f"step-{step:08d}.tmp"
+    with _writing(unfinished):
+        if rank() == 0:
+            for left_over in folder.glob("step-*.*"):  # of a process that was killed
+                shutil.rmtree(left_over)
+            unfinished.mkdir(parents=True)
+        barrier()
+        with warnings.catch_warnings(action="ignore"):  # "a single process": yes, it may be
+            dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, no_dist=world_size() == 1)
+        barrier()
+        if rank() == 0:
+            (unfinished / "run.json").write_text(json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
-        for left_over in folder.glob("step-*.*"):  # of a process that was killed
-            shutil.rmtree(left_over)
-        unfinished.mkdir(parents=True)
-    barrier()
-    with warnings.catch_warnings(action="ignore"):  # "a single process": yes, it may be
-        dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, no_dist=world_size() == 1)
-    barrier()
-    if rank() == 0:
-        (unfinished / "run.json").write_text(json.dumps({"step": step, "extra": extra or {}}))
         unfinished.rename(target)
         for old in _states(folder)[:-keep]:
             doomed = old.with_suffix(".old")  # first no longer complete by name, then gone
@@ -240,7 +282,8 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
                     mine[member] = weight
         if mine:  # copied to the host by all ranks at the same time, not between two gathers
             on_host = {member: weight.cpu().contiguous() for member, weight in mine.items()}
-            save_file(on_host, unfinished / names[first + rank()], metadata={"format": "pt"})
+            with _writing(unfinished):
+                save_file(on_host, unfinished / names[first + rank()], metadata={"format": "pt"})
     barrier()
 
     # what stands beside the weights; then the names change
@@ -258,6 +301,28 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
         unfinished.rename(folder)
         shutil.rmtree(replaced, ignore_errors=True)
     barrier()
+
+
+@contextlib.contextmanager
+def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
+    """Choose where snapshots go, the same for all ranks: into memory if two fit there (the old one stays until the new one
+    is whole), else beside the run. However the run ends, none is left."""
+    run, memory = Path(run), Path("/dev/shm")
+    folder = memory / f"minparavt{run.resolve().as_posix().replace('/', '-')}"
+    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    if rank() > 0:
+        yield gather(None)[0]
+        return
+    shutil.rmtree(folder, ignore_errors=True)  # of a machine that went down
+    if not memory.is_dir() or shutil.disk_usage(memory).free < 2.2 * size:
+        print(f"{memory} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
+        folder = run / "snapshot"
+    # A shell waits for the end of a pipe that we hold open. That end also comes if we are killed, when nothing of ours can
+    # run any more. Ctrl-C is not for it. The process has a folder of its own, or this might sweep its successor's.
+    ours = folder / str(os.getpid())
+    sweep = ["sh", "-c", 'read -r _; rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null', "sh", str(ours)]
+    with subprocess.Popen(sweep, stdin=subprocess.PIPE, start_new_session=True):
+        yield gather(ours / "weights")[0]
 
 
 def _by_file(sizes: dict[str, int], limit: int) -> list[list[str]]:

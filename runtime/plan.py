@@ -12,12 +12,15 @@ Deliberately missing: step times. configs/paragrpo_8b.yaml has the arithmetic of
 
 import functools
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, Qwen3VLConfig
 
+from runtime.checks import on_the_hub
+from runtime.distributed import checkpoint_dir
 from runtime.policy import empty
 from runtime.settings import PolicyConfig
 
@@ -74,8 +77,11 @@ class Shapes:
 
 
 def model_config(cfg: PolicyConfig) -> Qwen3VLConfig:
-    """Read the checkpoint's sizes; before it is there, those of the family that the config names."""
-    for name in (cfg.checkpoint, cfg.family):
+    """Read the checkpoint's sizes; before it is trained, those of the family that the config names."""
+    names = [cfg.checkpoint, cfg.family]
+    if on_the_hub(cfg.checkpoint) and cfg.checkpoint not in PUBLISHED:  # its family may be another one's: ask the hub
+        names = [checkpoint_dir(cfg.checkpoint, only=["config.json"])]
+    for name in names:
         if name and (Path(name) / "config.json").exists():
             return AutoConfig.from_pretrained(name)
         if name in PUBLISHED:
@@ -238,9 +244,18 @@ def engine_load(cfg) -> tuple[int, int]:
     return rows, cfg.visual.overview_frames * 80 // cfg.group_size + 2 * cfg.rollout.max_new_tokens
 
 
-def plan_disk(cfg: PolicyConfig, keep: int) -> str:
-    """Weigh a run's training states, fp32 weights and two moments: `keep` of them and one being written."""
-    return f"disk: {keep + 1} training states take {12 * shapes(cfg).trained * (keep + 1) / GIB:.1f} GiB"
+def check_disk(cfg: PolicyConfig, keep: int, run: str) -> str:
+    """Weigh what a run writes: training states (fp32 weights and two moments), `keep` of them and one that is being
+    written, and the model. PlanError if the disk has no room for them (the states that are there already count as room)."""
+    s, folder = shapes(cfg), Path(run).absolute()
+    states, model = 12 * s.trained * (keep + 1) / GIB, 2 * s.parameters / GIB
+    there = sum(file.stat().st_size for file in folder.glob("state/step-*/*")) / GIB
+    disk = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(disk).free / GIB
+    told = f"disk: {keep + 1} training states take {states:.1f} GiB, the model {model:.1f}; {free:.1f} free at {disk}"
+    if states + model > free + there:
+        raise PlanError(f"{told}; make room, lower `keep`, or choose a `run` on another disk")
+    return told
 
 
 def kv_bytes_per_token(text) -> int:

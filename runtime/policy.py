@@ -218,16 +218,20 @@ class _ChunkedScores(torch.autograd.Function):
 # ------------------------------------------------------------------------------------------------ loading
 
 
+def dtype_of(cfg: PolicyConfig, train: bool = True) -> torch.dtype:
+    """Return the dtype of computation; ConfigError if nothing can train in it here."""
+    bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and device().type == "cuda")
+    if train and bf16 and not dist.is_initialized():  # mixed precision lives in FSDP2
+        raise ConfigError(f"policy.dtype = {cfg.dtype!r}: training in bf16 needs torchrun or a GPU; on a CPU use fp32")
+    return torch.bfloat16 if bf16 else torch.float32
+
+
 def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = True) -> Policy:
     """Build the policy on the meta device, shard it, then let every rank read its own rows of each weight.
 
     `train=False` holds the weights in the dtype of computation and without gradient: the reference policy."""
     check_versions()
-    path, where = checkpoint_dir(cfg.checkpoint), device()
-    bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and where.type == "cuda")
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    if train and bf16 and not dist.is_initialized():  # mixed precision lives in FSDP2
-        raise ConfigError(f"policy.dtype = {cfg.dtype!r}: training in bf16 needs torchrun or a GPU; on a CPU use fp32")
+    path, where, dtype = checkpoint_dir(cfg.checkpoint), device(), dtype_of(cfg, train)
     # shapes and dtypes
     policy = empty(AutoConfig.from_pretrained(path), cfg, never_sampled)
     policy.dtype = dtype

@@ -99,12 +99,17 @@ class SGLang:
         self.renderer, self.start_timeout, self.patience = renderer, start_timeout, patience
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, server_args))
         self._servers = [_Server(url.rstrip("/")) for url in urls] + [_Server("", gpu) for gpu in gpus]
+        for server in self._servers:
+            server.log = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
         self._changed, self._closed = threading.Condition(), False
         self._images: OrderedDict[int, _Images] = OrderedDict()  # by id(clip.pixels)
         self._folder, self._numbers = image_folder(urls), itertools.count()
         self._sockets: set[socket.socket] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         atexit.register(self.close)
+        if gpus:
+            logs = ", ".join(str(server.log) for server in self._servers)
+            print(f"SGLang starts on GPUs {list(gpus)}: up to {start_timeout / 60:g} minutes; logs: {logs}", flush=True)
         for supervisor in self._supervisors:
             supervisor.start()
         try:
@@ -343,7 +348,6 @@ class SGLang:
             code = server.process.returncode
             log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpu, code, server.log)
         _stop(server)  # its children may live on
-        server.log = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
         env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[server.gpu] if visible else str(server.gpu)

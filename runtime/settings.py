@@ -4,6 +4,7 @@ They stand apart from the code that uses them: that code imports torch, which ta
 answered at once.
 """
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -106,6 +107,8 @@ class RunConfig:
     """Complete training states that stay on disk."""
     decoders: int = 2
     """Video decoder processes per rank."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Who gets the figures of metrics.jsonl, too; each needs its library."""
     gpus: int = 8
     """Training GPUs that --dry-run plans for; torchrun decides how many there are ..."""
     gpu_gib: float = 80.0
@@ -113,3 +116,6 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_below_1(self, "steps", "eval_every", "save_every", "keep")
+        for name in self.report_to:
+            if importlib.util.find_spec(name) is None:
+                raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")

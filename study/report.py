@@ -301,7 +301,7 @@ def curve(runs: Sequence[RunData], key: str) -> dict[str, list] | None:
 def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
     """Return the panels of the page, each with a line per group that has its key."""
     rows = [row for _, runs in groups for run in runs for row in run.metrics]
-    keys = {key for row in rows for key in row} - {"step"}
+    keys = {key for row in rows for key in row} - {"step", "time"}
     shown = []
     for section, patterns in SECTIONS.items():
         panels = []

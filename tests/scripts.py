@@ -7,6 +7,7 @@ import atexit
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -114,6 +116,20 @@ def finish(process, code: int = 0) -> str:
     return told
 
 
+def kill_at_random(launch: Callable, progress: Callable, rng: random.Random, times: int, pause: float) -> int:
+    """Start a run again and again, and kill it a random moment after it has got further; return how often it was killed."""
+    for kills in range(times):
+        before, process = progress(), launch(start_new_session=True)
+        while process.poll() is None and progress() <= before:
+            time.sleep(0.005)
+        time.sleep(pause * rng.random())
+        if process.poll() is not None:  # done before it could be killed
+            return kills
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return times
+
+
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -132,7 +148,7 @@ def same_metrics(one: list[dict], other: list[dict]) -> bool:
     def figures(lines):
         kept = []
         for line in lines:
-            free = ("val_loss", "peak_memory_gib")
+            free = ("val_loss", "peak_memory_gib", "time")
             kept.append({k: v for k, v in line.items() if "second" not in k and not k.startswith(free)})
         return kept
 

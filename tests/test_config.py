@@ -1,10 +1,14 @@
 """The config loader: what is written is what runs, and what cannot run says why."""
 
+import dataclasses
 import json
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Literal
+from unittest.mock import MagicMock
 
 import pytest
 from scripts import REPO
@@ -97,9 +101,27 @@ def test_the_saved_config_is_the_run_config(tmp_path):
 
 def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
-    config.Metrics(tmp_path, "sft", done=1, steps=3).write(1, {"loss": 0.5})
+    before = time.time()
+    run = SimpleNamespace(run=str(tmp_path), steps=3, report_to=())
+    config.Metrics(run, "sft", done=1).write(1, {"loss": 0.5})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 2.0), (1, 0.5)]
+    assert before - 1 < lines[1]["time"] < time.time() + 1
+
+
+def test_trackers_get_the_figures_of_the_metrics_and_only_if_they_are_named(tmp_path, monkeypatch):
+    """Stand-ins with the calls that the libraries' documentation names."""
+    board, wandb, run = MagicMock(), MagicMock(), SimpleNamespace(run=str(tmp_path), steps=9, report_to=())
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(dataclasses, "asdict", vars)
+    assert config.open_trackers(run, 0) == [] and not board.mock_calls and not wandb.mock_calls
+    run.report_to = ("tensorboard", "wandb")
+    config.Metrics(run, "sft", 3).write(3, {"loss": 0.5})
+    board.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=3, flush_secs=10)
+    board.SummaryWriter().add_scalar.assert_any_call("loss", 0.5, 3)
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    wandb.init().log.assert_called_once_with({"time": line["time"], "loss": 0.5}, step=line["step"])
 
 
 def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):

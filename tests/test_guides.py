@@ -7,11 +7,14 @@ import json
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scripts import REPO, Forked, finish
@@ -85,9 +88,11 @@ def a_call_runs_beside_its_siblings() -> None:
     calls = [json.dumps({"name": "zoom_frame" if "x" in a else "crop_video", "arguments": a}) for a in arguments]
     said = ["Both.\n</think>" + "".join(f"<tool_call>{call}</tool_call>" for call in calls)]
     said.append("Seen.\n</think><answer>red</answer>")
+    asked = []  # of each sub-agent: whether it has the new tool's request
 
     def reply(prompt: str, seed: int) -> str:
         if is_subagent(prompt):
+            asked.append(prompt.count("What is to be seen or read here?"))
             return f"{prompt.count('seconds>')} frames.<|im_end|>"
         return said[prompt.count("<|im_start|>assistant") - 1] + "<|im_end|>"
 
@@ -99,7 +104,8 @@ def a_call_runs_beside_its_siblings() -> None:
         engine = Scripted(renderer, reply)
         stage = {"engine": engine, "renderer": renderer, "videos": videos, "cfg": cfg}
         [[episode]] = [group.episodes for group in rollout([task], [4], 1, progress=False, **stage)]
-    assert not episode.error and '"zoom_frame"' in renderer.decode(list(engine.asked[0][0]))
+    assert not episode.error and '"zoom_frame"' in renderer.decode(list(engine.asked[0][0])) and sorted(asked) == [0, 1]
+    assert '"y": {"type": "number", "description": "0 (top) to 1"}' in renderer.decode(list(engine.asked[0][0]))
     crop, good, bad = episode.calls
     assert crop.window == (0, 8) and not crop.error and len(crop.agent.frames[0]) > 1
     assert good.window == (10, 10) and not good.error and good.text == "1 frames."
@@ -147,7 +153,9 @@ def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
     fork.change()
     fork.run(a_call_runs_beside_its_siblings)
     fork.run(a_zoom_shows_the_quarter_around_its_point)
-    fork.shell(0)
+    assert re.search(
+        r"window \(10\.0, 10\.0\); frames \(1, \d+, \d+, 3\) at \[10\.0\]; What is to be seen", fork.shell(0)
+    )
     episode = json.loads((fork.root / "zoom.json").read_text("utf-8"))
     assert '"zoom_frame"' in episode["main"]["text"] and not episode["error"]
 
@@ -232,6 +240,12 @@ def test_a_dataset_is_rows_that_become_tasks_and_items(fork):
 # ---- a base model
 
 
+def on_a_large_disk(command: list[str]) -> None:
+    shutil.disk_usage = lambda folder: SimpleNamespace(free=2 << 40)
+    sys.argv = command
+    runpy.run_path(command[0], run_name="__main__")
+
+
 def test_a_base_model_is_checked_before_it_is_trained(fork):
     fork = fork("add_a_base_model.md")
     fork.change()
@@ -241,7 +255,7 @@ def test_a_base_model_is_checked_before_it_is_trained(fork):
     assert "all rows are usable" in told and "tokens per row: 50 % at most" in told
     assert len(re.findall(r"^ok  ", told, re.M)) == 7 and "FAIL" not in told
 
-    told = fork.shell(1)
+    told = fork.run(partial(on_a_large_disk, shlex.split(fork.commands[1])[1:]))
     # 64 blocks of 487,598,336 weights, two tables of 151,936 x 5,120, a norm: 32,762,123,264, in fp32 over 8 GPUs.
     assert re.search(r"master weights.* 15\.3 GiB", told) and re.search(r"sum .* GiB of 141", told)
     assert re.search(r"data: \d+ rows", told)

@@ -17,9 +17,8 @@ import pytest
 import torch
 from scripts import REPO
 
-import rl
 from rollout import RolloutConfig
-from runtime import checks
+from runtime import checks, distributed
 from runtime.config import ConfigError
 
 SFT = "sft.py configs/toy_sft.yaml policy.checkpoint=toy_data/model"
@@ -38,9 +37,14 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     (root / "notes.txt").write_text("milk")
     (root / "circle.yaml").write_text("base: circle.yaml")
     shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths now lead nowhere
-    for name in ("torn", "qwen25", "no_tokenizer"):
+    for name in ("torn", "qwen25", "no_tokenizer", "pointer"):
         shutil.copytree(toy_dir / "model", root / name)
     (root / "no_tokenizer" / "tokenizer.json").write_text("milk")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 16777216\n"
+    (root / "pointer" / "model.safetensors").write_text(pointer)
+    (root / "other" / "state" / "step-00000009").mkdir(parents=True)
+    (root / "other" / "metrics.jsonl").write_text("")
+    (root / "other" / "config.yaml").write_text("run: other\ngroup_size: 8\nsteps: 9")
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (root / "torn" / "model.safetensors.index.json").write_text(json.dumps(index))
     shape = json.loads((root / "qwen25" / "config.json").read_text())
@@ -76,6 +80,9 @@ MISTAKES = [  # and those of the page
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is not a Hugging Face checkpoint"),
     ("an interrupted download", f"{RL} policy.checkpoint=torn", "torn has no model-00002-of-00002.safetensors: the checkpoint is not whole"),
+    ("a pointer of Git LFS", f"{RL} policy.checkpoint=pointer", "pointer/model.safetensors is a Git LFS pointer, not the weights; `git lfs pull` fetches them"),
+    ("a run as checkpoint", f"{RL} policy.checkpoint=other", "other is the folder of a training; its checkpoint is other/model"),
+    ("another script's run", f"{SFT} run=other", "run = 'other': this folder is of a run of the other script; choose another `run`"),
     ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl'; this code runs dense Qwen3-VL"),
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python data.py materialize`"),
@@ -122,7 +129,7 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
         assert not typed(base)[0] and (desk / "once" / "model").is_dir()
         for change, named in (("data.seed=1", "data.seed: 0, now 1"), ("batch_rows=4", "batch_rows: 2, now 4")):
             status, told = typed(f"{base} {change}")
-            assert status == 1 and f"once/state is of a run with other settings ({named}), so it cannot go on" in told
+            assert status == 1 and f"once is of a run with other settings ({named}), so it cannot go on" in told
         assert not typed(f"{base} steps=2 optim.lr=1e-4 decoders=2")[0]
         assert len((desk / "once" / "metrics.jsonl").read_text().splitlines()) == 2
     finally:
@@ -161,6 +168,7 @@ def test_gpus_that_train_already_or_are_not_there_are_refused(monkeypatch, ranks
 
 
 def test_weights_go_through_the_disk_where_shared_memory_is_small(monkeypatch, capsys, toy_dir, tmp_path):
-    monkeypatch.setattr(rl.shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 10))
-    assert rl.snapshot_folder(tmp_path, toy_dir / "model") == tmp_path / "snapshot"
+    monkeypatch.setattr(distributed.shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 10))
+    with distributed.snapshot_folder(tmp_path, toy_dir / "model") as snapshot:
+        assert snapshot.is_relative_to(tmp_path / "snapshot")
     assert f"has no room for two snapshots of 0.0 GiB: weights go through {tmp_path}" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from runtime.plan import (
     GIB,
     PlanError,
     block_bytes,
+    check_disk,
     kv_bytes_per_token,
     plan_engine,
     plan_training,
@@ -109,9 +110,27 @@ def test_an_episode_that_fills_its_context_and_an_engine_in_the_trainer_are_plan
 def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     with pytest.raises(PlanError, match=r"config\.json"):
         plan_training(PolicyConfig(str(tmp_path)), 8, 8192)
+    # Another model of the hub is not planned as the family that an inherited config names.
+    with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-VL-32B-Instruct: neither a folder nor a model on the hub"):
+        plan_training(PolicyConfig("Qwen/Qwen3-VL-32B-Instruct", family=EIGHT.checkpoint), 8, 8192)
+    trained_later = PolicyConfig("runs/sft_8b/model", family=EIGHT.checkpoint)
+    assert plan_training(trained_later, 8, 8192).gib == plan_training(EIGHT, 8, 8192).gib
     path = tiny.write(tmp_path / "model")
     policy = load(PolicyConfig(str(path)))
     assert shapes(PolicyConfig(str(path))).parameters == sum(p.numel() for p in policy.parameters())
+
+
+def test_a_run_counts_the_states_that_are_there_as_room(tmp_path, monkeypatch):
+    """8.19e9 weights of 12 bytes are 91.5 GiB a state; the model, 8.77e9 of 2 bytes, 16.3."""
+    monkeypatch.setattr("runtime.plan.shutil.disk_usage", lambda folder: SimpleNamespace(free=74 * GIB))
+    with pytest.raises(PlanError, match=r"3 training states take 274.6 GiB, the model 16.3; 74.0 free at .*`keep`"):
+        check_disk(EIGHT, 2, str(tmp_path / "run"))
+    for step in (1, 2, 3):
+        state = tmp_path / "run" / "state" / f"step-{step:08d}"
+        state.mkdir(parents=True)
+        with open(state / "shard", "wb") as shard:
+            shard.truncate(73 * GIB)  # a hole, which takes no room
+    assert check_disk(EIGHT, 2, str(tmp_path / "run")).endswith(f"74.0 free at {tmp_path / 'run'}")
 
 
 def test_activations_are_what_autograd_keeps(tmp_path):

@@ -17,7 +17,7 @@ from data import Episode, Task
 from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load_episodes, rollout
 from runtime.contract import IMAGE_PAD, ContractError
 from runtime.engine import EngineError
-from tools import TOOLS
+from tools import TOOLS, ToolError
 
 TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
 END = "<|im_end|>"
@@ -233,6 +233,25 @@ def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
     time.sleep(1.0)
     assert episode.calls[1] == before  # what comes late changes nothing any more
     assert engine.expected == 0
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_tool_that_crashes_ends_its_call_with_a_traceback_in_the_log_or_the_run(
+    renderer, monkeypatch, caplog, strict
+):
+    def crash(task, arguments, videos, contract):
+        raise ToolError("too_dark", "Nothing is seen.") if arguments["start_time"] else KeyError("a bug of the fork")
+
+    monkeypatch.setitem(TOOLS, "crop_video", dataclasses.replace(TOOLS["crop_video"], run=crash))
+    said = turns("x</think>" + call(0, 20) + call(20, 40) + END, "y</think>" + END)
+    if strict:
+        with pytest.raises(KeyError, match="a bug of the fork"):
+            play(renderer, said, strict_tools=True)
+        return
+    [episode] = play(renderer, said)
+    assert [c.error for c in episode.calls] == ["crashed", "too_dark"] and not episode.error
+    assert reports(user_turns(episode, renderer)[1]) == ["The tool failed.", "Nothing is seen."]
+    assert "Traceback" in caplog.text and "a bug of the fork" in caplog.text and len(caplog.records) == 1
 
 
 # ---- 3: turns

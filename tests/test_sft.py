@@ -1,10 +1,8 @@
 """The cold start: its loss is the plain one, ranks and kills change nothing, and bad batches do not pass silently."""
 
-import os
 import random
+import re
 import shutil
-import signal
-import time
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from scripts import REPO, finish, metrics, same_metrics, same_weights, start
+from scripts import REPO, finish, kill_at_random, metrics, same_metrics, same_weights, start
 
 import sft
 from data import main_messages, overview, parse_task
@@ -241,22 +239,12 @@ def test_two_processes_have_the_losses_of_one(uninterrupted, toy_dir, tmp_path):
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, toy_dir, tmp_path):
     """SIGKILL, also during a save; each start goes on from the newest complete state."""
-    cfg, rng, kills = write_config(tmp_path / "run.yaml", toy_dir, save_every=2), random.Random(0), 0
-    state = tmp_path / "run" / "state"
-    while kills < 4:
-        process = run(cfg, start_new_session=True)
-        newest = max(state.glob("step-*"), default=None)
-        deadline = time.time() + 120
-        while process.poll() is None and time.time() < deadline:  # wait for progress, then a random moment more
-            if max(state.glob("step-*"), default=None) != newest:
-                break
-            time.sleep(0.005)
-        time.sleep(rng.random() * 0.3)
-        if process.poll() is not None:
-            break  # done before it could be killed
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        kills += 1
+    cfg, state = write_config(tmp_path / "run.yaml", toy_dir, save_every=2), tmp_path / "run" / "state"
+
+    def newest() -> str:
+        return max((path.name for path in state.glob("step-????????")), default="")
+
+    kills = kill_at_random(partial(run, cfg), newest, random.Random(0), 4, 0.3)
     finish(run(cfg))
     assert kills >= 2 and same_weights(uninterrupted, tmp_path / "run")
     assert same_metrics(metrics(uninterrupted), metrics(tmp_path / "run"))
@@ -294,6 +282,14 @@ def test_a_step_or_a_held_out_set_without_a_usable_row_has_no_loss(toy_dir, tmp_
     assert "val_loss" not in lines[-1]
 
 
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(
+        config.ConfigError, match=r"report_to = \['wandb'\]: wandb is not installed; `pip install wandb`"
+    ):
+        config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["report_to=[wandb]"])
+
+
 def test_a_dry_run_plans_the_8b_model_for_the_node_and_names_what_is_missing(capsys):
     cfg = config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml")
     with pytest.raises(FileNotFoundError, match="paravt_sft_charades_12k4.parquet: no such data file"):
@@ -307,4 +303,4 @@ def test_a_dry_run_plans_the_8b_model_for_the_node_and_names_what_is_missing(cap
 def test_a_dry_run_of_the_toy_counts_its_rows_and_weighs_its_states(toy_dir, tmp_path, capsys):
     assert sft.dry_run(config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))) == 0
     told = capsys.readouterr().out
-    assert "data: 420 rows" in told and "disk: 3 training states take 0.0 GiB" in told
+    assert "data: 420 rows" in told and re.search(r"disk: 3 training states take 0\.0 GiB, .* free at /", told)

@@ -1,0 +1,171 @@
+"""A run as an engineer on a node meets it: started twice, interrupted, killed, on a full disk, under torchrun."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from scripts import Forked, finish, metrics, start
+from test_rl import write_config as rl_config
+from test_sft import write_config as sft_config
+
+import rl
+from runtime.engine import EngineError
+from runtime.servers import SGLang
+
+
+def wait_for(condition, process=None, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def send(process, which: signal.Signals) -> str:
+    """Send a signal to a running process, and return what it has printed at its end."""
+    os.kill(process.pid, which)
+    return process.communicate(timeout=60)[0]
+
+
+# ------------------------------------------------------------------------------------------------ two in one folder
+
+
+def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended_in_whatever_way(toy_dir, tmp_path):
+    cfg = sft_config(tmp_path / "run.yaml", toy_dir, steps=100_000, save_every=1)
+    first = start("sft.py", cfg)
+    wait_for(lambda: list((tmp_path / "run" / "state").glob("step-????????")), first)
+    before = (tmp_path / "run" / "config.yaml").stat().st_mtime_ns
+    told = finish(start("sft.py", cfg), code=1)
+    assert told == f"error: run = '{tmp_path}/run': process {first.pid} on {os.uname().nodename} trains here; wait, or choose another `run`\n"  # fmt: skip
+    assert (tmp_path / "run" / "config.yaml").stat().st_mtime_ns == before and first.poll() is None
+
+    told = send(first, signal.SIGKILL)
+    assert f"{tmp_path}/run: starts anew from {toy_dir}/model\n" in told
+    done = len(metrics(tmp_path / "run"))
+    told = finish(start("sft.py", cfg, f"steps={done + 1}"))
+    assert f"{tmp_path}/run: goes on after step " in told and len(metrics(tmp_path / "run")) == done + 1
+
+
+# ------------------------------------------------------------------------------------------------ ends
+
+
+def children(pid: int) -> set[int]:
+    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return {int(child) for child in told.stdout.split()}
+
+
+def stumble(cfg: Path) -> None:
+    """Run rl.py with a bug after its first update."""
+    sys.argv = ["rl.py", str(cfg)]
+    from runtime import config
+
+    rl.keep_episodes = lambda *_: 1 / 0
+    rl.main(config.load(rl.RLConfig, cfg))
+
+
+@pytest.mark.parametrize("end", ["a bug", signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)
+def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_dir, tmp_path, end):
+    """Past bug: Ctrl-C left the weights in /dev/shm, 16 GB of the 8B."""
+    cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=100_000)
+    folder = Path(f"/dev/shm/minparavt{str(tmp_path).replace('/', '-')}-run")
+    stale = folder / "model.safetensors"  # of a machine that went down
+    folder.mkdir()
+    stale.write_text("old")
+    process = Forked(partial(stumble, cfg)) if end == "a bug" else start("rl.py", cfg)
+    wait_for(lambda: len(children(process.pid)) > 1 or process.poll() is not None)  # a decoder, and who tidies up
+    helpers = children(process.pid)
+    if end == "a bug":
+        told = finish(process, code=1)
+        assert "ZeroDivisionError" in told
+    else:
+        wait_for(lambda: list(folder.glob("*/weights/*.safetensors")) and not stale.exists(), process)
+        told = send(process, end)
+        assert (f"interrupted. The same command goes on from the newest state of {tmp_path}/run" in told) is (
+            end == signal.SIGINT
+        )
+        assert process.returncode == (1 if end == signal.SIGINT else -end) and "Traceback" not in told
+    assert "sampling the first batch: 2 x 4 episodes" in told
+    wait_for(lambda: not folder.exists(), seconds=20)
+    wait_for(lambda: not any(Path(f"/proc/{helper}").exists() for helper in helpers), seconds=20)
+
+
+# ------------------------------------------------------------------------------------------------ a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_disk_that_fills_up_costs_one_sentence_and_no_state(toy_dir, tmp_path, small_disk, ranks):
+    run = small_disk / "run"
+    cfg = sft_config(tmp_path / "run.yaml", toy_dir, run=str(run), steps=100_000, save_every=1)
+    process = start("sft.py", cfg, ranks=ranks)
+    wait_for(lambda: list((run / "state").glob("step-????????")), process)
+    with open(small_disk / "film.mkv", "wb") as film, pytest.raises(OSError):
+        while True:
+            film.write(bytes(1 << 16))
+            film.flush()
+    told = finish(process, code=1)
+    assert told.count("error: ") == 1 and "the disk is full; what was complete is untouched. The same" in told
+    assert "Traceback" not in told and not list((run / "state").glob("*.tmp"))
+
+    (small_disk / "film.mkv").unlink()
+    done = max(int(path.name[5:]) for path in (run / "state").glob("step-*"))
+    told = finish(start("sft.py", cfg, f"steps={done + 1}", ranks=ranks))
+    assert f"goes on after step {done} of {done + 1}" in told and (run / "model").is_dir()
+
+
+def test_a_run_that_does_not_fit_on_its_disk_is_refused_before_it_begins(toy_dir, tmp_path, small_disk):
+    cfg = sft_config(tmp_path / "run.yaml", toy_dir, run=str(small_disk / "run"), keep=20)
+    for more in ([], ["--dry-run"]):
+        told = finish(start("sft.py", cfg, *more), code=1)
+        assert "21 training states take 0.3 GiB, the model 0.0; 0.1 free at " in told and "lower `keep`" in told
+    assert not list(small_disk.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ torchrun
+
+
+@pytest.mark.parametrize(
+    "change, says, anew",
+    [
+        ("steps=0", "config error: ", True),
+        ("data.sources=[{path: gone.parquet}]", "error: gone.parquet: no such data file", False),
+        ("policy.checkpoint=gone/model", "error: gone/model: neither a folder nor a model on the hub", False),
+        pytest.param("steps=7", "error: gone.parquet", True, marks=pytest.mark.slow),
+    ],
+)
+def test_what_all_ranks_would_say_is_said_once(toy_dir, tmp_path, change, says, anew):
+    """By torchrun (`anew`), which adds its own account of the failure, or by forked ranks, which add nothing."""
+    cfg = rl_config(
+        tmp_path / "run.yaml", toy_dir, **({"data": {"sources": [{"path": "gone.parquet"}]}} if anew else {})
+    )
+    told = finish(start("rl.py", cfg, change, ranks=2, anew=anew), code=1)
+    assert told.count(says) == 1 and told.count("Traceback") == anew == told.count("ChildFailedError:")
+    assert told.startswith(says) and (anew or told.count("\n") == 1)
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------------------------------------ what it says
+
+
+def test_a_start_of_servers_says_which_and_where_their_logs_are(tmp_path, capsys):
+    with pytest.raises(EngineError, match="died twice"):
+        SGLang(tmp_path, None, gpus=(4, 6), launch=lambda port: ["echo", "no GPU"])
+    told = capsys.readouterr().out
+    assert told.startswith("SGLang starts on GPUs [4, 6]: up to 15 minutes; logs: ")
+    logs = [Path(log) for log in told.strip().partition("logs: ")[2].split(", ")]
+    assert len(logs) == 2 and all("no GPU" in log.read_text() for log in logs)
