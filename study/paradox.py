@@ -367,6 +367,8 @@ def main() -> int:
     if args.what == "demo":
         good = run_jobs(demo_jobs(root), root) and draw_page(root, written)
         return 0 if good and judge(root) else 1
+    if args.what == "tables" and not written.is_dir():
+        parser.error(f"there is no study in {root}; `python -m study.paradox study --root {root}` makes one")
     good = args.what == "tables" or run_jobs(select(study_jobs(root), args.only), root)
     write_tables(root, written)
     return 0 if draw_page(root, written) and good else 1
