@@ -418,7 +418,8 @@ def main(cfg: EvalConfig) -> int:
         if cfg.api.url:
             engine = OpenAI(cfg.api, renderer)
         else:
-            where = {name: getattr(cfg.rollout, name) for name in ("gpus", "urls", "server_args", "max_batch_tokens")}
+            names = ("gpus", "urls", "server_args", "max_batch_tokens", "max_context")
+            where = {name: getattr(cfg.rollout, name) for name in names}
             engine = open_engine(source, renderer, **where)
         try:
             config.save_run(cfg, cfg.run)

@@ -432,7 +432,7 @@ class Characters:
         return spans
 
 
-def stage(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
+def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
     """Return the episode that rollout.py would have recorded of these turns. The first `executed` calls ran."""
     main = Trajectory([], [], [], [], [], 0)
     calls = []
@@ -459,7 +459,7 @@ def main() -> None:
     args = parser.parse_args()
     renderer = Characters()
     turns = [turn.replace("\\n", "\n") + END_OF_TURN for turn in args.turns]
-    episode = stage(turns, Task("lab", "", (), args.kind, args.answer), renderer, args.executed)
+    episode = episode_of_turns(turns, Task("lab", "", (), args.kind, args.answer), renderer, args.executed)
     for name, value in score(episode, renderer, RewardConfig()).items():
         print(f"{name:>10} {value:6.2f}")
     # Paint the structure: [<][t][h][i][n][k][>]

@@ -209,7 +209,7 @@ class Sampler:
 
     def __init__(self, cfg: RLConfig, dataset: Dataset, engine: Engine, renderer: Renderer, videos: Videos):
         self.cfg, self.dataset, self.engine = cfg, dataset, engine
-        self.stage = {"engine": engine, "renderer": renderer, "videos": videos}
+        self.surroundings = {"engine": engine, "renderer": renderer, "videos": videos}
         self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
         self.ahead: Future | None = None  # the next batch, while it is being sampled
 
@@ -234,7 +234,7 @@ class Sampler:
             tasks.append(task)
             ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         groups = rollout(
-            tasks, ks, cfg.group_size, **self.stage, cfg=cfg.rollout,
+            tasks, ks, cfg.group_size, **self.surroundings, cfg=cfg.rollout,
             seed=cfg.seed, step=step, progress=rank() == 0 and sys.stderr.isatty(), stopped=self.stopped,
         )  # fmt: skip
         return groups, time.perf_counter() - started
@@ -255,7 +255,7 @@ def shared_engine(source: Path, renderer: Renderer, cfg: RolloutConfig) -> Engin
         return open_engine(source, renderer, urls=cfg.urls, max_batch_tokens=cfg.max_batch_tokens)
     engine = None
     if rank() == 0:
-        engine = open_engine(source, renderer, gpus=cfg.gpus, server_args=cfg.server_args)
+        engine = open_engine(source, renderer, gpus=cfg.gpus, server_args=cfg.server_args, max_context=cfg.max_context)
     urls = gather(engine.urls if engine else None)[0]
     return engine or open_engine(source, renderer, urls=urls)
 

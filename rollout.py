@@ -47,7 +47,7 @@ import data
 from data import NO_REPORT, THINK_PREFIX, Call, Episode, Group, Task, Trajectory
 from runtime.contract import ContractError, Rendered, Renderer, VisualContract
 from runtime.engine import Engine, EngineError
-from runtime.servers import SGLang
+from runtime.servers import SGLang, context_flags
 from runtime.video import Frames, VideoError, Videos
 from tools import TOOLS, Look, ToolError, parse_calls, use
 
@@ -178,7 +178,7 @@ def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -
             if not calls or turn == rounds or main.finish == "length":
                 break
             # All calls of the turn run at the same time.
-            replies = _answer(stage, task, calls, calls_per_round, derive(seed, turn, "calls"))
+            replies = _run_calls(stage, task, calls, calls_per_round, derive(seed, turn, "calls"))
             # The agent reads their results in one turn, in call order.
             contents = [reply.content for reply in replies]
             if turn == rounds - 1:
@@ -272,7 +272,7 @@ class Reply:
     content: list[str | Frames]  # what the main agent reads
 
 
-def _answer(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int) -> list[Reply]:
+def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int) -> list[Reply]:
     """Run the calls of one turn at the same time and return a reply to each, in call order."""
     # Calls that could not be read have their error text already; of the others, the first `allowed` run.
     runnable = [i for i, call in enumerate(calls) if not call.error]
@@ -388,10 +388,12 @@ def rollout(
 
 def open_engine(
     checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
-    server_args: Sequence[str] = (), max_batch_tokens: int = 131_072,
+    server_args: Sequence[str] = (), max_batch_tokens: int = 131_072, max_context: int = 0,
 ) -> Engine:  # fmt: skip
     """Open the engine that a config describes: without GPUs and URLs it is this process, with its GPU if it has one."""
     if gpus or urls:
+        if gpus and max_context:
+            server_args = (*context_flags(checkpoint, max_context), *server_args)
         return SGLang(checkpoint, renderer, gpus=gpus, urls=urls, server_args=server_args)
     import torch  # which a client of servers does not need
 

@@ -164,7 +164,7 @@ def check_servers(cfg: Any, ranks: int = 0, patience: float = 15.0) -> None:
         import torch
 
         shared = sorted(set(cfg.gpus) & set(range(ranks)))
-        if shared and "--mem-fraction-static" not in cfg.server_args:
+        if shared and not any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args):
             raise ConfigError(
                 f"rollout.gpus = {list(cfg.gpus)}: {ranks} ranks train on GPUs 0 ... {ranks - 1}, so {shared} would have to "
                 "do both; start fewer ranks (torchrun --nproc_per_node), or set rollout.server_args="

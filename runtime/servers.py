@@ -369,6 +369,12 @@ def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra:
     return [*command, "--port", str(port), "--mm-process-config", json.dumps({"image": image}), *extra]
 
 
+def context_flags(checkpoint: str | Path, max_context: int) -> list[str]:
+    """Return the flags that hold a server to our context: for the model's own, 262,144 tokens, SGLang reserves 2 GB."""
+    text = json.loads(Path(checkpoint, "config.json").read_text(encoding="utf-8"))["text_config"]
+    return ["--context-length", str(min(max_context + 16, text["max_position_embeddings"]))]  # 16: the end of a turn
+
+
 def _stop(server: _Server) -> None:
     """End a server of ours and all its children."""
     if server.process:

@@ -111,7 +111,7 @@ def unanswered() -> None:
         if last == rounds and not episode.error and episode.main.finish != "length":
             start, end = episode.main.turns[last]
             calls = rollout.parse_calls(stage.renderer.decode(episode.main.ids[start:end]), last)
-            replies = rollout._answer(stage, task, calls, calls_per_round, rollout.derive(seed, last, "calls"))
+            replies = rollout._run_calls(stage, task, calls, calls_per_round, rollout.derive(seed, last, "calls"))
             episode.calls += [reply.call for reply in replies]
         return episode
 

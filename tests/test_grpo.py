@@ -11,7 +11,7 @@ import grpo
 import rl
 from data import Call, Group, Task, Trajectory
 from grpo import Lesson, group_advantage, make_lessons, share_prompts, token_losses
-from rewards import Anchor, RewardConfig, score, stage
+from rewards import Anchor, RewardConfig, episode_of_turns, score
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import doctor
@@ -47,7 +47,7 @@ def group(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
     """Episodes that said `turns`, with log-probs of an engine and rewards, as the rollout leaves them."""
     task, episodes = Task(name, "Which?", (), "oe", "red"), []
     for i, turn in enumerate(turns):
-        episode = stage([turn], task, renderer)
+        episode = episode_of_turns([turn], task, renderer)
         main = episode.main
         main.ids, main.mask = [*prompt, *main.ids], [0] * len(prompt) + main.mask
         main.turns, main.prompt_length = [(a + len(prompt), b + len(prompt)) for a, b in main.turns], len(prompt)

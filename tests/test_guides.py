@@ -166,7 +166,7 @@ def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
 def brevity_is_paid_and_logged() -> None:
     """Episodes of 44 and 45 tokens (here: characters) under the guide's config, and what a step writes of them."""
     from data import Group, Task
-    from rewards import Characters, score, stage
+    from rewards import Characters, episode_of_turns, score
     from rl import RLConfig, describe
     from runtime import config
     from runtime.contract import END_OF_TURN
@@ -174,7 +174,7 @@ def brevity_is_paid_and_logged() -> None:
     cfg, renderer = config.load(RLConfig, "configs/toy_brief.yaml").reward, Characters()
     task = Task("t", "", (), "mcq", "B")
     said = ["<think>\nI look.\n</think>\n<answer>B</answer>", "<think>\nI look..\n</think>\n<answer>C</answer>"]
-    episodes = [stage([text + END_OF_TURN], task, renderer) for text in [*said, "<answer>" * 9]]
+    episodes = [episode_of_turns([text + END_OF_TURN], task, renderer) for text in [*said, "<answer>" * 9]]
     for episode in episodes:
         episode.reward = score(episode, renderer, cfg)
     right, wrong, spam = (episode.reward for episode in episodes)

@@ -20,9 +20,9 @@ from rewards import (
     JudgeError,
     RewardConfig,
     accuracy,
+    episode_of_turns,
     iou,
     score,
-    stage,
     structural_mask,
     token_f1,
 )
@@ -38,7 +38,7 @@ PLAIN = RewardConfig(anchor=Anchor(credit="sequence"))
 
 
 def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
-    return score(stage(turns, task, Characters(), executed, forced), Characters(), cfg)
+    return score(episode_of_turns(turns, task, Characters(), executed, forced), Characters(), cfg)
 
 
 # ------------------------------------------------------------------------------------------------ R_acc
@@ -144,7 +144,7 @@ def test_a_failed_judge_leaves_an_error_and_no_reward(monkeypatch):
     monkeypatch.setattr(rewards, "ask_judge", ask)
     judged = RewardConfig(open_answer="judge", judge=Judge(url="u", model="m"))
     open_question = Task("t", "", (), "oe", "blue")
-    episodes = [stage([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
+    episodes = [episode_of_turns([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
     assert rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged) == 1
     assert episodes[0].error == "JudgeError: gone" and not episodes[0].reward
     assert not episodes[1].error and episodes[1].reward["acc"] == 1
@@ -162,7 +162,7 @@ def test_a_turn_ends_by_any_token_of_the_checkpoints_list_if_it_was_sampled():
         ends_of_turn = (*Characters.ends_of_turn, ord("¶"))
 
     whole = earned([LOOK, DONE], 1)
-    episode = stage([LOOK.replace(END_OF_TURN, "¶"), DONE.replace(END_OF_TURN, "¶")], MCQ, TwoEnds(), 1)
+    episode = episode_of_turns([LOOK.replace(END_OF_TURN, "¶"), DONE.replace(END_OF_TURN, "¶")], MCQ, TwoEnds(), 1)
     assert score(episode, TwoEnds(), PLAIN) == whole
     assert painted([DONE.replace(END_OF_TURN, "¶")], TwoEnds()).endswith("</answer>¶")
     episode.main.mask[-1] = 0  # the same token as a pad
@@ -173,7 +173,7 @@ def test_a_turn_ends_by_any_token_of_the_checkpoints_list_if_it_was_sampled():
 
 def test_an_answer_inside_a_tool_response_scores_nothing():
     """The response stands between the turns; only the assistant's own spans are read (invariant 7)."""
-    episode = stage([LOOK, DONE.replace(">B<", ">A<")], MCQ, Characters(), 1)
+    episode = episode_of_turns([LOOK, DONE.replace(">B<", ">A<")], MCQ, Characters(), 1)
     gap = Characters().encode("<tool_response><think></think><answer>B</answer></tool_response>")
     (a, b), (c, d) = episode.main.turns
     main = episode.main
@@ -229,7 +229,7 @@ def test_the_strict_parse_allows_nothing_beside_the_format(turns, right):
 
 def painted(turns, renderer=None, forced=""):
     renderer = renderer or Characters()
-    main = stage(turns, MCQ, renderer, forced=forced).main
+    main = episode_of_turns(turns, MCQ, renderer, forced=forced).main
     mask = structural_mask(main, renderer)
     return "".join(renderer.decode([t]) for t, s in zip(main.ids, mask, strict=True) if s)
 
@@ -258,7 +258,7 @@ def test_an_end_that_came_too_early_is_structure_too(turn, paint):
 
 def test_tags_of_several_tokens_count_whole(renderer):
     """`<answer>` is three tokens here, as in Qwen's vocabulary."""
-    main = stage([DONE], MCQ, renderer).main
+    main = episode_of_turns([DONE], MCQ, renderer).main
     kept = [renderer.decode([t]) for t, s in zip(main.ids, structural_mask(main, renderer), strict=True) if s]
     assert kept == ["<think>", "</think>", "<", "answer", ">", "</", "answer", ">", END_OF_TURN]
 
@@ -299,14 +299,14 @@ def merging() -> Renderer:
 )
 def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(merging, answer, struct):
     """Past bug: with punctuation before a closing tag, nothing that decides to close was credited."""
-    main = stage([f"<think>I see it.</think><answer>{answer}</answer>{END_OF_TURN}"], MCQ, merging).main
+    main = episode_of_turns([f"<think>I see it.</think><answer>{answer}</answer>{END_OF_TURN}"], MCQ, merging).main
     kept = [merging.decode([t]) for t, s in zip(main.ids, structural_mask(main, merging), strict=True) if s]
     assert kept == ["<think>", "</think>", *struct, END_OF_TURN]
 
 
 def test_white_space_alone_may_follow_an_opening_tag_or_precede_one(merging):
     text = "<answer>.</answer> .<answer>x</answer>, done"  # `.` and `,` are content here
-    main = stage([text], MCQ, merging).main
+    main = episode_of_turns([text], MCQ, merging).main
     mask = structural_mask(main, merging)
     left_out = [merging.decode([t]) for t, s in zip(main.ids, mask, strict=True) if not s]
     assert left_out[0] == ".</" and ".<" in left_out and "," in left_out
@@ -322,7 +322,7 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
         and 0 <= parts["tool"] <= 1
         and -0.3 <= parts["anchor"] <= 0.7
     )
-    main = stage([turn], MCQ, Characters()).main
+    main = episode_of_turns([turn], MCQ, Characters()).main
     chosen = [t for t, s in zip(main.ids, structural_mask(main, Characters()), strict=True) if s]
     assert rewards.TAG.sub("", Characters().decode(chosen)).replace(END_OF_TURN, "") == ""
 

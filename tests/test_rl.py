@@ -24,7 +24,7 @@ import rl
 import sft
 from data import Call, Episode, Group, Task, Trajectory, parse_task
 from grpo import make_lessons
-from rewards import RewardConfig, give_rewards, score, stage
+from rewards import RewardConfig, episode_of_turns, give_rewards, score
 from rl import RLConfig
 from rollout import RolloutConfig, derive
 from runtime import config
@@ -361,7 +361,9 @@ def test_an_update_weighs_minibatches_alike_and_compares_at_the_temperature_of_s
     for prompt in ((40, 41), (42, 43)):
         episodes = []
         for answer in ("red", "blue", "green"):
-            episode = stage([f"<think>\nI see it.\n</think>\n<answer>{answer}</answer>{END_OF_TURN}"], task, renderer)
+            episode = episode_of_turns(
+                [f"<think>\nI see it.\n</think>\n<answer>{answer}</answer>{END_OF_TURN}"], task, renderer
+            )
             main = episode.main
             main.ids, main.mask, main.prompt_length = [*prompt, *main.ids], [0, 0, *main.mask], 2
             main.turns = [(start + 2, stop + 2) for start, stop in main.turns]
