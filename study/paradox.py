@@ -31,7 +31,6 @@ from study.jobs import (
     NECESSITY,
     ROWS,
     SAMPLED,
-    SEEDS,
     demo_jobs,
     evaluation,
     run_jobs,
@@ -164,7 +163,7 @@ class Claim:
         return " > ".join(sides)
 
 
-# What the demo is judged by. The paper says all of it of its 8B model.
+# What the paper says of its 8B model. The demo is judged by what has held in every run of the contrast.
 CLAIMS = (
     Claim("plain GRPO loses its calls (kappa)", ("sft", "calls", ALL), ("grpo", "calls", ALL), 0.3),
     Claim("plain GRPO loses its format (f)", ("sft", "fmt", ALL), ("grpo", "fmt", ALL), 0.2),
@@ -178,22 +177,25 @@ CLAIMS = (
 )
 
 
-def judge(root: Path) -> bool:
-    """Print each claim with the numbers of one seed; return whether all hold."""
+def judge(root: Path, recorded: Measured) -> bool:
+    """Print each claim with the numbers of one seed. Return whether all of those hold that held in every recorded run of
+    the contrast; the others are shown, and judge nothing."""
     measured, failed = Measured(read_figures(root)), []
     print(
         "\nWhat the paper claims, on 64 held-out videos (kappa: calls per episode; f: format reward; K: frames seen):\n"
     )
     for claim in CLAIMS:
+        before = [gain for path in CONTRAST for gain in claim.gains(recorded, path).values()]
+        true = sum(gain >= claim.margin for gain in before)
         gain = claim.gains(measured).get("seed0")
         holds = gain is not None and gain >= claim.margin
-        if not holds:
+        if not holds and true == len(before):
             failed.append(claim.text)
         print(f"  {'holds' if holds else 'FAILS'}  {claim.text}: {claim.compare(measured)}, by {claim.margin} or more")
+        print(f"         (in results/paradox.md in {true} of {len(before)} runs)")
     print(f"\ncurves, and episodes token by token: {root}/report.html")
     if failed:
-        runs = len(SEEDS) * len(CONTRAST)
-        print(f"\nThis run fails where all {runs} runs of results/paradox.md succeed: {'; '.join(failed)}.")
+        print(f"\nThis run fails where every run of results/paradox.md succeeds: {'; '.join(failed)}.")
     return not failed
 
 
@@ -347,7 +349,8 @@ def write_tables(root: Path, written: Path) -> None:
 
     measured = Measured(figures)
     tables = (gate_table, contrast_table, outcome_table, necessity_table, dispatch_table, fault_table)
-    text = "\n\n".join(table(measured) for table in tables)
+    made_of_runs = [table(measured) for table in tables]
+    text = "\n\n".join(table for table in made_of_runs if not table.endswith("-|"))  # with rows below its header
     print(f"\n{text}\n")
     draw_outcomes(measured, written / "outcomes.png")
     commits = sorted({str(value["commit"]) for value in figures.values()})
@@ -366,7 +369,8 @@ def main() -> int:
     written = Path("results") if root == Path("runs/paradox") else root
     if args.what == "demo":
         good = run_jobs(demo_jobs(root), root) and draw_page(root, written)
-        return 0 if good and judge(root) else 1
+        recorded = Measured(json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
+        return 0 if good and judge(root, recorded) else 1
     if args.what == "tables" and not written.is_dir():
         parser.error(f"there is no study in {root}; `python -m study.paradox study --root {root}` makes one")
     good = args.what == "tables" or run_jobs(select(study_jobs(root), args.only), root)
