@@ -39,6 +39,7 @@ class Forked(FORKS.Process):
 
     def run(self) -> None:
         """In the forked process: do as a fresh interpreter would."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
         log = os.open(self.log, os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)

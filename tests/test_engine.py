@@ -476,7 +476,7 @@ time.sleep(300)
 """
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
-        assert owner.stdout.readline() == "up\n"
+        assert owner.stdout.readline().startswith("SGLang starts on GPUs [0]: ") and owner.stdout.readline() == "up\n"
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert all(map(alive, pids))
     finally:

@@ -150,10 +150,12 @@ def test_stopping_the_study_stops_its_processes(tmp_path, monkeypatch, how):
     started, popen = [], jobs.subprocess.Popen
     monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(jobs.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     with pytest.raises(KeyboardInterrupt):
         run_jobs([Job("slow", python(tmp_path, "slow", "time.sleep(60)"))], tmp_path)
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     assert started[0].wait(5) < 0 and not (tmp_path / "done" / "slow").exists()
 
 
