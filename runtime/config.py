@@ -16,6 +16,7 @@ import errno
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -166,14 +167,22 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
 
 def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:
     """Do a script's work and end the process; `errors`, a full disk and Ctrl-C are answered with a sentence."""
+    interrupted = []
+
+    def interrupt(*_) -> NoReturn:
+        interrupted.append(True)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
     try:
         sys.exit(work(cfg))
     except errors as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(f"interrupted. {GOES_ON} of {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
-    except OSError as error:
-        if error.errno not in DISK_FULL:
+    except (Exception, KeyboardInterrupt) as error:
+        if interrupted:  # inside torch, Ctrl-C may come out as some other exception
+            sys.exit(f"interrupted. {GOES_ON} of {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
+        if not isinstance(error, OSError) or error.errno not in DISK_FULL:
             raise
         sys.exit(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
 
