@@ -1,6 +1,6 @@
 """faults.py: what the released code does otherwise in episodes with calls, put into ours one fault at a time.
 
-    python -m study.faults splice,unread configs/toy_grpo_full.yaml [key=value ...]     # rl.py with two of these
+    python -m study.faults splice,unseen configs/toy_grpo_full.yaml [key=value ...]     # rl.py with two of these
 
     splice       each response renders the whole chat again and keeps what is longer than before: of several responses,
                  all but the first lose their opening and stand in an open assistant turn; the forced <think> costs two

@@ -109,8 +109,9 @@ def copies(stage: Stage, task: Task, flash: Flash, cue: str, color: str) -> bool
 
 def play_all(stage: Stage, tasks: list[Task], ks: list[int], **changes) -> list[Episode]:
     cfg = replace(stage.cfg, **changes)
-    surroundings = {"engine": stage.engine, "renderer": stage.renderer, "videos": stage.videos}
-    groups = rollout(tasks, ks, 1, **surroundings, cfg=cfg, progress=False)
+    groups = rollout(
+        tasks, ks, 1, engine=stage.engine, renderer=stage.renderer, videos=stage.videos, cfg=cfg, progress=False
+    )
     return [episode for group in groups for episode in group.episodes]
 
 
