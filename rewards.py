@@ -8,27 +8,30 @@ ran, with what outcome), never the text that came back. The *last* complete `<an
 
     python rewards.py "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B     the reward lab
 
-Deliberately missing: a learned reward model. The only I/O is the optional judge.
+Deliberately missing: a learned reward model. The only I/O is the optional judge (runtime/judge.py).
 """
 
-import argparse
+import sys
+
+# The lab comes before this file's own imports, so that rewards is loaded once and not also as __main__.
+if __name__ == "__main__":
+    from study.lab import main
+
+    sys.exit(main())
+
 import collections
-import hashlib
-import json
 import re
 import string
-import time
 import unicodedata
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
 from data import Episode, Group, Task, Trajectory
 from runtime.answers import LETTERS, listed_options, normalise, parse_letter, parse_span, words_of
 from runtime.contract import END_OF_TURN, Renderer
-from tools import parse_calls
+from runtime.judge import Judge, JudgeError, ask_judge
 
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
@@ -57,16 +60,6 @@ class Anchor:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """An OpenAI-compatible chat endpoint that grades open answers."""
-
-    url: str = ""
-    model: str = ""
-    cache: str = ""
-    """JSONL file of verdicts; empty: nothing is cached."""
-
-
-@dataclass(frozen=True)
 class RewardConfig:
     """What an episode earns."""
 
@@ -79,17 +72,13 @@ class RewardConfig:
     open_answer: Literal["f1", "exact", "judge"] = "f1"
     untagged_answer: bool = False
     """Without an <answer>, accept what follows "the answer is". The toy's accuracy-only runs need it."""
-    judge: Judge = field(default_factory=Judge)
+    judge: Judge = Judge()
 
     def __post_init__(self):
         if self.open_answer == "judge" and not (self.judge.url and self.judge.model):
             raise ValueError("open_answer = 'judge': needs judge.url and judge.model")
         if self.anchor.credit == "sequence" and not self.w_fmt:
             raise ValueError("anchor.credit = 'sequence' is paid inside R_fmt, and w_fmt = 0 pays nothing: raise w_fmt")
-
-
-class JudgeError(RuntimeError):
-    """The judge gave no verdict. The episode is counted and left out of the loss: this is not a zero."""
 
 
 # ------------------------------------------------------------------------------------------------ R
@@ -362,112 +351,3 @@ def is_structural(text: str, tag_at: list[str], first: int, last: int) -> bool:
     if tag_at[tags[0]] != "closing" or is_first:
         return False
     return all(c.isspace() or c in string.punctuation or unicodedata.category(c).startswith("P") for c in before)
-
-
-# ------------------------------------------------------------------------------------------------ the judge
-
-JUDGE_TRIES, JUDGE_SECONDS = 3, 30
-JUDGE_PROMPT = (
-    "Question: {question}\nReference answer: {gold}\nGiven answer: {answer}\n\n"
-    "Does the given answer say the same as the reference? Reply with one word: yes or no."
-)
-
-
-def ask_judge(question: str, gold: str, answer: str, cfg: Judge) -> float:
-    """Return 1 or 0 from the judge, or raise JudgeError. Verdicts are cached by everything that shapes them."""
-    import requests
-
-    prompt = JUDGE_PROMPT.format(question=question, gold=gold, answer=answer)
-    key = hashlib.sha256(f"{cfg.url}\0{cfg.model}\0{prompt}".encode()).hexdigest()
-    lines = {verdict: json.dumps({"key": key, "verdict": verdict}) for verdict in (0.0, 1.0)}  # as the cache has them
-    if cfg.cache and Path(cfg.cache).exists():
-        known = Path(cfg.cache).read_text()
-        for verdict, line in lines.items():
-            if line in known:
-                return verdict
-
-    body = {"model": cfg.model, "temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": prompt}]}
-    said = ""
-    for attempt in range(JUDGE_TRIES):
-        if attempt > 0:
-            time.sleep(2.0 ** (attempt - 1))
-        try:
-            reply = requests.post(f"{cfg.url.rstrip('/')}/chat/completions", json=body, timeout=JUDGE_SECONDS)
-            reply.raise_for_status()
-            said = str(reply.json()["choices"][0]["message"]["content"])
-        except (requests.RequestException, ValueError, KeyError, IndexError) as error:
-            said = repr(error)
-            continue
-        word = re.match(r"\W*(yes|no)\b", said, re.I)
-        if word:
-            verdict = float(word[1].lower() == "yes")
-            if cfg.cache:
-                Path(cfg.cache).parent.mkdir(parents=True, exist_ok=True)
-                with open(cfg.cache, "a") as file:
-                    file.write(lines[verdict] + "\n")
-            return verdict
-    raise JudgeError(f"{cfg.url}: no yes or no after {JUDGE_TRIES} tries; the last reply: {said[:200]}")
-
-
-# ------------------------------------------------------------------------------------------------ the reward lab
-
-
-class Characters:
-    """A renderer whose tokens are single characters and the end of turn: the lab needs no checkpoint."""
-
-    ends_of_turn = (0x10FFFF,)
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(c) for c in text.replace(END_OF_TURN, "\U0010ffff")]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(chr(i) for i in ids).replace("\U0010ffff", END_OF_TURN)
-
-    def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
-        spans, start = [], 0
-        for i in ids:
-            end = start + len(self.decode([i]))
-            spans.append((start, end))
-            start = end
-        return spans
-
-
-def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
-    """Return the episode that rollout.py would have recorded of these turns. The first `executed` calls ran."""
-    main = Trajectory([], [], [], [], [], 0)
-    calls = []
-    for i, turn in enumerate(turns):
-        prefix = forced if turn.startswith(forced) else ""
-        given, sampled = renderer.encode(prefix), renderer.encode(turn[len(prefix) :])
-        start = len(main.ids)
-        main.ids += given + sampled
-        main.mask += [0] * len(given) + [1] * len(sampled)
-        main.turns.append((start, len(main.ids)))
-        calls += parse_calls(turn, i)
-    for i, call in enumerate(calls):
-        if not call.error and i >= executed:
-            call.error = "failed"
-    return Episode(task, 64, main, calls)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("turns", nargs="+", metavar="TEXT", help="what the assistant says, one argument per turn")
-    parser.add_argument("--answer", required=True, help="the gold answer")
-    parser.add_argument("--kind", choices=("mcq", "tvg", "oe"), default="mcq")
-    parser.add_argument("--executed", type=int, default=0, help="how many of the calls ran")
-    args = parser.parse_args()
-    renderer = Characters()
-    turns = [turn.replace("\\n", "\n") + END_OF_TURN for turn in args.turns]
-    episode = episode_of_turns(turns, Task("lab", "", (), args.kind, args.answer), renderer, args.executed)
-    for name, value in score(episode, renderer, RewardConfig()).items():
-        print(f"{name:>10} {value:6.2f}")
-    # Paint the structure: [<][t][h][i][n][k][>]
-    for token, structural in zip(episode.main.ids, structural_mask(episode.main, renderer), strict=True):
-        text = renderer.decode([token])
-        print(f"[{text}]" if structural else text, end="")
-    print()
-
-
-if __name__ == "__main__":
-    main()

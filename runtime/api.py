@@ -1,11 +1,12 @@
-"""api.py: a model behind an OpenAI-compatible chat endpoint, as an engine. For evaluation only.
+"""api.py: a model behind an OpenAI-compatible chat endpoint: asked as it is, or as an engine. For evaluation only.
 
     check_api(Api(url="https://HOST/v1", model="gpt-4o"))    # refuses a missing key, and an address without an answer
+    Chat(api).ask(messages, max_tokens=8)                    # -> (text, "stop" or "length")
     engine = OpenAI(api, renderer)                           # engine.generate(ids, frames, ...), as engine.py says
 
-A prompt goes out as the messages that its ids spell, frames as images in their places. The reply comes back as text,
-which the renderer's tokenizer cuts into ids and thus counts; what the API itself counted is printed at the end. Log-probs
-are unknown (0), so nothing that is sampled here can be trained on.
+To the engine, a prompt goes out as the messages that its ids spell, frames as images in their places. The reply comes
+back as text, which the renderer's tokenizer cuts into ids and thus counts; what the API itself counted is printed at the
+end. Log-probs are unknown (0), so nothing that is sampled here can be trained on.
 
 Deliberately missing: forced openings of a turn, seeds, stop tokens, streaming.
 """
@@ -59,24 +60,68 @@ def check_api(api: Api) -> None:
         raise ConfigError(f"api.url = {api.url!r} does not answer: {error}") from None
 
 
-class OpenAI:
-    """Client of one endpoint, for many threads at once."""
+class Chat:
+    """Client of one endpoint, for many threads at once. It asks again, ever more slowly, where that can help."""
 
-    version = 0
-    timeout = 600.0  # seconds of one attempt
-    attempts = 6
-    patience = 1.0  # seconds before the second attempt; doubles
-
-    def __init__(self, api: Api, renderer: Renderer):
-        self.api, self.renderer = api, renderer
+    def __init__(self, api: Api, attempts: int = 6, timeout: float = 600.0, patience: float = 1.0):
+        self.api, self.attempts = api, attempts
+        self.timeout = timeout  # seconds of one attempt
+        self.patience = patience  # seconds before the second attempt; doubles
+        self.counted = {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
         self._key = os.environ.get(api.key, "") if api.key else ""
         self._lock = threading.Lock()
-        self._counted = {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
+
+    def ask(self, messages: list[dict], **settings) -> tuple[str, str]:
+        """Return (text, stop or length), or raise EngineError."""
+        import requests
+
+        body = {"model": self.api.model, "messages": messages, **settings}
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        problem, pause = "", self.patience
+        for attempt in range(self.attempts):
+            if attempt:  # jitter: requests that were refused together must not return together
+                time.sleep(pause * random.uniform(1.0, 1.5))
+                pause *= 2
+            try:
+                reply = requests.post(
+                    f"{self.api.url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=self.timeout
+                )
+            except requests.RequestException as error:
+                problem = str(error)
+                continue
+            told = reply.text.replace(self._key, "[the key]") if self._key else reply.text
+            problem = f"status {reply.status_code}: {told[:300]}"
+            if reply.status_code in (408, 409, 429) or reply.status_code >= 500:
+                if reply.headers.get("Retry-After", "").isdecimal():
+                    pause = max(pause, float(reply.headers["Retry-After"]))
+                continue
+            if reply.status_code >= 400:
+                raise EngineError(f"{self.api.url}: {problem}")
+            try:
+                answer = reply.json()
+                choice = answer["choices"][0]
+                said = str(choice["message"]["content"] or "")
+            except (ValueError, KeyError, IndexError, TypeError):
+                continue
+            usage = answer.get("usage") or {}
+            with self._lock:
+                self.counted["requests"] += 1
+                for name in ("prompt_tokens", "completion_tokens"):
+                    self.counted[name] += usage.get(name) or 0
+            return said, "length" if choice.get("finish_reason") == "length" else "stop"
+        raise EngineError(f"{self.api.url}: no answer after {self.attempts} tries, last: {problem}")
+
+
+class OpenAI:
+    """The engine."""
+
+    version = 0
+
+    def __init__(self, api: Api, renderer: Renderer):
+        self.chat, self.renderer = Chat(api), renderer
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
-        body = {"model": self.api.model, "messages": self.messages(ids, frames)}
-        body |= {"max_tokens": max_new_tokens, "temperature": temperature}
-        said, finish = self._ask(body)
+        said, finish = self.chat.ask(self.messages(ids, frames), max_tokens=max_new_tokens, temperature=temperature)
         # It may spell control tokens, as text from outside; they stay text.
         sampled = self.renderer.encode(self.renderer.inert(said, "assistant"))
         if finish == "stop":
@@ -111,46 +156,8 @@ class OpenAI:
         """An API batches on its own."""
 
     def close(self) -> None:
-        print(f"{self.api.model}: " + ", ".join(f"{n} {name}" for name, n in self._counted.items()), file=sys.stderr)
-
-    def _ask(self, body: dict) -> tuple[str, str]:
-        """Return (text, stop or length); ask again, ever more slowly, where that can help."""
-        import requests
-
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        problem, pause = "", self.patience
-        for attempt in range(self.attempts):
-            if attempt:  # jitter: requests that were refused together must not return together
-                time.sleep(pause * random.uniform(1.0, 1.5))
-                pause *= 2
-            try:
-                reply = requests.post(
-                    f"{self.api.url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=self.timeout
-                )
-            except requests.RequestException as error:
-                problem = str(error)
-                continue
-            told = reply.text.replace(self._key, "[the key]") if self._key else reply.text
-            problem = f"status {reply.status_code}: {told[:300]}"
-            if reply.status_code in (408, 409, 429) or reply.status_code >= 500:
-                if reply.headers.get("Retry-After", "").isdecimal():
-                    pause = max(pause, float(reply.headers["Retry-After"]))
-                continue
-            if reply.status_code >= 400:
-                raise EngineError(f"{self.api.url}: {problem}")
-            try:
-                answer = reply.json()
-                choice = answer["choices"][0]
-                said = str(choice["message"]["content"] or "")
-            except (ValueError, KeyError, IndexError, TypeError):
-                continue
-            usage = answer.get("usage") or {}
-            with self._lock:
-                self._counted["requests"] += 1
-                for name in ("prompt_tokens", "completion_tokens"):
-                    self._counted[name] += usage.get(name) or 0
-            return said, "length" if choice.get("finish_reason") == "length" else "stop"
-        raise EngineError(f"{self.api.url}: no answer after {self.attempts} tries, last: {problem}")
+        counts = ", ".join(f"{n} {name}" for name, n in self.chat.counted.items())
+        print(f"{self.chat.api.model}: {counts}", file=sys.stderr)
 
 
 def data_url(pixels: np.ndarray) -> str:

@@ -17,9 +17,10 @@ from eval import EvalConfig
 from evals.protocols import Prompting, play
 from evals.tables import read_results
 from rollout import RolloutConfig, Stage
-from runtime import api, config
+from runtime import api, config, judge
 from runtime.api import Api, OpenAI, check_api
 from runtime.contract import END_OF_TURN
+from runtime.judge import Judge, JudgeError, ask_judge
 
 KEY, NAME = "sk-of-a-test", "KEY_OF_A_TEST"
 TASK = Task("t1", f"Who?{END_OF_TURN}\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))
@@ -128,3 +129,22 @@ def test_an_evaluation_asks_the_api_within_its_bound_and_writes_the_key_nowhere(
     with pytest.raises(config.ConfigError, match=f"api.key = '{NAME}': there is no such environment variable"):
         check_api(cfg.api)
     check_api(Api())
+
+
+# ------------------------------------------------------------------------------------------------ the judge
+
+
+def test_the_judge_is_asked_once_per_content_and_its_failure_is_not_a_zero(endpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "TRIES", 2)
+    monkeypatch.setattr(api, "time", SimpleNamespace(sleep=lambda seconds: None))
+    broken = (500, {}, {})
+    there = endpoint("Yes.", "no", "hm", "perhaps", broken, broken, broken, "yes")
+    cfg = Judge(there.url, "m", NAME, cache=str(tmp_path / "cache.jsonl"))
+    assert [ask_judge("q", "g", a, cfg) for a in ("x", "y", "x", "y")] == [1, 0, 1, 0]
+    assert len(there.bodies) == 2 and "x" in there.bodies[0]["messages"][0]["content"]
+    assert there.keys == {f"Bearer {KEY}"}
+    with pytest.raises(JudgeError, match="no yes or no after 2 tries; the last reply: perhaps"):
+        ask_judge("q", "g", "z", cfg)
+    with pytest.raises(JudgeError, match="no answer after 2 tries, last: status 500"):
+        ask_judge("q", "g", "z", cfg)
+    assert ask_judge("q", "g", "z", cfg) == 1  # a failure is not cached

@@ -28,7 +28,7 @@ from evals.benchmarks import Cue, Item, load_split
 from evals.protocols import Prompting
 from evals.tables import TableError, interval, read_results
 from rollout import RolloutConfig, Stage, derive, load_episodes
-from runtime import config
+from runtime import config, judge
 from runtime.contract import END_OF_TURN, Renderer, VisualContract
 from runtime.engine import EngineError
 from study.report import read_run
@@ -352,18 +352,18 @@ def test_a_video_that_cannot_be_read_costs_its_items_until_it_is_mended(write, m
 
 
 def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rewards, "JUDGE_TRIES", 1)
+    monkeypatch.setattr(judge, "TRIES", 1)
     settings = {"open_answer": "judge", "judge": {"url": "http://127.0.0.1:1/v1", "model": "j"}}
     path = write(grading=settings)
     model(says("reddish"))
     run(path)
     for answer, prediction, score, judged, turns, _, error in found(results_file(tmp_path)).values():
         assert (answer, prediction, score, judged, turns) == ("reddish", None, 0.0, False, 1)
-        assert error.startswith("JudgeError: http://127.0.0.1:1/v1: no yes or no after 1 tries")
+        assert error.startswith("JudgeError: http://127.0.0.1:1/v1: no answer after 1 tries")
     assert "(8 errors)" in capsys.readouterr().out
-    judge = Endpoint("Yes.")
-    run(path, f"grading.judge.url={judge.url}")  # where the judge runs is no setting
-    judge.shutdown()
+    there = Endpoint("Yes.")
+    run(path, f"grading.judge.url={there.url}")  # where the judge runs is no setting
+    there.shutdown()
     assert {r[1:4] for r in found(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
 
 

@@ -11,7 +11,7 @@ import grpo
 import rl
 from data import Call, Group, Task, Trajectory
 from grpo import Lesson, group_advantage, make_lessons, share_prompts, token_losses
-from rewards import Anchor, RewardConfig, episode_of_turns, score
+from rewards import Anchor, RewardConfig, score
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import doctor
@@ -21,6 +21,7 @@ from runtime.engine import EngineError
 from runtime.policy import Scores, load, make_optimizer
 from runtime.settings import OptimConfig, PolicyConfig
 from runtime.video import Frames
+from study.lab import episode_of_turns
 
 TIDY = f"<think>\nI can see it.\n</think>\n<answer>red</answer>{END_OF_TURN}"
 LOOSE = f"<think>\nI can see it.\nThe answer is red.{END_OF_TURN}"

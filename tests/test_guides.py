@@ -166,10 +166,11 @@ def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
 def brevity_is_paid_and_logged() -> None:
     """Episodes of 44 and 45 tokens (here: characters) under the guide's config, and what a step writes of them."""
     from data import Group, Task
-    from rewards import Characters, episode_of_turns, score
+    from rewards import score
     from rl import RLConfig, describe
     from runtime import config
     from runtime.contract import END_OF_TURN
+    from study.lab import Characters, episode_of_turns
 
     cfg, renderer = config.load(RLConfig, "configs/toy_brief.yaml").reward, Characters()
     task = Task("t", "", (), "mcq", "B")

@@ -1,9 +1,6 @@
 """Rewards: hand-computed values, adversarial completions, and structural tokens that never touch content."""
 
-import http.server
-import json
 import sys
-import threading
 
 import pytest
 from hypothesis import given
@@ -15,18 +12,18 @@ import rewards
 from data import Group, Task
 from rewards import (
     Anchor,
-    Characters,
     Judge,
     JudgeError,
     RewardConfig,
     accuracy,
-    episode_of_turns,
     iou,
     score,
     structural_mask,
     token_f1,
 )
 from runtime.contract import END_OF_TURN, NEVER_SAMPLED, Renderer, VisualContract
+from study import lab
+from study.lab import Characters, episode_of_turns
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
 LOOK = f"<think>\nLet me look closer.\n</think>\n{CALL}{END_OF_TURN}"
@@ -330,44 +327,8 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
 # ------------------------------------------------------------------------------------------------ the judge and the lab
 
 
-@pytest.fixture
-def judge_server():
-    replies, asked = [], []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            reply = replies.pop(0)
-            body = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
-            self.send_response(200 if reply else 500)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1", replies, asked
-    server.shutdown()
-
-
-def test_the_judge_is_asked_once_per_content_and_its_failure_is_not_a_zero(judge_server, tmp_path, monkeypatch):
-    monkeypatch.setattr(rewards, "JUDGE_TRIES", 2)
-    url, replies, asked = judge_server
-    cfg = Judge(url=url, model="m", cache=str(tmp_path / "cache.jsonl"))
-    replies += ["Yes.", "no"]
-    assert [rewards.ask_judge("q", "g", a, cfg) for a in ("x", "y", "x", "y")] == [1, 0, 1, 0]
-    assert len(asked) == 2 and "x" in asked[0]["messages"][0]["content"]
-    replies += ["", "perhaps"]
-    with pytest.raises(JudgeError, match="no yes or no after 2 tries; the last reply: perhaps"):
-        rewards.ask_judge("q", "g", "z", cfg)
-    replies += ["", "yes"]
-    assert rewards.ask_judge("q", "g", "z", cfg) == 1  # a failure is not cached
-
-
 def test_the_lab_prints_every_term_and_paints_the_structure(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rewards.py", DONE.removesuffix(END_OF_TURN), "--answer", "B"])
-    rewards.main()
+    lab.main()
     told = capsys.readouterr().out
     assert "acc   1.00" in told and "[<][a][n][s][w][e][r][>]B[<]" in told

@@ -24,7 +24,7 @@ import rl
 import sft
 from data import Call, Episode, Group, Task, Trajectory, parse_task
 from grpo import make_lessons
-from rewards import RewardConfig, episode_of_turns, give_rewards, score
+from rewards import RewardConfig, give_rewards, score
 from rl import RLConfig
 from rollout import RolloutConfig, derive
 from runtime import config
@@ -35,6 +35,7 @@ from runtime.engine import EngineError
 from runtime.plan import PlanError
 from runtime.policy import clip_gradients, load, make_optimizer
 from runtime.settings import PolicyConfig
+from study.lab import episode_of_turns
 
 run = partial(start, "rl.py")
 

@@ -1,0 +1,70 @@
+"""lab.py: the reward lab: type what an assistant says, and see what every term of the reward makes of it.
+
+    python rewards.py "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B
+
+One argument is one turn. Below the terms the text is painted: [c] is a structural character.
+"""
+
+import argparse
+
+from data import Episode, Task, Trajectory
+from rewards import RewardConfig, score, structural_mask
+from runtime.contract import END_OF_TURN
+from tools import parse_calls
+
+
+class Characters:
+    """A renderer whose tokens are single characters and the end of turn: the lab needs no checkpoint."""
+
+    ends_of_turn = (0x10FFFF,)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text.replace(END_OF_TURN, "\U0010ffff")]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i) for i in ids).replace("\U0010ffff", END_OF_TURN)
+
+    def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
+        spans, start = [], 0
+        for i in ids:
+            end = start + len(self.decode([i]))
+            spans.append((start, end))
+            start = end
+        return spans
+
+
+def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
+    """Return the episode that rollout.py would have recorded of these turns. The first `executed` calls ran."""
+    main = Trajectory([], [], [], [], [], 0)
+    calls = []
+    for i, turn in enumerate(turns):
+        prefix = forced if turn.startswith(forced) else ""
+        given, sampled = renderer.encode(prefix), renderer.encode(turn[len(prefix) :])
+        start = len(main.ids)
+        main.ids += given + sampled
+        main.mask += [0] * len(given) + [1] * len(sampled)
+        main.turns.append((start, len(main.ids)))
+        calls += parse_calls(turn, i)
+    for i, call in enumerate(calls):
+        if not call.error and i >= executed:
+            call.error = "failed"
+    return Episode(task, 64, main, calls)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("turns", nargs="+", metavar="TEXT", help="what the assistant says, one argument per turn")
+    parser.add_argument("--answer", required=True, help="the gold answer")
+    parser.add_argument("--kind", choices=("mcq", "tvg", "oe"), default="mcq")
+    parser.add_argument("--executed", type=int, default=0, help="how many of the calls ran")
+    args = parser.parse_args()
+    renderer = Characters()
+    turns = [turn.replace("\\n", "\n") + END_OF_TURN for turn in args.turns]
+    episode = episode_of_turns(turns, Task("lab", "", (), args.kind, args.answer), renderer, args.executed)
+    for name, value in score(episode, renderer, RewardConfig()).items():
+        print(f"{name:>10} {value:6.2f}")
+    # Paint the structure: [<][t][h][i][n][k][>]
+    for token, structural in zip(episode.main.ids, structural_mask(episode.main, renderer), strict=True):
+        text = renderer.decode([token])
+        print(f"[{text}]" if structural else text, end="")
+    print()
