@@ -70,7 +70,7 @@ class Trajectory:
     prompt_length: int  # ids before the first assistant turn's content; shared by a group
     turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's, [start, end) in ids with the prefix
     finish: str = ""  # why the last turn ended: stop | length
-    prompt_clips: int | None = None  # the first of `frames`, which the prompt shows; None: all of them
+    n_prompt_clips: int | None = None  # how many of `frames` the prompt shows, the first ones; None: all
 
 
 CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed", "crashed")
@@ -106,12 +106,12 @@ class Episode:
     anchor_advantage: float = 0.0  # ... and A_anchor_i, of its structural ones (credit: struct)
 
     @property
-    def agents(self) -> list[Trajectory]:
+    def subagents(self) -> list[Trajectory]:
         return [call.agent for call in self.calls if call.agent is not None]
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        return [self.main, *self.agents]
+        return [self.main, *self.subagents]
 
     @property
     def executed(self) -> int:
@@ -214,13 +214,13 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     messages = decode_json(row["prompt"], "prompt")
     users = [m["content"] for m in messages or [] if isinstance(m, dict) and m.get("role") == "user"]
 
-    # Videos that are not there are left out, as long as one is.
-    named = []
+    # All its videos: without one of them the question may have another answer.
+    paths = []
     for video in decode_json(row.get("videos") or [], "videos"):
-        named.append(_resolve(video["video"] if isinstance(video, dict) else video, root))
-    present = tuple(path for path in named if os.path.exists(path))
-    if not present:
-        raise RowError(f"no video of the row exists: {', '.join(named) or 'none is named'}")
+        paths.append(_resolve(video["video"] if isinstance(video, dict) else video, root))
+    missing = [path for path in paths if not os.path.exists(path)]
+    if missing or not paths:
+        raise RowError(f"{', '.join(missing)}: no such file" if missing else "`videos` names no video")
     if not users or not isinstance(users[-1], str):
         raise RowError("`prompt` holds no user message with text")
 
@@ -232,14 +232,14 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     if not answer:
         raise RowError("extra_info has no answer")
     if kind == "mcq" and not re.fullmatch("[A-J]", answer.strip("() .").upper()):
-        raise RowError(f"answer = {answer!r}: of an mcq, must be a letter from A to J")
+        raise RowError(f"answer = {answer!r}: the answer of an mcq must be a letter from A to J")
     if kind == "tvg" and not parse_span(answer):
-        raise RowError(f"answer = {answer!r}: of a tvg, must be a span of seconds, as in [12.5, 20.1]")
+        raise RowError(f"answer = {answer!r}: the answer of a tvg must be a span of seconds, as in [12.5, 20.1]")
 
     return Task(
         id=origin if info.get("id") is None else str(info["id"]),
         question=users[-1].replace("<video>", "").strip(),
-        videos=present,
+        videos=tuple(paths),
         kind=kind,
         answer=answer,
         options=tuple(map(str, info.get("options") or ())),
@@ -250,7 +250,7 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
 
 
 @dataclass(frozen=True)
-class Clip:
+class Media:
     """A video or an image of a row. The keys are qwen-vl-utils': nframes, video_start, video_end."""
 
     path: str
@@ -260,7 +260,7 @@ class Clip:
     still: bool = False
 
     def frames(self, videos: Videos, contract: VisualContract) -> Frames:
-        """Decode what the clip shows."""
+        """Decode what is shown."""
         if self.still:
             return _still(self.path, contract)
         if self.start is None:
@@ -276,8 +276,8 @@ class Dialogue:
     id: str
     agent: str  # whose opening the first user turn gets: main | direct (a main agent without tools) | sub
     question: str
-    media: tuple[Clip, ...]
-    turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Clip, ...]}
+    media: tuple[Media, ...]
+    turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
     weight: float = 1.0
     reopened: int = 0  # assistant turns that began otherwise than a rollout's
 
@@ -332,7 +332,7 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         id=origin,
         agent=agent,
         question=re.sub(r"<(video|image)>", "", text).strip(),
-        media=tuple(part for part in opening if isinstance(part, Clip)),
+        media=tuple(part for part in opening if isinstance(part, Media)),
         turns=tuple(turns[1:]),
         weight=weight,
         reopened=reopened,
@@ -347,7 +347,7 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
     # The opening that this agent has in a rollout.
     if dialogue.agent == "sub":
         if len(media) != 1:
-            raise RowError(f"a sub-agent's row shows one clip, this one {len(media)}")
+            raise RowError(f"a sub-agent's row shows one video or image, this one {len(media)}")
         messages = subagent_messages(media[0], dialogue.question or None)
     else:
         paths = tuple(clip.path for clip in dialogue.media)
@@ -356,7 +356,7 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
 
     # The turns, their clips decoded.
     for turn in dialogue.turns:
-        content = [part.frames(videos, contract) if isinstance(part, Clip) else part for part in turn["content"]]
+        content = [part.frames(videos, contract) if isinstance(part, Media) else part for part in turn["content"]]
         messages.append({"role": turn["role"], "content": content})
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
@@ -365,12 +365,12 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
     return Bundle([], [rendered.ids], [rendered.mask], rendered.frames, dialogue.weight)
 
 
-def _parts(message: dict, root: Path) -> list[str | Clip]:
+def _parts(message: dict, root: Path) -> list[str | Media]:
     """Return a message's texts and clips; calls in a `tool_calls` field become the text that a model writes."""
     content = message.get("content")
     if isinstance(content, str):
         content = [content]
-    parts: list[str | Clip] = []
+    parts: list[str | Media] = []
     for part in content or []:
         if isinstance(part, str):
             parts.append(part)
@@ -387,7 +387,7 @@ def _parts(message: dict, root: Path) -> list[str | Clip]:
     return parts
 
 
-def _clip(part: dict, root: Path) -> Clip:
+def _clip(part: dict, root: Path) -> Media:
     """Read a part of a message that shows something: {"video": path} or {"video_url": {"url": path}}, or an image."""
     keys = [key for key in ("video_url", "image_url", "video", "image") if part.get(key)]
     if not keys:
@@ -405,7 +405,7 @@ def _clip(part: dict, root: Path) -> Clip:
         raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, the start before the end")
     if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
         raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
-    return Clip(path, nframes, start, end, still=keys[0].startswith("image"))
+    return Media(path, nframes, start, end, still=keys[0].startswith("image"))
 
 
 def _open_turn(text: str) -> str:
@@ -419,7 +419,7 @@ def _open_turn(text: str) -> str:
     return text
 
 
-def _strip_report(parts: list[str | Clip]) -> list[str | Clip]:
+def _strip_report(parts: list[str | Media]) -> list[str | Media]:
     """Take the white space from a report's edges, as a rollout does."""
     if all(isinstance(part, str) for part in parts):
         return ["".join(parts).strip() or NO_REPORT]
@@ -427,17 +427,17 @@ def _strip_report(parts: list[str | Clip]) -> list[str | Clip]:
     return [part for part in stripped if part != ""]
 
 
-def _responses(parts: list[str | Clip]) -> list[list[str | Clip]]:
+def _responses(parts: list[str | Media]) -> list[list[str | Media]]:
     """Split a user turn of <tool_response> blocks into their contents; media belong to the block they precede."""
-    responses: list[list[str | Clip]] = []
-    current: list[str | Clip] = []
+    responses: list[list[str | Media]] = []
+    current: list[str | Media] = []
     for part in parts:
         pieces = re.split("(</?tool_response>)", part) if isinstance(part, str) else [part]
         for piece in pieces:
             if piece == "</tool_response>":
                 responses.append(current)
                 current = []
-            elif isinstance(piece, Clip) or (piece != "<tool_response>" and piece.strip()):
+            elif isinstance(piece, Media) or (piece != "<tool_response>" and piece.strip()):
                 current.append(piece)
     if current:
         raise RowError("text or media after the last </tool_response>")

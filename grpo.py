@@ -34,14 +34,14 @@ from runtime.settings import GRPOConfig
 
 def group_advantage(rewards: Sequence[float], std_floor: float) -> np.ndarray:
     """Return the advantages of one group, [G]."""
-    r = np.asarray(rewards, np.float64)  # [G]
-    if len(r) < 2:
-        return np.zeros(len(r))
+    rewards = np.asarray(rewards, np.float64)  # [G]
+    if len(rewards) < 2:
+        return np.zeros(len(rewards))
     # A_i = (R_i - mean_group R) / std_group R, and 0 where std_group R < floor. The std is the sample's (G - 1).
-    std = r.std(ddof=1)
+    std = rewards.std(ddof=1)
     if std < std_floor:
-        return np.zeros(len(r))
-    return (r - r.mean()) / std
+        return np.zeros(len(rewards))
+    return (rewards - rewards.mean()) / std
 
 
 def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor: Anchor) -> None:
@@ -76,30 +76,31 @@ class Lesson:
     old_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
     weights: np.ndarray  # float32 [N]: share in the mean over the batch's tokens
     logp_weights: np.ndarray  # float32 [N]: share in the objective of credit `logp`
-    prompt_clips: int | None = None  # the first of the bundle's clips, which the prompt shows; None: all of them
+    n_prompt_clips: int | None = None  # how many of the bundle's clips the prompt shows, the first ones; None: all
 
 
 def make_lessons(
     groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
 ) -> list[Lesson]:
-    """Give this rank's episodes their advantages, and return what is learned of them. Means are over all ranks."""
+    """Give this rank's episodes their advantages, and return the lessons that the update trains on. Means are over all
+    ranks."""
     # Episodes that failed are neither compared nor learned from.
     ran = [[episode for episode in group.episodes if not episode.error] for group in groups]
     give_advantages(ran, cfg, anchor)
 
     # Count over all ranks what the means divide by. Groups that teach nothing count, too.
-    tokens, parsed = 0, 0.0
+    tokens, strict = 0, 0.0
     for episodes in ran:
         for episode in episodes:
             tokens += sum(sum(agent.mask) for agent in agents_that_learn(episode, subagents))
-            parsed += episode.reward["strict"]
-    total = sum_over_ranks({"tokens": float(tokens), "parsed": float(parsed)})
+            strict += episode.reward["strict"]
+    total = sum_over_ranks({"tokens": float(tokens), "strict": strict})
 
     lessons = []
     for episodes in ran:
         # Leave a group out if nothing in it can be learned: R and R_anchor are flat, and there is no KL.
         varies = any(episode.advantage or episode.anchor_advantage for episode in episodes)
-        if not (varies or cfg.kl or anchor.credit == "logp"):
+        if not (varies or cfg.kl_coef or anchor.credit == "logp"):
             continue
         rows = []
         for episode in episodes:
@@ -124,12 +125,12 @@ def lesson_of(
         struct = np.array(structural_mask(agent, renderer), float)[sampled]
 
     # Selective Anchoring: A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]
-    advantages = episode.advantage + anchor.scale * episode.anchor_advantage * struct
+    advantages = episode.advantage + anchor.weight * episode.anchor_advantage * struct
 
-    # Credit `logp`: J = lambda * mean over the rollouts that parse of (mean over struct(o_i) of log pi(o_i,t))
+    # Credit `logp`: J = lambda * mean over the rollouts in strict form of (mean over struct(o_i) of log pi(o_i,t))
     logp_weights = np.zeros(n)
     if anchor.credit == "logp" and episode.reward["strict"] and struct.any():
-        logp_weights = anchor.scale * struct / struct.sum() / total["parsed"]
+        logp_weights = anchor.weight * struct / struct.sum() / total["strict"]
 
     p = agent.prompt_length
     return Lesson(
@@ -138,7 +139,7 @@ def lesson_of(
         old_logprobs=np.array(agent.logprobs)[sampled].astype(np.float32),
         weights=np.full(n, 1 / total["tokens"], np.float32),
         logp_weights=logp_weights.astype(np.float32),
-        prompt_clips=agent.prompt_clips,
+        n_prompt_clips=agent.n_prompt_clips,
     )
 
 
@@ -149,7 +150,7 @@ def share_prompts(rows: Sequence[Lesson], budget: int) -> list[Lesson]:
     newest: dict[tuple, list[Lesson]] = {}  # per prompt, the part that still has room
     for row in rows:
         # Two clips may have the same words, stamps included, and yet other pixels.
-        prompt = (tuple(row.bundle.prompt), *(id(clip.pixels) for clip in row.bundle.frames[: row.prompt_clips]))
+        prompt = (tuple(row.bundle.prompt), *(id(clip.pixels) for clip in row.bundle.frames[: row.n_prompt_clips]))
         part = newest.get(prompt)
         if part is not None:
             length = len(part[0].bundle.prompt) + sum(len(other.bundle.suffixes[0]) for other in part)
@@ -169,7 +170,7 @@ def join(rows: Sequence[Lesson]) -> Lesson:
     suffixes = [row.bundle.suffixes[0] for row in rows]
     masks = [row.bundle.masks[0] for row in rows]
     # The prompt's clips, then each row's own: what its calls returned (`tool_return: frames`).
-    shown = first.frames[: rows[0].prompt_clips]
+    shown = first.frames[: rows[0].n_prompt_clips]
     own = [clip for row in rows for clip in row.bundle.frames[len(shown) :]]
     return Lesson(
         bundle=Bundle(first.prompt, suffixes, masks, shown + own),
@@ -177,6 +178,7 @@ def join(rows: Sequence[Lesson]) -> Lesson:
         old_logprobs=np.concatenate([row.old_logprobs for row in rows]),
         weights=np.concatenate([row.weights for row in rows]),
         logp_weights=np.concatenate([row.logp_weights for row in rows]),
+        n_prompt_clips=len(shown),
     )
 
 
@@ -190,13 +192,15 @@ def token_losses(
     # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * KL
     # r = pi / pi_prox
     ratio = (logprobs - prox).exp()
-    low, high = 1 - cfg.clip, 1 + (cfg.clip if cfg.clip_high is None else cfg.clip_high)
+    low, high = 1 - cfg.clip_eps, 1 + (cfg.clip_eps if cfg.clip_eps_high is None else cfg.clip_eps_high)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
     # w = pi_prox / pi_behaviour, and 0 where it exceeds the cap: those tokens are left out, as in the release.
-    w = (prox - old_logprobs).exp()
-    kept = w <= cfg.behaviour_cap
-    losses = -torch.where(kept, w, 0.0) * surrogate  # not where(kept, w * surrogate, 0): 0 * inf in its backward pass
+    importance = (prox - old_logprobs).exp()
+    kept = importance <= cfg.behaviour_cap
+    losses = (
+        -torch.where(kept, importance, 0.0) * surrogate
+    )  # not where(kept, importance * surrogate, 0): 0 * inf in its backward pass
     watched = {
         "clip_fraction": ((ratio < low) & (advantages < 0) | (ratio > high) & (advantages > 0)).float(),
         "capped_fraction": (~kept).float(),
@@ -206,7 +210,7 @@ def token_losses(
         # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
         d = reference - logprobs
         kl = d.exp() - d - 1
-        losses = losses + cfg.kl * kl
+        losses = losses + cfg.kl_coef * kl
         watched["kl"] = kl.detach()
     return losses, watched
 
@@ -219,7 +223,7 @@ def lessons_loss(
     logprobs = scores.logprobs  # [N]
 
     def column(name: str) -> Tensor:
-        if not lessons:  # a rank with nothing left to learn keeps step: N = 0
+        if not lessons:  # a rank without lessons of its own still runs every collective, with N = 0
             return logprobs.detach()
         values = np.concatenate([getattr(lesson, name) for lesson in lessons])
         return torch.from_numpy(values).to(logprobs)  # [N]

@@ -36,12 +36,15 @@ from runtime.judge import Judge, JudgeError, ask_judge
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
-STAMP = r"<[\d.]+ seconds>"  # a frame's stamp (VisualContract.stamp), which may be quoted
-PLAIN = rf"(?:[^<]|{STAMP})*"  # any other `<` is a broken tag
+PLAIN = r"(?:[^<]|<(?=[ =\d]))*"  # `<12.5 seconds>` and `x < 5` may be said; any other `<` is a broken tag
 NON_EMPTY = rf"<answer>(?!\s*</answer>){PLAIN}</answer>"
-PARTS = ("reward", "acc", "fmt", "tool", "anchor", "strict")
+PARTS = ("reward", "acc", "fmt", "paid_fmt", "tool", "anchor", "strict")
 LEAST_THOUGHT = 10  # characters; a shorter thought earns nothing
-SPAM = {"think": 3, "answer": 3, "tool_call": 32}  # more of one tag in a turn is spam, and the episode earns nothing
+TAG_LIMITS = {
+    "think": 3,
+    "answer": 3,
+    "tool_call": 32,
+}  # more of one tag in a turn is spam, and the episode earns nothing
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Anchor:
     alpha: float = 0.4
     beta: float = 0.3
     gamma: float = 0.3
-    scale: float = 0.5
+    weight: float = 0.5
     """lambda."""
 
 
@@ -85,26 +88,28 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, float]:
-    """Return all parts by name, `reward` their weighted sum. Raise JudgeError if a judge was asked and failed."""
+    """Return all parts by name. Raise JudgeError if a judge was asked and failed.
+
+    `reward` is R. `fmt` is the paper's f = R_fmt + lambda * R_anchor (1 at most), logged in every credit mode; `paid_fmt`
+    is what R pays: f under credit `sequence`, else R_fmt alone."""
     turns = turn_texts(episode.main, renderer)
     spam = tag_spam(turns)
-    if any(spam.values()):  # R and all its parts are 0
-        return dict.fromkeys(PARTS, 0.0) | spam
+    if any(spam.values()):  # R is 0, and no open think is worse
+        return dict.fromkeys(PARTS, 0.0) | {"anchor": -cfg.anchor.gamma} | spam | closure(turns)
 
     acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg)
     anchor = anchor_reward(turns, cfg.anchor)
     turns_with_calls = {call.turn for call in episode.calls if call.error != "unparseable"}
     r_fmt = format_reward(turns, turns_with_calls, cfg.answer_suffix)
-    # f = R_fmt + lambda * R_anchor, 1 at most: it is logged in every credit mode, and only `sequence` pays it.
-    f = min(1.0, r_fmt + cfg.anchor.scale * anchor)
-    if cfg.anchor.credit == "sequence":
-        r_fmt = f
+    f = min(1.0, r_fmt + cfg.anchor.weight * anchor)
+    paid_fmt = f if cfg.anchor.credit == "sequence" else r_fmt
     tool = tool_reward(episode, acc)
     return {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
-        "reward": acc + cfg.w_fmt * r_fmt + cfg.w_tool * tool,
+        "reward": acc + cfg.w_fmt * paid_fmt + cfg.w_tool * tool,
         "acc": acc,
         "fmt": f,
+        "paid_fmt": paid_fmt,
         "tool": tool,
         "anchor": anchor,
         "strict": float(strict(turns)),
@@ -157,9 +162,9 @@ def final_answer(turns: list[str], untagged: bool = False) -> str | None:
 
 def tag_spam(turns: list[str]) -> dict[str, float]:
     """Return for each tag 1 if some turn repeats it too often, else 0."""
-    spam = {f"spam_{name}": 0.0 for name in SPAM}
+    spam = {f"spam_{name}": 0.0 for name in TAG_LIMITS}
     for turn in turns:
-        for name, most in SPAM.items():
+        for name, most in TAG_LIMITS.items():
             if turn.count(f"<{name}>") > most or turn.count(f"</{name}>") > most:
                 spam[f"spam_{name}"] = 1.0
     return spam
@@ -169,7 +174,7 @@ def closure(turns: list[str]) -> dict[str, float]:
     """Return, for each tag that was opened, the share that was closed: Format Fragility shows here first."""
     text = "".join(turns)
     rates = {}
-    for name in SPAM:
+    for name in TAG_LIMITS:
         opened, closed = text.count(f"<{name}>"), text.count(f"</{name}>")
         if opened:
             rates[f"closure/{name}"] = min(1.0, closed / opened)
@@ -218,21 +223,22 @@ def token_f1(answer: str, gold: str) -> float:
 
 def format_reward(turns: list[str], turns_with_calls: set[int], answer_suffix: bool) -> float:
     """Return R_fmt without the anchor's part."""
-    # R_fmt = w_think * [every turn thinks] + (w_open + w_close) * [a complete, non-empty <answer>]
+    # R_fmt = w_think * [every turn thinks] + w_answer * [a complete, non-empty <answer>]
     #       + 0.3 * [a thought before the calls, in every turn that calls]
     #       + 0.1 * [all tags balanced, and something earned above]                     and 1 at most
-    # The released code's weights. It pays for the two answer tags together, too: half a pair earns nothing.
+    # The released code's weights; w_answer is its weight of the opening and of the closing tag, which only a pair earns.
+    # Without a call it is 0.8 at most: R_fmt, too, pays for calling.
     if answer_suffix:  # the paper's Answer Suffix
-        w_think, w_open, w_close = 0.2, 0.3, 0.2
+        w_think, w_answer = 0.2, 0.3 + 0.2
     else:
-        w_think, w_open, w_close = 0.3, 0.2, 0.1
+        w_think, w_answer = 0.3, 0.2 + 0.1
 
     thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
     thinks_before_calls = bool(turns_with_calls) and all(thinks_before_call(turns[i]) for i in turns_with_calls)
-    balanced = all(turn.count(f"<{tag}>") == turn.count(f"</{tag}>") for turn in turns for tag in SPAM)
+    balanced = all(turn.count(f"<{tag}>") == turn.count(f"</{tag}>") for turn in turns for tag in TAG_LIMITS)
 
     value = w_think * thinks
-    value += (w_open + w_close) * bool(final_answer(turns))
+    value += w_answer * bool(final_answer(turns))
     value += 0.3 * thinks_before_calls
     value += 0.1 * (balanced and value > 0)
     return min(1.0, value)
@@ -293,7 +299,7 @@ def think_state(turn: str) -> str:
 
 
 def tool_reward(episode: Episode, acc: float) -> float:
-    """Return R_tool. F1 and IoU count as scored from 0.5 on, or answering "the whole video" would."""
+    """Return R_tool. F1 and IoU must reach 0.5 to count as scored: answering "the whole video" would score otherwise."""
     # R_tool = 0.1 for a call that parses, or 0.3 for one that ran; + 0.5 if one ran and the answer scored
     parsed = any(call.error != "unparseable" for call in episode.calls)
     scored = acc > 0 if episode.task.kind == "mcq" else acc >= 0.5
@@ -315,18 +321,30 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
         text, spans = renderer.decode(ids), renderer.offsets(ids)
-        # Per character: does it belong to an opening tag, to a closing tag, or to none?
-        tag_at = [""] * len(text)
-        for tag in TAG.finditer(text):
-            for c in range(tag.start(), tag.end()):
-                tag_at[c] = "closing" if tag.group().startswith("</") else "opening"
+        kinds = kinds_of_characters(text)
         for i, (first, last) in enumerate(spans):
-            structural = is_structural(text, tag_at, first, min(last, len(text))) or ids[i] in renderer.ends_of_turn
+            structural = is_structural(kinds, first, last) or ids[i] in renderer.ends_of_turn
             chosen[start + i] = structural and trajectory.mask[start + i] == 1
     return chosen
 
 
-def is_structural(text: str, tag_at: list[str], first: int, last: int) -> bool:
+def kinds_of_characters(text: str) -> str:
+    """Return one letter per character: o of an opening tag, c of a closing one, a blank, p punctuation, x all else."""
+    kinds = []
+    for char in text:
+        if char.isspace():
+            kinds.append(" ")
+        elif char in string.punctuation or unicodedata.category(char).startswith("P"):
+            kinds.append("p")
+        else:
+            kinds.append("x")
+    for tag in TAG.finditer(text):
+        kind = "c" if tag.group().startswith("</") else "o"
+        kinds[tag.start() : tag.end()] = kind * len(tag.group())
+    return "".join(kinds)
+
+
+def is_structural(kinds: str, first: int, last: int) -> bool:
     """Return whether the token of characters [first, last) carries a tag and no content.
 
         yes:  </think>   >\\n   .</   ]</           no:  >B   >(   >The   and .</ where `.` is all that the tag closes
@@ -334,20 +352,10 @@ def is_structural(text: str, tag_at: list[str], first: int, last: int) -> bool:
     White space may share its token, and so may punctuation that stands before a closing tag: in Qwen's vocabulary `.</`,
     `]</` and `。</` are single tokens, and to sample one is to decide to close. A letter or a digit may not (`>B`), nor
     the answer's first character (`>(`, `>[`)."""
-    tags = [c for c in range(first, last) if tag_at[c]]
-    if not tags:
-        return False
-    # Behind the tag's first character: the tag, and white space.
-    if any(not tag_at[c] and not text[c].isspace() for c in range(tags[0], last)):
-        return False
-    before = text[first : tags[0]]
-    if not before.strip():
+    token = kinds[first:last]
+    if re.fullmatch(" *[oc][oc ]*", token):  # a tag, and white space
         return True
-    # Before it: punctuation, if the tag closes, and if this is not the first character of what it closes.
-    left = first - 1
-    while left >= 0 and text[left].isspace():
-        left -= 1
-    is_first = left >= 0 and tag_at[left] == "opening"
-    if tag_at[tags[0]] != "closing" or is_first:
+    if not re.fullmatch("[p ]*c[oc ]*", token):
         return False
-    return all(c.isspace() or c in string.punctuation or unicodedata.category(c).startswith("P") for c in before)
+    # Punctuation before a closing tag, unless it is the first character of what the tag closes.
+    return not kinds[:first].rstrip(" ").endswith("o")

@@ -133,7 +133,7 @@ def train(cfg: RLConfig, source: Path, renderer: Renderer, snapshot: Path) -> No
     # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
     policy = load(policy_cfg, renderer.never_sampled)
     reference = None
-    if cfg.kl:
+    if cfg.kl_coef:
         reference = load(policy_cfg, renderer.never_sampled, train=False)
         if policy.vision_frozen:  # one tower for both
             reference.model.model.visual = policy.vision
@@ -205,7 +205,10 @@ def train(cfg: RLConfig, source: Path, renderer: Renderer, snapshot: Path) -> No
 
 
 class Sampler:
-    """Samples batches by step number: when they are asked for, or (staleness 1) one step ahead, in a thread."""
+    """Samples batches by step number: when they are asked for, or (staleness 1) one step ahead, in a thread.
+
+    staleness 1:  take(s) starts sampling s + 1 with the weights of step s, which is now trained;
+                  settle() waits until s + 1 is sampled; then the new weights may be published."""
 
     def __init__(self, cfg: RLConfig, dataset: Dataset, engine: Engine, renderer: Renderer, videos: Videos):
         self.cfg, self.dataset, self.engine = cfg, dataset, engine
@@ -288,29 +291,31 @@ def update(
     # Deal the lessons out into minibatches of micro-batches. A minibatch is empty on all ranks or on none.
     minibatches = []
     for i in range(cfg.minibatches):
-        micro = micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens)
-        if micro:
-            minibatches.append(micro)
+        minibatch = micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens)
+        if minibatch:
+            minibatches.append(minibatch)
 
     # pi_prox is the policy before the first update: with one minibatch pi itself (None), with more computed here.
-    prox_logprobs = [[None] * len(micro) for micro in minibatches]
+    prox_logprobs = [[None] * len(minibatch) for minibatch in minibatches]
     if len(minibatches) > 1:
         with torch.no_grad():
-            prox_logprobs = [[policy(bundles(part), temperature).logprobs for part in micro] for micro in minibatches]
+            for minibatch, proxes in zip(minibatches, prox_logprobs):
+                for i, micro in enumerate(minibatch):
+                    proxes[i] = policy(bundles(micro), temperature).logprobs
 
     sums, norms = {"tokens": 0.0, "loss": 0.0}, []
-    for micro, prox_of_micro in zip(minibatches, prox_logprobs):
-        for part, prox in zip(micro, prox_of_micro):
+    for minibatch, proxes in zip(minibatches, prox_logprobs):
+        for micro, prox in zip(minibatch, proxes):
             # Policy and reference, at the temperature of sampling; a frozen vision tower works once for both.
-            features = policy.encode(bundles(part)) if policy.vision_frozen else None
-            scores = policy(bundles(part), temperature, features)
+            features = policy.encode(bundles(micro)) if policy.vision_frozen else None
+            scores = policy(bundles(micro), temperature, features)
             ref_logprobs = None
             if reference is not None:
                 with torch.no_grad():
-                    ref_logprobs = reference(bundles(part), temperature, features).logprobs
+                    ref_logprobs = reference(bundles(micro), temperature, features).logprobs
 
             # Each lesson's weight is its share of the batch; a minibatch is an update of its own, so it weighs as a batch.
-            loss, watched = lessons_loss(scores, part, prox, ref_logprobs, cfg)
+            loss, watched = lessons_loss(scores, micro, prox, ref_logprobs, cfg)
             (loss * len(minibatches)).backward()
 
             sums["tokens"] += len(scores.logprobs)
@@ -345,19 +350,22 @@ class Clock:
 
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
-    """Return means over the episodes of all ranks that ran; kappa is executed calls per episode, fmt the paper's f. `ks`:
-    the K that may be drawn."""
+    """Return means over all ranks: of groups (share/K, flat_groups), of all episodes (failed_rate), of calls
+    (call_errors/...), else of the episodes that ran. kappa is executed calls per episode, fmt the paper's f. `ks`: the K
+    that may be drawn."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
             seen[f"share/K={k}"].append(group.k == k)
-        seen["flat_groups"].append(not any(episode.advantage for episode in group.episodes))
+        seen["flat_groups"].append(not any(e.advantage or e.anchor_advantage for e in group.episodes))
         for episode in group.episodes:
             seen["failed_rate"].append(bool(episode.error))
 
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
-    mine = {call.error for episode in ran for call in episode.calls if call.error}  # a tool may have kinds of its own
-    kinds = {*CALL_ERRORS, *(kind for theirs in gather(mine) for kind in theirs)}
+    # A tool may have kinds of errors of its own; all ranks must count the same ones.
+    kinds = set(CALL_ERRORS)
+    for theirs in gather({call.error for episode in ran for call in episode.calls if call.error}):
+        kinds |= theirs
     for episode in ran:
         for name, value in episode.reward.items():
             seen[name].append(value)
@@ -456,7 +464,7 @@ def check_room(cfg: RLConfig) -> None:
 
 
 def dry_run(cfg: RLConfig) -> int:
-    """Check memory, data and disk, as far as `main` would stumble over them; exit status 1: no cold start yet."""
+    """Check memory, data and disk without loading weights; exit status 1 if there is no cold start yet."""
     check_memory(cfg)
     check_rows(parse_task, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse_task).total} rows")
@@ -468,5 +476,5 @@ def dry_run(cfg: RLConfig) -> int:
 
 
 if __name__ == "__main__":
-    mendable = (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError, PlanError)
-    config.run_script(dry_run if args.dry_run else main, cfg, *mendable)
+    user_errors = (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError, PlanError)
+    config.run_script(dry_run if args.dry_run else main, cfg, *user_errors)

@@ -195,7 +195,7 @@ def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -
 def open_trajectory(prompt: Rendered) -> Trajectory:
     n = len(prompt.ids)
     return Trajectory(
-        list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), n, prompt_clips=len(prompt.frames)
+        list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), n, n_prompt_clips=len(prompt.frames)
     )
 
 

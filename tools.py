@@ -111,11 +111,14 @@ TOOLS = {
 
 
 def choose_video(task: Task, arguments: dict) -> str:
-    """Pick one of the task's own videos by the base name of the model's path, which is never opened. Default: the first."""
-    wanted = os.path.basename(str(arguments.get("video_path")).strip())
-    for path in task.videos:
-        if os.path.basename(path) == wanted:
-            return path
+    """Pick one of the task's own videos by the base name of the model's path, which is never opened. Without a name, or
+    where there is but one video: the first."""
+    names = [os.path.basename(path) for path in task.videos]
+    wanted = os.path.basename(str(arguments.get("video_path") or "").strip())
+    if wanted in names:
+        return task.videos[names.index(wanted)]
+    if wanted and len(names) > 1:
+        raise ToolError("bad_arguments", f"There is no video {ascii(wanted)[:60]}; there is {', '.join(names)}.")
     return task.videos[0]
 
 

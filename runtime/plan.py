@@ -215,7 +215,7 @@ def plan_updates(cfg, gpus: int) -> Plan:
     """Plan an RLConfig's training: a micro-batch full of frames, or one episode that fills its context; and the engine,
     where the ranks sample for themselves."""
     longest = max(cfg.train_tokens, cfg.rollout.max_context)
-    plan = plan_training(cfg.policy, gpus, longest, cfg.train_tokens, reference=cfg.kl > 0)
+    plan = plan_training(cfg.policy, gpus, longest, cfg.train_tokens, reference=cfg.kl_coef > 0)
     if not cfg.rollout.gpus and not cfg.rollout.urls:
         s = shapes(cfg.policy)
         cache = cfg.rollout.max_batch_tokens * kv_bytes_per_token(s.text)

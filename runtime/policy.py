@@ -375,7 +375,7 @@ def optimizer_step(
     policy: nn.Module, optimizer: torch.optim.Optimizer, cfg: OptimConfig, step: int, steps: int
 ) -> float:
     """Clip, step, forget the gradient; return its norm. If that is not finite, weights and moments stay as they are."""
-    norm = clip_gradients(policy, cfg.clip)
+    norm = clip_gradients(policy, cfg.max_grad_norm)
     if math.isfinite(norm):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(cfg, step, steps)

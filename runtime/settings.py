@@ -42,16 +42,17 @@ class GRPOConfig:
 
     group_size: int = 8
     """G: episodes per task."""
-    kl: float = 0.01
+    kl_coef: float = 0.01
     """beta; 0 loads no reference."""
-    clip: float = 0.2
-    clip_high: float | None = None
-    """eps_high; null: the same as clip."""
+    clip_eps: float = 0.2
+    """The ratio is clipped to 1 - eps .. 1 + eps. With one minibatch it is 1, and the clip is inert."""
+    clip_eps_high: float | None = None
+    """eps for ratios above 1; null: the same."""
     std_floor: float = 1e-3
     """A group whose rewards vary less is flat. Fractional rewards leave a residue of rounding."""
     normalise: Literal["group", "batch"] = "group"
-    """group: mean and std of the group; batch: then divided by the std over all episodes of the batch (their mean is 0),
-    so that few lively groups among flat ones weigh more."""
+    """group: mean and std of the group. batch: then also divided by the std over all episodes of the batch. Flat groups
+    make that std small, so the fewer groups differ, the more each of them counts."""
     behaviour_cap: float = 5.0
     """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
     train_tokens: int = 16_384
@@ -60,12 +61,12 @@ class GRPOConfig:
     def __post_init__(self):
         if self.group_size < 2:
             raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
-        for name in ("clip", "clip_high", "std_floor", "behaviour_cap", "train_tokens"):
+        for name in ("clip_eps", "clip_eps_high", "std_floor", "behaviour_cap", "train_tokens"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} = {value}: must be greater than 0")
-        if self.kl < 0:
-            raise ValueError(f"kl = {self.kl}: must not be negative; 0 loads no reference")
+        if self.kl_coef < 0:
+            raise ValueError(f"kl_coef = {self.kl_coef}: must not be negative; 0 loads no reference")
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,11 @@ class OptimConfig:
     """Share of the run's steps in which the learning rate rises from zero."""
     weight_decay: float = 0.01
     betas: tuple[float, ...] = (0.9, 0.95)
-    clip: float = 1.0
-    """Largest norm of the gradient."""
+    max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        if self.lr <= 0 or self.clip <= 0 or not 0 <= self.warmup < 1 or len(self.betas) != 2:
-            raise ValueError(f"{self}: needs lr > 0, clip > 0, 0 <= warmup < 1 and two betas")
+        if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or len(self.betas) != 2:
+            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas")
 
 
 @dataclass(frozen=True, kw_only=True)

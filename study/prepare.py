@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data import Clip, Dialogue, Task, encode_dialogue, parse_dialogue, parse_task
+from data import Dialogue, Media, Task, encode_dialogue, parse_dialogue, parse_task
 from runtime import config
 from runtime.checks import find_tokenizer
 from runtime.contract import Renderer, VisualContract, load_tokenizer
@@ -157,12 +157,12 @@ def _kind(item: Task | Dialogue) -> str:
     return "with calls" if calls else "without calls"
 
 
-def _clips(item: Task | Dialogue) -> list[Clip]:
+def _clips(item: Task | Dialogue) -> list[Media]:
     if isinstance(item, Task):
-        return [Clip(path) for path in item.videos]
+        return [Media(path) for path in item.videos]
     clips = list(item.media)
     for turn in item.turns:
-        clips += [part for part in turn["content"] if isinstance(part, Clip)]
+        clips += [part for part in turn["content"] if isinstance(part, Media)]
     return clips
 
 

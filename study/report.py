@@ -197,7 +197,7 @@ def view_episode(episode: Episode, run: RunData) -> dict:
         "answer": final_answer(turns, run.setting("reward.untagged_answer", False)),
         "kappa": episode.executed,
         # A_t = advantage + anchor_advantage * [t is structural]: the page adds them up.
-        "anchor_advantage": run.setting("reward.anchor.scale", 0.0) * episode.anchor_advantage * anchored,
+        "anchor_advantage": run.setting("reward.anchor.weight", 0.0) * episode.anchor_advantage * anchored,
         "subagents_learn": run.setting("rollout.subagents.train", False),
         "overview": [len(clip) for clip in episode.main.frames[: len(episode.task.videos)]],
         "main": view_agent(episode.main, run, structural_mask(episode.main, run.renderer)),

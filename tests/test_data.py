@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from tiny_checkpoint import Scripted, is_subagent
 
-from data import Clip, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
+from data import Media, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
 from rollout import RolloutConfig, rollout
 from runtime.contract import Renderer, VisualContract
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source
@@ -95,7 +95,7 @@ def test_messages_come_as_a_json_string_or_as_a_list(video):
     messages = [{"role": "system", "content": "old"}, user(f"file://{video}"), {"role": "assistant", "content": "Yes."}]
     dialogue = parse(messages)
     assert dialogue == parse(json.dumps(messages))
-    assert dialogue.question == "What?" and dialogue.media == (Clip(video),)
+    assert dialogue.question == "What?" and dialogue.media == (Media(video),)
     assert dialogue.turns == ({"role": "assistant", "content": ["Yes."]},)  # the row's system prompt gave way to ours
 
 
@@ -248,9 +248,11 @@ def test_an_rl_row_becomes_a_task(video, tmp_path):
     assert parse_task(as_dict, "rl:3", Path(video).parent).id == "me"
 
 
-def test_videos_that_are_missing_are_left_out_as_long_as_one_is_there(video):
+def test_a_row_that_lacks_one_of_its_videos_is_refused(video):
+    """Its question was asked about the others."""
     row = rl(video, answer="x") | {"videos": [{"video": "gone.mp4"}, {"video": video}]}
-    assert parse_task(row, "rl:0", Path("/nowhere")).videos == (video,)
+    with pytest.raises(RowError, match="^/nowhere/gone.mp4: no such file$"):
+        parse_task(row, "rl:0", Path("/nowhere"))
 
 
 def test_what_parquet_fills_up_with_none_is_not_there(video, tmp_path):
@@ -267,7 +269,7 @@ def test_what_parquet_fills_up_with_none_is_not_there(video, tmp_path):
 @pytest.mark.parametrize(
     "info, change, says",
     [
-        ({}, {"videos": [{"video": "gone.mp4"}]}, "no video of the row exists: /nowhere/gone.mp4"),
+        ({}, {"videos": []}, "`videos` names no video"),
         ({"question_type": "essay"}, {}, "question_type = 'essay'"),
         ({"answer": None}, {}, "no answer"),
         # Past bugs: rows of another shape ended the run.
@@ -471,7 +473,7 @@ def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path, command):
     (tmp_path / "corrupt.mp4").write_bytes(b"\0" * 4096)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rl.parquet")
     told = command("check", tmp_path / "rl.parquet", expect=1)
-    assert re.search(r"row 1: \S*corrupt.mp4: ", told) and "row 2: no video of the row exists" in told
+    assert re.search(r"row 1: \S*corrupt.mp4: ", told) and re.search(r"row 2: \S*gone.mp4: no such file", told)
     assert "row 3: extra_info has no answer" in told and "3 unusable rows" in told
 
 
@@ -482,7 +484,7 @@ def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path, command):
         ([user("good.mp4", video_start=9.0, video_end=4.0)], "row 1: .*must be seconds, the start before the end"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "bad.png"}}]}], "bad.png: not a readable image"),
         ([user("bad.mp4")], "bad.mp4: .*cannot be decoded"),
-        ([{"role": "user", "content": [*user("good.mp4")["content"], *user("good.mp4")["content"]]}], "row 1: a sub-agent's row shows one clip, this one 2"),
+        ([{"role": "user", "content": [*user("good.mp4")["content"], *user("good.mp4")["content"]]}], "row 1: a sub-agent's row shows one video or image, this one 2"),
     ],
 )  # fmt: skip
 def test_check_names_every_row_that_a_training_would_skip(toy_dir, tmp_path, video, capsys, bad, says):

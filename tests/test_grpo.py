@@ -31,7 +31,7 @@ WRONG = TIDY.replace("red", "blue")
 
 def settings(credit: str = "struct", **changes) -> RLConfig:
     reward = RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True, anchor=Anchor(credit=credit))
-    return replace(RLConfig(run="", policy=PolicyConfig(""), data=None, kl=0.0, reward=reward), **changes)
+    return replace(RLConfig(run="", policy=PolicyConfig(""), data=None, kl_coef=0.0, reward=reward), **changes)
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_the_mean_is_over_the_tokens_of_the_whole_batch_flat_groups_included(toy
 
 def test_batch_normalisation_lifts_the_few_that_vary(toy_renderer):
     """Past bug: flat groups were left out of its std, which made it a constant factor."""
-    cfg = settings("off", normalise="batch", kl=0.1)
+    cfg = settings("off", normalise="batch", kl_coef=0.1)
     groups = [group(toy_renderer, cfg, turns, name) for turns, name in (([TIDY, WRONG, WRONG], "a"), ([TIDY] * 3, "b"))]
     varied, flat = lessons_of(groups, toy_renderer, cfg)  # with a KL, a flat group is trained on too
     own = group_advantage([1, 0, 0], 1e-3)
@@ -217,7 +217,7 @@ def test_two_looks_with_the_same_words_are_trained_on_their_own_frames():
 
 
 def test_the_loss_of_a_token_is_the_formula():
-    cfg = settings(clip=0.2, clip_high=0.3, kl=0.1)
+    cfg = settings(clip_eps=0.2, clip_eps_high=0.3, kl_coef=0.1)
     log = torch.tensor
     new = log([-1.0, -1.0, -1.0, -1.0, -1.0])
     prox = log([-1.0, -1.5, -1.5, -0.5, -1.0])  # ratios 1, 1.65, 1.65, 0.61, 1

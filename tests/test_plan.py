@@ -99,7 +99,7 @@ def test_an_episode_that_fills_its_context_and_an_engine_in_the_trainer_are_plan
 
     def plan(**changes):
         rollout = {"max_context": 16_384, "gpus": (7,), "urls": (), "max_batch_tokens": 1000} | changes
-        cfg = SimpleNamespace(policy=EIGHT, train_tokens=8192, kl=0, rollout=SimpleNamespace(**rollout))
+        cfg = SimpleNamespace(policy=EIGHT, train_tokens=8192, kl_coef=0, rollout=SimpleNamespace(**rollout))
         return plan_updates(cfg, 8).gib
 
     assert plan() == plan_training(EIGHT, 8, 16_384, 8192).gib > plan(max_context=4096)

@@ -102,7 +102,7 @@ def check(episode, renderer, model) -> None:
     main = episode.main
     dump(episode, io.StringIO(), renderer)
     assert len(main.ids) == len(main.mask) == len(main.logprobs) == len(main.versions)
-    for agent in [main, *episode.agents]:
+    for agent in [main, *episode.subagents]:
         pads = sum(token == renderer.image_pad for token in agent.ids)
         assert pads == sum(CONTRACT.frame_tokens(c.pixels.shape[2], c.pixels.shape[1]) * len(c) for c in agent.frames)
         inside = {i for a, b in agent.turns for i in range(a, b)}
@@ -303,7 +303,7 @@ def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, rend
     assert outcome.answer == "B" and [c.window for c in episode.calls] == [(10, 12)] * 2
     # Its own three conversations are the main trajectory, those behind the tools belong to the calls.
     turns = [renderer.decode(episode.main.ids[a:b]) for a, b in episode.main.turns]
-    assert turns == [said[0], said[2], said[4]] and len(episode.agents) == 2
+    assert turns == [said[0], said[2], said[4]] and len(episode.subagents) == 2
     assert sum(episode.main.mask) == sum(len(renderer.encode(t)) for t in turns)
 
 

@@ -95,8 +95,8 @@ def test_runs_that_differ_in_their_seed_and_its_folder_alone_are_a_mean_with_the
     runs = []
     for seed, accuracy in enumerate((1.0, 2.0, 6.0)):
         start = {"policy": {"checkpoint": f"runs/seed{seed}/sft/model"}, "data": {"seed": seed}, "run": str(seed)}
-        runs.append(run_of(f"seed{seed}/para", {"acc": accuracy}, kl=0.5, **start))
-        runs.append(run_of(f"toy/grpo-seed{seed}", {"acc": 5.0}, kl=0.0, **start))
+        runs.append(run_of(f"seed{seed}/para", {"acc": accuracy}, kl_coef=0.5, **start))
+        runs.append(run_of(f"toy/grpo-seed{seed}", {"acc": 5.0}, kl_coef=0.0, **start))
     groups = seed_groups([*runs, run_of("seed0/other", {"acc": 5.0})])
     assert [(name, len(members)) for name, members in groups] == [("para (3 seeds)", 3), ("toy/grpo (3 seeds)", 3), ("seed0/other", 1)]  # fmt: skip
     line, _, alone = panel_sections(groups)[0]["panels"][0]["lines"]
@@ -190,7 +190,7 @@ def test_each_token_says_who_wrote_it_and_whether_it_is_structural(renderer):
 
 @pytest.mark.parametrize(("credit", "expected"), [("struct", 0.4), ("sequence", 0.0), ("off", 0.0)])
 def test_only_struct_credit_adds_the_anchors_advantage(renderer, credit, expected):
-    run = RunData("a", {}, renderer, config={"reward": {"anchor": {"credit": credit, "scale": 0.5}}})
+    run = RunData("a", {}, renderer, config={"reward": {"anchor": {"credit": credit, "weight": 0.5}}})
     report.add_episodes(run, 0, play(renderer), MemoryVideos())
     first, second = run.steps[0][0]["episodes"]
     assert (first["advantage"], second["advantage"]) == (0.25, -0.75)
@@ -230,10 +230,10 @@ def page(tmp_path_factory, renderer, checkpoint):
     rows = [
         {"step": s, "acc": 0.5, "acc/K=4": 0.5, "kappa": 1.0 + s / 50, "fmt": s / 50, "seconds": 2.0} for s in range(40)
     ]
-    struct = {"anchor": {"credit": "struct", "scale": 0.5}}
+    struct = {"anchor": {"credit": "struct", "weight": 0.5}}
     first = write_run(root / "para-seed0", rows, play(renderer), renderer, steps=(0, 10), reward=struct)
     second = write_run(root / "para-seed1", rows, reward=struct, seed=1)
-    other = write_run(root / "grpo", rows, kl=0.5)
+    other = write_run(root / "grpo", rows, kl_coef=0.5)
     with pytest.MonkeyPatch.context() as patch:
         given = [first, second, other, "--model", checkpoint, "--png", root / "png"]
         patch.setattr(sys, "argv", ["report.py", *map(str, given)])
@@ -370,10 +370,13 @@ def test_a_browser_finds_episodes_over_all_steps(page):
 
 def test_settings_that_differ_are_listed_and_others_are_not():
     left = run_of("a", config_of=1, rollout={"temperature": 1.0, "k": 4}, run="x")
-    right = run_of("b", config_of=1, rollout={"temperature": 0.7, "k": 4}, run="y", kl=0.1)
+    right = run_of("b", config_of=1, rollout={"temperature": 0.7, "k": 4}, run="y", kl_coef=0.1)
     left.commit, right.commit = "abc", "abc"
     rows = differing_settings([("a", [left]), ("b", [right])])
-    assert rows == [{"key": "kl", "values": [None, "0.1"]}, {"key": "rollout.temperature", "values": ["1.0", "0.7"]}]
+    assert rows == [
+        {"key": "kl_coef", "values": [None, "0.1"]},
+        {"key": "rollout.temperature", "values": ["1.0", "0.7"]},
+    ]
     right.commit = "def"
     assert differing_settings([("a", [left]), ("b", [right])])[0] == {"key": "commit", "values": ["abc", "def"]}
     assert differing_settings([("a", [left])]) == []

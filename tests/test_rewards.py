@@ -96,8 +96,9 @@ CASES = {
     "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7 - 0.15, 0, -0.3),
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, 0.0),
     "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2 + 0.2, 0, 0.4),
-    "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, 0),
+    "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
     "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> B <12.5 seconds><")], 0, 1, 0.8 + 0.35, 0, 0.7),
+    "a comparison is no tag": ([DONE.replace("shows it", "shows that 3 < 5").replace(">B<", "> B, <= 5<")], 0, 1, 0.8 + 0.35, 0, 0.7),
     "a broken tag is not text": ([DONE.replace(">B<", ">B</answe<")], 0, 1, 0.8 + 0.2, 0, 0.4),
     "call tags in the thought": ([f"<think>\nI could {CALL} here.\n</think>\n<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.8 + 0.35, 0.1, 0.7),
 }  # fmt: skip
@@ -129,7 +130,7 @@ def test_options_are_read_from_the_question_where_the_row_has_none():
 def test_spam_is_a_rate_over_all_episodes():
     """Past bug: the key was there only where it was 1, so its mean was 1 whenever it was there."""
     tidy, spam = earned([DONE]), earned([f"<think>{'</think>' * 9}"])
-    assert [parts[f"spam_{tag}"] for parts in (tidy, spam) for tag in rewards.SPAM] == [0, 0, 0, 1, 0, 0]
+    assert [parts[f"spam_{tag}"] for parts in (tidy, spam) for tag in rewards.TAG_LIMITS] == [0, 0, 0, 1, 0, 0]
 
 
 def test_a_failed_judge_leaves_an_error_and_no_reward(monkeypatch):

@@ -82,9 +82,9 @@ def paid_by_chance(monkeypatch):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chance):
-    whole = train(tmp_path / "whole.yaml", toy_dir, steps=3, kl=0.1)
-    train(tmp_path / "parts.yaml", toy_dir, steps=1, kl=0.1)
-    parts = train(tmp_path / "parts.yaml", toy_dir, steps=3, kl=0.1)
+    whole = train(tmp_path / "whole.yaml", toy_dir, steps=3, kl_coef=0.1)
+    train(tmp_path / "parts.yaml", toy_dir, steps=1, kl_coef=0.1)
+    parts = train(tmp_path / "parts.yaml", toy_dir, steps=3, kl_coef=0.1)
     assert same_weights(tmp_path / "whole", tmp_path / "parts") and same_metrics(whole, parts)
 
     # What a run writes down, and what it moves.
@@ -103,7 +103,7 @@ def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(toy_dir,
     """The plan counts the tower once."""
     held, update = [], rl.update
     monkeypatch.setattr(rl, "update", lambda *args: held.append(args[:2]) or update(*args))
-    train(tmp_path / "c.yaml", toy_dir, steps=1, kl=0.1)
+    train(tmp_path / "c.yaml", toy_dir, steps=1, kl_coef=0.1)
     [(policy, reference)] = held
     assert reference.vision is policy.vision and reference.text is not policy.text
     assert not any(p.requires_grad for p in reference.parameters())
@@ -118,10 +118,10 @@ def test_updates_whose_gradient_is_not_finite_are_skipped_and_counted_and_end_th
     monkeypatch.setattr("runtime.policy.clip_gradients", clip)
     monkeypatch.setattr("runtime.checks.MAX_BAD_STEPS", 1)
     with pytest.raises(FloatingPointError, match="not finite in 2 steps, more than 1: lower optim.lr"):
-        train(tmp_path / "c.yaml", toy_dir, kl=0.1, save_every=1)
+        train(tmp_path / "c.yaml", toy_dir, kl_coef=0.1, save_every=1)
     assert [line["bad_steps"] for line in metrics(tmp_path / "c")] == [0, 1, 2]
     with pytest.raises(FloatingPointError, match="not finite in 2 steps"):  # those of before are not forgotten
-        train(tmp_path / "c.yaml", toy_dir, kl=0.1, save_every=1)
+        train(tmp_path / "c.yaml", toy_dir, kl_coef=0.1, save_every=1)
     assert [line["bad_steps"] for line in metrics(tmp_path / "c")] == [0, 1, 2]
 
 
@@ -350,7 +350,7 @@ def test_an_update_weighs_minibatches_alike_and_compares_at_the_temperature_of_s
 ):
     """Against log-probs, KL and gradient of one pass by hand, with a reference that is another policy."""
     cfg = RLConfig(
-        run="", policy=PolicyConfig(str(toy_dir / "model")), data=None, kl=0.2, reward=RewardConfig(),
+        run="", policy=PolicyConfig(str(toy_dir / "model")), data=None, kl_coef=0.2, reward=RewardConfig(),
         rollout=RolloutConfig(temperature=0.6),
     )  # fmt: skip
     renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
@@ -384,7 +384,7 @@ def test_an_update_weighs_minibatches_alike_and_compares_at_the_temperature_of_s
     w = (new.detach() + 2.0).exp()
     kl = (other - new).exp() - (other - new) - 1
     surrogate = torch.where(w <= cfg.behaviour_cap, w, 0.0) * (new - new.detach()).exp() * advantages
-    (-(surrogate - cfg.kl * kl).mean()).backward()
+    (-(surrogate - cfg.kl_coef * kl).mean()).backward()
     expected = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
 
@@ -412,7 +412,7 @@ def test_frames_that_calls_returned_are_learned_with_the_episode_that_saw_them(d
     groups, engine = draw(0, rollout={"tool_return": "frames", "max_new_tokens": 64})
     episodes = [episode for group in groups for episode in group.episodes]
     assert {len(episode.main.frames) for episode in episodes} == {1, 2}  # some called
-    assert all(not episode.agents and not episode.error for episode in episodes)
+    assert all(not episode.subagents and not episode.error for episode in episodes)
     cfg = RLConfig(run="", policy=PolicyConfig(str(toy_dir / "model")), data=None)
     give_rewards(groups, engine.renderer, cfg.reward)
     lessons = make_lessons(groups, engine.renderer, cfg, cfg.reward.anchor)
@@ -518,7 +518,7 @@ def test_sampling_overlaps_training_and_its_tokens_are_one_update_old(toy_dir, c
         ({"rollout": {"gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
         ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
         ({"group_size": 1}, "group_size = 1: an advantage compares at least 2"),
-        ({"clip": -1}, "clip = -1.0: must be greater than 0"),
+        ({"clip_eps": -1}, "clip_eps = -1.0: must be greater than 0"),
         ({"kl": -0.1}, "kl = -0.1: must not be negative"),
     ],
 )

@@ -109,7 +109,7 @@ def test_the_trainer_reads_exactly_what_the_engine_was_asked_and_what_it_said(re
         assert main.mask[start : len(ids)] == [0] * (len(ids) - start) and all(main.mask[len(ids) : end])
     for agent in episode.trajectories:
         check_trajectory(agent, renderer)
-    prompt = renderer.decode(episode.agents[0].ids)  # a sub-agent sees frames and not the question
+    prompt = renderer.decode(episode.subagents[0].ids)  # a sub-agent sees frames and not the question
     assert TASK.question not in prompt and "seconds>" in prompt
 
 
@@ -345,7 +345,7 @@ def test_frames_can_be_returned_instead_of_a_report(renderer):
     check_trajectory(episode.main, renderer)
     shown, error = reports(user_turns(episode, renderer)[1])
     assert shown.count("seconds>") == CONTRACT.crop_max_frames == len(episode.main.frames[1])
-    assert "must be less" in error and not episode.agents
+    assert "must be less" in error and not episode.subagents
 
 
 # ---- failures
@@ -474,7 +474,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
         assert main.mask[stop:start] == [0] * (start - stop)
     assert {c.turn for c in episode.calls} == set(range(len(main.turns) - 1))
     assert all((c.text != "") and (c.agent is not None) == (c.error == "") for c in episode.calls)
-    assert len(episode.agents) == episode.executed == len(episode.trajectories) - 1
+    assert len(episode.subagents) == episode.executed == len(episode.trajectories) - 1
 
 
 def test_ten_thousand_random_completions_break_no_invariant(renderer, ends_as_qwen):
@@ -541,7 +541,7 @@ def test_episodes_that_failed_come_back_with_the_frames_that_they_saw(renderer, 
     first, second = load_episodes(tmp_path / "episodes.jsonl", MemoryVideos(), CONTRACT)
     assert (first.error, second.error) == tuple(e.error for e in episodes) and "no server" in first.error
     assert (first.main.frames[0].pixels == episodes[0].main.frames[0].pixels).all() and second.main.frames == []
-    assert first.executed == 1 and len(first.agents[0].frames) == 1
+    assert first.executed == 1 and len(first.subagents[0].frames) == 1
 
 
 @pytest.mark.parametrize("wrong", [{"tools": ("crop",)}, {"tools": ()}, {"max_calls": 0}], ids=str)

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from scripts import Forked, finish
 from tiny_checkpoint import CONTRACT, MemoryVideos
 
 from data import Task
-from tools import TOOLS, Look, ToolError, parse_calls, read_time, use
+from tools import TOOLS, Look, ToolError, choose_video, parse_calls, read_time, use
 
 TASK = Task("t", "What happens?", ("/data/first.mp4", "/data/second.mp4"), "oe", "")
 
@@ -148,11 +149,19 @@ def test_every_window_that_runs_lies_in_the_video_and_holds_what_it_says(start, 
 
 def test_the_models_path_only_picks_among_the_tasks_own_videos():
     first, second = TASK.videos
-    picked = {"second.mp4": second, "../second.mp4": second, "/etc/passwd": first, 7: first, "first.mp4\0": first}
+    picked = {"second.mp4": second, "../second.mp4": second, "../first.mp4": first, None: first}
     for path, expected in picked.items():
         videos = MemoryVideos()
         crop(videos, video_path=path, start_time=0, end_time=5)
         assert set(videos.opened) == {expected}, path
+    # Past bug: a report on the first video was taken for one on a video that the model had misspelled.
+    for path in ("/etc/passwd", 7, "first.mp4\0"):
+        videos = MemoryVideos()
+        with pytest.raises(ToolError, match="There is no video .*; there is first.mp4, second.mp4"):
+            crop(videos, video_path=path, start_time=0, end_time=5)
+        assert not videos.opened
+    alone = replace(TASK, videos=TASK.videos[:1])
+    assert choose_video(alone, {"video_path": "/etc/passwd"}) == first
 
 
 def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
