@@ -158,11 +158,13 @@ def main_messages(task: Task, overview: Sequence[Frames], with_tools: bool) -> l
     return [{"role": "system", "content": system}, {"role": "user", "content": [*parts, "\n" + task.question]}]
 
 
-def subagent_messages(frames: Frames, question: str | None, request: str = SUBAGENT_REQUEST) -> list[dict]:
+def subagent_messages(
+    frames: Frames, question: str | None, request: str = SUBAGENT_REQUEST, system: str = SUBAGENT_SYSTEM
+) -> list[dict]:
     """Return the messages that open a sub-agent. A row of SFT may carry a question; a rollout never gives one."""
     if question:
         request += f"\nQuestion: {question}"
-    return [{"role": "system", "content": SUBAGENT_SYSTEM}, {"role": "user", "content": [frames, "\n" + request]}]
+    return [{"role": "system", "content": system}, {"role": "user", "content": [frames, "\n" + request]}]
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Frames]:
@@ -280,6 +282,8 @@ class Dialogue:
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
     weight: float = 1.0
     reopened: int = 0  # assistant turns that began otherwise than a rollout's
+    request: str = SUBAGENT_REQUEST  # of a sub-agent, as a tool's Look has them
+    system: str = SUBAGENT_SYSTEM
 
 
 @_refusing
@@ -287,7 +291,7 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
     """Read `messages` (a JSON string or a list); tool results are `tool` messages, or user text in <tool_response> tags.
 
     The row's system prompt is dropped: SFT, RL and evaluation share one. The optional column `agent` marks rows that
-    teach another agent than the main one."""
+    teach another agent than the main one; `request` and `system` are a sub-agent's prompts, if its tool has its own."""
     if "messages" not in row:
         raise RowError(
             f"no field `messages`, only {', '.join(row)}: SFT rows have it; rows with `prompt` are for rl.py"
@@ -336,6 +340,8 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         turns=tuple(turns[1:]),
         weight=weight,
         reopened=reopened,
+        request=str(row.get("request") or SUBAGENT_REQUEST),
+        system=str(row.get("system") or SUBAGENT_SYSTEM),
     )
 
 
@@ -348,7 +354,7 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
     if dialogue.agent == "sub":
         if len(media) != 1:
             raise RowError(f"a sub-agent's row shows one video or image, this one {len(media)}")
-        messages = subagent_messages(media[0], dialogue.question or None)
+        messages = subagent_messages(media[0], dialogue.question or None, dialogue.request, dialogue.system)
     else:
         paths = tuple(clip.path for clip in dialogue.media)
         task = Task(dialogue.id, dialogue.question, paths, "oe", "")

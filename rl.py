@@ -122,7 +122,7 @@ SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "ga
 def main(cfg: RLConfig) -> None:
     """Refuse what cannot run before any weight is loaded; then train, as the only run in its folder."""
     init_distributed()
-    with open_run(cfg, parse_task, check_room) as (source, renderer), snapshot_folder(cfg.run, source) as snapshot:
+    with open_run(cfg, parse_task, check_hardware) as (source, renderer), snapshot_folder(cfg.run, source) as snapshot:
         train(cfg, source, renderer, snapshot)
 
 
@@ -455,7 +455,7 @@ def check_memory(cfg: RLConfig) -> None:
         plan.check(cfg.gpu_gib)
 
 
-def check_room(cfg: RLConfig) -> None:
+def check_hardware(cfg: RLConfig) -> None:
     """Refuse a run that has no room on this machine's GPUs or disk."""
     check_servers(cfg.rollout, world_size())
     if torch.cuda.is_available():

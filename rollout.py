@@ -322,7 +322,7 @@ def _report(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
     """Ask a sub-agent: the same weights, a fresh context, and only these frames and the tool's request (the paper: not even
     the question)."""
     cfg = stage.cfg.subagents
-    messages = data.subagent_messages(look.frames, question=None, request=look.request)
+    messages = data.subagent_messages(look.frames, question=None, request=look.request, system=look.system)
     agent = open_trajectory(stage.renderer.render(messages, generate=True))
     sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, stage.renderer.ends_of_turn)
     start, end = agent.prompt_length, len(agent.ids)

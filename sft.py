@@ -97,7 +97,7 @@ SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr",
 def main(cfg: SFTConfig) -> None:
     """Refuse what cannot run before any weight is loaded; then train, as the only run in its folder."""
     init_distributed()
-    with open_run(cfg, parse_dialogue, check_room) as (source, renderer):
+    with open_run(cfg, parse_dialogue, check_hardware) as (source, renderer):
         train(cfg, source, renderer)
 
 
@@ -252,8 +252,8 @@ class Batches:
 def target_kinds(bundle: Bundle, renderer: Renderer) -> np.ndarray:
     """Return the kind of each target token, as an index into KINDS.
 
-    A token is what it carries: Qwen has single tokens for `>B` and `]</`, which hold a piece of a tag and of an answer, and
-    count as answer. Only tags and ends of turn are structure."""
+    Unlike in rewards.structural_mask, a token that a tag shares belongs to its content: Qwen has single tokens for `>B` and
+    `]</`, which hold a piece of a tag and of an answer, and count as answer."""
     [ids], [mask] = bundle.suffixes, bundle.masks
     kinds = []
     for start, stop in runs_of_ones(mask):  # the assistant's turns
@@ -285,7 +285,7 @@ def check_memory(cfg: SFTConfig) -> None:
     plan.check(cfg.gpu_gib)
 
 
-def check_room(cfg: SFTConfig) -> None:
+def check_hardware(cfg: SFTConfig) -> None:
     """Refuse a run that has no room on this machine's GPUs or disk."""
     if torch.cuda.is_available():
         check_memory(replace(cfg, gpus=world_size()))
@@ -293,7 +293,7 @@ def check_room(cfg: SFTConfig) -> None:
 
 
 def dry_run(cfg: SFTConfig) -> int:
-    """Check memory, data and disk, as far as `main` would stumble over them."""
+    """Check memory, data and disk without loading weights."""
     check_memory(cfg)
     check_rows(parse_dialogue, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse_dialogue).total} rows")
@@ -302,5 +302,5 @@ def dry_run(cfg: SFTConfig) -> int:
 
 
 if __name__ == "__main__":
-    mendable = (config.ConfigError, ContractError, DataError, FileNotFoundError, PlanError)
-    config.run_script(dry_run if args.dry_run else main, cfg, *mendable)
+    user_errors = (config.ConfigError, ContractError, DataError, FileNotFoundError, PlanError)
+    config.run_script(dry_run if args.dry_run else main, cfg, *user_errors)

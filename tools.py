@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from data import SUBAGENT_REQUEST, Call, Task
+from data import SUBAGENT_REQUEST, SUBAGENT_SYSTEM, Call, Task
 from runtime.contract import VisualContract
 from runtime.video import Frames, VideoError, Videos
 
@@ -51,6 +51,7 @@ class Look:
     frames: Frames
     window: tuple[float, float]  # seconds
     request: str = SUBAGENT_REQUEST  # what the sub-agent is asked about them
+    system: str = SUBAGENT_SYSTEM  # its system prompt; like the request, text of our own
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.config import ConfigError, read_tree
+from runtime.config import ConfigError, build, read_tree
 from runtime.contract import Renderer, load_tokenizer
 from runtime.dataset import check_rows
 from runtime.settings import RunConfig
@@ -25,36 +25,40 @@ MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than
 # What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps.
 # A name without a dot stands for the whole section.
 MAY_CHANGE = {
-    *("run", "steps", "save_every", "keep", "decoders", "gpus", "gpu_gib", "train_tokens", "pack_tokens", "optim"),
-    *("eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to"),
-    *("data.sources", "data.video_root", "data.max_bad_fraction"),
-    *("policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk"),
-    *("rollout.gpus", "rollout.urls", "rollout.server_args", "rollout.strict_tools"),
-    *("rollout.concurrency", "rollout.call_timeout", "rollout.max_batch_tokens"),
-}
+    # how long, where, and how fast
+    "run", "steps", "save_every", "keep", "decoders", "gpus", "gpu_gib", "train_tokens", "pack_tokens",
+    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
+    "rollout.gpus", "rollout.urls", "rollout.server_args", "rollout.strict_tools",
+    "rollout.concurrency", "rollout.call_timeout", "rollout.max_batch_tokens",
+    # what is reported
+    "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to",
+    # where the data lie, and the cures for bad steps and bad rows
+    "data.sources", "data.video_root", "data.max_bad_fraction", "optim",
+}  # fmt: skip
 
 
 @contextlib.contextmanager
-def open_run(cfg: RunConfig, parse: Callable, room: Callable[[Any], None]) -> Iterator[tuple[Path, Renderer]]:
+def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], None]) -> Iterator[tuple[Path, Renderer]]:
     """Refuse what a training run could not start from; then hold its folder, and give its checkpoint's folder and renderer.
-    `room` checks GPUs, memory and disk, as the script needs them. Rank 0 looks first, and speaks for all."""
+    `check_hardware` is the script's own check of GPUs, memory and disk. Rank 0 looks first, and speaks for all."""
     from runtime.distributed import checkpoint_dir, rank, rank0_first  # torch
     from runtime.policy import dtype_of
 
-    def look() -> tuple[Path, Renderer]:
-        check_run(cfg)
-        dtype_of(cfg.policy)
-        source = find_checkpoint(cfg.policy.checkpoint, checkpoint_dir)
-        cfg.visual.check(source)
-        renderer = Renderer(load_tokenizer(source), cfg.visual)
-        check_rows(parse, cfg.data, cfg.val)
-        room(dataclasses.replace(cfg, policy=dataclasses.replace(cfg.policy, checkpoint=str(source))))
-        if rank() == 0:
-            held.enter_context(only_run_in(Path(cfg.run)))
-        return source, renderer
+    with contextlib.ExitStack() as until_it_ends:
 
-    with contextlib.ExitStack() as held:
-        yield rank0_first(look)
+        def inspect() -> tuple[Path, Renderer]:
+            check_run(cfg)
+            dtype_of(cfg.policy)
+            source = find_checkpoint(cfg.policy.checkpoint, checkpoint_dir)
+            cfg.visual.check(source)
+            renderer = Renderer(load_tokenizer(source), cfg.visual)
+            check_rows(parse, cfg.data, cfg.val)
+            check_hardware(dataclasses.replace(cfg, policy=dataclasses.replace(cfg.policy, checkpoint=str(source))))
+            if rank() == 0:
+                until_it_ends.enter_context(only_run_in(Path(cfg.run)))
+            return source, renderer
+
+        yield rank0_first(inspect)
 
 
 @contextlib.contextmanager
@@ -87,6 +91,12 @@ def check_run(cfg: Any) -> None:
     now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples are lists, as in YAML
     if ("group_size" in was) != ("group_size" in now):
         raise ConfigError(f"run = {cfg.run!r}: this folder is of a run of the other script; choose another `run`")
+    try:  # a setting that is younger than the run had its default there
+        was = json.loads(json.dumps(dataclasses.asdict(build(type(cfg), was, ""))))
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run} was made by another version of this code ({error}): choose another `run`, or delete the folder"
+        ) from None
     changed = []
     for key, text in differences(was, now).items():
         section = key.partition(".")[0]
@@ -180,7 +190,7 @@ def check_urls(urls: Sequence[str], patience: float) -> None:
     import requests
 
     session, deadline = requests.Session(), time.monotonic() + patience
-    session.trust_env = False  # straight to the server, as engine.py: whatever http_proxy says
+    session.trust_env = False  # straight to the server, whatever http_proxy says
     for url in urls:
         while True:
             try:

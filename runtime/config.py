@@ -48,7 +48,8 @@ def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -
         key, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"override {override!r}: write it as key.sub=value")
-        node, (*parents, leaf) = tree, key.split(".")
+        node = tree
+        *parents, leaf = key.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
@@ -89,9 +90,9 @@ def _merge(below: dict, above: dict) -> dict:
     return merged
 
 
-def build(cls: type, tree: dict, prefix: str, start: Any = None) -> Any:
-    """Make a dataclass of a mapping, checked field by field against the type hints. What the mapping leaves out is as in
-    `start`, the instance that is the default where this one stands."""
+def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
+    """Make a dataclass of a mapping, checked field by field against the type hints. Missing keys take their value from
+    `defaults`, an instance, if there is one."""
     hints = typing.get_type_hints(cls)
     fields = dataclasses.fields(cls)
     names = [f.name for f in fields]
@@ -102,8 +103,8 @@ def build(cls: type, tree: dict, prefix: str, start: Any = None) -> Any:
             raise ConfigError(f"{prefix}{key} = {tree[key]!r}: unknown key; {hint}")
     values = {}
     for field in fields:
-        if start is not None:
-            values[field.name] = getattr(start, field.name)
+        if defaults is not None:
+            values[field.name] = getattr(defaults, field.name)
         elif field.default is not dataclasses.MISSING:
             values[field.name] = field.default
         elif field.default_factory is not dataclasses.MISSING:
@@ -217,7 +218,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class Metrics:
-    """One line per step: all of it in RUN/metrics.jsonl, the main figures on the console, with a progress bar."""
+    """One line per step: all of it in RUN/metrics.jsonl, the main figures on the console, with a progress bar.
+
+    Files count steps from 0, as RUN/episodes does; the console and RUN/state say how many are done."""
 
     def __init__(self, cfg: Any, name: str, done: int, shown: typing.Sequence[str] = ("loss",)):
         from tqdm import tqdm

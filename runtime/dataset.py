@@ -113,7 +113,7 @@ class Dataset:
         opened = [rows for _, rows in self._first + self._mixture]
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
-        self._met = 0  # rows that this rank has met so far
+        self._share = 0  # rows that this rank is expected to have met by this step
         # A row is named after its file and not after the file's place, since K and all seeds are drawn by that name;
         # but after the whole path where two files have one name.
         paths = {rows.path for rows in opened}
@@ -133,7 +133,7 @@ class Dataset:
         leave it shorter."""
         items, times = [], Counter()
         # A rank meets its share of the rows in the first epoch, and then others in every further one.
-        self._met = min(self.total, max(self.total, (step + 1) * size) // world)
+        self._share = min(self.total, max(self.total, (step + 1) * size) // world)
         for i in range(size):  # of all ranks, since they count together
             source, rows, row, epoch = self._row(step * size + i)
             origin = f"{self._names[rows.path]}:{row}"
@@ -154,9 +154,9 @@ class Dataset:
             return
         self.bad[origin] = reason
         print(f"skipped {origin}: {reason}", file=sys.stderr)
-        if len(self.bad) > self.cfg.max_bad_fraction * self._met:
+        if len(self.bad) > self.cfg.max_bad_fraction * self._share:
             raise RowError(
-                f"{len(self.bad)} of {self._met} rows are unusable, more than max_bad_fraction = "
+                f"{len(self.bad)} of {self._share} rows are unusable, more than max_bad_fraction = "
                 f"{self.cfg.max_bad_fraction}; the last: {origin}: {reason}. `python data.py check` lists them all."
             )
 
@@ -186,13 +186,13 @@ class Dataset:
         return rng.permutation(np.concatenate(columns, axis=1), axis=1).astype(int)
 
 
-def check_rows(parse: Callable, *cfgs: DataConfig | None, look: int = 64) -> None:
+def check_rows(parse: Callable, *cfgs: DataConfig | None, first: int = 64) -> None:
     """Raise if none of the first rows can be used: before weights are loaded, and anything is written."""
     for cfg in cfgs:
         if cfg is None:
             continue
         dataset, reasons = Dataset(cfg, parse), []
-        for position in range(min(look, len(dataset))):
+        for position in range(min(first, len(dataset))):
             source, rows, row, _ = dataset._row(position)
             origin, root = f"{rows.path}: row {row}", Path(cfg.video_root or rows.path.parent)
             try:

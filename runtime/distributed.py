@@ -327,13 +327,13 @@ def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
 
 def _by_file(sizes: dict[str, int], limit: int) -> list[list[str]]:
     """Share names out in order, at most `limit` bytes per file."""
-    files, room = [], 0
+    files, free_bytes = [], 0
     for name, size in sizes.items():
-        if not files or size > room:
+        if not files or size > free_bytes:
             files.append([])
-            room = limit
+            free_bytes = limit
         files[-1].append(name)
-        room -= size
+        free_bytes -= size
     return files
 
 

@@ -30,11 +30,11 @@ from runtime.contract import Bundle
 
 
 class Segment(NamedTuple):
-    """Tokens [start, stop) of the flat sequence; they see tokens [prompt, prompt_stop) and, causally, themselves."""
+    """Tokens [start, stop) of the flat sequence; they see tokens [prompt_start, prompt_stop) and, causally, themselves."""
 
     start: int
     stop: int
-    prompt: int
+    prompt_start: int
     prompt_stop: int
 
 
@@ -148,12 +148,12 @@ class KeyLayout:
     def __init__(self, segments: list[Segment], kernel: str, where: torch.device):
         self.segments, self.kernel = segments, kernel
         if kernel == "sdpa":
-            self.masks = [_suffix_mask(s, where) if s.prompt_stop > s.prompt else None for s in segments]
+            self.masks = [_suffix_mask(s, where) if s.prompt_stop > s.prompt_start else None for s in segments]
             return
         # One call for all segments, whose keys must be consecutive: each suffix repeats its prompt's.
         keys, query_ends, key_ends = [], [0], [0]
         for s in segments:
-            seen = np.concatenate([np.arange(s.prompt, s.prompt_stop), np.arange(s.start, s.stop)])
+            seen = np.concatenate([np.arange(s.prompt_start, s.prompt_stop), np.arange(s.start, s.stop)])
             keys.append(seen)
             query_ends.append(query_ends[-1] + s.stop - s.start)
             key_ends.append(key_ends[-1] + len(seen))
@@ -234,7 +234,7 @@ def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:
     out = []
     for segment, mask in zip(layout.segments, layout.masks):
-        own, prompt = slice(segment.start, segment.stop), slice(segment.prompt, segment.prompt_stop)
+        own, prompt = slice(segment.start, segment.stop), slice(segment.prompt_start, segment.prompt_stop)
         keys, values = key[:, :, own], value[:, :, own]
         if mask is not None:
             keys = torch.cat([key[:, :, prompt], keys], dim=2)
@@ -250,7 +250,7 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLay
 def _suffix_mask(segment: Segment, where: torch.device) -> Tensor:
     """Return [suffix, prompt + suffix]: all of the prompt, and the suffix up to the query. (`is_causal` would align
     top-left.)"""
-    seen, own = segment.prompt_stop - segment.prompt, segment.stop - segment.start
+    seen, own = segment.prompt_stop - segment.prompt_start, segment.stop - segment.start
     return torch.ones(own, seen + own, dtype=torch.bool, device=where).tril(seen)
 
 

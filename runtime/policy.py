@@ -75,7 +75,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.cfg, self.never_sampled = model, cfg, list(never_sampled)
         self.dtype = torch.float32  # of computation; `load` sets it and the kernel
-        self.vision.config._attn_implementation = "frames_flash"  # by its name alone, it may not be loaded
+        self.vision.config._attn_implementation = (
+            "frames_flash"  # after construction: a constructor that reads "flash" looks for the flash-attn package
+        )
         self.use_kernel("sdpa")
         self.vision_frozen = "vision" in cfg.freeze
         self.patch, self.merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
@@ -132,7 +134,7 @@ class Policy(nn.Module):
         # run the text model, and keep what predicts a target
         hidden = self.text(
             inputs_embeds=hidden,
-            # Three rows: with a fourth, transformers takes restarted positions for separate sequences.
+            # Three rows: time, height, width. A fourth would be read as text positions, and split where they restart.
             position_ids=positions[:, None],  # [3, 1, L]
             visual_pos_masks=pads,
             deepstack_visual_embeds=list(visual[1:]),

@@ -75,7 +75,7 @@ class OptimConfig:
 
     lr: float = 2e-6
     schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up. cosine falls to zero at the run's last step."""
+    """After the warm-up. cosine falls towards zero, which it would reach one step after the last."""
     warmup: float = 0.0
     """Share of the run's steps in which the learning rate rises from zero."""
     weight_decay: float = 0.01

@@ -127,7 +127,7 @@ def toy_folder() -> Path:
     folder, unfinished = CACHE / "toy", CACHE / "toy.tmp"
     if not folder.exists():
         rows = {"perception": 100, "direct": 20, "sft": 300, "sft_val": 10, "rl": 64, "val": 8, "test": 8}
-        toy.build_toy(unfinished, sizes={"videos": 60} | rows)
+        toy.build_toy(unfinished, sizes={"train": 60} | rows)
         unfinished.rename(folder)
     return folder
 

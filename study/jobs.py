@@ -55,16 +55,13 @@ class Variant:
     prefix: bool = True  # the think prefix, as trained
     paper: str = ""  # its row in the paper's tables
     faults: str = ""  # of the released code, see faults.py
-
-    @property
-    def arm(self) -> str:
-        return "sequential" if "sequential" in self.name else "parallel"
+    arm: str = "parallel"  # how its calls are dispatched, see eval.py
 
 
 UNTRAINED = Variant("base", "untrained", prefix=False, paper="Qwen3-VL-8B")
 STARTS = (
     Variant("sft", "cold start", prefix=False, paper="+SFT"),
-    Variant("sft_sequential", "cold start, one call per turn", changes=("--one-by-one",), prefix=False),
+    Variant("sft_sequential", "cold start, one call per turn", changes=("--one-by-one",), prefix=False, arm="sequential"),
     Variant("sft_tidy", "cold start without loose formats", changes=("--p-loose", "0"), prefix=False),
     Variant("sft_no_tools", "cold start without tools, either", changes=("--p-loose", "0", "--p-tool", "0"), prefix=False),
 )  # fmt: skip
@@ -82,7 +79,7 @@ OTHERS = (
     Variant("no_tool_reward", "PARA-GRPO, full reward, - R_tool", "toy_no_tool_reward", paper="-R_tool"),
     Variant("no_gamma", "PARA-GRPO, - gamma", "toy_no_gamma", paper="-gamma penalty"),
     # It cannot start where the others do: their cold start never saw one call after another.
-    Variant("sequential", "PARA-GRPO, one call per turn", "toy_paragrpo", ("rollout.dispatch=sequential",), "sft_sequential"),
+    Variant("sequential", "PARA-GRPO, one call per turn", "toy_paragrpo", ("rollout.dispatch=sequential",), "sft_sequential", arm="sequential"),
     Variant("prefix_only", "prefix and gating, no anchor", "toy_paragrpo", ("reward.anchor.credit=off",)),
     Variant("anchor_only", "anchor and gating, no prefix", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
     Variant("credit_sequence", "full reward, credit: sequence", "toy_paragrpo_full", ("reward.anchor.credit=sequence",)),
@@ -94,12 +91,12 @@ OTHERS = (
 )  # fmt: skip
 PREFIXED = ("rollout.think_prefix=true",)
 FAULTY = (
-    Variant("fault_splice", "+ responses spliced by length", "toy_grpo_full", faults="splice"),
-    Variant("fault_siblings", "+ a bad call discards its siblings", "toy_grpo_full", faults="siblings"),
-    Variant("fault_unanswered", "+ the last calls are not answered", "toy_grpo_full", faults="unanswered"),
+    Variant("fault_splice", "+ responses spliced by length", "toy_grpo_full", prefix=False, faults="splice"),
+    Variant("fault_siblings", "+ a bad call discards its siblings", "toy_grpo_full", prefix=False, faults="siblings"),
+    Variant("fault_unanswered", "+ the last calls are not answered", "toy_grpo_full", prefix=False, faults="unanswered"),
     Variant("no_faults_prefix", "with the think prefix", "toy_grpo_full", PREFIXED),
     Variant("fault_unseen", "with it, + rewards do not see it", "toy_grpo_full", PREFIXED, faults="unseen"),
-    Variant("faults_all", "all four, without the prefix", "toy_grpo_full", faults="splice,unseen,siblings,unanswered"),
+    Variant("faults_all", "all four, without the prefix", "toy_grpo_full", prefix=False, faults="splice,unseen,siblings,unanswered"),
     Variant("faults_all_prefix", "all four, with it", "toy_grpo_full", PREFIXED, faults="splice,unseen,siblings,unanswered"),
 )  # fmt: skip
 ROWS = {row.name: row for row in (UNTRAINED, *STARTS, *MAIN, *HALVES, *OTHERS, *FAULTY)}
@@ -230,7 +227,7 @@ def study_jobs(root: Path) -> list[Job]:
             jobs += [*at.cold_start("sft"), at.gate(), *(at.rl(row) for row in MAIN)]
             for row in (ROWS["sft"], *MAIN):
                 jobs += at.evals(row, sampled_only=True)
-    for path in PATHS.keys() - CONTRAST:
+    for path in [path for path in PATHS if path not in CONTRAST]:
         for seed in FEW:
             at = Place(root, seed, path)
             jobs += [*at.cold_start("sft"), at.gate()]
@@ -281,7 +278,7 @@ def run_jobs(jobs: Sequence[Job], root: Path) -> bool:
         while True:
             # Start what is ready.
             ready = [job for job in waiting if not job.needs or (done / job.needs).exists()]
-            for job in ready[: os.cpu_count() - len(running)]:
+            for job in ready[: len(os.sched_getaffinity(0)) - len(running)]:
                 waiting.remove(job)
                 with (logs / f"{job.name}.log").open("ab") as log:
                     running[job] = subprocess.Popen(

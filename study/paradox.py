@@ -61,19 +61,20 @@ def read_figures(root: Path) -> Figures:
     """Read the figures of all runs that are done: evaluations, gates, and the trainings with faults."""
     found: Figures = {}
     for marker in sorted((root / "done").glob("seed*")):
-        seed = marker.name.removesuffix("-gate").partition("-eval-")[0]
         commit = {"commit": marker.read_text()}
-        pooled: dict[str, Results] = {}  # of an arm: all K together
-        run = marker.name.partition("-eval-")[2]
-        for file in sorted((root / seed / "eval" / run).glob("*.jsonl")):
-            results = read_results(file)
-            arm, k = results.settings["arm"], results.settings["k"]
-            found[f"{seed}/{run}/{arm}/K={k}"] = figures_of(results) | commit
-            pooled.setdefault(arm, Results(results.settings, [])).records.extend(results.records)
-        for arm, results in pooled.items():
-            found[f"{seed}/{run}/{arm}/K={ALL}"] = figures_of(results) | commit
         if marker.name.endswith("-gate"):
+            seed = marker.name.removesuffix("-gate")
             found[f"{seed}/gate"] = json.loads((root / seed / "gate.json").read_text()) | commit
+        elif "-eval-" in marker.name:
+            seed, _, run = marker.name.partition("-eval-")
+            pooled: dict[str, Results] = {}  # of an arm: all K together
+            for file in sorted((root / seed / "eval" / run).glob("*.jsonl")):
+                results = read_results(file)
+                arm, k = results.settings["arm"], results.settings["k"]
+                found[f"{seed}/{run}/{arm}/K={k}"] = figures_of(results) | commit
+                pooled.setdefault(arm, Results(results.settings, [])).records.extend(results.records)
+            for arm, results in pooled.items():
+                found[f"{seed}/{run}/{arm}/K={ALL}"] = figures_of(results) | commit
     for row in (ROWS["grpo_full"], *FAULTY):
         for marker in sorted((root / "done").glob(f"seed?-{row.name}")):
             seed = marker.name.partition("-")[0]
@@ -138,6 +139,11 @@ def spread(values: BySeed) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ the point
+
+
+def table_of(title: str, header: list[str], rows: list[list]) -> str:
+    """Write a table; nothing where nothing has run."""
+    return markdown(title, header, rows) if rows else ""
 
 
 @dataclass(frozen=True)
@@ -217,7 +223,7 @@ def contrast_table(measured: Measured) -> str:
         *(f"gains, {path or 'native'}" for path in CONTRAST),
         "holds in",
     ]
-    return markdown("#### The contrast", header, rows)
+    return table_of("#### The contrast", header, rows)
 
 
 def gate_table(measured: Measured) -> str:
@@ -233,7 +239,7 @@ def gate_table(measured: Measured) -> str:
         rows.append([path or "native", seed, bits, *(f"{figures[what]:.3f}" for what in GATE), "yes" if good else "NO"])
     bounds = [f"{what} [{low:g}, {high:g}]" for what, (low, high) in GATE.items()]
     title = f"#### The gate: {sound} of {len(rows)} cold starts are sound"
-    return markdown(title, ["path", "seed", "bits of matmul, softmax", *bounds, "sound"], rows)
+    return table_of(title, ["path", "seed", "bits of matmul, softmax", *bounds, "sound"], rows)
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -261,7 +267,7 @@ def outcome_table(measured: Measured) -> str:
             line.append(measured.show(row.name, "accuracy", k=4, prefix=prefix))
             lines.append(line + [measured.show(row.name, "accuracy", "greedy", k, prefix=prefix) for k in GREEDY])
     header = ["row", "seeds", "f [paper]", "kappa [paper]", "strict", "kappa K=4", "kappa K=64", "acc K=4, sampled"]
-    return markdown("#### A. Rows", header + [f"acc K={k}" for k in GREEDY], lines)
+    return table_of("#### A. Rows", header + [f"acc K={k}" for k in GREEDY], lines)
 
 
 def necessity_table(measured: Measured) -> str:
@@ -273,7 +279,7 @@ def necessity_table(measured: Measured) -> str:
             skipped = measured.show(name, "accuracy_skipped", k=k)
             rows.append([ROWS[name].title, k, called, skipped, measured.show(name, "accuracy", "greedy", k, "none")])
     header = ["row", "K", "it called", "it did not", "no tools offered (greedy)"]
-    return markdown("#### B. What a call is worth: accuracy", header, rows)
+    return table_of("#### B. What a call is worth: accuracy", header, rows)
 
 
 def dispatch_table(measured: Measured) -> str:
@@ -287,7 +293,7 @@ def dispatch_table(measured: Measured) -> str:
                 [ROWS[name].title, arm, *accuracy, *(measured.show(name, what, "alone", arm=arm) for what in figures)]
             )
     header = ["row", "arm", "acc K=4", "acc K=64", "calls", "turns", "tokens", "seconds", "with two calls"]
-    return markdown("#### C. Dispatch (greedy, one episode at a time)", header, rows)
+    return table_of("#### C. Dispatch (greedy, one episode at a time)", header, rows)
 
 
 def fault_table(measured: Measured) -> str:
@@ -299,7 +305,7 @@ def fault_table(measured: Measured) -> str:
             if rest == f"{row.name}/training":
                 names = [name for name in figures if name != "commit"]
                 rows.append([row.title, seed, *(f"{figures[name]:.2f}" for name in names)])
-    return markdown("#### D. The released code's faults, under the full reward", ["training", "seed", *names], rows)
+    return table_of("#### D. The released code's faults, under the full reward", ["training", "seed", *names], rows)
 
 
 def draw_outcomes(measured: Measured, path: Path) -> None:
@@ -348,8 +354,7 @@ def write_tables(root: Path, written: Path) -> None:
 
     measured = Measured(figures)
     tables = (gate_table, contrast_table, outcome_table, necessity_table, dispatch_table, fault_table)
-    made_of_runs = [table(measured) for table in tables]
-    text = "\n\n".join(table for table in made_of_runs if not table.endswith("-|"))  # with rows below its header
+    text = "\n\n".join(filter(None, (table(measured) for table in tables)))
     print(f"\n{text}\n")
     draw_outcomes(measured, written / "outcomes.png")
     commits = sorted({str(value["commit"]) for value in figures.values()})

@@ -20,7 +20,7 @@ The *loose prior* is injected, and says so: a share `p_loose` of the turns break
 a call in the wrong tags, an answer without tags), as pretrained models do under sampling. `--p-loose 0` is the control.
 `--one-by-one` teaches the same calls in turns of their own: the cold start of an agent that is dispatched sequentially.
 
-Nothing outside this file and configs/toy_*.yaml knows that this is a toy.
+The method knows nothing of the toy: it is a checkpoint, files of rows and videos like any other.
 """
 
 import argparse
@@ -407,8 +407,8 @@ def build_toy(
     train, held_out = splits["train"], rng.choices(splits["val"], k=sizes["sft_val"])
     tables = {
         "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
-        "calls": [
-            sft_row(rng, rng.choice(train), float(p_tool > 0), 0.0, one_by_one=one_by_one, k=4)
+        "calls": [  # a start without tools gets none here, either
+            sft_row(rng, rng.choice(train), 1.0 if p_tool else 0.0, 0.0, one_by_one=one_by_one, k=4)
             for _ in range(sizes["calls"])
         ],  # fmt: skip
         "direct": [sft_row(rng, rng.choice(train), 0.0, p_loose, "direct") for _ in range(sizes["direct"])],

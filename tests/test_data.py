@@ -17,12 +17,13 @@ from PIL import Image
 from tiny_checkpoint import Scripted, is_subagent
 
 from data import Media, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
-from rollout import RolloutConfig, rollout
+from rollout import RolloutConfig, Stage, _report, rollout
 from runtime.contract import Renderer, VisualContract
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source
 from runtime.packing import best_fit
 from runtime.video import VideoError
 from study import prepare
+from tools import Look
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -189,6 +190,17 @@ def test_a_sub_agents_row_gets_the_sub_agents_prompt_and_window(video, tokenizer
     text = renderer.decode(bundle.suffixes[0])
     assert "<tools>" not in text and "What happens here?" in text and len(bundle.frames[0]) == 8
     assert all(4 <= t <= 12 for t in bundle.frames[0].times)
+
+
+def test_a_sub_agents_row_with_its_tools_own_words_is_what_a_rollout_asks(video, tokenizer, videos, schemas):
+    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+    row = [user(video, "", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
+    words = {"request": "Which text is here?", "system": "You read text."}
+    bundle = encode_dialogue(parse(row, agent="sub", **words), videos, renderer, schemas)
+    engine = Scripted(renderer, lambda prompt, seed: "No flash.<|im_end|>")
+    agent, said = _report(Stage(engine, renderer, videos, RolloutConfig()), Look(bundle.frames[0], (4, 12), **words), 0)
+    assert said == "No flash." and agent.ids == bundle.suffixes[0][: len(agent.ids)]
+    assert "You read text." in renderer.decode(agent.ids) and "What happens here?" not in renderer.decode(agent.ids)
 
 
 def test_images_and_text_only_rows_are_rows_too(tmp_path, renderer, videos, schemas):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from scripts import REPO
 
 from rollout import RolloutConfig
@@ -130,6 +131,14 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
         for change, named in (("data.seed=1", "data.seed: 0, now 1"), ("batch_rows=4", "batch_rows: 2, now 4")):
             status, told = typed(f"{base} {change}")
             assert status == 1 and f"once is of a run with other settings ({named}), so it cannot go on" in told
+        # A setting that is younger than the run had its default there; one that is gone makes it another version's.
+        saved = desk / "once" / "config.yaml"
+        tree = yaml.safe_load(saved.read_text())
+        saved.write_text(yaml.safe_dump(tree | {"gone": 1}))
+        status, told = typed(f"{base} steps=2")
+        assert status == 1 and "once was made by another version of this code (gone = 1: unknown key" in told
+        del tree["tools"], tree["data"]["seed"]
+        saved.write_text(yaml.safe_dump(tree))
         assert not typed(f"{base} steps=2 optim.lr=1e-4 decoders=2")[0]
         assert len((desk / "once" / "metrics.jsonl").read_text().splitlines()) == 2
     finally:

@@ -71,7 +71,7 @@ def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget(trainings):
     healthy = [row for row in FAULTY if not row.faults]
     assert len(trainings) == len(SEEDS) * (2 * len(MAIN) + len(HALVES)) + len(FEW) * (len(OTHERS) + len(healthy))
     budgets = {
-        (c.steps, c.batch_tasks, c.group_size, c.optim, c.rollout.temperature, c.kl, c.staleness)
+        (c.steps, c.batch_tasks, c.group_size, c.optim, c.rollout.temperature, c.kl_coef, c.staleness)
         for c in trainings.values()
     }
     assert len(budgets) == 1
