@@ -40,11 +40,8 @@ PLAIN = r"(?:[^<]|<(?=[ =\d]))*"  # `<12.5 seconds>` and `x < 5` may be said; an
 NON_EMPTY = rf"<answer>(?!\s*</answer>){PLAIN}</answer>"
 PARTS = ("reward", "acc", "fmt", "paid_fmt", "tool", "anchor", "strict")
 LEAST_THOUGHT = 10  # characters; a shorter thought earns nothing
-TAG_LIMITS = {
-    "think": 3,
-    "answer": 3,
-    "tool_call": 32,
-}  # more of one tag in a turn is spam, and the episode earns nothing
+# More of one tag in a turn is spam, and the episode earns nothing.
+TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, 
     is what R pays: f under credit `sequence`, else R_fmt alone."""
     turns = turn_texts(episode.main, renderer)
     spam = tag_spam(turns)
-    if any(spam.values()):  # R is 0, and no open think is worse
+    if any(spam.values()):  # R = 0, and R_anchor is that of an open think, or spam would be the better way out
         return dict.fromkeys(PARTS, 0.0) | {"anchor": -cfg.anchor.gamma} | spam | closure(turns)
 
     acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg)
