@@ -246,7 +246,7 @@ def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, make_f
 
 
 def test_parallel_responses_share_one_user_turn_in_call_order(renderer):
-    """The released code re-rendered the chat per response; from the second on they lost their opening (pitfalls A1)."""
+    """The released code re-rendered the chat per response; from the second on they lost their opening."""
     text = renderer.decode(renderer.continuation(["first", "second", "third"]).ids)
     assert text == (
         "\n<|im_start|>user\n<tool_response>\nfirst\n</tool_response>\n<tool_response>\nsecond\n</tool_response>"
