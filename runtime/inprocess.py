@@ -171,15 +171,19 @@ class InProcess:
                 return
 
     def _batches(self, waiting: list[_Request]) -> list[list[_Request]]:
-        """Cut into batches within the token budget, no row more than a third padding; a group stays together if it fits."""
+        """Cut into batches within the token budget, of rows of similar length; a group stays together if it fits."""
         batches = []
         for request in waiting:
-            length = len(request.ids) + request.max_new_tokens
-            fits = batches and length * (len(batches[-1]) + 1) <= self.max_batch_tokens
-            if fits and 2 * len(request.ids) <= 3 * len(batches[-1][0].ids):
-                batches[-1].append(request)
-            else:
-                batches.append([request])
+            if batches:
+                rows = [*batches[-1], request]
+                # Prompts, rests and answers are padded each to the longest of them.
+                width = max(r.shared for r in rows)
+                width += max(len(r.ids) - r.shared for r in rows)
+                width += max(r.max_new_tokens for r in rows)
+                if len(rows) * width <= self.max_batch_tokens and 2 * len(request.ids) <= 3 * len(rows[0].ids):
+                    batches[-1].append(request)
+                    continue
+            batches.append([request])
         return batches
 
 

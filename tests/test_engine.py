@@ -258,6 +258,13 @@ def test_tokens_depend_on_the_requests_own_seed_only(checkpoint, renderer, promp
     for batch in sizes[0]:
         assert len(batch) * max(len(r.ids) + r.max_new_tokens for r in batch) <= 400 or len(batch) == 1
     assert engine.generate(**rows[-1] | {"seed": 99}).ids != engine.generate(**rows[-1]).ids
+    # Past bug: a short prompt with a long rest widens the rows of all others; a batch took twice its budget.
+    long, short = ({"frames": (), "temperature": 1.0, "seed": 0, "stop": frozenset()} for _ in range(2))
+    long |= {"ids": [0] * 120, "shared": 10, "max_new_tokens": 20}
+    short |= {"ids": [0] * 90, "shared": 89, "max_new_tokens": 20}
+    for batch in plain(engine, [_Request(**long), *(_Request(**short) for _ in range(8))]):
+        parts = ((r.shared, len(r.ids) - r.shared, r.max_new_tokens) for r in batch)
+        assert len(batch) * sum(map(max, zip(*parts))) <= 400 or len(batch) == 1
     engine.close()
 
 
