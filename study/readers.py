@@ -104,7 +104,7 @@ def write_file(path: Path, kind: Kind) -> None:
     first = kind.hidden - kind.hidden % kind.gop
     unfinished = path.with_suffix(".tmp." + kind.suffix)
     with av.open(str(unfinished), "w", options=kind.muxer) as out:
-        stream = out.add_stream(kind.codec, rate=25, options=kind.options)
+        stream = out.add_stream(kind.codec, rate=25, options=kind.options | {"threads": "1"})
         stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
         stream.codec_context.gop_size = kind.gop
         stamp = 0
@@ -118,6 +118,7 @@ def write_file(path: Path, kind: Kind) -> None:
                 packet.pts, packet.dts = packet.pts - (kind.hidden - first), packet.dts - (kind.hidden - first)
                 out.mux(packet)
     with av.open(str(unfinished)) as container:
+        container.streams.video[0].codec_context.thread_count = 1
         shown = [number_of(image.to_ndarray(format="gray")) for image in container.decode(video=0)]
     assert shown == list(range(kind.hidden, kind.frames)), f"{path}: the encoder left other numbers than were drawn"
     unfinished.rename(path)
