@@ -102,7 +102,7 @@ def window_indices(times, start: float, end: float, fps: float, max_frames: int)
 _CACHES = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 INDEX_FOLDER = _CACHES / "minparavt" / "video_indexes" if _CACHES.is_absolute() else None  # relative: there is no home
 INDEX_FRAMES = 1000  # a video with fewer frames is walked about as fast as its index is read
-INDEX_BYTES = 1 << 30  # of the folder; an hour with a constant frame rate takes 10 KB
+INDEX_BYTES = 1 << 30  # of the folder; an hour at a constant frame rate takes 25 KB
 INDEX_FORMAT = 1
 
 

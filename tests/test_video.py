@@ -233,6 +233,14 @@ def test_a_seek_finds_all_of_its_frames(tmp_path, monkeypatch, name):
     assert keys and None not in keys
 
 
+@pytest.mark.parametrize("name", ["sound.mp4", "sound.ts"])
+def test_sound_is_skipped_while_packets_are_read(tmp_path, name):
+    container, _ = video._open(str(write(tmp_path / name, **KINDS[name])))
+    with container:
+        kinds = [packet.stream.type for packet in container.demux() if packet.size]
+    assert kinds.count("video") == 130 and kinds.count("audio") <= 1  # that which was read to open the file
+
+
 def test_non_square_pixels_widen_the_display_size(reader, tmp_path):
     info = reader.info(write(tmp_path / "dvd.mkv", n=3, aspect=Fraction(4, 3)))
     assert (info.width, info.height) == (128, 64)
