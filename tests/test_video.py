@@ -560,7 +560,7 @@ def probes(monkeypatch) -> list[str]:
 
 
 def test_a_second_process_makes_no_pass_over_the_file(good, kept):
-    """A lone crop of an hour cost 1.3 s of CPU, 0.8 of them for an index that another process had made before."""
+    """A lone crop of an hour cost 1.2 s of CPU, 0.7 of them for an index that another process had made before."""
     first, second = (one_crop(good, kept).communicate()[0].splitlines() for _ in range(2))
     assert first[:-1] == ["probe", "decode"] and second[:-1] == ["decode"]
     assert first[-1] == second[-1]
