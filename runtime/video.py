@@ -354,7 +354,7 @@ class _Worker:
         watchdog.join()  # `expired` is settled now, and no late kill can hit the next request
         if self.expired:
             self.stop()
-            return False, f"hung its decoder for {self.timeout:g} s; re-encode it or raise the timeout"
+            return False, f"hung its decoder for {self.timeout:g} s; re-encode it"
         return answer
 
     def _expire(self) -> None:
