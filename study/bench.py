@@ -290,7 +290,8 @@ class Scripted:
     version = 0
 
     def __init__(self, renderer: Renderer, calls: int, turn: float, report: float | Engine):
-        self.renderer, self.turn, self.report = renderer, turn, report
+        self.turn, self.report = turn, report
+        self.encode = functools.cache(renderer.encode)  # an engine has its tokens at hand
         self.calls = [toy.call(2 * i, 2 * i + 16) for i in range(calls)]
         self.response = renderer.encode("<tool_response>")[0]
 
@@ -308,7 +309,7 @@ class Scripted:
             said, seconds = "No flash.<|im_end|>", self.report
         else:
             return self.report.generate(ids, frames, stop=stop, shared=shared, **rest)
-        tokens = self.renderer.encode(said)
+        tokens = self.encode(said)
         end = min(i for i, token in enumerate(tokens) if token in stop)
         time.sleep(seconds)
         return Sample(tokens[: end + 1], [-1.0] * (end + 1), "stop", 0)
