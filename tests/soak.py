@@ -1,11 +1,11 @@
-"""soak.py: 1,000 episodes against two real SGLang servers, one of which is killed again and again.
+"""soak.py: 1,000 episodes against two SGLang servers, one of which is killed again and again.
 
-    make soak                                                  # -> results/soak.md
-    PYTHONPATH=. python tests/soak.py --episodes 40            # a short look
+    make soak                        # real servers, then stand-ins (fake_sglang.py), which die more often -> results/soak.md
+    PYTHONPATH=. python tests/soak.py --stand-ins --episodes 100                                          # a short look
 
-Every episode has to be answered or counted as failed, and nothing of ours may grow meanwhile: memory, threads, sockets,
-open files, frames in /dev/shm. At the end no server and no socket is left. In turns, one server is killed with all its
-children whenever both have served for 30 seconds; what a restart takes on the machine comes on top.
+Every episode has to be answered or counted as failed, and nothing of ours may grow from step to step: memory, threads,
+sockets, open files, frames in /dev/shm. At the end no server and no socket is left. In turns, one server is killed with all
+its children whenever both have served for 30 seconds (stand-ins: 2); what a restart takes on the machine comes on top.
 
 The model is untrained and would call no tool: the first turn of a main agent is sampled, but other words are put in.
 """
@@ -17,6 +17,7 @@ import math
 import os
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -29,7 +30,7 @@ from conftest import SMALL
 from test_sglang import serve
 
 from data import THINK_PREFIX, parse_task
-from evals.tables import markdown
+from evals.tables import markdown, put_between_marks
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config, servers
 from runtime.contract import Renderer, load_tokenizer
@@ -39,8 +40,18 @@ from runtime.video import Videos
 from study import toy
 
 RESULT = Path(__file__).resolve().parent.parent / "results" / "soak.md"
-GROUP, STEP = 4, 100  # episodes of a task and of a step
+GROUP, STEP = 4, 40  # episodes of a task and of a step
 servers.CLIPS = 64  # fewer than the tasks show: some are dropped all the time
+
+
+def stand_ins(folder: Path, renderer: Renderer) -> SGLang:
+    """Start servers that draw random tokens. They start at once, so they can be killed often."""
+    script, numbers = Path(__file__).with_name("fake_sglang.py"), (renderer.image_pad, renderer.contract.cell)
+
+    def launch(port: int) -> list[str]:
+        return [sys.executable, str(script), str(port), *map(str, numbers), str(renderer.end_of_turn)]
+
+    return Calling(folder, renderer, gpus=(0, 1), launch=launch)
 
 
 class Calling(SGLang):
@@ -71,11 +82,11 @@ def look() -> dict[str, float]:
     }
 
 
-def disturb(client: SGLang, every: float, ended: threading.Event, seen: list[dict], killed: list[int]) -> None:
+def disturb(client: SGLang, every: float, ended: threading.Event, busy: list[dict], killed: list[int]) -> None:
     """Look every second, and kill one server after the other, each time both have served for `every` seconds."""
     served = 0
     while not ended.wait(1.0):
-        seen.append(look())
+        busy.append(look())
         served += all(server.healthy for server in client._servers)
         if served >= every:
             killed.append(client._servers[len(killed) % 2].process.pid)
@@ -83,17 +94,18 @@ def disturb(client: SGLang, every: float, ended: threading.Event, seen: list[dic
             served = 0
 
 
-def play(folder: Path, episodes: int, every: float) -> tuple[dict, dict[str, list]]:
-    """Play all episodes. Return what came of them, and what this process held: before, in the first and the last third of
-    the time (means), and after."""
+def play(folder: Path, real: bool, episodes: int, every: float) -> tuple[dict, dict[str, list]]:
+    """Play all episodes. Return what came of them, and what this process held: before, at most at work, after the steps of
+    the first and of the last third (means), and at the end."""
     renderer = Renderer(load_tokenizer(folder / "model"), toy.CONTRACT)
     rows = Dataset(DataConfig((Source(f"{folder}/rl.parquet"),)), parse_task)
     cfg = RolloutConfig(max_turns=1, max_new_tokens=12, concurrency=32, subagents=SubagentConfig(max_new_tokens=8))
     answered, failed, calls = 0, Counter(), Counter()
-    before, seen, killed, ended, warm = look(), [], [], threading.Event(), 0
-    with contextlib.closing(serve(folder / "model", renderer, (0, 1), Calling)) as client, Videos(workers=1) as videos:
+    before, busy, rest, killed, ended = look(), [], [], [], threading.Event()
+    client = serve(folder / "model", renderer, (0, 1), Calling) if real else stand_ins(folder / "model", renderer)
+    with contextlib.closing(client), Videos(workers=1) as videos:
         stage = {"engine": client, "renderer": renderer, "videos": videos, "cfg": cfg, "progress": False}
-        disturber = threading.Thread(target=disturb, args=(client, every, ended, seen, killed), daemon=True)
+        disturber = threading.Thread(target=disturb, args=(client, every, ended, busy, killed), daemon=True)
         disturber.start()
         began = time.monotonic()
         for step in range(math.ceil(episodes / STEP)):
@@ -105,9 +117,10 @@ def play(folder: Path, episodes: int, every: float) -> tuple[dict, dict[str, lis
                     elif episode.main.finish in ("stop", "length"):
                         answered += 1
                     calls.update(call.error or "reported" for call in episode.calls)
-            warm = warm or len(seen)  # the first step fills the caches
             seconds = time.monotonic() - began
             print(f"{answered} answered, {failed.total()} failed, {len(killed)} kills, {seconds:.0f} s", flush=True)
+            time.sleep(1)  # threads end
+            rest.append(look())
         ended.set()
         disturber.join()
         groups = [*killed, *(server.process.pid for server in client._servers if server.process)]
@@ -115,35 +128,37 @@ def play(folder: Path, episodes: int, every: float) -> tuple[dict, dict[str, lis
     facts = {"episodes": episodes, "answered": answered, "failed": dict(failed), "calls": dict(calls)}
     facts |= {"kills": len(killed), "restarts": client.restarts, "servers left": len(left)}
     facts["minutes"] = round(seconds / 60, 1)
-    seen, after, held = seen[warm:] or seen, look(), {}
-    third = math.ceil(len(seen) / 3)
+    held, after = {}, look()
+    third = math.ceil(len(rest) / 3)
     for name in before:
-        first, last = (round(fmean(sample[name] for sample in part), 1) for part in (seen[:third], seen[-third:]))
-        held[name] = [round(before[name]), first, last, round(after[name])]
+        first, last = (fmean(sample[name] for sample in part) for part in (rest[:third], rest[-third:]))
+        held[name] = [round(x) for x in (before[name], max(sample[name] for sample in busy), first, last, after[name])]
     return facts, held
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1000)
-    parser.add_argument("--every", type=float, default=30.0, help="seconds in which both serve, before the next kill")
+    parser.add_argument("--stand-ins", action="store_true", help="instead of real servers")
     parser.add_argument("--write", action="store_true", help="into results/soak.md")
     args = parser.parse_args()
     commit = config.git_commit()
     with tempfile.TemporaryDirectory() as folder:
         toy.build_toy(Path(folder), sizes=SMALL)
-        facts, held = play(Path(folder), args.episodes, args.every)
-    print(json.dumps(facts | held))
+        facts, held = play(Path(folder), not args.stand_ins, args.episodes, every=2 if args.stand_ins else 30)
+    print(json.dumps([facts, held]))
     if args.write:
+        name = "Stand-ins" if args.stand_ins else "Real servers"
+        lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
         rows = [[name, *values] for name, values in held.items()]
-        table = markdown(f"# The soak\n\n{__doc__}", ["held", "before", "first third", "last third", "after"], rows)
-        lines = [f"{name}: {value}" for name, value in facts.items()]
-        lines += [f"`make soak` at commit {commit}; {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}"]
-        RESULT.write_text(table + "\n\n- " + "\n- ".join(lines) + "\n", encoding="utf-8")
+        header = ["held", "before", "at most", "first third", "last third", "after"]
+        table = markdown(f"#### {name}\n\n{lines}", header, rows)
+        made = f"`make soak` at commit {commit}; {os.cpu_count()} cores, load {os.getloadavg()[2]:.1f}."
+        put_between_marks(RESULT, name, "soak.py", f"{table}\n\n{made}", "The soak")
 
     assert facts["answered"] + sum(facts["failed"].values()) == facts["episodes"], "an episode is missing"
     assert not facts["servers left"], "a server outlived its client"
-    for name, (before, first, last, after) in held.items():
+    for name, (before, _, first, last, after) in held.items():
         assert last <= 1.1 * first + 2, f"{name} grew from {first} to {last}"
         assert after <= before + 2 or name in ("memory, MiB", "threads"), f"{name}: {before} before, {after} after"
 

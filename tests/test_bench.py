@@ -21,7 +21,7 @@ SMALL = {
     "update": functools.partial(bench.update, 2, **SHAPE),
     "sft": functools.partial(bench.sft, 1, 2, frames=2, side=64),
     "dispatch": functools.partial(bench.dispatch, 1, 2, 0.2),
-    "overhead": functools.partial(bench.overhead, 4, 0.05),
+    "overhead": functools.partial(bench.overhead, (4,), 0.1),
     "decode": functools.partial(bench.decode, 1, 4),
     "engine": functools.partial(bench.engine, 1, 8, 8),
     "images": functools.partial(bench.images, 2, 4, 64),
