@@ -62,7 +62,7 @@ def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
-    return client(checkpoint, renderer, gpus=gpus, launch=launch, start_timeout=240)
+    return client(checkpoint, renderer, gpus=gpus, launch=launch, start_timeout=600)
 
 
 @pytest.fixture(scope="module")
