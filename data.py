@@ -73,7 +73,7 @@ class Trajectory:
     n_prompt_clips: int | None = None  # how many of `frames` the prompt shows, the first ones; None: all
 
 
-CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed", "crashed")
+CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed", "engine", "crashed")
 
 
 @dataclass

@@ -33,6 +33,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +55,8 @@ from tools import TOOLS, Look, ToolError, parse_calls, use
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
 OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
 TIMEOUT = "This call took too long and was given up."
+LEAST_TURN = 16  # tokens that the context must still have for a turn
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,7 @@ class RolloutConfig:
     strict_tools: bool = False
     """Stop the run at an exception in a tool's own code. Else the call ends with an error, and the log has the traceback."""
     call_timeout: float = 600.0
-    """Seconds after which a call is given up; long enough for a server's restart."""
+    """Seconds after which a call is given up; long enough for a server's restart, but not for its first start."""
     concurrency: int = 256
     """Episodes that run at the same time."""
     subagents: SubagentConfig = field(default_factory=SubagentConfig)
@@ -116,6 +119,8 @@ class RolloutConfig:
         for name in ("max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+        if self.max_turns < 0:
+            raise ValueError(f"max_turns = {self.max_turns}: must not be negative; 0 allows no calls")
 
     @property
     def rounds(self) -> tuple[int, int]:
@@ -202,7 +207,7 @@ def open_trajectory(prompt: Rendered) -> Trajectory:
 
 
 def _extend(agent: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
-    """Append tokens, sampled ones with their log-probs. This is the only way in which a trajectory grows."""
+    """Append tokens, sampled ones with their log-probs. A rollout lets a trajectory grow in no other way."""
     agent.ids += ids
     agent.mask += [mask] * len(ids)
     agent.logprobs += logprobs or [0.0] * len(ids)
@@ -216,7 +221,7 @@ def append(stage: Stage, agent: Trajectory, delta: Rendered) -> bool:
     # A turn that stopped at another token, such as <|endoftext|> or </tool_call>, still lacks the template's own end.
     if agent.ids[-1] != stage.renderer.end_of_turn:
         ids = [stage.renderer.end_of_turn, *ids]
-    if len(agent.ids) + len(ids) + 16 > stage.cfg.max_context:
+    if len(agent.ids) + len(ids) + LEAST_TURN > stage.cfg.max_context:
         agent.finish = "length"
         return False
     _extend(agent, ids)
@@ -282,16 +287,16 @@ def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: 
         calls[i].error, calls[i].text = "over_limit", OVER_LIMIT.format(allowed)
     runnable = runnable[:allowed]
     jobs = [functools.partial(_run_call, stage, task, calls[i], derive(seed, i)) for i in runnable]
-    finished = dict(zip(runnable, together(stage.engine, stage.callers, jobs, stage.cfg.call_timeout)))
+    results = dict(zip(runnable, together(stage.engine, stage.callers, jobs, stage.cfg.call_timeout)))
     replies = []
     for i, call in enumerate(calls):
-        reply = finished.get(i)
-        if reply is None:
-            if i in finished:
-                call.error, call.text, call.seconds = "timeout", TIMEOUT, stage.cfg.call_timeout
-            stage.observe("report", call)
-            reply = Reply(call, [call.text])
-        replies.append(reply)
+        if results.get(i) is not None:
+            replies.append(results[i])
+            continue
+        if i in results:  # it was given up
+            call.error, call.text, call.seconds = "timeout", TIMEOUT, stage.cfg.call_timeout
+        stage.observe("report", call)
+        replies.append(Reply(call, [call.text]))
     return replies
 
 
@@ -313,8 +318,9 @@ def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Reply:
                 call.agent, call.text = _report(stage, found, seed)
     except ToolError as error:
         call.error, call.text = error.kind, str(error)
-    except EngineError:
-        call.error, call.text = "failed", "The sub-agent could not answer."
+    except EngineError as error:  # the servers are tried for minutes, so this is rare; the main agent goes on without
+        log.warning("a sub-agent could not answer: %s", error)
+        call.error, call.text = "engine", "The sub-agent could not answer."
     call.seconds = time.perf_counter() - started
     stage.observe("report", call)
     return Reply(call, [*frames, call.text])
@@ -330,7 +336,7 @@ def _report(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
     start, end = agent.prompt_length, len(agent.ids)
     agent.turns.append((start, end))
     if agent.finish == "stop":
-        end -= 1  # whichever of the ends was sampled
+        end -= 1  # without the end of the turn
     return agent, stage.renderer.decode(agent.ids[start:end]).strip() or NO_REPORT
 
 
@@ -409,8 +415,8 @@ def open_engine(
 class Places:
     """The places that running jobs hold at the engine: one for each that has not ended, within [least, most].
 
-    The engine in this process starts a batch as soon as everybody waits who may ask it for something, so `expect` tells
-    it how many threads that are. A place too few breaks repeatability, a place too many hangs."""
+    The engine in this process starts a batch once every thread waits for it that can still ask it for something, so
+    `expect` tells it how many threads these are. One too few, and batches depend on timing; one too many, and it hangs."""
 
     def __init__(self, engine: Engine, jobs: int, least: int, most: int):
         self.engine, self.least, self.most = engine, least, most

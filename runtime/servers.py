@@ -173,7 +173,10 @@ class SGLang:
         with self._changed:
             self.snapshot, self.version = str(path), version
             for server in self._servers:
-                server.ours, server.healthy = server.ours or not push, server.healthy and not push
+                if push:
+                    server.healthy = False  # until it has loaded them
+                else:
+                    server.ours = True  # another rank pushes
             self._changed.notify_all()
         self._ready(all)
 
@@ -262,7 +265,7 @@ class SGLang:
         def possible() -> bool:
             return enough(not server.failed for server in self._servers)
 
-        with self._changed:
+        with self._changed:  # its lock is re-entrant, and waiting in _pause releases it whole
             self._pause(seconds, lambda: enough(server.healthy for server in self._servers) or not possible())
             if not possible():
                 failures = [server.failed for server in self._servers if server.failed]

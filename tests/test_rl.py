@@ -274,7 +274,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
             "call_errors/unparseable": 1 / 4,
             "call_errors/too_dark": 1 / 4,
             **{f"call_errors/{kind}": 0.0 for kind in ("unknown_tool", "bad_arguments", "over_limit", "timeout")},
-            **{f"call_errors/{kind}": 0.0 for kind in ("failed", "crashed")},
+            **{f"call_errors/{kind}": 0.0 for kind in ("failed", "engine", "crashed")},
             "calls/crop_video": 2 / 3,
             "staleness": (1.5 + 1 + 0) / 3,
             "share/K=4": 1 / 3,

@@ -363,7 +363,7 @@ def test_an_episode_that_cannot_run_never_stops_the_others(renderer):
     engine = Scripted(renderer, reply)
     episodes = play(renderer, None, engine=engine, tasks=(TASK, bad, lost), group_size=2)
     # A sub-agent that fails is only a text for the main agent.
-    assert [c.error for c in episodes[0].calls] == ["failed"] and len(episodes[0].main.turns) == 2
+    assert [c.error for c in episodes[0].calls] == ["engine"] and len(episodes[0].main.turns) == 2
     assert [bool(e.error) for e in episodes] == [False, False, True, True, True, True]
     assert "VideoError" in episodes[2].error and "no server" in episodes[4].error
     assert engine.expected == 0
@@ -485,7 +485,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
         assert answered and main.ids[stop:start].count(response) == len(answered)
         # One user turn: closed once, after which only the next assistant turn opens.
         assert main.ids[stop:start].count(end) == 1 + (main.ids[stop - 1] != end)
-        assert sum(c.error in ("", "bad_arguments", "unknown_tool", "timeout", "failed") for c in answered) <= per_round
+        assert sum(c.error in ("", "bad_arguments", "unknown_tool", "timeout", "engine") for c in answered) <= per_round
         assert main.mask[stop:start] == [0] * (start - stop)
     assert {c.turn for c in episode.calls} == set(range(len(main.turns) - 1))
     assert all((c.text != "") and (c.agent is not None) == (c.error == "") for c in episode.calls)
