@@ -203,6 +203,22 @@ def test_a_sub_agents_row_with_its_tools_own_words_is_what_a_rollout_asks(video,
     assert "You read text." in renderer.decode(agent.ids) and "What happens here?" not in renderer.decode(agent.ids)
 
 
+def test_a_direct_agents_row_shows_and_tells_of_no_tools(video, tokenizer, videos, schemas):
+    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+    row = [user(video, nframes=4), {"role": "assistant", "content": "Red."}]
+    for agent, tools in (("main", True), ("direct", False)):
+        bundle = encode_dialogue(parse(row, agent=agent), videos, renderer, schemas)
+        text = renderer.decode(bundle.suffixes[0])
+        assert ("<tools>" in text) is ("call tools" in text) is tools
+
+
+def test_the_loss_weight_of_a_source_reaches_the_bundles_of_its_rows(video, tmp_path, renderer, videos, schemas):
+    row = {"messages": [user(video, nframes=1), {"role": "assistant", "content": "Red."}]}
+    source = Source(write_jsonl(tmp_path / "a.jsonl", [row]), loss_weight=2.5)
+    [(dialogue, *_)] = Dataset(DataConfig((source,)), parse_dialogue).batch(0, 1)
+    assert encode_dialogue(dialogue, videos, renderer, schemas).weight == 2.5
+
+
 def test_images_and_text_only_rows_are_rows_too(tmp_path, renderer, videos, schemas):
     path = tmp_path / "a.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8)).save(path)
@@ -411,6 +427,11 @@ def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
             [name for name, *_ in Dataset(DataConfig((Source(path),)), lambda row, origin, *_: origin).batch(0, 3)]
         )
     assert names[0] == names[1] and sorted(names[0]) == ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2"]
+
+
+def test_packing_puts_each_row_the_longest_first_where_the_least_room_stays():
+    """60 | 50 | 40 beside 60, where it just fits | 30 and 20 beside 50."""
+    assert best_fit([20, 30, 40, 50, 60], 100) == [[4, 2], [3, 1, 0]]
 
 
 @given(st.lists(st.integers(1, 100), max_size=60))
