@@ -35,10 +35,12 @@ import yaml
 REPO = Path(__file__).resolve().parent.parent
 KEPT, RESULT = REPO / "runs" / "mutants.jsonl", REPO / "results" / "mutants.md"
 SECONDS = 600  # a mutant that lets its tests run longer counts as killed
-# What every forked process would import, but for the project.
-PRELOAD = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "transformers.models.qwen3_vl.modeling_qwen3_vl"]
-PRELOAD += ["transformers.models.auto.tokenization_auto", "pyarrow.parquet", "requests", "av", "_hypothesis_pytestplugin"]
-PRELOAD += ["hypothesis", "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"]
+PRELOAD = [  # what every forked process would import, but for the project
+    "hypothesis", "_hypothesis_pytestplugin", "requests", "av", "pyarrow.parquet", "torch.distributed.fsdp",
+    "torch.distributed.checkpoint", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3_vl.modeling_qwen3_vl", "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+]  # fmt: skip
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".qwen", "runs", "toy_data", "data", "*cache*", ".hypothesis")
 TIMES = itertools.count(1)
 OPTIONS = ["-x", "-q", "--tb=line", "--assert=plain", "-m", "not slow and not sglang and not qwen"]
 OPTIONS += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio"]
@@ -125,19 +127,19 @@ def write(path: Path, text: str) -> None:
 
 def report(mutants: list[Mutant], verdicts: dict[str, dict]) -> str:
     """Return results/mutants.md."""
-    survivors = [m for m in mutants if verdicts[m.key]["verdict"] == "passed"]
+    lived = [m for m in mutants if verdicts[m.key]["verdict"] == "passed"]
     slow = [m for m in mutants if verdicts[m.key]["verdict"] == "too long"]
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=REPO, text=True).strip()
-    dead = len(mutants) - len(survivors)
-    lines = ["# Mutants", "", "Small changes of meaning, made one at a time. One is killed if a fast test fails.", ""]
-    lines += [f"**{dead} of {len(mutants)} killed ({100 * dead / len(mutants):.1f} %).** `make mutants` at {commit}.", ""]
+    dead = len(mutants) - len(lived)
+    lines = ["# Mutants", "", "Each breaks one thing; it is killed if a fast test fails that passes without it."]
+    lines += ["", f"**{dead} of {len(mutants)} killed ({dead / len(mutants):.1%})**: `make mutants` at {commit}.", ""]
     lines += ["| file | killed | of |", "|---|---|---|"]
     for file in dict.fromkeys(m.file for m in mutants):
-        of = [m for m in mutants if m.file == file]
-        lines.append(f"| `{file}` | {sum(m not in survivors for m in of)} | {len(of)} |")
-    lines += ["", "## Survivors", ""]
-    lines += [f"- `{m.file}`: {m.breaks}. {m.lives or 'Not explained.'}" for m in survivors] or ["None."]
-    lines += ["", *(f"Killed because its tests took more than {SECONDS} s: `{m.file}`: {m.breaks}." for m in slow)]
+        own = [m for m in mutants if m.file == file]
+        lines.append(f"| `{file}` | {len(own) - sum(m in lived for m in own)} | {len(own)} |")
+    lines += ["", "What lived, and why:" if lived else "None lived.", ""]
+    lines += [f"- `{m.file}`: {m.breaks}. {m.lives or 'Not explained.'}" for m in lived]
+    lines += [f"- `{m.file}`: {m.breaks}: killed, because its tests took more than {SECONDS} s." for m in slow]
     return "\n".join(lines).strip() + "\n"
 
 
@@ -153,11 +155,8 @@ def main(words: list[str]) -> None:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, KEPT.open("a") as kept:
         tree = Path(folder) / "tree"
+        shutil.copytree(REPO, tree, ignore=NOT_COPIED)
         (Path(folder) / "toy").mkdir()
-        files = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPO, text=True).split()
-        for name in files:
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPO / name, tree / name)
         run_tests(tree, "tests/test_data.py", "-k", "k_frames_asked")  # builds the toy, without a mutant
         for narrowly in (True, False):  # by the tests that it names; those that live, by all tests of their file
             for i, mutant in enumerate(todo, 1):

@@ -188,8 +188,11 @@ def test_a_sub_agents_row_gets_the_sub_agents_prompt_and_window(video, tokenizer
     row = [user(video, "", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
     bundle = encode_dialogue(parse(row, agent="sub"), videos, renderer, schemas)
     text = renderer.decode(bundle.suffixes[0])
-    assert "<tools>" not in text and "What happens here?" in text and len(bundle.frames[0]) == 8
+    assert "<tools>" not in text and "What happens here?<" in text and len(bundle.frames[0]) == 8
     assert all(4 <= t <= 12 for t in bundle.frames[0].times)
+    asked = [user(video, "Which?", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
+    text = renderer.decode(encode_dialogue(parse(asked, agent="sub"), videos, renderer, schemas).suffixes[0])
+    assert "What happens here?\nQuestion: Which?<" in text
 
 
 def test_a_sub_agents_row_with_its_tools_own_words_is_what_a_rollout_asks(video, tokenizer, videos, schemas):
@@ -382,6 +385,15 @@ def test_a_bad_row_is_named_once_and_skipped_and_too_many_stop_the_run(tmp_path,
     with pytest.raises(RowError, match="not JSON"):
         Path(path).write_text("{\n")
         Dataset(DataConfig((Source(path),), max_bad_fraction=0.0), number).batch(0, 1)
+
+
+def test_a_row_that_was_rejected_after_reading_is_not_read_again(tmp_path):
+    """As SFT rejects rows that are too long, and videos that cannot be decoded."""
+    source = Source(write_jsonl(tmp_path / "a.jsonl", [{"n": i} for i in range(3)]))
+    dataset = Dataset(DataConfig((source,), max_bad_fraction=0.5), number)
+    assert sorted(n for n, *_ in dataset.batch(0, 3)) == [0, 1, 2]
+    dataset.reject("a.jsonl:1", "too long")
+    assert sorted(n for n, *_ in dataset.batch(1, 3)) == [0, 2]
 
 
 @pytest.mark.parametrize("rank", range(8))

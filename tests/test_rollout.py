@@ -338,9 +338,11 @@ def test_a_report_can_neither_end_a_turn_nor_answer_nor_show_pixels(renderer):
     check_trajectory(episode.main, renderer)
 
 
-def test_an_engine_that_samples_pixels_stops_the_run(renderer):
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+def test_an_engine_that_samples_pixels_stops_the_run(renderer, token):
+    sampled = renderer.tokenizer.convert_tokens_to_ids(token)
     with pytest.raises(ContractError, match="banned"):
-        play(renderer, lambda prompt, seed: [renderer.image_pad, renderer.end_of_turn])
+        play(renderer, lambda prompt, seed: [sampled, renderer.end_of_turn])
 
 
 def test_frames_can_be_returned_instead_of_a_report(renderer):

@@ -43,8 +43,8 @@ def test_each_call_parses_or_fails_alone():
     assert errors(text) == ["", "unparseable", "", "unparseable", "", "unparseable"]
     assert errors(f"<tool_call>\n{good}\n</tool_call>") == ["unparseable", ""]  # the outer one ends
     assert errors("so</think><tool_call>{") == ["unparseable"] and errors("no call </tool_call> here") == []
-    assert errors(f"<tool_call>{call_text(start_time=' ' * 5000)[11:]}") == ["unparseable"]  # as long as no call is
-    assert errors(good.replace("</tool_call>", "</tool_code>")) == ["unparseable"]  # which does not close it
+    assert errors(good.replace("</tool_call>", " " * 5000 + "</tool_call>")) == ["unparseable"]  # no call is so long
+    assert errors(good.replace("<tool_call>", "<tool_code>")) == ["unparseable"]  # the other tag does not close it
     assert all(call.turn == 2 and (not call.error or "could not be read" in call.text) for call in parse_calls(text, 2))
 
 
@@ -167,7 +167,8 @@ def test_the_models_path_only_picks_among_the_tasks_own_videos():
 
 
 def test_the_model_may_ask_for_fewer_frames():
-    assert [len(crop(start_time=0, end_time=20, num_frames=n).frames) for n in (1, 2, 99)] == [1, 2, CONTRACT.crop_max_frames]
+    for wanted, shown in ((1, 1), (2, 2), (99, CONTRACT.crop_max_frames)):
+        assert len(crop(start_time=0, end_time=20, num_frames=wanted).frames) == shown
 
 
 def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
