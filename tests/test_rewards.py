@@ -289,6 +289,7 @@ def merging() -> Renderer:
         # Tokens that carry a letter, a digit or the answer's first character are left out ...
         ("B", ["<", "answer", "</", "answer", ">"]),
         ("?", ["<", "answer", ">", "answer", ">"]),
+        ("\n?", ["<", "answer", ">\n", "answer", ">"]),
         ("a B", ["<", "answer", ">", "answer", ">"]),
         # ... and so are >( and >[; but to sample `)</` is to decide to close.
         ("(B)", ["<", "answer", ")</", "answer", ">"]),
