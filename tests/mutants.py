@@ -3,8 +3,8 @@
     python tests/mutants.py                # `make mutants`: all of them -> results/mutants.md
     python tests/mutants.py grpo anchor    # only those whose file or description has one of these words
 
-A mutant is killed if a test fails that passes without it. First the tests that it names run, then, if they pass, all fast
-tests of its file. A mutant whose old text does not stand exactly once in its file is refused: change mutants.yaml, too.
+A mutant is killed if a test fails that passes without it. First the tests that it names run (`by`); if they pass, all fast
+tests of its file. A mutant whose old text does not stand exactly once in its file is refused: mend mutants.yaml, too.
 Verdicts are kept in runs/mutants.jsonl as long as the mutant and its file stay as they are; survivors are tried again.
 
 Every mutant runs in a process of its own, forked from this one, which has imported torch and nothing of the project.
@@ -34,16 +34,16 @@ import yaml
 
 REPO = Path(__file__).resolve().parent.parent
 KEPT, RESULT = REPO / "runs" / "mutants.jsonl", REPO / "results" / "mutants.md"
-SECONDS = 600  # a mutant that lets its tests run longer counts as killed
+NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".qwen", "runs", "toy_data", "*cache*", ".hypothesis")
 PRELOAD = [  # what every forked process would import, but for the project
     "hypothesis", "_hypothesis_pytestplugin", "requests", "av", "pyarrow.parquet", "torch.distributed.fsdp",
     "torch.distributed.checkpoint", "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3_vl.modeling_qwen3_vl", "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
 ]  # fmt: skip
-NOT_COPIED = shutil.ignore_patterns(".git", ".venv*", ".qwen", "runs", "toy_data", "data", "*cache*", ".hypothesis")
-TIMES = itertools.count(1)
 OPTIONS = ["-x", "-q", "--tb=line", "--assert=plain", "-m", "not slow and not sglang and not qwen"]
 OPTIONS += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio"]
+SECONDS = 600  # a mutant whose tests take longer counts as killed
+TIMES = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Mutant:
     """One small change that some test must notice."""
 
     file: str
-    tests: list[str]  # the test files of `file`
+    tests: list[str]  # test files
     breaks: str
     old: str
     new: str
@@ -67,20 +67,20 @@ def read_mutants() -> list[Mutant]:
     """Read all mutants; refuse those whose place in the code is gone or is no longer one."""
     found, wrong = [], []
     for file, room in yaml.safe_load((REPO / "tests" / "mutants.yaml").read_text()).items():
+        text = (REPO / file).read_text()
         for fields in room["mutants"]:
             mutant = Mutant(**{"file": file, "tests": room["tests"], **fields})
-            text = (REPO / file).read_text()
-            if text.count(mutant.old) != 1:
-                wrong.append(f"{file}: {mutant.breaks}: found {text.count(mutant.old)} times: {mutant.old!r}")
-                continue
-            compile(text.replace(mutant.old, mutant.new), file, "exec")
             found.append(mutant)
+            if text.count(mutant.old) == 1:
+                compile(text.replace(mutant.old, mutant.new), file, "exec")
+            else:
+                wrong.append(f"{file}: {mutant.breaks}: found {text.count(mutant.old)} times: {mutant.old!r}")
     if wrong:
         sys.exit("\n".join(["error: the old text of a mutant must stand in its file exactly once:", *wrong]))
     return found
 
 
-def run_tests(tree: Path, *arguments: str) -> tuple[str, str]:
+def run_tests(tree: Path, *arguments: str, seconds: float = SECONDS) -> tuple[str, str]:
     """Run pytest on the copy; return passed | failed | too long | none, and the test that failed."""
     child = os.fork()
     if child == 0:
@@ -93,7 +93,7 @@ def run_tests(tree: Path, *arguments: str) -> tuple[str, str]:
         os._exit(pytest.main([*OPTIONS, f"--basetemp={tree.parent}/toy/run", *arguments]))
 
     started, done, status = time.monotonic(), 0, 0
-    while not done and time.monotonic() - started < SECONDS:
+    while not done and time.monotonic() - started < seconds:
         time.sleep(0.05)
         done, status = os.waitpid(child, os.WNOHANG)
     with contextlib.suppress(ProcessLookupError):  # it, or what it has left behind
@@ -131,8 +131,8 @@ def report(mutants: list[Mutant], verdicts: dict[str, dict]) -> str:
     slow = [m for m in mutants if verdicts[m.key]["verdict"] == "too long"]
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=REPO, text=True).strip()
     dead = len(mutants) - len(lived)
-    lines = ["# Mutants", "", "Each breaks one thing; it is killed if a fast test fails that passes without it."]
-    lines += ["", f"**{dead} of {len(mutants)} killed ({dead / len(mutants):.1%})**: `make mutants` at {commit}.", ""]
+    lines = ["# Mutants", "", "Each breaks one thing; it is killed if a fast test fails that passes without it.", ""]
+    lines += [f"**{dead} of {len(mutants)} killed ({dead / len(mutants):.1%})**: `make mutants` at {commit}.", ""]
     lines += ["| file | killed | of |", "|---|---|---|"]
     for file in dict.fromkeys(m.file for m in mutants):
         own = [m for m in mutants if m.file == file]
@@ -146,8 +146,8 @@ def report(mutants: list[Mutant], verdicts: dict[str, dict]) -> str:
 def main(words: list[str]) -> None:
     mutants = read_mutants()
     KEPT.parent.mkdir(exist_ok=True)
-    lines = map(json.loads, KEPT.read_text().splitlines()) if KEPT.exists() else []
-    verdicts = {line["key"]: line for line in lines}
+    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
+    verdicts = {line["key"]: line for line in map(json.loads, lines)}
     chosen = [m for m in mutants if not words or any(word in f"{m.file}: {m.breaks}" for word in words)]
     todo = [m for m in chosen if m.key not in verdicts or verdicts[m.key]["verdict"] == "passed"]
 
@@ -160,21 +160,17 @@ def main(words: list[str]) -> None:
         run_tests(tree, "tests/test_data.py", "-k", "k_frames_asked")  # builds the toy, without a mutant
         for narrowly in (True, False):  # by the tests that it names; those that live, by all tests of their file
             for i, mutant in enumerate(todo, 1):
-                started = time.monotonic()
                 found = verdicts[mutant.key] = try_mutant(mutant, tree, *(["-k", mutant.by] if narrowly else []))
-                seconds = time.monotonic() - started
-                print(f"{i}/{len(todo)} {seconds:.0f} s {found['verdict']}: {mutant.file}: {mutant.breaks}", flush=True)
+                print(f"{i}/{len(todo)} {found['verdict']}: {mutant.file}: {mutant.breaks} {found['test']}", flush=True)
                 if found["verdict"] in ("failed", "too long") or not narrowly:
                     kept.write(json.dumps(found) + "\n")
                     kept.flush()
             todo = [m for m in todo if verdicts[m.key]["verdict"] in ("passed", "none")]
         # A test that fails without a mutant, too, kills nothing.
-        verdict, test = run_tests(tree, *sorted({verdicts[m.key]["test"] for m in chosen} - {""}))
+        killers = sorted({verdicts[m.key]["test"] for m in chosen} - {""})
+        verdict, test = run_tests(tree, *killers, seconds=4 * SECONDS)
         if verdict != "passed":
             sys.exit(f"error: {test} fails without a mutant, too ({verdict})")
-    for mutant in chosen:
-        if mutant.lives and verdicts[mutant.key]["verdict"] != "passed":
-            print(f"no longer lives: {mutant.file}: {mutant.breaks}")
     if not words:
         RESULT.write_text(report(mutants, verdicts))
 
