@@ -519,7 +519,7 @@ def test_sampling_overlaps_training_and_its_tokens_are_one_update_old(toy_dir, c
         ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
         ({"group_size": 1}, "group_size = 1: an advantage compares at least 2"),
         ({"clip_eps": -1}, "clip_eps = -1.0: must be greater than 0"),
-        ({"kl": -0.1}, "kl = -0.1: must not be negative"),
+        ({"kl_coef": -0.1}, "kl_coef = -0.1: must not be negative"),
     ],
 )
 def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
