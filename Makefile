@@ -56,9 +56,10 @@ paradox: $(VENV)/.installed
 mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py
 
-# What only a GPU can show (10 minutes of one, no SGLang, no network); `make test-all` runs the same parts small, on a CPU.
-test-gpu: $(VENV)/.installed
-	CUDA_VISIBLE_DEVICES=0 $(BIN)/python -m pytest tests/test_gpu.py -m "slow or not slow" -s
+# What only a GPU can show, in the environment that is active, as requirements.txt makes it (10 minutes of one GPU, no SGLang,
+# no network); `make test-all` runs the same parts small, on a CPU.
+test-gpu:
+	CUDA_VISIBLE_DEVICES=0 $(PYTHON) -m pytest tests/test_gpu.py -m "slow or not slow" -s
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -268,7 +268,7 @@ class Media:
         if self.start is None:
             return videos.overview(self.path, self.nframes or contract.overview_frames, contract.frame_size)
         fps, most = contract.crop_fps, contract.crop_max_frames
-        return videos.window(self.path, self.start, self.end, contract.frame_size, fps, most)
+        return videos.window(self.path, self.start, self.end, contract.crop_size, fps, most)
 
 
 @dataclass(frozen=True)

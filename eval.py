@@ -2,7 +2,7 @@
 
     python eval.py configs/eval/toy.yaml                    # the toy, with tools and without, at every K
     python eval.py configs/eval/paravt_8b.yaml              # called again, it goes on where it was stopped
-    python eval.py configs/eval/paravt_8b.yaml --dry-run    # what is there, what is missing, how long the rest takes
+    python eval.py configs/eval/paravt_8b.yaml --dry-run    # what is missing, how long it takes, what differs from the paper
     python eval.py configs/eval/paravt_8b.yaml shard=0/4    # items 0, 4, 8, ...: four machines share a run
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
 
@@ -32,6 +32,7 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 import data
+import tools
 from data import Episode
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, ask_with_subtitles, count_items, grade, grade_leniently, load_split
@@ -54,7 +55,8 @@ class EvalConfig:
     run: str
     """Folder of the results."""
     name: str
-    """The row of the table; the names in configs/eval/published.yaml bring the published numbers along."""
+    """The row of the table. The names in configs/eval/published.yaml bring the published numbers along, also with more in
+    brackets: "ParaVT-8B (own)"."""
     checkpoint: str
     """A Hugging Face folder, or its name on the hub."""
     splits: dict[str, str]
@@ -159,12 +161,41 @@ def dry_run(cfg: EvalConfig) -> int:
     check("servers", servers)
     if cfg.prompting.protocol not in tables.OUR_PROTOCOLS and not cfg.prompting.prompt_file:
         print("  note    prompting.prompt_file is empty: our own words, so scores differ from the authors'")
-    differs = tables.read_published()["differs"]
-    for text in [*differs["all"], *differs[cfg.name]] if cfg.name in differs else []:
+    for text in unlike_published(cfg):
         print(f"  note    the published run: {text}")
     for url in cfg.rollout.urls:
         print(f"  note    {url} must serve {cfg.checkpoint}")
     return 0 if good else 1
+
+
+def unlike_published(cfg: EvalConfig) -> list[str]:
+    """List what the published run of this row did otherwise: keys of the config, then what no key can say."""
+    published, row = tables.read_published(), tables.row_of(cfg.name)
+    asked, table, differs = published["asked"], published["table"], published["differs"]
+    if row not in asked["rows"]:
+        return differs.get(row, [])
+    here = replace(cfg, visual=cfg.visual or VisualContract.load(cfg.checkpoint))
+    ours = json.loads(json.dumps(dataclasses.asdict(here)))  # tuples become lists, as in a file
+    splits_of = {}  # a difference -> the splits that have it
+    for split, k in zip(table["columns"], table["frames"]):
+        if split in cfg.splits:
+            theirs = config.merge(asked["all"], asked["rows"][row])
+            theirs = config.merge(theirs, asked["splits"].get(split, {})) | {"frames": [k]}
+            for text in other_values(theirs, ours):
+                splits_of.setdefault(text, []).append(split)
+    found = [f"{text} ({', '.join(splits)})" for text, splits in splits_of.items()]
+    return [*found, *differs["open"], *differs[row]]
+
+
+def other_values(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
+    """List the keys that have another value in a config than they had in the published run."""
+    found = []
+    for key, value in theirs.items():
+        if isinstance(value, dict):
+            found += other_values(value, ours[key], f"{prefix}{key}.")
+        elif ours[key] != value:
+            found.append(f"{prefix}{key} = {value!r}, here {ours[key]!r}")
+    return found
 
 
 def check_room(cell: "Cell", videos: Videos, cfg: EvalConfig) -> None:
@@ -177,7 +208,7 @@ def check_room(cell: "Cell", videos: Videos, cfg: EvalConfig) -> None:
     if frames * tokens > cfg.rollout.max_context:
         raise config.ConfigError(
             f"{frames} frames of {tokens} tokens do not fit into rollout.max_context = {cfg.rollout.max_context}: "
-            "lower `frames` or visual.frame_pixels, or raise max_context"
+            "lower `frames` or the pixels in `visual`, or raise max_context"
         )
 
 
@@ -200,7 +231,9 @@ def time_left(cells: list["Cell"], cfg: EvalConfig) -> str:
 
 def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, keep: Callable | None = None) -> dict[str, Any]:
     """Ask one item; returns its line of the results. The episode goes to `keep`: held, its frames would fill memory."""
-    task, episode, turns, answer, verdict, lenient, form = item.task, None, [], None, UNGRADED, UNGRADED, {}
+    task = item.task
+    episode, turns, answer = None, [], None
+    verdict, lenient, form = UNGRADED, UNGRADED, {}
     try:
         if item.subtitles:
             shown = look_over(stage, task.videos[0], k, cfg.prompting.protocol)
@@ -276,6 +309,7 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str
     rollout, grading = dataclasses.asdict(cfg.rollout), dataclasses.asdict(cfg.grading)
     elsewhere = ("gpus", "urls", "server_args", "max_batch_tokens", "concurrency", "call_timeout", "dispatch")
     prompts = [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, cfg.rollout.schemas]
+    prompts.append(Path(tools.__file__).read_text(encoding="utf-8"))  # a tool may ask its sub-agents in its own words
     header = {
         "name": cfg.name,
         "split": cell.split,
@@ -445,7 +479,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["table"]:
         sys.exit(tables.main(sys.argv[2:]))
     cfg, args = config.command_line(EvalConfig, __doc__)
-    try:
-        sys.exit(dry_run(cfg) if args.dry_run else main(cfg))
-    except (config.ConfigError, tables.TableError, ContractError, EngineError, FileNotFoundError, DataError) as error:
-        sys.exit(f"error: {error}")
+    user_errors = (config.ConfigError, tables.TableError, ContractError, EngineError, FileNotFoundError, DataError)
+    config.run_script(dry_run if args.dry_run else main, cfg, *user_errors)

@@ -83,7 +83,7 @@ def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualCont
         wanted = read_number(arguments["num_frames"], "num_frames")
         most = int(max(1, min(wanted, contract.crop_max_frames)))
         fps = most / (end - start)
-    frames = videos.window(path, start, end, contract.frame_size, fps=fps, max_frames=most)
+    frames = videos.window(path, start, end, contract.crop_size, fps=fps, max_frames=most)
     return Look(frames, (start, end))
 
 

@@ -10,9 +10,8 @@
     video_zoomer            asks for one segment a turn, at a rate of its choice
 
 All sample through the stage's engine and leave an Episode: exact tokens, turns, calls with their windows and errors.
-Flows, limits and formats are those of the models' own code, but frames may be up to a quarter larger
-(configs/eval/base.yaml); the words, in protocols.yaml, are **ours**. Other words give other scores: a `prompt_file`
-brings the authors', and a result should say which were used.
+Flows, limits and formats are those of the models' own code; the words, in protocols.yaml, are **ours**. Other words give
+other scores: a `prompt_file` brings the authors', and a result should say which were used.
 
 Deliberately missing: sampling beyond a temperature (top-p, repetition penalties), SAGE's tools that need a network or
 speech recognition, the video channel (what a model knew from the positions of a video, it reads as stamps).
@@ -149,8 +148,8 @@ def reading(stage: Stage, **contract: Any) -> Stage:
 
 
 def look_over(stage: Stage, path: str, k: int, protocol: Protocol) -> Frames:
-    info = stage.videos.info(path)
-    return show(stage, info, overview_indices(info, k, protocol))
+    info, contract = stage.videos.info(path), stage.renderer.contract
+    return stage.videos.frames(path, overview_indices(info, k, protocol), contract.frame_size(info.width, info.height))
 
 
 def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
@@ -165,7 +164,8 @@ def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[in
 
 
 def show(stage: Stage, info: VideoInfo, indices: Sequence[int]) -> Frames:
-    return stage.videos.frames(info.path, indices, stage.renderer.contract.frame_size(info.width, info.height))
+    """Return what a tool shows."""
+    return stage.videos.frames(info.path, indices, stage.renderer.contract.crop_size(info.width, info.height))
 
 
 def fill(text: str, values: dict[str, str | list]) -> list:

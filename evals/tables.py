@@ -338,9 +338,14 @@ def score_cell(r: Results) -> str:
     return f"{cell} ({', '.join(remarks)})" if remarks else cell
 
 
+def row_of(name: str) -> str:
+    """Return the row of the paper's table that a name belongs to: "ParaVT-8B (own)" is still ParaVT-8B."""
+    return name.partition(" (")[0]
+
+
 def published_scores(name: str, published: dict) -> dict[str, float]:
     for row in published["rows"]:
-        if row["name"] == name:
+        if row["name"] == row_of(name):
             return {c: score for c, score in zip(published["columns"], row["scores"]) if score is not None}
     return {}
 

@@ -76,15 +76,16 @@ def read_tree(path: Path) -> dict:
         raise ConfigError(f"{path}: expected `key: value` lines, got {type(tree).__name__}")
     base = tree.pop("base", None)
     if base:
-        tree = _merge(read_tree(path.parent / base), tree)
+        tree = merge(read_tree(path.parent / base), tree)
     return tree
 
 
-def _merge(below: dict, above: dict) -> dict:
+def merge(below: dict, above: dict) -> dict:
+    """Lay one mapping over another: mappings merge, everything else replaces."""
     merged = dict(below)
     for key, value in above.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = _merge(merged[key], value)
+            merged[key] = merge(merged[key], value)
         else:
             merged[key] = value
     return merged

@@ -1,6 +1,7 @@
 """What the model sees: one visual contract, and one way to turn messages into tokens, for SFT, RL, evaluation and `ask`.
 
     contract = VisualContract()                    # 65,536 pixels a frame = 64 tokens, stamped images
+    contract.frame_size(1280, 720)                 # (352, 192): the size at which such a video's frames are decoded
     contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another one
     renderer = Renderer(load_tokenizer(checkpoint_dir), contract)
     rendered = renderer.render(messages, tools)    # ids with expanded image pads, assistant mask, frames
@@ -44,6 +45,11 @@ class VisualContract:
 
     frame_pixels: int = 65_536
     """Least area of a frame. 65,536 = 64 tokens: the smallest image that Qwen3-VL's processor does not enlarge."""
+    max_frame_pixels: int | None = None
+    """Largest area of a frame: one that is neither too small nor too large keeps its size, as in Qwen's processors
+    (min_pixels, max_pixels). null: every frame is scaled to `frame_pixels`, whatever its source."""
+    crop_frame_pixels: int | None = None
+    """Frames of a crop are scaled to this area. null: they are as large as those of the overview."""
     patch: int = 16
     """Side of a vision patch in pixels (14 for Qwen2.5-VL)."""
     merge: int = 2
@@ -57,8 +63,15 @@ class VisualContract:
     crop_max_frames: int = 16
 
     def __post_init__(self):
-        if self.frame_pixels < self.cell**2:
-            raise ValueError(f"frame_pixels = {self.frame_pixels}: at least one token, {self.cell**2} pixels")
+        for name in ("frame_pixels", "crop_frame_pixels"):
+            area = getattr(self, name)
+            if area is not None and area < self.cell**2:
+                raise ValueError(f"{name} = {area}: at least one token, {self.cell**2} pixels")
+        if self.max_frame_pixels is not None and self.max_frame_pixels < self.frame_pixels:
+            raise ValueError(
+                f"max_frame_pixels = {self.max_frame_pixels}: at least frame_pixels = {self.frame_pixels}; null scales "
+                "every frame to frame_pixels"
+            )
         for name in ("overview_frames", "crop_fps", "crop_max_frames"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
@@ -69,7 +82,31 @@ class VisualContract:
 
     def frame_size(self, width: int, height: int) -> tuple[int, int]:
         """Return (width, height) to decode at: every later resize (transformers', SGLang's) is the identity."""
-        scale = math.sqrt(self.frame_pixels / (width * height))
+        if self.max_frame_pixels is None:
+            return self._scale_to(self.frame_pixels, width, height)
+        # Between two areas, as Qwen's smart_resize, bit for bit: each side is rounded to whole tokens. Too large a frame
+        # shrinks, and its sides are rounded down; too small a one grows, and they are rounded up.
+        columns, rows = round(width / self.cell), round(height / self.cell)
+        area = columns * rows * self.cell**2
+        if area > self.max_frame_pixels:
+            factor = math.sqrt(width * height / self.max_frame_pixels)
+            columns = max(1, math.floor(width / factor / self.cell))
+            rows = max(1, math.floor(height / factor / self.cell))
+        elif area < self.frame_pixels:
+            factor = math.sqrt(self.frame_pixels / (width * height))
+            columns = math.ceil(width * factor / self.cell)
+            rows = math.ceil(height * factor / self.cell)
+        return columns * self.cell, rows * self.cell
+
+    def crop_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return (width, height) to decode a crop's frames at."""
+        if self.crop_frame_pixels is None:
+            return self.frame_size(width, height)
+        return self._scale_to(self.crop_frame_pixels, width, height)
+
+    def _scale_to(self, area: int, width: int, height: int) -> tuple[int, int]:
+        """Return the smallest size in whole tokens that covers the area in this shape."""
+        scale = math.sqrt(area / (width * height))
         # The epsilon keeps an exact fit (256 x 256) from rounding up to one cell more.
         columns = max(1, math.ceil(width * scale / self.cell - 1e-9))
         rows = max(1, math.ceil(height * scale / self.cell - 1e-9))
@@ -80,7 +117,10 @@ class VisualContract:
 
     def processor_size(self) -> dict[str, int]:
         """Return the image processor's limits under which our frames pass unchanged (Qwen names areas "edges")."""
-        return {"shortest_edge": self.frame_pixels, "longest_edge": max(16_777_216, self.frame_pixels)}
+        smallest, largest = self.frame_pixels, max(16_777_216, self.frame_pixels, self.max_frame_pixels or 0)
+        if self.max_frame_pixels or self.crop_frame_pixels:
+            smallest = self.cell**2  # a frame that was rounded down, or of a crop, may be below frame_pixels
+        return {"shortest_edge": smallest, "longest_edge": largest}
 
     @classmethod
     def load(cls, checkpoint: str | Path) -> "VisualContract":
@@ -104,7 +144,9 @@ class VisualContract:
     def check(self, checkpoint: str | Path) -> None:
         """Raise ContractError if the checkpoint was made for other pixels. A stock checkpoint has no visual.json: then
         only its processor's constants must agree (its size limits are overridden when SGLang is started)."""
-        saved = _read_json(Path(checkpoint) / "visual.json")
+        saved = None
+        if (Path(checkpoint) / "visual.json").exists():
+            saved = dataclasses.asdict(self.load(checkpoint))
         processor = _read_json(Path(checkpoint) / "preprocessor_config.json")
         constants = self._processor_constants()
         if saved is not None:

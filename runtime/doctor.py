@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from runtime.contract import Bundle, Renderer, patchify
-from runtime.distributed import gather
+from runtime.distributed import gather, print0
 from runtime.engine import EngineError
 from runtime.packing import rope_positions
 from runtime.policy import Policy
@@ -55,6 +55,7 @@ def self_check(policy: Policy, groups: Sequence, temperature: float) -> None:
     flaws = [flaw for rank in gather(flaws[:3]) for flaw in rank]
     if flaws:
         raise EngineError("; ".join(flaws))
+    print0(f"trainer and engine agree: their log-probs differ by {max(gather(gap)):.4f} on average")
 
 
 def flaw_of(agent, policy: Policy) -> str:

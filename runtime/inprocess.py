@@ -10,6 +10,10 @@ sorted, and each row draws from its own seed, so a run can be repeated bit for b
     positions            M-RoPE, explicit: the padding does not count
     mask                 real tokens before it
 
+On a GPU, prompts and rests are read as one sequence without padding, by the trainer's kernels (packing.py), and a row is
+padding, its ids | sampled ids. There SDPA would be slow: with a mask it computes all scores in fp32, or, by cuDNN, plans
+each new length of the keys anew.
+
 Deliberately missing: requests that join a running batch, paged keys, tensor parallelism.
 
 Shapes: B rows, L tokens of a step, H hidden, V vocabulary, M visual tokens, D DeepStack levels.
@@ -29,7 +33,16 @@ from transformers import AttentionInterface, DynamicCache, Qwen3VLForConditional
 
 from runtime.contract import Renderer, patchify
 from runtime.engine import EngineError, Sample
-from runtime.packing import frames_flash_attention, join_frames, rope_positions
+from runtime.packing import (
+    FrameLayout,
+    KeyLayout,
+    Segment,
+    frames_flash_attention,
+    group_packed_attention,
+    join_frames,
+    pick_kernel,
+    rope_positions,
+)
 from runtime.video import Frames
 
 CHUNK = 128  # tokens whose probabilities are summed in fp32 before they are drawn from; it divides Qwen's vocabulary
@@ -78,6 +91,7 @@ class InProcess:
         self, checkpoint: str | Path, renderer: Renderer, device="cpu", dtype="float32", max_batch_tokens=131_072
     ):
         AttentionInterface.register("grouped_sdpa", _grouped_sdpa)
+        AttentionInterface.register("packed_then_matmul", _packed_then_matmul)
         AttentionInterface.register("frames_flash", frames_flash_attention)
         self.version = 0
         self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
@@ -88,6 +102,8 @@ class InProcess:
         )
         self.model.model.visual.config._attn_implementation = "frames_flash"  # by its name alone, it may not be loaded
         self.model.to(device).eval().requires_grad_(False)
+        on_gpu = self.model.device.type == "cuda"
+        self.use_kernel(pick_kernel(self.model.device, self.model.dtype) if on_gpu else None)
         self._queue: list[_Request] = []
         self._expected, self.closed = 0, False
         self._changed = threading.Condition()
@@ -95,6 +111,11 @@ class InProcess:
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
+
+    def use_kernel(self, kernel: str | None) -> None:
+        """Choose how prompts are read: packed, by a kernel of packing.py, or (None) in padded rows, by SDPA with a mask."""
+        self.kernel = kernel
+        self.model.model.language_model.config._attn_implementation = "packed_then_matmul" if kernel else "grouped_sdpa"
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
         shared = min(shared or len(ids), len(ids) - 1)  # the logits of the last one are sampled from
@@ -150,15 +171,19 @@ class InProcess:
                 return
 
     def _batches(self, waiting: list[_Request]) -> list[list[_Request]]:
-        """Cut into batches within the token budget, no row more than a third padding; a group stays together if it fits."""
+        """Cut into batches within the token budget, of rows of similar length; a group stays together if it fits."""
         batches = []
         for request in waiting:
-            length = len(request.ids) + request.max_new_tokens
-            fits = batches and length * (len(batches[-1]) + 1) <= self.max_batch_tokens
-            if fits and 2 * len(request.ids) <= 3 * len(batches[-1][0].ids):
-                batches[-1].append(request)
-            else:
-                batches.append([request])
+            if batches:
+                rows = [*batches[-1], request]
+                # Prompts, rests and answers are padded each to the longest of them.
+                width = max(r.shared for r in rows)
+                width += max(len(r.ids) - r.shared for r in rows)
+                width += max(r.max_new_tokens for r in rows)
+                if len(rows) * width <= self.max_batch_tokens and 2 * len(request.ids) <= 3 * len(rows[0].ids):
+                    batches[-1].append(request)
+                    continue
+            batches.append([request])
         return batches
 
 
@@ -167,6 +192,20 @@ def _grouped_sdpa(module, query, key, value, attention_mask, scaling, **_):
     copies each key and value to all of its query heads, which takes most of a decoding step."""
     out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2), None
+
+
+def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout | None = None, **_):
+    """The same on a GPU: a packed sequence by its layout, and after it one token per row, [B, heads, 1, size], by plain
+    matrix products. `attention_mask`: which keys of a row are real, [B, 1, 1, L]."""
+    if key_layout:
+        return group_packed_attention(module, query, key, value, None, scaling, key_layout)
+    # The query heads that share a key head stand beside each other: one product for them, and no copy of the keys.
+    groups = query.shape[1] // key.shape[1]
+    query = query[:, :, 0].unflatten(1, (-1, groups))  # [B, shared heads, groups, size]
+    scores = (query @ key.transpose(-1, -2)).float() * scaling  # [B, shared heads, groups, L]
+    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
+    out = weights.to(value.dtype) @ value  # [B, shared heads, groups, size]
+    return out.flatten(1, 2)[:, None], None
 
 
 class _Batch:
@@ -180,23 +219,66 @@ class _Batch:
 
     def run(self) -> None:
         with torch.inference_mode():
-            # Read each prompt once, and copy its keys to the rows of all requests that share it.
-            prompts = {}
+            # Each prompt, once for all requests that share it, and what follows it in each request.
+            prompts, rests = {}, []
             for request in self.requests:
                 if request.prompt not in prompts:
                     prompts[request.prompt] = _piece(request.ids[: request.shared], request.frames, 0, self.renderer)
-            row_of = {prompt: row for row, prompt in enumerate(prompts)}
-            self.real = torch.zeros(len(prompts), 0, dtype=torch.bool, device=self.device)  # [B, L] no padding
-            self._read(list(prompts.values()))
-            self._keep([row_of[request.prompt] for request in self.requests])
-            # Read what follows the prompt in each row.
-            rests = []
-            for request in self.requests:
                 prompt = prompts[request.prompt]
                 clips = request.frames[len(prompt.clips) :]
                 rests.append(_piece(request.ids[request.shared :], clips, prompt.end, self.renderer))
                 request.position = rests[-1].end
-            self._sample(self._read(rests))
+            number = {prompt: i for i, prompt in enumerate(prompts)}
+            prompt_of = [number[request.prompt] for request in self.requests]
+
+            read = self._read_packed if self.engine.kernel else self._read_padded
+            self._sample(read(list(prompts.values()), rests, prompt_of))
+
+    def _read_padded(self, prompts: list["_Piece"], rests: list["_Piece"], prompt_of: list[int]):
+        """Read the prompts, copy the keys of each to the rows that share it, and read the rests. Return the hidden state of
+        each row's last token [B, H]."""
+        self.real = torch.zeros(len(prompts), 0, dtype=torch.bool, device=self.device)  # [B, L] no padding
+        self._read(prompts)
+        self._keep(prompt_of)
+        return self._read(rests)
+
+    def _read_packed(self, prompts: list["_Piece"], rests: list["_Piece"], prompt_of: list[int]):
+        """Do the same without padding: read all pieces as one sequence, and take the keys of each row out of it."""
+        # Lay the pieces out. A rest sees its prompt and itself, and both make a row.
+        pieces = [*prompts, *rests]
+        stops = np.cumsum([len(piece.ids) for piece in pieces]).tolist()
+        spans = [(stop - len(piece.ids), stop) for piece, stop in zip(pieces, stops)]
+        segments = [Segment(start, stop, start, start) for start, stop in spans[: len(prompts)]]
+        rows = []
+        for i, (start, stop) in zip(prompt_of, spans[len(prompts) :]):
+            segments.append(Segment(start, stop, *spans[i]))
+            rows.append(np.concatenate([np.arange(*spans[i]), np.arange(start, stop)]))
+
+        # Read them.
+        ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)  # [1, N]
+        positions = np.concatenate([piece.positions for piece in pieces], axis=1)[:, None]  # [3, 1, N]
+        embeds, visual = self._embed(ids, ids == self.renderer.image_pad, pieces)
+        hidden = self.model.model.language_model(
+            inputs_embeds=embeds,
+            position_ids=torch.from_numpy(positions).to(self.device),
+            past_key_values=self.cache,
+            use_cache=True,
+            key_layout=KeyLayout(segments, self.engine.kernel, self.device),
+            **visual,
+        ).last_hidden_state[0]  # [N, H]
+
+        # Take each row's keys and values out of the sequence: [1, heads, N, size] -> [B, heads, L, size].
+        longest = max(len(row) for row in rows)  # L; shorter rows are padded on the left
+        places = np.zeros((len(rows), longest), np.int64)
+        real = np.zeros((len(rows), longest), bool)
+        for i, row in enumerate(rows):
+            places[i, -len(row) :] = row
+            real[i, -len(row) :] = True
+        places, self.real = torch.from_numpy(places).to(self.device), torch.from_numpy(real).to(self.device)
+        for layer in self.cache.layers:
+            layer.keys = layer.keys[0][:, places].transpose(0, 1)
+            layer.values = layer.values[0][:, places].transpose(0, 1)
+        return hidden[places[:, -1]]
 
     def _read(self, pieces: list["_Piece"]):
         """Run one piece per row through the model and return the hidden state of each row's last token [B, H]."""
@@ -209,15 +291,18 @@ class _Batch:
             positions[:, row, -len(piece.ids) :] = piece.positions
             real[row, -len(piece.ids) :] = True
         ids, positions, real = (torch.from_numpy(x).to(self.device) for x in (ids, positions, real))
-        clips = [clip for piece in pieces for clip in piece.clips]
-        embeds = self.model.get_input_embeddings()(ids)  # [B, L, H]
-        visual = {}
-        if clips:
-            pads = (ids == self.renderer.image_pad) & real
-            features = self._see(clips)  # [1 + D, M, H]
-            embeds = embeds.masked_scatter(pads[..., None], features[0].to(embeds.dtype))
-            visual = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(features[1:])}
+        embeds, visual = self._embed(ids, (ids == self.renderer.image_pad) & real, pieces)
         return self._forward(embeds, positions, real, **visual)
+
+    def _embed(self, ids, pads, pieces: list["_Piece"]):
+        """Return the embeddings [B, L, H] of ids and of the frames at their pads, and what the text model wants beside."""
+        embeds = self.model.get_input_embeddings()(ids)
+        clips = [clip for piece in pieces for clip in piece.clips]
+        if not clips:
+            return embeds, {}
+        features = self._see(clips)  # [1 + D, M, H]
+        embeds = embeds.masked_scatter(pads[..., None], features[0].to(embeds.dtype))
+        return embeds, {"visual_pos_masks": pads, "deepstack_visual_embeds": list(features[1:])}
 
     def _forward(self, embeds, positions, real, **visual):
         self.real = torch.cat([self.real, real], dim=1)
@@ -241,11 +326,14 @@ class _Batch:
         seen = []
         for clip in clips:
             patches, grid = patchify([clip], contract.patch, contract.merge)
+            options = {}
+            if self.engine.kernel in ("flash", "varlen"):
+                options = {"frame_layout": FrameLayout(self.engine.kernel, int(grid[0, 1:].prod()))}
             patches, grid = (
                 torch.from_numpy(patches).to(self.device),
                 torch.from_numpy(join_frames(grid)).to(self.device),
             )
-            out = self.model.model.visual(patches.to(self.model.dtype), grid_thw=grid)
+            out = self.model.model.visual(patches.to(self.model.dtype), grid_thw=grid, **options)
             seen.append(torch.stack([out.pooler_output, *out.deepstack_features]))
         return torch.cat(seen, dim=1)
 

@@ -194,7 +194,7 @@ def sft_row(
         tidy = f"<think>\n{thought}\n</think>\n{calls}"
         unread = tidy.replace("tool_call>", "tool_code>")
         say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
-        if messages[-1]["content"] == unread:  # nothing ran, so nothing follows
+        if messages[-1]["content"] == unread:  # the row ends here: a rollout says only that it could not be read
             return {"messages": json.dumps(messages), "agent": agent}
         reports = [told(flash, crop_times(flash, *window)) for window in wanted]
         text = "\n".join(f"<tool_response>\n{report}\n</tool_response>" for report in reports)

@@ -31,7 +31,7 @@ LETTERS = {
         "not A but B": "B", "not A": None, "It is not B": None, "neither A nor B but C": "C", "B, not A": "B",
         "B rather than C": "B", "It isn't A or C, it is B": "B", "It can't be A, so B": "B",
         # two letters are none
-        "The answer is B. Option C is wrong": None,  # pitfalls A9: it was right for both
+        "The answer is B. Option C is wrong": None,  # the released code: right for both
         "A or B": None, "B, C": None, "A) or B)": None, "A. B. C.": None, "A. red\nB. blue": None, "(A) (B)": None,
         "B. Option A is wrong": None, "A) or perhaps B": None, "J. nothing": None,
     },

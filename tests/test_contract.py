@@ -16,17 +16,34 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from data import Media, Task, overview
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer, patchify
 from runtime.video import Frames
+from tools import crop_video
 
 # ------------------------------------------------------------------------------------------------ pixels
 
 
-def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, make_frames):
+RELEASED = VisualContract(frame_pixels=100_352, max_frame_pixels=602_112, crop_frame_pixels=65_536)
+CONTRACTS = [VisualContract(frame_pixels=tokens * 1024) for tokens in (1, 4, 64, 256)] + [
+    RELEASED,
+    VisualContract(frame_pixels=102_400, max_frame_pixels=102_400),  # what is rounded down ends below it
+    VisualContract(patch=14, frame_pixels=784, max_frame_pixels=50_176),
+]
+
+
+@pytest.mark.parametrize(
+    "contract, sizes",
+    [
+        (VisualContract(frame_pixels=64 * 64), ((64, 64), (96, 64), (64, 160), (352, 192), (256, 256))),
+        (RELEASED, (RELEASED.frame_size(1280, 720), RELEASED.frame_size(640, 360), RELEASED.crop_size(1280, 720))),
+    ],
+)
+def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, make_frames, contract, sizes):
     """Also through its own resize, which must be the identity on our frames."""
-    VisualContract(frame_pixels=64 * 64).save(tmp_path)
+    contract.save(tmp_path)
     processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
-    clips = [make_frames(2, *size) for size in ((64, 64), (96, 64), (64, 160), (352, 192), (256, 256))]
+    clips = [make_frames(2, *size) for size in sizes]
     expected = processor(images=[image for clip in clips for image in clip.pixels], return_tensors="np")
     values, grid = patchify(clips)
     assert values.dtype == np.float32 and np.array_equal(values, expected["pixel_values"])
@@ -34,16 +51,62 @@ def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, mak
     assert [x.shape for x in patchify([])] == [(0, 1536), (0, 3)]
 
 
+@given(width=st.integers(16, 8000), height=st.integers(16, 8000), contract=st.sampled_from(CONTRACTS))
+def test_every_later_resize_of_a_decoded_frame_is_the_identity(width, height, contract):
+    cell, size = contract.cell, contract.processor_size()
+    for w, h in (contract.frame_size(width, height), contract.crop_size(width, height)):
+        assert w % cell == h % cell == 0 and w > 0 and h > 0
+        if max(w, h) / min(w, h) <= 200:  # beyond, the processor refuses any image
+            assert smart_resize(h, w, cell, size["shortest_edge"], size["longest_edge"]) == (h, w)
+
+
 @given(width=st.integers(16, 8000), height=st.integers(16, 8000), tokens=st.sampled_from([1, 4, 64, 256]))
-def test_every_later_resize_of_a_decoded_frame_is_the_identity(width, height, tokens):
+def test_without_a_largest_area_every_frame_covers_the_least_with_at_most_one_row_and_column_more(
+    width, height, tokens
+):
     contract = VisualContract(frame_pixels=tokens * 1024)
     w, h = contract.frame_size(width, height)
-    size = contract.processor_size()
-    assert w % 32 == h % 32 == 0 and w * h >= contract.frame_pixels
-    if max(w, h) / min(w, h) <= 200:  # beyond, the processor refuses any image
-        assert smart_resize(h, w, 32, size["shortest_edge"], size["longest_edge"]) == (h, w)
-    # Rounding up costs at most one row and one column of tokens.
-    assert (w // 32 - 1) * (h // 32 - 1) < tokens
+    assert (w // 32) * (h // 32) >= tokens > (w // 32 - 1) * (h // 32 - 1)
+    assert contract.crop_size(width, height) == (w, h)
+
+
+@given(
+    width=st.integers(16, 8000),
+    height=st.integers(16, 8000),
+    patch=st.sampled_from([14, 16]),
+    areas=st.sampled_from([(1024, 50_176), (25_088, 100_352), (100_352, 100_352), (100_352, 602_112)]),
+)
+def test_between_two_areas_a_frame_is_as_large_as_qwens_own_processors_make_it(width, height, patch, areas):
+    if max(width, height) / min(width, height) > 200:
+        return  # those refuse it
+    contract = VisualContract(patch=patch, frame_pixels=areas[0], max_frame_pixels=areas[1])
+    assert contract.frame_size(width, height) == smart_resize(height, width, contract.cell, *areas)[::-1]
+
+
+def test_the_released_drivers_frames_cost_what_its_authors_say():
+    for size, tokens in (((1280, 720), 576), ((1920, 1080), 576), ((640, 360), 220)):
+        assert RELEASED.frame_tokens(*RELEASED.frame_size(*size)) == tokens
+    assert RELEASED.frame_tokens(*RELEASED.crop_size(1280, 720)) == 66
+
+
+def test_a_crop_has_its_own_area_and_the_overview_keeps_its(toy_dir, videos):
+    """In a tool's call and in a row of SFT."""
+    contract = VisualContract(frame_pixels=64 * 64, crop_frame_pixels=32 * 32)
+    task = Task("t", "?", (str(toy_dir / "videos" / "test00000.mp4"),), "oe", "red")
+    looks = [
+        overview(task, 4, videos, contract)[0],
+        crop_video(task, {"start_time": 0, "end_time": 4}, videos, contract).frames,
+        Media(task.videos[0]).frames(videos, contract),
+        Media(task.videos[0], start=0.0, end=4.0).frames(videos, contract),
+    ]
+    assert [look.pixels.shape[1:3] for look in looks] == [(64, 64), (32, 32)] * 2
+
+
+def test_areas_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match="max_frame_pixels = 50176: at least frame_pixels = 65536"):
+        VisualContract(max_frame_pixels=50_176)
+    with pytest.raises(ValueError, match="crop_frame_pixels = 784: at least one token, 1024 pixels"):
+        VisualContract(crop_frame_pixels=784)
 
 
 def test_a_frame_of_the_default_contract_costs_64_tokens_or_little_more():
@@ -60,7 +123,8 @@ def test_a_checkpoint_made_under_another_contract_is_refused_with_both_values(tm
     VisualContract(frame_pixels=4096).check(tmp_path)
     with pytest.raises(ContractError, match=r"frame_pixels: this run has 65536, the checkpoint 4096"):
         VisualContract().check(tmp_path)
-    for field, value in {"stamp": "{:.0f}s", "crop_fps": 2.0, "overview_frames": 8, "patch": 14}.items():
+    changes = {"stamp": "{:.0f}s", "crop_fps": 2.0, "overview_frames": 8, "patch": 14}
+    for field, value in (changes | {"max_frame_pixels": 4096, "crop_frame_pixels": 4096}).items():
         with pytest.raises(ContractError, match=f"{field}: this run has"):
             dataclasses.replace(VisualContract(frame_pixels=4096), **{field: value}).check(tmp_path)
 
@@ -98,6 +162,18 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
         path.write_text(wrong)
         with pytest.raises(ContractError, match=r"visual\.json: "):
             VisualContract.load(tmp_path)
+
+
+def test_a_checkpoint_from_before_a_key_existed_is_accepted_with_its_default(tmp_path):
+    """Its visual.json names no largest area, and its pixels are those of a contract without one."""
+    contract = VisualContract(frame_pixels=1024)
+    contract.save(tmp_path)
+    path = tmp_path / "visual.json"
+    saved = json.loads(path.read_text())
+    del saved["max_frame_pixels"], saved["crop_frame_pixels"]
+    path.write_text(json.dumps(saved))
+    contract.check(tmp_path)
+    assert VisualContract.load(tmp_path) == contract
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -170,7 +246,7 @@ def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, make_f
 
 
 def test_parallel_responses_share_one_user_turn_in_call_order(renderer):
-    """The released code re-rendered the chat per response; from the second on they lost their opening (pitfalls A1)."""
+    """The released code re-rendered the chat per response; from the second on they lost their opening."""
     text = renderer.decode(renderer.continuation(["first", "second", "third"]).ids)
     assert text == (
         "\n<|im_start|>user\n<tool_response>\nfirst\n</tool_response>\n<tool_response>\nsecond\n</tool_response>"

@@ -37,7 +37,7 @@ def write_jsonl(path, rows):
 
 
 def test_the_drawn_k_is_the_same_in_every_process():
-    """The released code seeded from Python's per-process `hash` (pitfalls A2)."""
+    """The released code seeded from Python's per-process `hash`."""
     drawn = [draw_frames(f"t{i}", i, [4, 8, 16, 32, 64], 7) for i in range(12)]
     assert drawn == [64, 32, 64, 64, 8, 8, 16, 4, 32, 64, 16, 8]
 
@@ -51,7 +51,7 @@ def test_k_is_uniform_over_the_choices_and_drawn_anew_each_epoch():
 
 
 def test_k_frames_asked_are_k_frames_in_the_prompt(toy_dir, tokenizer, videos, schemas):
-    """Gating must reach the sampler (pitfalls A2); a shorter video gives all that it has."""
+    """Gating must reach the sampler; a shorter video gives all that it has."""
     contract = VisualContract(frame_pixels=1024)
     renderer = Renderer(tokenizer, contract)
     task = parse_task(Rows(toy_dir / "rl.parquet")[0], "rl:0", toy_dir)

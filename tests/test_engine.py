@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import requests
 import tiny_checkpoint
 import torch
+from test_policy import varlen_reference
 from tiny_checkpoint import MemoryVideos, noise
 from transformers import Qwen3VLForConditionalGeneration
 
@@ -258,6 +260,13 @@ def test_tokens_depend_on_the_requests_own_seed_only(checkpoint, renderer, promp
     for batch in sizes[0]:
         assert len(batch) * max(len(r.ids) + r.max_new_tokens for r in batch) <= 400 or len(batch) == 1
     assert engine.generate(**rows[-1] | {"seed": 99}).ids != engine.generate(**rows[-1]).ids
+    # Past bug: a short prompt with a long rest widens the rows of all others; a batch took twice its budget.
+    long, short = ({"frames": (), "temperature": 1.0, "seed": 0, "stop": frozenset()} for _ in range(2))
+    long |= {"ids": [0] * 120, "shared": 10, "max_new_tokens": 20}
+    short |= {"ids": [0] * 90, "shared": 89, "max_new_tokens": 20}
+    for batch in plain(engine, [_Request(**long), *(_Request(**short) for _ in range(8))]):
+        parts = ((r.shared, len(r.ids) - r.shared, r.max_new_tokens) for r in batch)
+        assert len(batch) * sum(map(max, zip(*parts))) <= 400 or len(batch) == 1
     engine.close()
 
 
@@ -331,6 +340,105 @@ def test_blank_frames_change_what_the_model_thinks(engine, renderer):
     for ids in (first, later):
         seen, unseen = (engine.generate(**request(ids, [c], temperature=0.0, max_new_tokens=8)) for c in (clip, blank))
         assert abs(seen.logprobs[0] - unseen.logprobs[0]) > 1e-3
+
+
+# ---- in this process, on a GPU's path: its kernels by their definition
+
+
+def flash_attn_2(q, *args, causal, softmax_scale):
+    assert softmax_scale == q.shape[-1] ** -0.5
+    return varlen_reference(q, *args, causal)
+
+
+def torch_varlen(q, *args, window_size, scale, enable_gqa):
+    assert window_size in ((-1, 0), (-1, -1)) and scale == q.shape[-1] ** -0.5
+    return varlen_reference(q, *args, window_size == (-1, 0))
+
+
+def no_sdpa(*args, **options):
+    raise AssertionError("SDPA was called")
+
+
+@pytest.fixture
+def as_on_a_gpu(checkpoint, renderer, monkeypatch):
+    """as_on_a_gpu("varlen") -> an engine that reads with this kernel."""
+    opened = []
+
+    def open_engine(kernel: str, **options) -> InProcess:
+        monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_attn_2))
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_varlen)
+        if kernel != "sdpa":
+            monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", no_sdpa)
+        opened.append(InProcess(checkpoint, renderer, **options))
+        opened[0].use_kernel(kernel)
+        return opened[0]
+
+    yield open_engine
+    opened[0].close()
+
+
+@pytest.mark.parametrize("kernel", ["flash", "varlen", "sdpa"])
+def test_a_gpus_path_samples_what_a_cpus_path_samples(engine, as_on_a_gpu, renderer, prompts, kernel):
+    """Greedy and random rows of one batch that end at different times; shared prompts; frames after the prompt."""
+    rows = []
+    for i, (ids, clips) in enumerate(prompts):
+        for seed, temperature in enumerate((0.0, 0.7, 1.5)):
+            rows.append(request(ids, clips, seed, temperature, max_new_tokens=3 + 7 * seed + i))
+        tail = renderer.encode("<think>\nWell")
+        rows.append(request(ids + tail, clips, seed=i, shared=len(ids)))
+        delta = renderer.continuation([[noise(2, seed=9), "seen"]])
+        later = ids + tail + [renderer.end_of_turn] + delta.ids
+        rows.append(request(later, [*clips, *delta.frames], seed=i, shared=len(ids)))
+    assert engine.kernel is None
+    expected = at_once(engine, rows)
+    for sample, wanted in zip(at_once(as_on_a_gpu(kernel), rows), expected, strict=True):
+        assert (sample.ids, sample.finish) == (wanted.ids, wanted.finish)
+        assert np.allclose(sample.logprobs, wanted.logprobs, atol=1e-5, rtol=0)
+
+
+def test_a_gpu_reads_each_prompt_once_and_no_padding(as_on_a_gpu, renderer, prompts):
+    engine, read = as_on_a_gpu("varlen"), []
+    text = engine.model.model.language_model
+    text.register_forward_pre_hook(lambda _, __, given: read.append(given["inputs_embeds"].shape[:2]), with_kwargs=True)
+    (long, shown), (short, _) = prompts[3], prompts[0]
+    tails = [renderer.encode(text) for text in ("<think>\n", "Well, ", "\n\nIt is about a cat")]
+    rows = [request(long + tail, shown, shared=len(long), max_new_tokens=3) for tail in tails]
+    rows.append(request(short, [], shared=len(short) - 1, max_new_tokens=3))
+    # Their lengths would part them into batches, to bound the padding of a CPU.
+    engine._batches = lambda waiting: [waiting] if waiting else []
+    at_once(engine, rows)
+    assert read == [(1, len(long) + sum(map(len, tails)) + len(short)), (4, 1), (4, 1)]
+
+
+def test_a_gpus_path_fits_torchs_own_kernel(checkpoint, renderer, prompts, monkeypatch):
+    """In signature, shapes, dtypes and devices: torch checks them on the meta device, where it computes nothing."""
+    engine, chosen = InProcess(checkpoint, renderer, dtype="bfloat16"), []
+    engine.model.to("meta")
+    engine.use_kernel("varlen")
+
+    def choose(batch, hidden, rows):
+        chosen.append((hidden.device.type, hidden.dtype, len(hidden)))
+        return [30] * len(rows), [-1.0] * len(rows)
+
+    monkeypatch.setattr(_Batch, "_choose", choose)
+    samples = at_once(engine, [request(*prompts[0], max_new_tokens=length) for length in (1, 3)])
+    engine.close()
+    assert [sample.ids for sample in samples] == [[30], [30] * 3]
+    assert chosen == [("meta", torch.bfloat16, rows) for rows in (2, 1, 1)]
+
+
+def test_in_bf16_both_paths_agree_within_rounding(checkpoint, renderer, as_on_a_gpu, prompts):
+    plain = InProcess(checkpoint, renderer, dtype="bfloat16")
+    rows = [request(*prompt, seed=seed) for prompt in prompts for seed in range(4)]
+    expected = at_once(plain, rows)
+    plain.close()
+    gaps = []
+    for sample, wanted in zip(at_once(as_on_a_gpu("varlen", dtype="bfloat16"), rows), expected):
+        for token, other, logprob, wanted_logprob in zip(sample.ids, wanted.ids, sample.logprobs, wanted.logprobs):
+            if token != other:  # from here on the texts differ
+                break
+            gaps.append(abs(logprob - wanted_logprob))
+    assert len(gaps) > len(rows) and np.mean(gaps) < 0.05
 
 
 # ---- SGLang's client

@@ -499,8 +499,8 @@ def test_gains_are_over_what_both_have_finished(tmp_path):
 
 def test_a_score_says_what_is_missing_failed_or_published(tmp_path):
     rows = [*lines("110"), line("3", 0, error="EngineError: gone", prediction=None)]
-    write_results(tmp_path, "videomme", rows, name="ParaVT-8B", total=2700)
-    write_results(tmp_path, "lvbench", lines("1100"), name="ParaVT-8B")
+    write_results(tmp_path, "videomme", rows, name="ParaVT-8B (mine)", total=2700)
+    write_results(tmp_path, "lvbench", lines("1100"), name="ParaVT-8B (mine)")  # still a row of the table
     header, _, *scores = sections(tables.report([tmp_path]))["Scores"]
     by_split = [dict(zip(header, row)) for row in scores]
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\] \(4 of 2700, 1 errors\)", by_split[0]["videomme"])
@@ -613,58 +613,126 @@ def test_shards_ask_every_item_once_and_the_table_joins_them_but_no_other_files_
 
 # ------------------------------------------------------------------------------------------------ configs
 
-ROWS = {  # as its authors ask: (protocol, K, tokens of a frame, temperature, new tokens per turn)
+ROWS = {  # row -> its protocol in the published run, or the nearest that we have
+    **dict.fromkeys(("paravt_8b", "qwen3vl_8b"), "agent"),
+    **dict.fromkeys(("video_r1", "videorft", "videochat_r1", "time_r1", "rewatch_r1", "video_thinker"), "think"),
+    **{name: name for name in ("conan", "longvt", "sage", "video_zoomer")},
+    "qwen25vl_7b": "direct",
+}
+OWN = {  # as its authors ask: (protocol, K, tokens of a frame, temperature, new tokens per turn)
     "paravt_8b": ("agent", 64, 64, 0, 2048),
     "qwen3vl_8b": ("agent", 64, 64, 0, 2048),
-    "qwen25vl_7b": ("direct", 64, 384, 0, 2048),
     "video_r1": ("video_r1", 64, 256, 0, 1024),
     "videorft": ("video_r1", 32, 256, 0, 1024),
     "videochat_r1": ("videochat_r1", 32, 224, 0, 2048),
     "time_r1": ("time_r1", 64, 112, 0, 2048),
     "rewatch_r1": ("rewatch_r1", 192, 128, 0, 2048),
-    "video_thinker": ("video_thinker", 64, 384, 0, 2048),
+    "video_thinker": ("video_thinker", 64, 768, 0, 2048),
     "conan": ("conan", 16, 144, 1, 4000),
     "longvt": ("longvt", 512, 64, 0, 4096),
     "sage": ("sage", 128, 48, 0, 32768),
     "video_zoomer": ("video_zoomer", 64, 128, 0, 4096),
 }
+SHAPES = ((1920, 1080), (1080, 1920), (640, 480), (1280, 544), (1000, 1000), (320, 240))
 
 
-def test_every_open_row_of_the_published_table_has_a_config():
+def most_tokens(visual: VisualContract) -> int:
+    return max(visual.frame_tokens(*visual.frame_size(*shape)) for shape in SHAPES)
+
+
+def test_every_row_of_the_published_table_has_a_config():
     published = yaml.safe_load((CONFIGS / "published.yaml").read_text())["table"]["rows"]
-    named = {load(CONFIGS / f"{row}.yaml").name for row in ROWS}
-    assert named == {row["name"] for row in published if row["group"] != "proprietary"}
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == {*ROWS, "base", "published", "toy", "gpt4o"}
+    stems = {path.stem for path in CONFIGS.glob("*.yaml")} - {"base", "published", "toy"}
+    assert stems == {*ROWS, "gpt4o", "gemini_15_pro"}
+    assert {load(CONFIGS / f"{stem}.yaml").name for stem in stems} == {row["name"] for row in published}
+    assert {path.stem for path in CONFIGS.glob("own/*.yaml")} == OWN.keys()
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_is_asked_as_its_authors_ask_and_its_answers_have_room(row):
+def test_a_row_is_asked_as_in_the_published_run_and_its_answers_have_room(row):
+    """The values are those of the released driver: 128 to 768 tokens of 28 x 28 pixels, a server of 65,536 tokens."""
     cfg = load(CONFIGS / f"{row}.yaml")
+    visual, agent = cfg.visual, cfg.rollout
+    assert (visual.frame_pixels, visual.max_frame_pixels, visual.stamp) == (128 * 28**2, 768 * 28**2, "")
+    assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
+    assert (cfg.prompting.protocol, cfg.frames, cfg.run) == (ROWS[row], (64,), f"runs/eval/{row}")
+    assert visual.patch == (16 if cfg.agentic else 14) and len(agent.gpus) == 8
+    if cfg.agentic:
+        assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
+    crop = visual.frame_tokens(*visual.crop_size(1280, 720))
+    assert crop == 66 if visual.crop_frame_pixels else most_tokens(visual)
+    assert agent.max_context > 64 * (most_tokens(visual) + 2) + 2 * agent.max_new_tokens
+
+
+@pytest.mark.parametrize("row", OWN)
+def test_in_own_a_row_is_asked_as_its_authors_ask_and_its_answers_have_room(row):
+    cfg, released = load(CONFIGS / "own" / f"{row}.yaml"), load(CONFIGS / f"{row}.yaml")
     visual, agent, protocol = cfg.visual or VisualContract(), cfg.rollout, cfg.prompting.protocol
-    tokens, rest = divmod(visual.frame_pixels, visual.cell**2)
-    assert (protocol, *cfg.frames, tokens, agent.temperature, agent.max_new_tokens) == ROWS[row]
-    assert rest == 0 and visual.patch == (16 if cfg.agentic else 14) and len(agent.gpus) == 8
-    assert cfg.run == f"runs/eval/{row}" and len(cfg.splits) == 7 and "toy" not in cfg.splits
+    tokens, rest = divmod(visual.max_frame_pixels or visual.frame_pixels, visual.cell**2)
+    assert (protocol, *cfg.frames, tokens, agent.temperature, agent.max_new_tokens) == OWN[row]
+    assert rest == 0 and visual.patch == released.visual.patch and visual.crop_frame_pixels is None
+    assert (cfg.name, cfg.run) == (f"{released.name} (own)", f"runs/eval/own/{row}")
+    assert (cfg.checkpoint, cfg.splits) == (released.checkpoint, released.splits)
     assert cfg.arms == (("parallel", "none") if cfg.agentic else ("parallel",))
-    shapes = ((1920, 1080), (1080, 1920), (640, 480), (1280, 544), (1000, 1000))
-    most = max(visual.frame_tokens(*visual.frame_size(*shape)) for shape in shapes)
-    assert tokens <= most <= 1.25 * tokens  # as base.yaml says
+    assert visual.max_frame_pixels is None or most_tokens(visual) <= tokens  # at most, as its authors say
     rounds, more, stamp = {
         "conan": (protocols.CONAN_TURNS, protocols.CONAN_FRAMES, 12),
         "longvt": (protocols.LONGVT_ROUNDS, protocols.LONGVT_FRAMES, 2),
     }.get(protocol, (0, 0, 12))
     frames = cfg.frames[0] + rounds * more
-    assert agent.max_context > frames * (most + stamp) + (rounds + 1) * agent.max_new_tokens
+    assert agent.max_context > frames * (most_tokens(visual) + stamp) + (rounds + 1) * agent.max_new_tokens
 
 
 def test_every_command_in_a_config_is_one_that_loads():
     commands = []
-    for path in CONFIGS.glob("*.yaml"):
-        for text in re.findall(r"^#.*python eval\.py (configs/[^`\n]*)", path.read_text(), re.M):
-            file, *words = shlex.split(text.replace("ROW", "sage"), comments=True)
+    for path in CONFIGS.rglob("*.yaml"):
+        text = path.read_text().replace("\\\n#", "")  # a command goes on in the next line
+        for command in re.findall(r"^#.*python eval\.py (configs/[^`\n]*)", text, re.M):
+            file, *words = shlex.split(command.replace("ROW", "sage"), comments=True)
             commands.append(file)
             load(REPO / file, *(word for word in words if word != "--dry-run"))
-    assert {Path(file).stem for file in commands} == {*ROWS, "toy", "gpt4o"}
+    files = {str(path.relative_to(REPO)) for path in CONFIGS.rglob("*.yaml")}
+    assert set(commands) == files - {"configs/eval/base.yaml", "configs/eval/published.yaml"}
+
+
+def differing(row: str, *overrides: str) -> list[str]:
+    """What a dry run says of the config's keys; the rest is the same text for all configs of a row."""
+    cfg = load(CONFIGS / f"{row}.yaml", *overrides)
+    differs = tables.read_published()["differs"]
+    told, fixed = evaluation.unlike_published(cfg), [*differs["open"], *differs[tables.row_of(cfg.name)]]
+    assert told[-len(fixed) :] == fixed
+    return told[: -len(fixed)]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_keys_of_a_row_are_the_published_runs_on_every_split(row):
+    assert differing(row) == []
+    charades = ["splits={charades: x}", "frames=[32]"]
+    assert differing(row, *charades, "visual.stamp=<{:.1f} seconds>") == []
+    assert differing(row, *charades) == ["visual.stamp = '<{:.1f} seconds>', here '' (charades)"]
+
+
+def test_a_dry_run_names_every_key_that_is_not_the_published_runs_and_its_splits():
+    both = "splits={mlvu: x, charades: y}"
+    assert differing("video_r1", both, "visual.max_frame_pixels=200704") == [
+        "visual.max_frame_pixels = 602112, here 200704 (mlvu, charades)",
+        "visual.stamp = '<{:.1f} seconds>', here '' (charades)",
+        "frames = [32], here [64] (charades)",
+    ]
+    assert differing("own/paravt_8b", "splits={mlvu: x}") == [
+        "visual.frame_pixels = 100352, here 65536 (mlvu)",
+        "visual.max_frame_pixels = 602112, here None (mlvu)",
+        "visual.stamp = '', here '<{:.1f} seconds>' (mlvu)",
+        "visual.crop_frame_pixels = 65536, here None (mlvu)",
+        "rollout.max_context = 65536, here 32768 (mlvu)",
+        "rollout.tool_return = 'frames', here 'subagent' (mlvu)",
+        "rollout.think_prefix = False, here True (mlvu)",
+    ]
+    assert "prompting.protocol = 'think', here 'time_r1' (mlvu)" in differing("own/time_r1", "splits={mlvu: x}")
+    for row in ("gpt4o", "gemini_15_pro"):
+        [text] = evaluation.unlike_published(load(CONFIGS / f"{row}.yaml"))
+        assert "copied from leaderboards" in text
+    assert evaluation.unlike_published(load(CONFIGS / "toy.yaml")) == []
 
 
 @pytest.mark.parametrize("row", ["paravt_8b", "conan"])
@@ -678,7 +746,7 @@ def test_a_dry_run_names_all_that_is_missing(row, tmp_path, monkeypatch, capsys)
         assert f"MISSING {split}: {root}: no such folder" in told and f"--local-dir {root}`" in told
     assert ("our own words" in told) == (cfg.prompting.protocol != "agent")
     assert "note    the published run: frames are JPEGs" in told
-    assert ("rollout.tool_return=frames" in told) == (row == "paravt_8b") != ("in place of its clips" in told)
+    assert ("after 3 rounds the letter alone" in told) == (row == "paravt_8b") != ("in place of its clips" in told)
 
 
 @pytest.fixture
@@ -691,7 +759,8 @@ def test_a_dry_run_passes_what_could_start(toy_dir, eight_gpus, capsys):
     for row, override, told in (
         ("toy", f"checkpoint={toy_dir}/model", "ok      toy: 8 items, 80 episodes"),  # 5 K, with tools and without
         ("paravt_8b", "limit=3", "fetch it from the hub"),  # it was MISSING
-        ("paravt_8b", "rollout.max_context=4736", "ok      toy: 8 items, 16 episodes"),  # 64 * (64 + 10), not more
+        ("paravt_8b", "rollout.max_context=6528", "ok      toy: 8 items, 8 episodes"),  # 64 * (100 + 2), not more
+        ("own/paravt_8b", "rollout.max_context=4736", "ok      toy: 8 items, 16 episodes"),  # 64 * (64 + 10), not more
     ):
         assert dry_run(load(CONFIGS / f"{row}.yaml", f"splits={{toy: {toy_dir}}}", override)) == 0
         assert told in capsys.readouterr().out
@@ -705,6 +774,10 @@ def test_a_dry_run_passes_what_could_start(toy_dir, eight_gpus, capsys):
         (["rollout.gpus=[7, 8]"], r"MISSING servers: rollout.gpus = \[7, 8\]: there are 8 GPUs here"),
         (["rollout.gpus=[]", "rollout.urls=[localhost:9]"], "MISSING servers: no server answers at localhost:9"),
         (["rollout.max_context=703"], "MISSING toy: 64 frames of 11 tokens do not fit into rollout.max_context = 703"),
+        (
+            ["checkpoint=a/b", "visual={frame_pixels: 100352, max_frame_pixels: 602112}", "rollout.max_context=7039"],
+            "MISSING toy: 64 frames of 110 tokens do not fit into rollout.max_context = 7039",
+        ),
         (["splits={toy: EMPTY}"], r"MISSING toy: .*test00000\.mp4"),  # no video
     ],
 )
@@ -714,9 +787,9 @@ def test_a_dry_run_fails_where_the_run_would(toy_dir, tmp_path, eight_gpus, over
     (tmp_path / "videos").mkdir()
     for video in toy_dir.glob("videos/test*.mp4"):
         (tmp_path / "videos" / video.name).write_text("milk")
-    assert dry_run(load(CONFIGS / "paravt_8b.yaml", *usual)) == 0
+    assert dry_run(load(CONFIGS / "own" / "paravt_8b.yaml", *usual)) == 0
     overrides = [text.replace("EMPTY", str(tmp_path)) for text in overrides]
-    assert dry_run(load(CONFIGS / "paravt_8b.yaml", *usual, *overrides)) == 1
+    assert dry_run(load(CONFIGS / "own" / "paravt_8b.yaml", *usual, *overrides)) == 1
     assert re.search(told, capsys.readouterr().out)
 
 

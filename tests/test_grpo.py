@@ -93,7 +93,7 @@ def test_advantages_are_centred_and_scaled_by_the_sample_deviation():
 
 @pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3], [0.7]])
 def test_a_flat_group_has_no_advantage_whatever_rounding_leaves(rewards):
-    """Pitfalls B13: 0.1 + 0.2 and 0.3 differ in the last bit, and a std of 1e-17 would blow that up."""
+    """Past bug: 0.1 + 0.2 and 0.3 differ in the last bit, and a std of 1e-17 would blow that up."""
     assert not group_advantage(rewards, 1e-3).any()
 
 

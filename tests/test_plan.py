@@ -8,12 +8,13 @@ import pytest
 import tiny
 import torch
 
-from runtime.contract import Bundle
+from runtime.contract import Bundle, VisualContract
 from runtime.plan import (
     GIB,
     PlanError,
     block_bytes,
     check_disk,
+    engine_load,
     kv_bytes_per_token,
     plan_engine,
     plan_training,
@@ -32,6 +33,14 @@ def test_the_8b_shapes_are_the_published_ones():
     assert s.trained == 7_568_405_504 + 622_329_856 and s.root == 2 * 622_329_856 + 4096
     assert kv_bytes_per_token(s.text) == 147_456
     assert shapes(PolicyConfig(EIGHT.checkpoint, freeze=())).frozen == 0
+
+
+def test_the_engine_is_given_room_for_the_frames_that_the_contract_shows():
+    """It counted 80 tokens a frame under every contract."""
+    rollout = SimpleNamespace(concurrency=256, max_new_tokens=2048)
+    for visual, tokens in ((VisualContract(), 66), (VisualContract(max_frame_pixels=602_112), 576)):
+        cfg = SimpleNamespace(rollout=rollout, batch_tasks=8, group_size=8, visual=visual)
+        assert engine_load(cfg) == (64, 64 * (tokens + 10) // 8 + 2 * 2048)
 
 
 @pytest.mark.parametrize(

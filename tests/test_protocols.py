@@ -445,6 +445,23 @@ def test_video_zoomer_has_five_turns_and_is_told_before_the_last(ask):
 # ---- whatever happens
 
 
+@pytest.mark.parametrize(
+    ("protocol", "said"),
+    [
+        ("conan", [clips("00:00:21-00:00:22"), clips("", "B")]),
+        ("longvt", [crop(10, 13) + END, "<answer>B</answer>" + END]),
+        ("sage", [plan(tool=window("identify_timestamps_visually", "00:00:10", "00:00:12")), "no" + END, plan("B")]),
+        ("video_zoomer", [zoom(10, 12, 1.5), "<answer>B</answer>" + END]),
+    ],
+)
+def test_what_a_tool_shows_has_the_area_of_crops(renderer, protocol, said):
+    renderer = Renderer(renderer.tokenizer, dataclasses.replace(CONTRACT, crop_frame_pixels=32 * 32))
+    stage = Stage(Model(renderer, *said), renderer, MemoryVideos(), RolloutConfig(temperature=0.0, max_context=100_000))
+    episode, _ = play(stage, TASK, 4, 7, Prompting(protocol))
+    shown = [clip for agent in (episode.main, *episode.agents) for clip in agent.frames]
+    assert [clip.pixels.shape[1:3] for clip in shown] == [(64, 64), (32, 32)] and not episode.error
+
+
 def test_what_cannot_run_costs_one_question_and_keeps_what_was_played(ask, renderer):
     bad = dataclasses.replace(TASK, videos=("/data/bad.mp4",))
     for protocol in PROTOCOLS:

@@ -42,7 +42,7 @@ def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
 
 
 def test_gold_letters_compare_as_letters_and_not_as_words():
-    """Pitfalls A9: gold "A" was an article, so it normalised to nothing and everything matched."""
+    """The released code: gold "A" was an article, so it normalised to nothing and everything matched."""
     task = Task("t", "", (), "mcq", "A", ("x", "y"))
     assert accuracy("A", task, PLAIN) == 1 and accuracy("B", task, PLAIN) == 0 and accuracy(None, task, PLAIN) == 0
     assert accuracy("B", Task("t", "", (), "mcq", "(b)", ("x", "y")), PLAIN) == 1  # as a row may write it
@@ -54,7 +54,7 @@ def test_iou_is_the_shared_part_of_the_joint_part():
     assert iou((0, 10), (5, 15)) == pytest.approx(5 / 15)
     assert iou((0, 10), (20, 30)) == 0 and iou((3, 3), (3, 3)) == 0
     task = Task("t", "", (), "tvg", "[12.5, 20.1]")
-    assert accuracy("[1.25, 20.1]", task, PLAIN) == pytest.approx(7.6 / 18.85)  # pitfalls A9: they were equal
+    assert accuracy("[1.25, 20.1]", task, PLAIN) == pytest.approx(7.6 / 18.85)  # the released code: they were equal
     assert accuracy("12.5 to 20.1", task, PLAIN) == 1
 
 
@@ -209,7 +209,7 @@ def test_the_plain_weights_without_the_answer_suffix():
 
 
 def test_the_forced_prefix_counts():
-    """Pitfalls A4: the released rewards read sampled tokens only, so a forced <think> was never seen."""
+    """The released rewards read sampled tokens only, so a forced <think> was never seen."""
     full = earned([DONE], forced="<think>\n")
     assert full["anchor"] == pytest.approx(0.7) and full["strict"] == 1
 

@@ -228,9 +228,17 @@ def test_a_seek_finds_all_of_its_frames(tmp_path, monkeypatch, name):
     path = write(tmp_path / name, **KINDS.get(name, {}) | {"n": 300, "gop": 125})
     keys, decode_from = [], video._decode_from
     monkeypatch.setattr(video, "_decode_from", lambda *args: keys.append(args[2]) or decode_from(*args))
-    table = video.VideoInfo("", *video._probe(str(path)))._table
+    _, table = video._probe(str(path))
     video._decode(str(path), table[5::25].tolist(), (WIDTH, HEIGHT))
     assert keys and None not in keys
+
+
+@pytest.mark.parametrize("name", ["sound.mp4", "sound.ts"])
+def test_sound_is_skipped_while_packets_are_read(tmp_path, name):
+    container, _ = video._open(str(write(tmp_path / name, **KINDS[name])))
+    with container:
+        kinds = [packet.stream.type for packet in container.demux() if packet.size]
+    assert kinds.count("video") == 130 and kinds.count("audio") <= 1  # that which was read to open the file
 
 
 def test_non_square_pixels_widen_the_display_size(reader, tmp_path):
@@ -248,7 +256,7 @@ def test_duration_comes_from_the_packets_not_from_the_header(reader, tmp_path):
 def test_an_hour_costs_bounded_memory(tmp_path):
     stamps = list(range(0, 108_000, 30))
     path = write(tmp_path / "hour.mp4", n=3600, gop=250, options={"preset": "ultrafast"}, stamps=stamps)
-    with Videos(workers=1) as videos:
+    with Videos(workers=1, indexes=tmp_path) as videos:
         frames = videos.overview(path, 64, same_size)
         assert frames.times[-1] == 3599 and [number(p) for p in frames.pixels] == list(frames.times)
         status = Path(f"/proc/{worker_pids(videos).pop()}/status").read_text()
@@ -510,6 +518,154 @@ def test_no_worker_outlives_its_parent(good, fake_av, end):
     command = [sys.executable, "-c", LIFE.format(end=end), good]
     output = subprocess.run(command, stdout=subprocess.PIPE, cwd=Path(video.__file__).parent.parent).stdout
     assert wait_until(lambda: not alive(int(output)))
+
+
+# ---- indexes on disk -----------------------------------------------------------------------------------------------
+
+ONE_CROP = """
+import hashlib, sys
+from runtime import video
+video.INDEX_FRAMES = 1
+ask = video._Worker.ask
+video._Worker.ask = lambda worker, request: print(request[0]) or ask(worker, request)
+with video.Videos(workers=1, indexes=sys.argv[2]) as videos:
+    frames = videos.window(sys.argv[1], 1.0, 2.0, lambda width, height: (width, height), 4, 16)
+print(hashlib.sha256(frames.pixels.tobytes()).hexdigest(), frames.times)
+"""
+
+
+def one_crop(path, folder) -> subprocess.Popen:
+    command = [sys.executable, "-c", ONE_CROP, str(path), str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(video.__file__).parent.parent)
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch) -> Path:
+    """The folder of the indexes, of short videos, too."""
+    monkeypatch.setattr(video, "INDEX_FRAMES", 1)
+    return tmp_path / "indexes"
+
+
+@pytest.fixture
+def probes(monkeypatch) -> list[str]:
+    """The files that a worker had to walk through."""
+    walked, ask = [], video._Worker.ask
+
+    def note(worker, request):
+        walked.extend([request[1]] if request[0] == "probe" else [])
+        return ask(worker, request)
+
+    monkeypatch.setattr(video._Worker, "ask", note)
+    return walked
+
+
+def test_a_second_process_makes_no_pass_over_the_file(good, kept):
+    """A lone crop of an hour cost 1.2 s of CPU, 0.7 of them for an index that another process had made before."""
+    first, second = (one_crop(good, kept).communicate()[0].splitlines() for _ in range(2))
+    assert first[:-1] == ["probe", "decode"] and second[:-1] == ["decode"]
+    assert first[-1] == second[-1]
+
+
+@pytest.mark.parametrize("name", ["good.mp4", "edit_list.mp4", "variable_rate.mp4", "quarter_turn.mp4", "b_frames.mp4"])
+def test_an_index_from_disk_is_the_index_bit_for_bit(tmp_path, kept, name):
+    path = write(tmp_path / name, **KINDS.get(name, {}))
+    with Videos(workers=1, indexes=kept) as videos:
+        made = videos.info(path)
+    with Videos(workers=1, indexes=kept) as videos:
+        read = videos.info(path)
+        assert not worker_pids(videos)  # not even a process was needed
+    assert (read.path, read.width, read.height, read.duration) == (made.path, made.width, made.height, made.duration)
+    for mine, other in ((read.times, made.times), (read._table, made._table)):
+        assert mine.dtype == other.dtype and mine.tobytes() == other.tobytes()
+
+
+def test_a_file_that_changed_is_indexed_anew(tmp_path, kept, probes):
+    path = write(tmp_path / "v.mp4")
+    for pictures in (60, 75):
+        write(path, n=pictures)
+        for _ in range(2):
+            with Videos(workers=1, indexes=kept) as videos:
+                assert videos.info(path).n_frames == pictures
+    assert len(probes) == 2 and len(list(kept.iterdir())) == 1  # the old index is gone
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "bit", "foreign", "another file's", "another format's"])
+def test_an_index_that_is_torn_or_foreign_is_ignored_and_replaced(tmp_path, good, kept, probes, monkeypatch, damage):
+    def read() -> int:
+        with Videos(workers=1, indexes=kept) as videos:
+            return videos.info(good).n_frames
+
+    assert read() == 60
+    (file,) = kept.iterdir()
+    content = bytearray(file.read_bytes())
+    if damage == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif damage == "empty":
+        file.write_bytes(b"")
+    elif damage == "bit":
+        content[-3] ^= 1  # of the checksum
+        file.write_bytes(content)
+    elif damage == "foreign":
+        file.write_bytes(b"PK\3\4 something else")
+    elif damage == "another file's":
+        with Videos(workers=1, indexes=kept) as videos:
+            videos.info(write(tmp_path / "longer.mp4", n=75))
+        (other,) = set(kept.iterdir()) - {file}
+        other.rename(file)
+    else:
+        monkeypatch.setattr(video, "INDEX_FORMAT", 0)
+    probes.clear()
+    assert read() == read() == 60 and len(probes) == 1
+
+
+def test_many_processes_at_once_get_the_same_frames_and_leave_one_index(good, kept):
+    crops = [one_crop(good, kept) for _ in range(6)]
+    said = {crop.communicate()[0].splitlines()[-1] for crop in crops}
+    assert len(said) == 1 and not any(crop.returncode for crop in crops)
+    assert [file.suffix for file in kept.iterdir()] == [".index"]
+
+
+@pytest.mark.parametrize("obstacle", ["no folder", "full disk"])
+def test_a_folder_that_cannot_be_written_to_costs_the_speed_and_one_line(tmp_path, kept, monkeypatch, capsys, obstacle):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    if obstacle == "no folder":
+        kept.write_text("a file is in the way")
+    else:
+        monkeypatch.setattr(os, "replace", full)
+    with Videos(workers=1, indexes=kept) as videos:
+        for i in range(3):
+            assert videos.info(write(tmp_path / f"{i}.mp4", n=9)).n_frames == 9
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(kept) in line and "later processes index videos again" in line
+    assert kept.is_file() or not list(kept.iterdir())
+
+
+def test_the_folder_of_indexes_keeps_to_its_budget_and_forgets_the_oldest_first(tmp_path, kept, probes, monkeypatch):
+    def info(path) -> None:
+        with Videos(workers=1, indexes=kept) as videos:
+            videos.info(path)
+
+    kept.mkdir()
+    (kept / "notes.txt").write_bytes(bytes(10_000))  # not ours
+    (kept / "0.indexk7x").write_bytes(bytes(5_000))  # a killed process left it
+    paths = [write(tmp_path / f"{i}.mp4") for i in range(4)]
+    info(paths[0])
+    monkeypatch.setattr(video, "INDEX_BYTES", 5 * next(kept.glob("*.index")).stat().st_size // 2)  # two and a half
+    for path in paths[1:]:
+        info(path)
+    assert len(list(kept.glob("*.index"))) == 2 and (kept / "notes.txt").exists() and not list(kept.glob("*k7x"))
+    probes.clear()
+    info(paths[3])
+    info(paths[2])
+    assert not probes
+
+
+def test_short_videos_leave_nothing_on_disk(tmp_path, good):
+    with Videos(workers=1, indexes=tmp_path / "indexes") as videos:
+        videos.info(good)
+    assert not (tmp_path / "indexes").exists()
 
 
 # ---- threads and the cache -----------------------------------------------------------------------------------------
