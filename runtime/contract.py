@@ -264,6 +264,10 @@ class Renderer:
         from transformers.convert_slow_tokenizer import bytes_to_unicode  # byte-level vocabularies write bytes so
 
         self.tokenizer, self.contract = tokenizer, contract
+        # `encode` asks the library below transformers, whose checks take longer than the work and hold up other threads.
+        self._plain = tokenizer.backend_tokenizer
+        self._plain.no_padding()
+        self._plain.no_truncation()
         added = tokenizer.added_tokens_decoder.values()
         self._control = _any_of([token.content for token in added])
         self._special = _any_of([token.content for token in added if token.special])
@@ -298,7 +302,7 @@ class Renderer:
         """Tokenise our own text. Control tokens in it are live, except where `inert` has cut them."""
         ids = []
         for piece in text.split(_CUT):
-            ids += self.tokenizer.encode(piece, add_special_tokens=False)
+            ids += self._plain.encode(piece, add_special_tokens=False).ids
         return ids
 
     def inert(self, text: str, role: str = "user") -> str:
@@ -345,9 +349,11 @@ class Renderer:
     def compact(self, ids: list[int]) -> list[int]:
         """Keep one image pad per image: the form that SGLang takes (it expands them again)."""
         kept = []
+        before = None
         for token in ids:
-            if token != self.image_pad or kept[-1:] != [self.image_pad]:
+            if token != self.image_pad or before != self.image_pad:
                 kept.append(token)
+            before = token
         return kept
 
     def _text(self, messages: list[dict], tools: list[dict] | None, generate: bool) -> tuple[str, list[Frames]]:

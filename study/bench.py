@@ -25,6 +25,7 @@ import inspect
 import json
 import math
 import os
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from data import Episode, parse_task
 from evals.tables import markdown, put_between_marks
 from grpo import token_losses
-from rollout import RolloutConfig, SubagentConfig, open_engine, rollout, run_all
+from rollout import RolloutConfig, SubagentConfig, derive, open_engine, rollout, run_all
 from runtime import config
 from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer, patchify
 from runtime.dataset import DataConfig, Dataset, Source
@@ -284,13 +285,14 @@ def sft(repeats: int = 3, count: int = 16, most: int = 8192, **base) -> Iterator
 
 
 class Scripted:
-    """An engine whose main agent makes its calls and then answers, in `turn` seconds. Reports take a fixed time, or are
-    another engine's."""
+    """An engine whose main agent makes its calls and then answers; a turn takes turn(seed) seconds. Reports take a fixed
+    time, or are another engine's."""
 
     version = 0
 
-    def __init__(self, renderer: Renderer, calls: int, turn: float, report: float | Engine):
-        self.renderer, self.turn, self.report = renderer, turn, report
+    def __init__(self, renderer: Renderer, calls: int, turn: Callable[[int], float], report: float | Engine):
+        self.turn, self.report = turn, report
+        self.encode = functools.cache(renderer.encode)  # an engine has its tokens at hand
         self.calls = [toy.call(2 * i, 2 * i + 16) for i in range(calls)]
         self.response = renderer.encode("<tool_response>")[0]
 
@@ -298,17 +300,17 @@ class Scripted:
         if not isinstance(self.report, float):
             self.report.expect(change)
 
-    def generate(self, ids, frames, *, stop=(), shared=0, **rest) -> Sample:
+    def generate(self, ids, frames, *, seed, stop=(), shared=0, **rest) -> Sample:
         main_agent = len(frames[0]) == 64  # a crop has fewer frames
         if main_agent:
             answered = ids[shared:].count(self.response)
             said = "".join(self.calls[answered:]) or "<answer>red</answer>"
-            said, seconds = f"</think>{said}<|im_end|>", self.turn
+            said, seconds = f"</think>{said}<|im_end|>", self.turn(seed)
         elif isinstance(self.report, float):
             said, seconds = "No flash.<|im_end|>", self.report
         else:
-            return self.report.generate(ids, frames, stop=stop, shared=shared, **rest)
-        tokens = self.renderer.encode(said)
+            return self.report.generate(ids, frames, seed=seed, stop=stop, shared=shared, **rest)
+        tokens = self.encode(said)
         end = min(i for i, token in enumerate(tokens) if token in stop)
         time.sleep(seconds)
         return Sample(tokens[: end + 1], [-1.0] * (end + 1), "stop", 0)
@@ -331,7 +333,8 @@ def dispatch(repeats: int = 5, calls: int = 8, latency: float = 0.25) -> Iterato
     model = open_engine(toy_folder() / "model", renderer)
     with Videos(workers=2, cache_bytes=0) as videos:
         for what, report in ((f"{latency} s", latency), ("the toy", model)):
-            stage = {"engine": Scripted(renderer, calls, 0.0, report), "renderer": renderer, "videos": videos}
+            engine = Scripted(renderer, calls, lambda seed: 0.0, report)
+            stage = {"engine": engine, "renderer": renderer, "videos": videos}
             sides = [functools.partial(play, 1, stage, how) for how in ("sequential", "parallel")]
             one, other = ([(call.window, call.text, call.error) for call in side()[0].calls] for side in sides)
             assert one == other and len(one) == calls and not any(error for *_, error in one), "calls differ"
@@ -339,17 +342,32 @@ def dispatch(repeats: int = 5, calls: int = 8, latency: float = 0.25) -> Iterato
     model.close()
 
 
-def overhead(n: int = 64, latency: float = 2.0) -> Iterator[Timing]:
-    """Seconds of an episode in which it does not wait for its engine, by episodes at once. Two turns and two reports at
-    once, 2 s each; K = 64 frames of 64 tokens, cached; waiting for Python's lock counts. Promised: 2 % of 30 s at 64."""
+def overhead(counts: Sequence[int] = (64, 256), latency: float = 10.0) -> Iterator[Timing]:
+    """What our Python adds to an episode of some 30 s, by episodes at once. A turn takes 5 to 15 s, then two reports at once
+    10 s, and a turn; K = 64 frames of 64 tokens, cached. Promised: 1 % at 256. (SGLang's client counts as engine.)
+    CPU: of this process, all threads, per episode: Python runs one thread at a time, so where n episodes are ready at the
+    same moment, the last one waits n times as long. added: seconds in which an episode does not wait for its engine, but
+    works, or waits for Python's lock or a core; another program on the machine lengthens it."""
     renderer = Renderer(load_tokenizer(toy_folder() / "model"), VisualContract())
+
+    def turn(seed: int) -> float:
+        return latency * random.Random(seed).uniform(0.5, 1.5)
+
     with Videos(workers=2) as videos:
-        stage = {"engine": Scripted(renderer, 2, latency, latency), "renderer": renderer, "videos": videos}
-        play(n, stage)  # fills the cache: decoding is no Python of ours
-        episodes = play(n, stage)
-        assert all([call.error for call in e.calls] == ["", ""] for e in episodes), "an episode failed"
-        added = [episode.seconds - 3 * latency for episode in episodes]
-        yield Timing(f"{n} at once", (), added, f"mean {fmean(added) / 30:.2%} of 30 s")
+        for n in counts:
+            stage = {"renderer": renderer, "videos": videos}
+            # Fill the cache: decoding is no Python of ours.
+            play(n, stage | {"engine": Scripted(renderer, 2, lambda seed: 0.0, 0.0)})
+            began = time.process_time()
+            episodes = play(n, stage | {"engine": Scripted(renderer, 2, turn, latency)})
+            cpu = (time.process_time() - began) / n
+            assert all([call.error for call in e.calls] == ["", ""] for e in episodes), "an episode failed"
+            # The seeds of its turns are those of rollout.run_episode.
+            added = [e.seconds - latency - turn(derive(e.seed, 0)) - turn(derive(e.seed, 1)) for e in episodes]
+            yield Timing(f"{n} at once, CPU: ms", (), [1000 * cpu], f"n times: {n * cpu:.2g} s")
+            yield Timing(
+                f"{n} at once, added: s", (), added, f"mean {fmean(added):.2g} s, {fmean(added) / 30:.2%} of 30 s"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ video

@@ -297,6 +297,15 @@ def test_a_template_that_loses_an_image_or_a_turn_is_an_error(tokenizer, wide, m
         Renderer(blind, wide).render([{"role": "assistant", "content": "a"}])
 
 
+def test_a_tokenizer_that_was_saved_to_cut_or_to_fill_does_neither(tokenizer, wide):
+    text = "What happens in this video, and when?"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    saved = copy.deepcopy(tokenizer)
+    saved.backend_tokenizer.enable_truncation(3)
+    saved.backend_tokenizer.enable_padding(length=100)
+    assert Renderer(saved, wide).encode(text) == ids and 3 < len(ids) < 100
+
+
 def test_a_still_image_has_no_stamp(renderer, make_frames):
     still = Frames(make_frames(1).pixels, (None,))
     text = renderer.decode(renderer.compact(renderer.render([{"role": "user", "content": [still, "?"]}]).ids))

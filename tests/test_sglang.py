@@ -56,13 +56,13 @@ def model(checkpoint):
     return Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
-def serve(checkpoint, renderer) -> SGLang:
+def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
     def launch(port: int) -> list[str]:
         command = server_command(checkpoint, renderer, port)
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
-    return SGLang(checkpoint, renderer, gpus=(0,), launch=launch, start_timeout=240)
+    return client(checkpoint, renderer, gpus=gpus, launch=launch, start_timeout=600)
 
 
 @pytest.fixture(scope="module")
