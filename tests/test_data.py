@@ -188,8 +188,11 @@ def test_a_sub_agents_row_gets_the_sub_agents_prompt_and_window(video, tokenizer
     row = [user(video, "", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
     bundle = encode_dialogue(parse(row, agent="sub"), videos, renderer, schemas)
     text = renderer.decode(bundle.suffixes[0])
-    assert "<tools>" not in text and "What happens here?" in text and len(bundle.frames[0]) == 8
+    assert "<tools>" not in text and "What happens here?<" in text and len(bundle.frames[0]) == 8
     assert all(4 <= t <= 12 for t in bundle.frames[0].times)
+    asked = [user(video, "Which?", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
+    text = renderer.decode(encode_dialogue(parse(asked, agent="sub"), videos, renderer, schemas).suffixes[0])
+    assert "What happens here?\nQuestion: Which?<" in text
 
 
 def test_a_sub_agents_row_with_its_tools_own_words_is_what_a_rollout_asks(video, tokenizer, videos, schemas):
@@ -201,6 +204,22 @@ def test_a_sub_agents_row_with_its_tools_own_words_is_what_a_rollout_asks(video,
     agent, said = _report(Stage(engine, renderer, videos, RolloutConfig()), Look(bundle.frames[0], (4, 12), **words), 0)
     assert said == "No flash." and agent.ids == bundle.suffixes[0][: len(agent.ids)]
     assert "You read text." in renderer.decode(agent.ids) and "What happens here?" not in renderer.decode(agent.ids)
+
+
+def test_a_direct_agents_row_shows_and_tells_of_no_tools(video, tokenizer, videos, schemas):
+    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+    row = [user(video, nframes=4), {"role": "assistant", "content": "Red."}]
+    for agent, tools in (("main", True), ("direct", False)):
+        bundle = encode_dialogue(parse(row, agent=agent), videos, renderer, schemas)
+        text = renderer.decode(bundle.suffixes[0])
+        assert ("<tools>" in text) is ("call tools" in text) is tools
+
+
+def test_the_loss_weight_of_a_source_reaches_the_bundles_of_its_rows(video, tmp_path, renderer, videos, schemas):
+    row = {"messages": [user(video, nframes=1), {"role": "assistant", "content": "Red."}]}
+    source = Source(write_jsonl(tmp_path / "a.jsonl", [row]), loss_weight=2.5)
+    [(dialogue, *_)] = Dataset(DataConfig((source,)), parse_dialogue).batch(0, 1)
+    assert encode_dialogue(dialogue, videos, renderer, schemas).weight == 2.5
 
 
 def test_images_and_text_only_rows_are_rows_too(tmp_path, renderer, videos, schemas):
@@ -368,6 +387,15 @@ def test_a_bad_row_is_named_once_and_skipped_and_too_many_stop_the_run(tmp_path,
         Dataset(DataConfig((Source(path),), max_bad_fraction=0.0), number).batch(0, 1)
 
 
+def test_a_row_that_was_rejected_after_reading_is_not_read_again(tmp_path):
+    """As SFT rejects rows that are too long, and videos that cannot be decoded."""
+    source = Source(write_jsonl(tmp_path / "a.jsonl", [{"n": i} for i in range(3)]))
+    dataset = Dataset(DataConfig((source,), max_bad_fraction=0.5), number)
+    assert sorted(n for n, *_ in dataset.batch(0, 3)) == [0, 1, 2]
+    dataset.reject("a.jsonl:1", "too long")
+    assert sorted(n for n, *_ in dataset.batch(1, 3)) == [0, 2]
+
+
 @pytest.mark.parametrize("rank", range(8))
 def test_a_rank_holds_its_bad_rows_against_the_rows_that_it_has_met(tmp_path, rank):
     """Past bugs: it held those of all epochs against its share of one, then those of its share against all rows."""
@@ -411,6 +439,11 @@ def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
             [name for name, *_ in Dataset(DataConfig((Source(path),)), lambda row, origin, *_: origin).batch(0, 3)]
         )
     assert names[0] == names[1] and sorted(names[0]) == ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2"]
+
+
+def test_packing_puts_each_row_the_longest_first_where_the_least_room_stays():
+    """60 | 50 | 40 beside 60, where it just fits | 30 and 20 beside 50."""
+    assert best_fit([20, 30, 40, 50, 60], 100) == [[4, 2], [3, 1, 0]]
 
 
 @given(st.lists(st.integers(1, 100), max_size=60))

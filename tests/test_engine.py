@@ -144,9 +144,11 @@ def test_a_shared_prompt_changes_nothing(engine, model, renderer, prompts):
     check_logprobs(model, renderer, row, engine.generate(**row))
 
 
-def test_the_same_words_about_other_pixels_are_another_prompt(engine, prompts):
+@pytest.mark.parametrize("before_the_frames", [True, False])
+def test_the_same_words_about_other_pixels_are_another_prompt(engine, prompts, before_the_frames):
     (ids, _), blank = prompts[2], noise(3)
-    rows = [request(ids, [noise(3, seed=1)], shared=9), request(ids, [blank], seed=2, shared=9)]
+    shared = 9 if before_the_frames else len(ids)
+    rows = [request(ids, [noise(3, seed=1)], shared=shared), request(ids, [blank], seed=2, shared=shared)]
     seen, unseen = at_once(engine, rows)
     alone = engine.generate(**request(ids, [blank], seed=2))
     assert unseen.ids == alone.ids and np.allclose(unseen.logprobs, alone.logprobs, atol=1e-5)

@@ -143,6 +143,24 @@ def test_the_mean_is_over_the_tokens_of_the_whole_batch_flat_groups_included(toy
     assert lesson.weights == pytest.approx(np.full(len(lesson.weights), 1 / tokens))
 
 
+def test_the_means_are_over_the_tokens_and_the_rollouts_of_all_ranks(toy_renderer, monkeypatch):
+    """Another rank has as many of both, so each weighs half as much."""
+    cfg = settings("logp")
+    groups = [group(toy_renderer, cfg, [TIDY, WRONG])]
+    (alone,) = lessons_of(groups, toy_renderer, cfg)
+    monkeypatch.setattr(grpo, "sum_over_ranks", lambda counts: {name: 2 * count for name, count in counts.items()})
+    (shared,) = lessons_of(groups, toy_renderer, cfg)
+    assert shared.weights == pytest.approx(alone.weights / 2)
+    assert shared.logp_weights == pytest.approx(alone.logp_weights / 2) and alone.logp_weights.any()
+
+
+def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(toy_renderer, monkeypatch):
+    cfg = settings()
+    lessons = lessons_of([group(toy_renderer, cfg, [TIDY, WRONG])], toy_renderer, cfg)
+    monkeypatch.setattr(grpo, "gather", lambda mine: [mine, 3])  # another rank has 3
+    assert grpo.micro_batches(lessons, cfg.train_tokens) == [lessons, [], []]
+
+
 def test_batch_normalisation_lifts_the_few_that_vary(toy_renderer):
     """Past bug: flat groups were left out of its std, which made it a constant factor."""
     cfg = settings("off", normalise="batch", kl_coef=0.1)
@@ -213,6 +231,11 @@ def test_two_looks_with_the_same_words_are_trained_on_their_own_frames():
     assert [one.bundle.frames for one in shared] == [[looks[0]], [looks[255]]]
 
 
+def test_prompt_and_suffixes_of_a_lesson_fit_into_the_token_budget():
+    rows = [Lesson(Bundle([5, 6], [[suffix]], [[1]], []), *np.zeros((4, 1), np.float32)) for suffix in (7, 8, 9)]
+    assert [one.bundle.suffixes for one in share_prompts(rows, 4)] == [[[7], [8]], [[9]]]
+
+
 # ------------------------------------------------------------------------------------------------ the loss
 
 
@@ -236,8 +259,10 @@ def test_the_loss_of_a_token_is_the_formula():
 def test_a_token_that_the_engine_could_not_have_sampled_leaves_the_gradient_alone():
     """Past bug: 0 * inf in the backward pass of a token that was left out."""
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
-    losses, watched = token_losses(new, new.detach(), torch.tensor([-200.0, -2.0]), None, torch.ones(2), settings())
-    losses.sum().backward()
+    advantages, old, weights, logp_weights = np.float32([[1, 1], [-200, -2], [1, 1], [0, 0]])
+    lesson = Lesson(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old, weights, logp_weights)
+    loss, watched = grpo.lessons_loss(Scores(new, torch.zeros(2)), [lesson], None, None, settings())
+    loss.backward()
     assert new.grad.tolist() == [0, -1] and watched["capped_fraction"].tolist() == [1, 0]
 
 

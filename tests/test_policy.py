@@ -165,6 +165,7 @@ def test_bundles_that_contradict_themselves_are_refused(shared):
 
 def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared):
     policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
+    assert not any(p.requires_grad for p in policy.vision.parameters())
     bundles, _ = tiny.random_bundles(4)
     features = policy.encode(bundles)
     calls = []
@@ -203,12 +204,14 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, monkeypatch
 
     monkeypatch.setattr(policy, "_score", scored)
     chunked = policy([bundle])
-    chunked.logprobs.sum().backward()
+    ours = gradients(policy, chunked.logprobs.sum())
     assert 0 < max(masks) <= 20 * (len(bundle.prompt) + 20)
     targets = len(chunked.logprobs)
     assert max(heads) == 7 and sum(heads) == 2 * targets  # once forward, once again in backward
-    whole = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)([bundle])
-    torch.testing.assert_close(chunked.logprobs, whole.logprobs)
+    at_once = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
+    scores = at_once([bundle])
+    torch.testing.assert_close(chunked.logprobs, scores.logprobs)
+    assert relative_error(ours, gradients(at_once, scores.logprobs.sum())) < 1e-5
 
 
 def varlen_reference(q, k, v, query_ends, key_ends, longest_query, longest_key, causal):

@@ -45,6 +45,7 @@ def test_gold_letters_compare_as_letters_and_not_as_words():
     """The released code: gold "A" was an article, so it normalised to nothing and everything matched."""
     task = Task("t", "", (), "mcq", "A", ("x", "y"))
     assert accuracy("A", task, PLAIN) == 1 and accuracy("B", task, PLAIN) == 0 and accuracy(None, task, PLAIN) == 0
+    assert accuracy("B", Task("t", "", (), "mcq", "(b)", ("x", "y")), PLAIN) == 1  # as a row may write it
     oe = Task("t", "", (), "oe", "A")
     assert accuracy("A", oe, PLAIN) == 1 and accuracy("the", oe, PLAIN) == 0
 
@@ -60,6 +61,7 @@ def test_iou_is_the_shared_part_of_the_joint_part():
 def test_token_f1_counts_shared_words():
     assert token_f1("A red car!", "the red bus") == pytest.approx(2 * 1 / 4)
     assert token_f1("red red", "red") == pytest.approx(2 / 3) and token_f1("1.25", "12.5") == 0
+    assert token_f1("red red", "red red") == 1
 
 
 # ------------------------------------------------------------------------------------------------ adversarial completions
@@ -76,6 +78,7 @@ CASES = {
     "empty tags": ([f"<think></think><answer></answer>{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
     "empty thought": ([EMPTY_DONE], 0, 1, 0.5 + 0.1, 0, 0.0),
     "short thought": ([DONE.replace("The clip shows it.", "See it.")], 0, 1, 0.5 + 0.1, 0, 0.0),
+    "a thought of ten characters": ([DONE.replace("The clip shows it.", "It is blue")], 0, 1, 0.8 + 0.35, 0, 0.7),
     "a thought of tags": ([EMPTY_DONE.replace("</think>", "<think><think></think>")], 0, 1, 0.5 - 0.15, 0, -0.3),
     "empty thoughts in both turns": ([EMPTY_LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
     "an empty thought before the call": ([EMPTY_LOOK, DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
@@ -90,6 +93,7 @@ CASES = {
     "prose only": ([f"The answer is B.{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
     "answer repeated after the end": ([DONE.replace(END_OF_TURN, "B</answer>" + END_OF_TURN)], 0, 1, 0.7 + 0.2, 0, 0.4),
     "two answers, the last counts": ([DONE.replace("<answer>B", "<answer>A</answer><answer>B")], 0, 1, 0.8 + 0.2, 0, 0.4),
+    "as many answers as are no spam": ([DONE.replace("<answer>B", 2 * "<answer>A</answer>" + "<answer>B")], 0, 1, 0.8 + 0.2, 0, 0.4),
     "nested answers": ([DONE.replace("<answer>B", "<answer>A<answer>B")], 0, 1, 0.7 + 0.2, 0, 0.4),
     "two letters": ([DONE.replace(">B<", ">A or B<")], 0, 0, 0.8 + 0.35, 0, 0.7),
     "copied example": ([DONE.replace(">B<", ">...<")], 0, 0, 0.8 + 0.35, 0, 0.7),
@@ -151,6 +155,7 @@ def test_a_failed_judge_leaves_an_error_and_no_reward(monkeypatch):
 def test_closure_is_the_share_of_opened_tags_that_were_closed():
     parts = earned([LOOK.replace("</think>", ""), DONE])
     assert parts["closure/think"] == 0.5 and parts["closure/answer"] == 1 == parts["closure/tool_call"]
+    assert earned([DONE + "</answer>"])["closure/answer"] == 1  # to close more often is no better
 
 
 def test_a_turn_ends_by_any_token_of_the_checkpoints_list_if_it_was_sampled():
@@ -284,6 +289,7 @@ def merging() -> Renderer:
         # Tokens that carry a letter, a digit or the answer's first character are left out ...
         ("B", ["<", "answer", "</", "answer", ">"]),
         ("?", ["<", "answer", ">", "answer", ">"]),
+        ("\n?", ["<", "answer", ">\n", "answer", ">"]),
         ("a B", ["<", "answer", ">", "answer", ">"]),
         # ... and so are >( and >[; but to sample `)</` is to decide to close.
         ("(B)", ["<", "answer", ")</", "answer", ">"]),

@@ -250,7 +250,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     called.reward = {"reward": 2.0, "acc": 1.0, "closure/think": 1.0}
     tried = Episode(task, 4, agent([4, 4], 2, "length"), [call("unparseable")], advantage=-1.0)  # no call ran
     tried.reward = {"reward": 0.0, "acc": 0.0, "closure/think": 0.5}
-    skipped = Episode(task, 64, agent([5], 1))
+    skipped = Episode(task, 64, agent([5], 1), anchor_advantage=0.5)  # not flat: this, too, is learned
     skipped.reward = {"reward": 1.0, "acc": 1.0}
     failed = Episode(task, 64, agent([], 0), error="EngineError: gone")
     groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
@@ -279,7 +279,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
             "staleness": (1.5 + 1 + 0) / 3,
             "share/K=4": 1 / 3,
             "share/K=64": 2 / 3,
-            "flat_groups": 2 / 3,
+            "flat_groups": 1 / 3,
         }
     )
 
@@ -519,7 +519,7 @@ def test_sampling_overlaps_training_and_its_tokens_are_one_update_old(toy_dir, c
         ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
         ({"group_size": 1}, "group_size = 1: an advantage compares at least 2"),
         ({"clip_eps": -1}, "clip_eps = -1.0: must be greater than 0"),
-        ({"kl": -0.1}, "kl = -0.1: must not be negative"),
+        ({"kl_coef": -0.1}, "kl_coef = -0.1: must not be negative"),
     ],
 )
 def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):

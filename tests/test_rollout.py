@@ -272,6 +272,9 @@ def test_a_turn_that_is_cut_off_ends_the_episode_and_no_trajectory_outgrows_the_
     [episode] = play(renderer, None, engine=engine, max_new_tokens=100)
     assert episode.main.finish == "length" and episode.calls == [] and len(engine.asked) == 1
     assert sum(episode.main.mask) == 100 and not episode.error
+    room = episode.main.prompt_length + 30
+    [episode] = play(renderer, turns("x</think>" + "." * 200 + END), max_context=room)
+    assert len(episode.main.ids) == room and episode.main.finish == "length"
     [episode] = play(renderer, turns("x</think>" + "<tool_call>" * 300 + END), max_context=1200)
     assert len(episode.main.ids) <= 1200 and episode.main.finish == "length"
     assert len(episode.calls) == len(re.findall("<tool_response>", text_of(episode, renderer)))
@@ -335,9 +338,11 @@ def test_a_report_can_neither_end_a_turn_nor_answer_nor_show_pixels(renderer):
     check_trajectory(episode.main, renderer)
 
 
-def test_an_engine_that_samples_pixels_stops_the_run(renderer):
+@pytest.mark.parametrize("token", ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+def test_an_engine_that_samples_pixels_stops_the_run(renderer, token):
+    sampled = renderer.tokenizer.convert_tokens_to_ids(token)
     with pytest.raises(ContractError, match="banned"):
-        play(renderer, lambda prompt, seed: [renderer.image_pad, renderer.end_of_turn])
+        play(renderer, lambda prompt, seed: [sampled, renderer.end_of_turn])
 
 
 def test_frames_can_be_returned_instead_of_a_report(renderer):

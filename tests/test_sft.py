@@ -20,7 +20,7 @@ from runtime import config
 from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer, patchify
 from runtime.dataset import Rows
 from runtime.plan import PlanError
-from runtime.policy import load
+from runtime.policy import Scores, load
 from sft import KINDS, SFTConfig, accumulate, target_kinds
 
 run = partial(start, "sft.py")
@@ -161,6 +161,25 @@ def test_packing_does_not_change_the_loss(toy_dir, tmp_path, videos):
         batch = sft.Batches(cfg.data, cfg, videos, renderer).make(1)
         losses.append((len(batch), accumulate(load(cfg.policy, renderer.never_sampled), batch)["loss"]))
     assert losses[0][0] > losses[1][0] == 1 and losses[0][1] == pytest.approx(losses[1][1], rel=1e-5)
+
+
+def test_the_loss_is_over_the_weights_of_all_ranks_which_have_as_many_micro_batches(monkeypatch):
+    """Another rank has the same micro-batch, and two more."""
+    passes = []
+
+    def policy(bundles):
+        passes.append(bundles)
+        return Scores(logprobs[: 2 * len(bundles)], torch.zeros(2 * len(bundles)))
+
+    logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
+    batch = [sft.MicroBatch([Bundle([], [[5, 6]], [[1, 1]], [])], np.array([1, 3], np.float32), np.array([0, 2]))]
+    monkeypatch.setattr(sft, "gather", lambda mine: [mine, 3])
+    monkeypatch.setattr(sft, "sum_over_ranks", lambda sums: {name: 2 * value for name, value in sums.items()})
+    measured = accumulate(policy, batch)
+    assert [len(bundles) for bundles in passes] == [1, 0, 0]
+    # L = (1 * 1 + 3 * 4) / 4; of this rank's tokens, half of its gradient.
+    assert measured == {"loss": 13 / 4, "tokens": 4, "loss_prose": 1, "loss_answer": 4}
+    assert logprobs.grad.tolist() == [-1 / 8, -3 / 8]
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

@@ -43,6 +43,8 @@ def test_each_call_parses_or_fails_alone():
     assert errors(text) == ["", "unparseable", "", "unparseable", "", "unparseable"]
     assert errors(f"<tool_call>\n{good}\n</tool_call>") == ["unparseable", ""]  # the outer one ends
     assert errors("so</think><tool_call>{") == ["unparseable"] and errors("no call </tool_call> here") == []
+    assert errors(good.replace("</tool_call>", " " * 5000 + "</tool_call>")) == ["unparseable"]  # no call is so long
+    assert errors(good.replace("<tool_call>", "<tool_code>")) == ["unparseable"]  # the other tag does not close it
     assert all(call.turn == 2 and (not call.error or "could not be read" in call.text) for call in parse_calls(text, 2))
 
 
@@ -164,6 +166,11 @@ def test_the_models_path_only_picks_among_the_tasks_own_videos():
     assert choose_video(alone, {"video_path": "/etc/passwd"}) == first
 
 
+def test_the_model_may_ask_for_fewer_frames():
+    for wanted, shown in ((1, 1), (2, 2), (99, CONTRACT.crop_max_frames)):
+        assert len(crop(start_time=0, end_time=20, num_frames=wanted).frames) == shown
+
+
 def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
     call = parse_calls(call_text(start_time=0, end_time=5))[0]
     task = Task("t", "?", ("/secret/bad.mp4",), "oe", "")
@@ -174,6 +181,8 @@ def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
     with pytest.raises(ToolError, match="there is crop_video, look_up") as caught:
         use(call, TASK, ("crop_video", "look_up"), MemoryVideos(), CONTRACT)
     assert caught.value.kind == "unknown_tool" and str(caught.value).encode()
+    with pytest.raises(ToolError, match="no tool 'crop_video'"):  # one of tools.py that this run does not offer
+        use(parse_calls(call_text(start_time=0, end_time=5))[0], TASK, ("look_up",), MemoryVideos(), CONTRACT)
 
 
 def test_the_published_schema_is_what_the_published_model_was_shown():
