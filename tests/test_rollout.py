@@ -381,7 +381,7 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
     def reply(prompt, seed):
         if next(number) == 2:
             raise error("stop")
-        return "x</think>" + call(9, 5) + END
+        return "x</think><tool_call>no JSON</tool_call>" + END  # needs no thread of the calls, which end, too
 
     engine = Scripted(renderer, reply, latency=0.05)
     with pytest.raises(error, match="stop"):
