@@ -458,7 +458,7 @@ def test_what_a_tool_shows_has_the_area_of_crops(renderer, protocol, said):
     renderer = Renderer(renderer.tokenizer, dataclasses.replace(CONTRACT, crop_frame_pixels=32 * 32))
     stage = Stage(Model(renderer, *said), renderer, MemoryVideos(), RolloutConfig(temperature=0.0, max_context=100_000))
     episode, _ = play(stage, TASK, 4, 7, Prompting(protocol))
-    shown = [clip for agent in (episode.main, *episode.agents) for clip in agent.frames]
+    shown = [clip for agent in episode.trajectories for clip in agent.frames]
     assert [clip.pixels.shape[1:3] for clip in shown] == [(64, 64), (32, 32)] and not episode.error
 
 
