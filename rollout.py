@@ -315,7 +315,7 @@ def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Reply:
             if stage.cfg.tool_return == "frames":
                 frames = [found.frames]
             else:
-                call.agent, call.text = _report(stage, found, seed)
+                call.agent, call.text = ask_subagent(stage, found, seed)
     except ToolError as error:
         call.error, call.text = error.kind, str(error)
     except EngineError as error:  # the servers are tried for minutes, so this is rare; the main agent goes on without
@@ -326,7 +326,7 @@ def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Reply:
     return Reply(call, [*frames, call.text])
 
 
-def _report(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
+def ask_subagent(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
     """Ask a sub-agent: the same weights, a fresh context, and only these frames and the tool's request (the paper: not even
     the question)."""
     cfg = stage.cfg.subagents

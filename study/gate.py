@@ -20,16 +20,27 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import data
 from data import THINK_PREFIX, Episode, Task
 from rewards import RewardConfig, accuracy, final_answer, score
-from rollout import RolloutConfig, Stage, append, open_engine, open_trajectory, opening, rollout, run_all, sample_turn
+from rollout import (
+    RolloutConfig,
+    Stage,
+    append,
+    ask_subagent,
+    open_engine,
+    open_trajectory,
+    opening,
+    rollout,
+    run_all,
+    sample_turn,
+)
 from runtime.checks import find_checkpoint
 from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.distributed import checkpoint_dir
 from runtime.video import Videos
 from study import toy
 from study.toy import Flash
+from tools import Look
 
 ITEMS = 256
 READING = RewardConfig(w_fmt=0, w_tool=0, open_answer="exact", untagged_answer=True)
@@ -82,12 +93,10 @@ def share(stage: Stage, jobs: list) -> float:
 def report_is_right(stage: Stage, root: Path, flash: Flash, window: tuple[int, int]) -> bool:
     contract = stage.renderer.contract
     frames = stage.videos.window(
-        str(root / "videos" / flash.name), *window, contract.frame_size, contract.crop_fps, contract.crop_max_frames
+        str(root / "videos" / flash.name), *window, contract.crop_size, contract.crop_fps, contract.crop_max_frames
     )
-    agent = open_trajectory(stage.renderer.render(data.subagent_messages(frames, question=None), generate=True))
-    sample_turn(stage, agent, stage.cfg.subagents.max_new_tokens, 0.0, 0, stage.renderer.ends_of_turn)
-    said = stage.renderer.decode(agent.ids[agent.prompt_length : -1])
-    return said.strip() == toy.told(flash, toy.crop_times(flash, *window))
+    _, said = ask_subagent(stage, Look(frames, window), seed=0)
+    return said == toy.told(flash, toy.crop_times(flash, *window))
 
 
 def copies(stage: Stage, task: Task, flash: Flash, cue: str, color: str) -> bool:

@@ -17,7 +17,7 @@ from PIL import Image
 from tiny_checkpoint import Scripted, is_subagent
 
 from data import Media, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
-from rollout import RolloutConfig, Stage, _report, rollout
+from rollout import RolloutConfig, Stage, ask_subagent, rollout
 from runtime.contract import Renderer, VisualContract
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source
 from runtime.packing import best_fit
@@ -201,7 +201,9 @@ def test_a_sub_agents_row_with_its_tools_own_words_is_what_a_rollout_asks(video,
     words = {"request": "Which text is here?", "system": "You read text."}
     bundle = encode_dialogue(parse(row, agent="sub", **words), videos, renderer, schemas)
     engine = Scripted(renderer, lambda prompt, seed: "No flash.<|im_end|>")
-    agent, said = _report(Stage(engine, renderer, videos, RolloutConfig()), Look(bundle.frames[0], (4, 12), **words), 0)
+    agent, said = ask_subagent(
+        Stage(engine, renderer, videos, RolloutConfig()), Look(bundle.frames[0], (4, 12), **words), 0
+    )
     assert said == "No flash." and agent.ids == bundle.suffixes[0][: len(agent.ids)]
     assert "You read text." in renderer.decode(agent.ids) and "What happens here?" not in renderer.decode(agent.ids)
 
