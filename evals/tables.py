@@ -282,30 +282,13 @@ def gain(ours: dict[str, float], base: dict[str, float]) -> str:
 
 
 def scores_table(results: Sequence[Results], published: dict, baseline: str) -> str:
-    lines, splits, columns = lines_of(results, published), ordered(r.split for r in results), published["columns"]
-    k_published, rows = dict(zip(columns, published["frames"])), []
-    bases = [line for line in lines if line.joined and line.name == baseline]
+    lines, splits = lines_of(results, published), ordered(r.split for r in results)
+    rows = []
     for name in ordered(line.name for line in lines):
         for line in lines:
-            if line.name != name:
-                continue
-            # The baseline's row of the same arm; other protocols have none, so its first one.
-            base = next((base for base in bases if base.arm == line.arm), bases[0] if bases else None)
-            for reading in READINGS:
-                read = line.read(reading)
-                if not read.cells:
-                    continue
-                cells = [score_cell(read.cells[split]) if split in read.cells else "" for split in splits]
-                finished = read.finished()
-                gained = gain(finished, base.read(reading).finished()) if base and line.joined else ""
-                rows.append([name, line.arm, reading, read.k(), *cells, average(finished, columns), gained])
-        theirs = published_scores(name, published)
-        shown = [split for split in splits if split in theirs]
-        if shown:
-            k = k_text({split: k_published[split] for split in shown})
-            cells = [theirs.get(split, "") for split in splits]
-            gained = gain(theirs, published_scores(baseline, published))
-            rows.append([name, "published", "lenient", k, *cells, average(theirs, columns), gained])
+            if line.name == name:
+                rows += rows_of_line(line, baseline_of(line, lines, baseline), splits, published)
+        rows += published_row(name, baseline, splits, published)
     gains = f"gain over {baseline}: mean of ratios / ratio of averages"
     header = ["model", "arm", "reading", "K", *splits, "average", gains]
     table = markdown("### Scores (percent, 95 % interval)", header, rows)
@@ -314,14 +297,52 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
         "read as the splits' own scorers do, in prose too.\nThe published numbers are lenient (the paper's driver takes a letter from anywhere in the reply): "
         "compare them with the lenient rows."
     )
-    in_our_words = ordered(
-        r.name
-        for r in results
-        if r.settings["prompting"]["protocol"] not in OUR_PROTOCOLS and not r.settings["prompting"]["prompt_file"]
-    )
+    in_our_words = []
+    for r in results:
+        prompting = r.settings["prompting"]
+        if prompting["protocol"] not in OUR_PROTOCOLS and not prompting["prompt_file"]:
+            in_our_words.append(r.name)
     if in_our_words:
-        table += f"\n\nAsked in our words, not in their authors': {', '.join(in_our_words)}."
+        table += f"\n\nAsked in our words, not in their authors': {', '.join(ordered(in_our_words))}."
     return table
+
+
+def baseline_of(line: Line, lines: Sequence[Line], baseline: str) -> Line | None:
+    """Return what a line is measured against: the baseline's row of the same arm, or its first one where it has none, as
+    for other protocols. Rows at another K than the paper's have no gain."""
+    rows = [other for other in lines if other.joined and other.name == baseline]
+    if not rows or not line.joined:
+        return None
+    for row in rows:
+        if row.arm == line.arm:
+            return row
+    return rows[0]
+
+
+def rows_of_line(line: Line, base: Line | None, splits: Sequence[str], published: dict) -> list[list[str]]:
+    """Write one row per reading."""
+    rows = []
+    for reading in READINGS:
+        read = line.read(reading)
+        if not read.cells:
+            continue
+        cells = [score_cell(read.cells[split]) if split in read.cells else "" for split in splits]
+        finished = read.finished()
+        gained = gain(finished, base.read(reading).finished()) if base else ""
+        rows.append([line.name, line.arm, reading, read.k(), *cells, average(finished, published["columns"]), gained])
+    return rows
+
+
+def published_row(name: str, baseline: str, splits: Sequence[str], published: dict) -> list[list[str]]:
+    """Write what the paper has of a model, if it has any of these splits."""
+    scores = published_scores(name, published)
+    k_published = dict(zip(published["columns"], published["frames"]))
+    shown = {split: k_published[split] for split in splits if split in scores}
+    if not shown:
+        return []
+    cells = [scores.get(split, "") for split in splits]
+    gained = gain(scores, published_scores(baseline, published))
+    return [[name, "published", "lenient", k_text(shown), *cells, average(scores, published["columns"]), gained]]
 
 
 def score_cell(r: Results) -> str:
@@ -333,7 +354,8 @@ def score_cell(r: Results) -> str:
     remarks = []
     if not r.complete():
         remarks.append(f"{len(r.records)} of {r.settings['total']}")
-    if errors := sum(bool(x["error"]) for x in r.records):
+    errors = sum(bool(x["error"]) for x in r.records)
+    if errors:
         remarks.append(f"{errors} errors")
     return f"{cell} ({', '.join(remarks)})" if remarks else cell
 
