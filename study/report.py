@@ -34,6 +34,7 @@ import numpy as np
 from data import Call, Episode, Task, Trajectory
 from rewards import final_answer, structural_mask, turn_texts
 from rollout import episode_of
+from runtime.checks import differences
 from runtime.config import ConfigError, build, read_tree
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.video import VideoError, Videos, uniform_indices
@@ -47,15 +48,8 @@ STYLE = {  # of PNGs
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 10,
     "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.6,
 }  # fmt: skip
-LINE_COLORS = [
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#b8639a",
-    "#c98a00",
-    "#3a9fd4",
-    "#777777",
-]  # of the curves, as on the page
+# Of the curves, as on the page.
+LINE_COLORS = ["#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777"]
 SIDE = 96  # pixels: longest side of a thumbnail
 
 # The panels: keys of metrics.jsonl or patterns of them. A panel whose key no run has is left out.
@@ -351,21 +345,16 @@ def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
 
 def differing_settings(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
     """Return a row per setting, and one for the commit, that is not the same in all groups; a group is its first run."""
-    flat = []
-    for _, runs in groups:
-        flat.append({"commit": runs[0].commit})
-        left = list(runs[0].config.items())
-        while left:
-            key, value = left.pop()
-            if isinstance(value, dict):
-                left += [(f"{key}.{name}", inner) for name, inner in value.items()]
-            elif key != "run":
-                flat[-1][key] = json.dumps(value, ensure_ascii=False)
-    rows = []
-    for key in sorted({key for each in flat for key in each}):
-        values = [each.get(key) for each in flat]
-        if len(set(values)) > 1:
-            rows.append({"key": key, "values": values})
+    firsts = [runs[0] for _, runs in groups]
+    rows, keys = [], set()
+    for run in firsts:
+        keys |= differences(firsts[0].config, run.config).keys()
+    commits = [run.commit for run in firsts]
+    if len(set(commits)) > 1:
+        rows.append({"key": "commit", "values": commits})
+    for key in sorted(keys - {"run"}):
+        values = [json.dumps(run.setting(key, None), ensure_ascii=False) for run in firsts]
+        rows.append({"key": key, "values": values})
     return rows
 
 

@@ -374,7 +374,7 @@ def test_settings_that_differ_are_listed_and_others_are_not():
     left.commit, right.commit = "abc", "abc"
     rows = differing_settings([("a", [left]), ("b", [right])])
     assert rows == [
-        {"key": "kl_coef", "values": [None, "0.1"]},
+        {"key": "kl_coef", "values": ["null", "0.1"]},  # it has none
         {"key": "rollout.temperature", "values": ["1.0", "0.7"]},
     ]
     right.commit = "def"
