@@ -14,6 +14,7 @@ Deliberately missing: live updates, statistics beyond mean and standard deviatio
 
 import argparse
 import base64
+import contextlib
 import dataclasses
 import fnmatch
 import io
@@ -24,7 +25,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,8 @@ def view_call(call: Call, task: Task, run: RunData) -> dict:
     shown = {name: getattr(call, name) for name in ("turn", "name", "text", "error", "window", "seconds")}
     return shown | {
         "arguments": json.dumps(call.arguments, ensure_ascii=False),
-        "video": task.videos.index(choose_video(task, call.arguments)),
+        # A call that did not look may name no video at all.
+        "video": task.videos.index(choose_video(task, call.arguments)) if call.window else None,
         "agent": view_agent(call.agent, run) if call.agent else None,
     }
 
@@ -392,13 +394,24 @@ def episode_page(
     write_page(path, [run])
 
 
-def draw_png(path: Path, runs: Sequence[RunData]) -> None:
-    """Draw f, strict, kappa and accuracy of the runs that have them."""
+@contextlib.contextmanager
+def png_axes(path: Path, count: int, size: tuple[float, float]) -> Iterator[np.ndarray]:
+    """Give axes side by side to draw on; then write them as a PNG with one legend. `size`: inches."""
     from matplotlib import pyplot, rc_context
 
-    shown, groups = ("fmt", "strict", "kappa", "acc"), seed_groups(runs)
     with rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, len(shown), figsize=(11, 2.7), layout="constrained")
+        figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained")
+        yield axes
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=5)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+def draw_png(path: Path, runs: Sequence[RunData]) -> None:
+    """Draw f, strict, kappa and accuracy of the runs that have them."""
+    shown, groups = ("fmt", "strict", "kappa", "acc"), seed_groups(runs)
+    with png_axes(path, len(shown), (11, 2.7)) as axes:
         for axis, key in zip(axes, shown):
             lowest = 0.0
             for (name, members), color in zip(groups, itertools.cycle(LINE_COLORS)):
@@ -412,10 +425,6 @@ def draw_png(path: Path, runs: Sequence[RunData]) -> None:
             axis.set_title(TITLES[key])
             axis.set_xlabel("step")
             axis.set_ylim(bottom=lowest, top=None if key == "kappa" else 1.03)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        pyplot.close(figure)
 
 
 def main() -> int:
