@@ -93,7 +93,7 @@ def check(target: str, model: str, decode: bool) -> int:
         for source in cfg.sources:
             files[source.path, cfg.video_root] = Rows(source.path)
 
-    def look(rows: Rows, home: Path, i: int) -> Looked:
+    def look(videos: Videos, rows: Rows, home: Path, i: int) -> Looked:
         """Do to a row what a training does, up to its tokens."""
         found = Looked()
         try:
@@ -122,8 +122,8 @@ def check(target: str, model: str, decode: bool) -> int:
     unusable, cores = 0, os.cpu_count() or 1
     with Videos(cores) if decode else Undecoded(cores) as videos, ThreadPoolExecutor(8) as pool:
         for (path, root), rows in files.items():
-            one_row = functools.partial(look, rows, Path(root or rows.path.parent))
-            looked = list(tqdm(pool.map(one_row, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
+            look_at = functools.partial(look, videos, rows, Path(root or rows.path.parent))
+            looked = list(tqdm(pool.map(look_at, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
             print_findings(path, looked, renderer is not None)
             unusable += sum(bool(found.flaw) for found in looked)
     print("all rows are usable" if not unusable else f"{unusable} unusable rows")
