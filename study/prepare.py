@@ -343,3 +343,5 @@ def main() -> int:
     except (config.ConfigError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head`
+        os._exit(1)
