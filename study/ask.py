@@ -14,7 +14,6 @@ Deliberately missing: a conversation with several questions.
 """
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -34,22 +33,16 @@ from runtime.config import ConfigError
 from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.engine import Engine, EngineError, Sample
 from runtime.video import Frames, VideoError, Videos
-from study import report
+from study import report, toy
 from tools import TOOLS
 
 WIDTH = 40  # characters of the timeline
 
 
 def main() -> int:
-    arguments = sys.argv[1:]
-    doctor = arguments[:1] == ["doctor"]
-    if doctor:
-        arguments = arguments[1:]
-    parser = argparse.ArgumentParser(
-        prog="rollout.py doctor" if doctor else "rollout.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    doctor = sys.argv[1:2] == ["doctor"]
+    name, arguments = ("rollout.py doctor", sys.argv[2:]) if doctor else ("rollout.py", sys.argv[1:])
+    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     if not doctor:
         parser.add_argument("question")
         parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
@@ -186,8 +179,7 @@ def run_doctor(args: argparse.Namespace, videos: Videos) -> int:
     middle = videos.info(task.videos[0]).duration / 2
     said = "Let me look.\n</think>"
     for start, end in ((0, middle), (middle, 0), (middle, 2 * middle)):
-        call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end}}
-        said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
+        said += f"\n{toy.call(start, end)}"
     witness = Witness(stage.engine, [*stage.renderer.encode(said), stage.renderer.end_of_turn])
     try:
         stage = replace(stage, engine=witness)

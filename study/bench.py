@@ -46,7 +46,7 @@ from grpo import token_losses
 from rollout import RolloutConfig, SubagentConfig, derive, open_engine, rollout, run_all
 from runtime import config
 from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer, patchify
-from runtime.dataset import DataConfig, Dataset, Source
+from runtime.dataset import Rows
 from runtime.distributed import device
 from runtime.engine import Engine, Sample
 from runtime.inprocess import InProcess
@@ -139,9 +139,8 @@ def checkpoint(name: str, contract: VisualContract, seed: int = 0, **sizes) -> P
     return CACHE / name
 
 
-def draw_group(c: Qwen3VLConfig, frames=64, rollouts=8, suffix=(200, 600), side=256) -> tuple[Parts, Parts]:
-    """Draw random tokens: a prompt with square frames of `side` pixels, and rollouts of suffix[0] to suffix[1] tokens. As
-    rows, each with a prompt of its own and in a micro-batch of its own, and as one bundle."""
+def draw_group(c: Qwen3VLConfig, frames: int, side: int, suffixes: Sequence[int]) -> Bundle:
+    """Draw random tokens: a prompt that shows square frames of `side` pixels, and rollouts of so many tokens."""
     rng = np.random.default_rng(0)
     marks = [c.image_token_id, c.video_token_id, c.vision_start_token_id, c.vision_end_token_id]
     words = np.setdiff1d(np.arange(2, c.text_config.vocab_size), marks)
@@ -150,32 +149,49 @@ def draw_group(c: Qwen3VLConfig, frames=64, rollouts=8, suffix=(200, 600), side=
     for _ in range(frames):
         prompt += [*rng.choice(words, 5).tolist(), *image]
     prompt += rng.choice(words, 60).tolist()
-    said = [rng.choice(words, rng.integers(suffix[0], suffix[1] + 1)).tolist() for _ in range(rollouts)]
-    clips = [Frames(rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8), (0.0,) * frames)]
-    rows = [Bundle([], [prompt + ids], [[0] * len(prompt) + [1] * len(ids)], clips) for ids in said]
-    return [[row] for row in rows], [[Bundle(prompt, said, [[1] * len(ids) for ids in said], clips)]]
+    said = [rng.choice(words, length).tolist() for length in suffixes]
+    clip = Frames(rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8), (0.0,) * frames)
+    return Bundle(prompt, said, [[1] * len(ids) for ids in said], [clip])
+
+
+def rows_of(group: Bundle) -> list[Bundle]:
+    """Return the rollouts of a group, each with a prompt of its own."""
+    given = [0] * len(group.prompt)
+    return [Bundle([], [group.prompt + ids], [given + [1] * len(ids)], group.frames) for ids in group.suffixes]
 
 
 # ------------------------------------------------------------------------------------------------ training
 
 
-def backward(model: Plain | Policy, parts: Parts, reference: Plain | Policy | None = None) -> None:
-    """Leave the gradient of a step in the model: plain transformers on rows, or our policy on bundles."""
-    total = sum(sum(map(sum, bundle.masks)) for part in parts for bundle in part)
-    model.zero_grad()
-    for part in parts:
-        # Ours sees the frames once for all passes.
-        features = model.encode(part) if isinstance(model, Policy) else None
-        ref_logprobs = None
-        if reference:
-            with torch.no_grad():
-                ref_logprobs = score(reference, part, features)
-        logprobs = score(model, part, features)
-        old_logprobs = logprobs.detach()  # of the first update: pi_prox's and the engine's
-        # Some advantage per token, the same on both sides. (With 1 for all, this is the gradient of SFT.)
-        advantages = old_logprobs.cos()
-        losses, _ = token_losses(logprobs, old_logprobs, old_logprobs, ref_logprobs, advantages, GRPOConfig())
-        (losses.sum() / total).backward()
+@dataclass(frozen=True)
+class Side:
+    """What learns, and from what: plain transformers from rows, or our policy from bundles."""
+
+    model: Plain | Policy
+    parts: Parts
+    reference: Plain | Policy | None = None
+
+    def backward(self) -> None:
+        """Leave the gradient of a step in the model."""
+        total = sum(sum(map(sum, bundle.masks)) for part in self.parts for bundle in part)
+        self.model.zero_grad()
+        for part in self.parts:
+            # Ours sees the frames once for all passes.
+            features = self.model.encode(part) if isinstance(self.model, Policy) else None
+            ref_logprobs = None
+            if self.reference:
+                with torch.no_grad():
+                    ref_logprobs = score(self.reference, part, features)
+            logprobs = score(self.model, part, features)
+            old_logprobs = logprobs.detach()  # of the first update: pi_prox's and the engine's
+            # Some advantage per token, the same on both sides. (With 1 for all, this is the gradient of SFT.)
+            advantages = old_logprobs.cos()
+            losses, _ = token_losses(logprobs, old_logprobs, old_logprobs, ref_logprobs, advantages, GRPOConfig())
+            (losses.sum() / total).backward()
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of all weights that train, as one vector."""
+        return torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
 
 
 def load_both(folder: Path) -> tuple[Plain, Policy]:
@@ -215,31 +231,19 @@ def plain_inputs(model: Plain, ids: Tensor, clips: list[Frames]) -> dict[str, Te
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
 
 
-def compare_training(what: str, plain: Plain, rows: Parts, ours: Policy, packed: Parts, references, repeats) -> Timing:
+def compare_training(what: str, plain: Side, ours: Side, repeats: int) -> Timing:
     """Time both sides once their gradients are equal; beside the gain, its ceiling."""
-    sides = [functools.partial(backward, plain, rows, references[0])]
-    sides.append(functools.partial(backward, ours, packed, references[1]))
-    for side in sides:
-        side()
-    difference = gradient_difference(plain, ours.model)
+    for side in (plain, ours):
+        side.backward()
+    difference = (ours.gradient() - plain.gradient()).norm() / plain.gradient().norm()
     assert difference < 1e-4, f"gradients differ by {difference:.2g}"
-    padded = sum(len(part) * max(map(len, part)) for part in rows)
-    tokens = sum(len(bundle) for part in packed for bundle in part)
-    return versus(what, *sides, repeats, f"{padded} and {tokens} tokens: {padded / tokens:.3g}x")
+    padded = sum(len(part) * max(map(len, part)) for part in plain.parts)
+    tokens = sum(len(bundle) for part in ours.parts for bundle in part)
+    note = f"{padded} and {tokens} tokens: {padded / tokens:.3g}x"
+    return versus(what, plain.backward, ours.backward, repeats, note)
 
 
-def gradient_difference(plain: Plain, ours: Plain) -> float:
-    """Return |g' - g| / |g| over all weights that train."""
-    apart, size = 0.0, 0.0
-    for (name, p), q in zip(plain.named_parameters(), ours.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            apart += (q.grad - p.grad).square().sum().item()
-            size += p.grad.square().sum().item()
-    return math.sqrt(apart / size)
-
-
-def update(repeats: int = 3, **shape) -> Iterator[Timing]:
+def update(repeats: int = 3, frames: int = 64, side: int = 256, suffixes=range(200, 601, 57)) -> Iterator[Timing]:
     """An RL update, reference pass included: one trajectory after the other / the group as one sequence, its prompt once.
     64 frames x 64 tokens, G = 8, suffixes of 200 to 600 tokens; 2 layers, hidden 256, fp32,
     frozen vision tower, blocks recomputed in the backward pass; gradients equal to 1e-4."""
@@ -247,29 +251,31 @@ def update(repeats: int = 3, **shape) -> Iterator[Timing]:
     plain_reference, reference = load_both(checkpoint("update1", VisualContract(), 1, **SMALL))
     reference.model.model.visual = policy.vision  # frozen: the policy's and the reference's are the same
     plain_reference.model.visual = plain.model.visual
-    rows, group = draw_group(policy.model.config, **shape)
-    yield compare_training("the update", plain, rows, policy, group, (plain_reference, reference), repeats)
+    group = draw_group(policy.model.config, frames, side, suffixes)
+    rows = rows_of(group)
+    one_by_one = Side(plain, [[row] for row in rows], plain_reference)
+    at_once = Side(plain, [rows], plain_reference)
+    ours = Side(policy, [[group]], reference)
+    yield compare_training("the update", one_by_one, ours, repeats)
 
-    # The packed group against its rows one by one, and against all of them in one micro-batch.
-    at_once = [[row for (row,) in rows]]
+    # Memory: the packed group against its rows one by one, and against all of them in one micro-batch.
     gib = []
-    for side in ((plain, rows, plain_reference), (policy, group, reference), (plain, at_once, plain_reference)):
+    for side in (one_by_one, ours, at_once):
         plain.zero_grad()  # gradients count
         policy.zero_grad()
-        gib.append([peak(functools.partial(backward, *side))])
+        gib.append([peak(side.backward)])
     yield Timing("GiB beyond the weights, plain one by one", gib[0], gib[1])
     yield Timing(f"GiB beyond the weights, plain {len(rows)} at a time", gib[2], gib[1])
 
 
-def sft(repeats: int = 3, count: int = 16, most: int = 8192, **base) -> Iterator[Timing]:
+def sft(repeats=3, count=16, most=8192, frames=(4, 8, 16, 32, 64), side=256) -> Iterator[Timing]:
     """Rows padded to the longest of their micro-batch, in the order of the data / packed without padding; micro-batches
     of as many tokens, padding included; gradients equal to 1e-4. Rows of 4 to 64 frames x 64 tokens with 100 to 800
     target tokens in the model of `update`."""
-    folder, rng, rows = checkpoint("sft", VisualContract(), **SMALL), np.random.default_rng(0), []
+    plain, policy = load_both(checkpoint("sft", VisualContract(), **SMALL))
+    rng, rows = np.random.default_rng(0), []
     for _ in range(count):
-        frames, text = int(rng.choice([4, 8, 16, 32, 64])), int(rng.integers(100, 801))
-        shape = {"frames": frames, "rollouts": 1, "suffix": (text, text)} | base
-        rows += draw_group(Qwen3VLConfig.from_pretrained(folder), **shape)[0][0]
+        rows += rows_of(draw_group(plain.config, int(rng.choice(frames)), side, [int(rng.integers(100, 801))]))
     padded = [[]]
     for row in rows:
         longest = max(map(len, [*padded[-1], row]))
@@ -277,8 +283,7 @@ def sft(repeats: int = 3, count: int = 16, most: int = 8192, **base) -> Iterator
             padded.append([])
         padded[-1].append(row)
     packed = [[rows[i] for i in members] for members in best_fit([len(row) for row in rows], most)]
-    plain, policy = load_both(folder)
-    yield compare_training(f"{count} rows", plain, padded, policy, packed, (None, None), repeats)
+    yield compare_training(f"{count} rows", Side(plain, padded), Side(policy, packed), repeats)
 
 
 # ------------------------------------------------------------------------------------------------ agents
@@ -318,8 +323,9 @@ class Scripted:
 
 def play(n: int, stage: dict, dispatch: str = "parallel") -> list[Episode]:
     """Play n whole episodes at once, in groups of up to 8."""
-    source, reports = Source(f"{toy_folder()}/rl.parquet"), SubagentConfig(max_new_tokens=16)
-    tasks = [task for task, *_ in Dataset(DataConfig((source,)), parse_task).batch(0, math.ceil(n / 8))]
+    rows = Rows(toy_folder() / "rl.parquet")
+    tasks = [parse_task(rows[i], f"row {i}", toy_folder()) for i in range(math.ceil(n / 8))]
+    reports = SubagentConfig(max_new_tokens=16)
     cfg = RolloutConfig(dispatch=dispatch, max_turns=1, max_calls=8, concurrency=n, subagents=reports)
     groups = rollout(tasks, [64] * len(tasks), min(n, 8), **stage, cfg=cfg, progress=False)
     return [episode for group in groups for episode in group.episodes]
@@ -522,14 +528,13 @@ def images(repeats: int = 5, frames: int = 64, side: int = 256) -> Iterator[Timi
 BENCHES = {bench.__name__: bench for bench in (update, sft, dispatch, overhead, decode, engine, images)}
 
 
-def made(seconds: float) -> str:
-    """Say how long it took, and name the command, the commit, the machine and the versions."""
+def made() -> str:
+    """Name the command, the commit, the machine and the versions."""
     cpu = Path("/proc/cpuinfo").read_text().partition("model name")[2].partition("\n")[0].strip("\t :")
     machine = f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "av"))
     command = " ".join(["python", "-m", "study.bench", *sys.argv[1:]])
-    took = f"{seconds:.0f} s: " if seconds else ""
-    return f"{took}`{command}` at commit {config.git_commit()}; {machine}; {versions}."
+    return f"`{command}` at commit {config.git_commit()}; {machine}; {versions}."
 
 
 def gpu_table() -> str:
@@ -540,8 +545,9 @@ def gpu_table() -> str:
     for line in GPU_NOTES.read_text(encoding="utf-8").splitlines():
         figures = json.loads(line)
         part, where = figures.pop("part"), figures.pop("device")
-        which = str(figures.pop("kernel", figures.pop("frames", "")))
-        newest[part, which] = [f"{part} {which}".strip(), where, ", ".join(f"{k} {v}" for k, v in figures.items())]
+        variant = figures.pop("kernel", figures.pop("frames", ""))  # some parts have several
+        shown = ", ".join(f"{name} {value}" for name, value in figures.items())
+        newest[part, variant] = [f"{part} {variant}".strip(), where, shown]
     return markdown("#### make test-gpu", ["part", "device", "figures"], list(newest.values()))
 
 
@@ -551,7 +557,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="also into results/bench.md")
     args = parser.parse_args()
     if args.names == ["gpu"]:
-        text = f"{gpu_table()}\n\n{made(0)}"
+        text = f"{gpu_table()}\n\n{made()}"
         print(text)
         if args.write:
             put_between_marks(RESULTS.with_name("gpu.md"), "gpu", "bench.py", text, "On a GPU")
@@ -561,7 +567,7 @@ def main() -> int:
         title, began = f"{name}, {where}", time.perf_counter()
         rows = [row.cells() for row in BENCHES[name]()]
         table = markdown(inspect.getdoc(BENCHES[name]), ["what", "plain", "ours", "gain", ""], rows)
-        text = f"#### {title}\n\n{table}\n\n{made(time.perf_counter() - began)}"
+        text = f"#### {title}\n\n{table}\n\n{time.perf_counter() - began:.0f} s: {made()}"
         print(f"{text}\n", flush=True)
         if args.write:
             put_between_marks(RESULTS, title, "bench.py", text, "Measurements")

@@ -37,6 +37,7 @@ from study.jobs import (
     select,
     study_jobs,
 )
+from study.report import LINE_COLORS, png_axes
 
 ALL = 0  # in place of a K: all of an evaluation together
 DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # the curves: neither half of the method, one, the other, both
@@ -310,12 +311,7 @@ def fault_table(measured: Measured) -> str:
 
 def draw_outcomes(measured: Measured, path: Path) -> None:
     """Draw the point in two panels: accuracy and calls of sampled episodes by K, after training."""
-    from matplotlib import pyplot, rc_context
-
-    from study.report import LINE_COLORS, STYLE
-
-    with rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    with png_axes(path, 2, (9, 3)) as axes:
         for axis, what, title in zip(axes, ("accuracy", "calls"), ("accuracy", "κ: calls per episode")):
             for name, color in zip((*DRAWN, "sft"), (*LINE_COLORS[: len(DRAWN)], "#777777")):
                 by_k = [list(measured.get(name, what, k=k).values()) for k in SAMPLED]
@@ -327,9 +323,6 @@ def draw_outcomes(measured: Measured, path: Path) -> None:
             axis.set_title(title)
             axis.set_xticks(range(len(SAMPLED)), [f"{k} frames" for k in SAMPLED])
             axis.set_ylim(bottom=0)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=5)
-        figure.savefig(path)
-        pyplot.close(figure)
 
 
 # ------------------------------------------------------------------------------------------------ the commands

@@ -12,12 +12,13 @@ python data.py parallelize IN OUT [--summaries FILE]
 
 import argparse
 import collections
+import functools
 import json
 import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,60 +93,69 @@ def check(target: str, model: str, decode: bool) -> int:
         for source in cfg.sources:
             files[source.path, cfg.video_root] = Rows(source.path)
 
-    problems, cores = 0, os.cpu_count() or 1
-    with Undecoded(cores) as undecoded, Videos(cores) as videos, ThreadPoolExecutor(8) as pool:
-        for (path, root), rows in files.items():
-            reader, home = videos if decode else undecoded, Path(root or rows.path.parent)
-
-            def look(i: int, rows=rows, home=home, reader=reader) -> Looked:
-                found = Looked()
-                try:
-                    row = rows[i]
-                    item = (parse_dialogue if "messages" in row else parse_task)(row, f"row {i}", home)
-                    found.kind = _kind(item)
-                    for clip in _clips(item):
-                        clip.frames(reader, contract)
-                    if isinstance(item, Dialogue):
-                        said = [turn["content"] for turn in item.turns if turn["role"] == "assistant"]
-                        found.turns, found.reopened = len(said), item.reopened
-                        for text in said:
-                            for call in parse_calls("".join(part for part in text if isinstance(part, str))):
-                                unknown = f"unknown tool {call.name!r}" if call.name not in names else "ok"
-                                found.calls.append(call.error or unknown)
-                    if renderer and isinstance(item, Dialogue):
-                        found.tokens = len(encode_dialogue(item, undecoded, renderer, tools))
-                    if found.tokens > longest:
-                        found.flaw = f"{found.tokens} tokens, more than pack_tokens = {longest}"
-                except (RowError, VideoError) as error:
-                    found.flaw = str(error)
+    def look(videos: Videos, rows: Rows, home: Path, i: int) -> Looked:
+        """Do to a row what a training does, up to its tokens."""
+        found = Looked()
+        try:
+            row = rows[i]
+            parse = parse_dialogue if "messages" in row else parse_task
+            item = parse(row, f"row {i}", home)
+            found.kind = _kind(item)
+            for clip in _clips(item):
+                clip.frames(videos, contract)
+            if isinstance(item, Task):
                 return found
+            said = [turn["content"] for turn in item.turns if turn["role"] == "assistant"]
+            found.turns, found.reopened = len(said), item.reopened
+            for parts in said:
+                for call in parse_calls("".join(part for part in parts if isinstance(part, str))):
+                    unknown = f"unknown tool {call.name!r}" if call.name not in names else "ok"
+                    found.calls.append(call.error or unknown)
+            if renderer:
+                found.tokens = len(encode_dialogue(item, videos, renderer, tools))
+            if found.tokens > longest:
+                raise RowError(f"{found.tokens} tokens, more than pack_tokens = {longest}")
+        except (RowError, VideoError) as error:
+            found.flaw = str(error)
+        return found
 
-            looked = list(tqdm(pool.map(look, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
-            kinds = collections.Counter(found.kind for found in looked if found.kind)
-            lengths = [found.tokens for found in looked if found.tokens]
-            turns, reopened = sum(found.turns for found in looked), sum(found.reopened for found in looked)
-            calls = collections.Counter(outcome for found in looked for outcome in found.calls)
-            bad = [(i, found.flaw) for i, found in enumerate(looked) if found.flaw]
-            print(f"\n{path}: {len(rows)} rows")
-            print("  " + ", ".join(f"{kind} {n}" for kind, n in kinds.most_common()))
-            if turns:
-                print(f"  openings: {reopened} of {turns} assistant turns are changed to begin as a rollout does")
-            if calls:
-                print(
-                    "  calls, as a rollout reads them: " + ", ".join(f"{what} {n}" for what, n in calls.most_common())
-                )
-            if lengths:
-                shares = ", ".join(f"{q} % at most {np.percentile(lengths, q):.0f}" for q in (50, 90, 99, 100))
-                print(f"  tokens per row: {shares}")
-            elif not renderer:
-                print("  token lengths: name a checkpoint with --model")
-            for i, reason in bad[:20]:
-                print(f"  unusable: row {i}: {reason}")
-            if len(bad) > 20:
-                print(f"  ... and {len(bad) - 20} more")
-            problems += len(bad)
-    print("all rows are usable" if not problems else f"{problems} unusable rows")
-    return int(problems > 0)
+    unusable, cores = 0, os.cpu_count() or 1
+    with Videos(cores) if decode else Undecoded(cores) as videos, ThreadPoolExecutor(8) as pool:
+        for (path, root), rows in files.items():
+            look_at = functools.partial(look, videos, rows, Path(root or rows.path.parent))
+            looked = list(tqdm(pool.map(look_at, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
+            print_findings(path, looked, renderer is not None)
+            unusable += sum(bool(found.flaw) for found in looked)
+    print("all rows are usable" if not unusable else f"{unusable} unusable rows")
+    return int(unusable > 0)
+
+
+def print_findings(path: str, looked: list[Looked], counted: bool) -> None:
+    """Print what is true of a file; `counted`: a tokenizer was there."""
+    print(f"\n{path}: {len(looked)} rows")
+    print("  " + shares_of(found.kind for found in looked if found.kind))
+    turns, reopened = sum(found.turns for found in looked), sum(found.reopened for found in looked)
+    if turns:
+        print(f"  openings: {reopened} of {turns} assistant turns are changed to begin as a rollout does")
+    calls = [outcome for found in looked for outcome in found.calls]
+    if calls:
+        print(f"  calls, as a rollout reads them: {shares_of(calls)}")
+    lengths = [found.tokens for found in looked if found.tokens]
+    if lengths:
+        quantiles = ", ".join(f"{q} % at most {np.percentile(lengths, q):.0f}" for q in (50, 90, 99, 100))
+        print(f"  tokens per row: {quantiles}")
+    elif not counted:
+        print("  token lengths: name a checkpoint with --model")
+    bad = [(i, found.flaw) for i, found in enumerate(looked) if found.flaw]
+    for i, flaw in bad[:20]:
+        print(f"  unusable: row {i}: {flaw}")
+    if len(bad) > 20:
+        print(f"  ... and {len(bad) - 20} more")
+
+
+def shares_of(names: Iterable[str]) -> str:
+    """Write `with calls 62, without calls 38`."""
+    return ", ".join(f"{name} {n}" for name, n in collections.Counter(names).most_common())
 
 
 def _kind(item: Task | Dialogue) -> str:

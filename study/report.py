@@ -14,6 +14,7 @@ Deliberately missing: live updates, statistics beyond mean and standard deviatio
 
 import argparse
 import base64
+import contextlib
 import dataclasses
 import fnmatch
 import io
@@ -24,7 +25,7 @@ import os
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ import numpy as np
 from data import Call, Episode, Task, Trajectory
 from rewards import final_answer, structural_mask, turn_texts
 from rollout import episode_of
+from runtime.checks import differences
 from runtime.config import ConfigError, build, read_tree
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.video import VideoError, Videos, uniform_indices
@@ -47,15 +49,8 @@ STYLE = {  # of PNGs
     "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 10,
     "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.6,
 }  # fmt: skip
-LINE_COLORS = [
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#b8639a",
-    "#c98a00",
-    "#3a9fd4",
-    "#777777",
-]  # of the curves, as on the page
+# Of the curves, as on the page.
+LINE_COLORS = ["#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777"]
 SIDE = 96  # pixels: longest side of a thumbnail
 
 # The panels: keys of metrics.jsonl or patterns of them. A panel whose key no run has is left out.
@@ -209,7 +204,8 @@ def view_call(call: Call, task: Task, run: RunData) -> dict:
     shown = {name: getattr(call, name) for name in ("turn", "name", "text", "error", "window", "seconds")}
     return shown | {
         "arguments": json.dumps(call.arguments, ensure_ascii=False),
-        "video": task.videos.index(choose_video(task, call.arguments)),
+        # A call that did not look may name no video at all.
+        "video": task.videos.index(choose_video(task, call.arguments)) if call.window else None,
         "agent": view_agent(call.agent, run) if call.agent else None,
     }
 
@@ -351,21 +347,16 @@ def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
 
 def differing_settings(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
     """Return a row per setting, and one for the commit, that is not the same in all groups; a group is its first run."""
-    flat = []
-    for _, runs in groups:
-        flat.append({"commit": runs[0].commit})
-        left = list(runs[0].config.items())
-        while left:
-            key, value = left.pop()
-            if isinstance(value, dict):
-                left += [(f"{key}.{name}", inner) for name, inner in value.items()]
-            elif key != "run":
-                flat[-1][key] = json.dumps(value, ensure_ascii=False)
-    rows = []
-    for key in sorted({key for each in flat for key in each}):
-        values = [each.get(key) for each in flat]
-        if len(set(values)) > 1:
-            rows.append({"key": key, "values": values})
+    firsts = [runs[0] for _, runs in groups]
+    rows, keys = [], set()
+    for run in firsts:
+        keys |= differences(firsts[0].config, run.config).keys()
+    commits = [run.commit for run in firsts]
+    if len(set(commits)) > 1:
+        rows.append({"key": "commit", "values": commits})
+    for key in sorted(keys - {"run"}):
+        values = [json.dumps(run.setting(key, None), ensure_ascii=False) for run in firsts]
+        rows.append({"key": key, "values": values})
     return rows
 
 
@@ -403,13 +394,24 @@ def episode_page(
     write_page(path, [run])
 
 
-def draw_png(path: Path, runs: Sequence[RunData]) -> None:
-    """Draw f, strict, kappa and accuracy of the runs that have them."""
+@contextlib.contextmanager
+def png_axes(path: Path, count: int, size: tuple[float, float]) -> Iterator[np.ndarray]:
+    """Give axes side by side to draw on; then write them as a PNG with one legend. `size`: inches."""
     from matplotlib import pyplot, rc_context
 
-    shown, groups = ("fmt", "strict", "kappa", "acc"), seed_groups(runs)
     with rc_context(STYLE):
-        figure, axes = pyplot.subplots(1, len(shown), figsize=(11, 2.7), layout="constrained")
+        figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained")
+        yield axes
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=5)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+def draw_png(path: Path, runs: Sequence[RunData]) -> None:
+    """Draw f, strict, kappa and accuracy of the runs that have them."""
+    shown, groups = ("fmt", "strict", "kappa", "acc"), seed_groups(runs)
+    with png_axes(path, len(shown), (11, 2.7)) as axes:
         for axis, key in zip(axes, shown):
             lowest = 0.0
             for (name, members), color in zip(groups, itertools.cycle(LINE_COLORS)):
@@ -423,10 +425,6 @@ def draw_png(path: Path, runs: Sequence[RunData]) -> None:
             axis.set_title(TITLES[key])
             axis.set_xlabel("step")
             axis.set_ylim(bottom=lowest, top=None if key == "kappa" else 1.03)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=4)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        pyplot.close(figure)
 
 
 def main() -> int:

@@ -382,19 +382,15 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
 
 
 def build_toy(
-    root: Path,
-    seed: int = 0,
-    p_tool: float = 0.75,
-    p_loose: float = 0.6,
-    one_by_one: bool = False,
-    sizes: dict[str, int] | None = None,
-) -> None:
+    root: Path, seed: int = 0, p_tool: float = 0.75, p_loose: float = 0.6, one_by_one: bool = False,
+    sizes: dict[str, int] = SIZES,
+) -> None:  # fmt: skip
     """Write everything into `root`, the same bytes for the same arguments. `sizes` replaces some of SIZES."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from tqdm import tqdm
 
-    sizes = SIZES | (sizes or {})
+    sizes = SIZES | sizes
     (root / "videos").mkdir(parents=True, exist_ok=True)
     splits = draw_splits(seed, sizes)
     flashes = [flash for split in splits.values() for flash in split]

@@ -67,12 +67,6 @@ def test_ask_shows_thoughts_windows_and_reports(command, says, tmp_path):
     assert [call.window for call in episode.calls] == [(0, 16), (16, 32), None]
 
 
-def test_a_missing_video_is_one_line(toy_dir, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["rollout.py", "?", "--model", str(toy_dir / "model"), "--video", "nowhere.mp4"])
-    with pytest.raises(SystemExit, match="nowhere.mp4"):
-        ask.main()
-
-
 def test_a_trace_can_be_read_from_any_folder(toy_dir, videos, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(toy_dir)
     given = ["?", "--model", "model", "--video", "videos/test00000.mp4", "--max-new-tokens", "4", "--k", "4"]

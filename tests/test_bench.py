@@ -16,10 +16,9 @@ from study import bench
 from study.bench import Timing
 
 torch.set_num_threads(1)
-SHAPE = {"frames": 3, "rollouts": 3, "suffix": (8, 16), "side": 64}
 SMALL = {
-    "update": functools.partial(bench.update, 2, **SHAPE),
-    "sft": functools.partial(bench.sft, 1, 2, frames=2, side=64),
+    "update": functools.partial(bench.update, 2, 3, 64, (8, 12, 16)),
+    "sft": functools.partial(bench.sft, 1, 2, frames=(2,), side=64),
     "dispatch": functools.partial(bench.dispatch, 3, 2, 0.2),
     "overhead": functools.partial(bench.overhead, (4,), 0.1),
     "decode": functools.partial(bench.decode, 1, 4),

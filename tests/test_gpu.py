@@ -19,7 +19,7 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from data import Trajectory
 from rollout import run_all
-from runtime.contract import Bundle, VisualContract
+from runtime.contract import VisualContract
 from runtime.distributed import checkpoint_dir, export, load_state, peak_memory, save_state
 from runtime.doctor import engine_logprobs, trainer_logprobs
 from runtime.inprocess import InProcess
@@ -27,7 +27,7 @@ from runtime.packing import KeyLayout, Segment, group_packed_attention
 from runtime.plan import PUBLISHED, plan_training, utilisation
 from runtime.policy import load, make_optimizer, optimizer_step
 from runtime.settings import OptimConfig, PolicyConfig
-from runtime.video import Frames
+from study.bench import draw_group
 
 GPU = torch.cuda.is_available()
 WHERE = torch.device("cuda" if GPU else "cpu")
@@ -53,16 +53,6 @@ def checkpoint(folder: Path, shapes: dict, layers: int | None = None) -> Path:
     if layers:
         text |= {"num_hidden_layers": layers}
     return tiny.write(folder, shapes["tie_word_embeddings"], text=text, vision=shapes["vision_config"])
-
-
-def group(frames: int, side: int, suffixes: list[int]) -> Bundle:
-    """A prompt that shows frames, and texts that continue it."""
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8)
-    image = [tiny.VISION_START, *[tiny.IMAGE_PAD] * (side // 32) ** 2, tiny.VISION_END]
-    prompt = [*range(2, 22), *image * frames]
-    said = [rng.integers(2, tiny.IMAGE_PAD, length).tolist() for length in suffixes]
-    return Bundle(prompt, said, [[1] * length for length in suffixes], [Frames(pixels, (0.0,) * frames)])
 
 
 # ------------------------------------------------------------------------------------------------ kernels
@@ -120,7 +110,8 @@ def train(path: Path, folder: Path) -> None:
     reference.model.model.visual = policy.vision
     optimizer = make_optimizer(policy, OPTIM)
     frames, side, said, long = (64, 256, 512, 24_000) if GPU else (2, 64, 8, 200)
-    parts = [[group(frames, side, [said] * 8)], [group(frames, side, [long])]]
+    shapes = policy.model.config
+    parts = [[draw_group(shapes, frames, side, [said] * 8)], [draw_group(shapes, frames, side, [long])]]
 
     def step(number: int) -> float:
         total = 0.0
@@ -176,7 +167,7 @@ def test_an_update_at_8b_widths_has_its_share_of_the_peak(tmp_path):
 def update(cfg: PolicyConfig) -> None:
     policy = load(cfg, tiny.NEVER_SAMPLED)
     optimizer = make_optimizer(policy, OPTIM)
-    bundle = group(*((64, 256, [512] * 8) if GPU else (2, 64, [8] * 8)))
+    bundle = draw_group(policy.model.config, *((64, 256, [512] * 8) if GPU else (2, 64, [8] * 8)))
     for repeat in range(3):
         began = time.perf_counter()
         (-policy([bundle]).logprobs.mean()).backward()
@@ -252,7 +243,7 @@ def test_the_vision_tower_looks_at_many_frames_at_once(tmp_path, frames):
     path = checkpoint(tmp_path / "model", EIGHT_B, layers=1)
     policy = load(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), tiny.NEVER_SAMPLED, train=False)
     side, count = (256, frames) if GPU else (64, frames // 32)
-    bundle = group(count, side, [1])
+    bundle = draw_group(policy.model.config, count, side, [1])
     for _ in range(3):
         began = time.perf_counter()
         [seen] = policy.encode([bundle])
@@ -269,24 +260,16 @@ def test_the_vision_tower_looks_at_many_frames_at_once(tmp_path, frames):
 @pytest.mark.slow
 def test_sft_and_rl_run_one_after_the_other_with_staleness(toy_dir, tmp_path):
     steps = 20 if GPU else 2
-    data = f"data.sources=[{{path: {toy_dir}/sft.parquet}}]"
-    common = ("val=null", f"steps={steps}", "save_every=1000")
-    cold = [f"run={tmp_path}/sft", f"policy.checkpoint={toy_dir}/model", data, "batch_rows=4", *common]
-    scripts.finish(scripts.start("sft.py", scripts.REPO / "configs/toy_sft.yaml", *cold, anew=GPU))
-    data = f"data.sources=[{{path: {toy_dir}/rl.parquet}}]"
-    more = [
-        f"run={tmp_path}/rl",
-        f"policy.checkpoint={tmp_path}/sft/model",
-        data,
-        "staleness=1",
-        "batch_tasks=2",
-        *common,
-    ]
-    scripts.finish(scripts.start("rl.py", scripts.REPO / "configs/toy_paragrpo.yaml", *more, anew=GPU))
-    rows = scripts.metrics(tmp_path / "rl")
+
+    def train(script: str, config: str, run: Path, model: Path, rows: str, *more: str) -> None:
+        changes = [f"run={run}", f"policy.checkpoint={model}", f"data.sources=[{{path: {toy_dir / rows}}}]", *more]
+        changes += ["val=null", f"steps={steps}", "save_every=1000"]
+        scripts.finish(scripts.start(script, scripts.REPO / "configs" / config, *changes, anew=GPU))
+
+    cold, run = tmp_path / "sft", tmp_path / "rl"
+    train("sft.py", "toy_sft.yaml", cold, toy_dir / "model", "sft.parquet", "batch_rows=4")
+    train("rl.py", "toy_paragrpo.yaml", run, cold / "model", "rl.parquet", "staleness=1", "batch_tasks=2")
+    rows = scripts.metrics(run)
     assert len(rows) == steps and all(np.isfinite(row["loss"]) and row["gap"] < 0.05 for row in rows)
-    note(
-        "scripts",
-        seconds_per_step=round(np.median([row["seconds"] for row in rows]), 2),
-        gap=max(r["gap"] for r in rows),
-    )
+    seconds, gap = np.median([row["seconds"] for row in rows]), max(row["gap"] for row in rows)
+    note("scripts", seconds_per_step=round(seconds, 2), gap=gap)

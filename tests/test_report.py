@@ -21,17 +21,7 @@ from rl import describe
 from rollout import RolloutConfig, dump, rollout
 from runtime.contract import Renderer, VisualContract
 from study import report
-from study.report import (
-    RunData,
-    curve,
-    differing_settings,
-    panel_sections,
-    read_metrics,
-    read_run,
-    seed_groups,
-    table,
-    write_page,
-)
+from study.report import RunData, differing_settings, panel_sections, read_run, seed_groups
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %d, "end_time": %d}}\n</tool_call>'
@@ -104,7 +94,7 @@ def test_runs_that_differ_in_their_seed_and_its_folder_alone_are_a_mean_with_the
     assert alone == {"group": 2, "x": [0], "y": [5.0]}
     # A seed that is behind leaves the mean to the others.
     runs = [run_of("a", {"acc": 1.0}, {"acc": 4.0}), run_of("b", {"acc": 3.0})]
-    assert curve(runs, "acc") == {"x": [0, 1], "y": [2.0, 4.0], "std": [pytest.approx(math.sqrt(2)), 0.0]}
+    assert report.curve(runs, "acc") == {"x": [0, 1], "y": [2.0, 4.0], "std": [pytest.approx(math.sqrt(2)), 0.0]}
 
 
 def test_the_table_is_the_mean_of_each_runs_last_ten_steps_and_the_std_over_runs(renderer):
@@ -113,7 +103,7 @@ def test_the_table_is_the_mean_of_each_runs_last_ten_steps_and_the_std_over_runs
     first = run_of("a", *({"acc/K=16": float(i), "fmt": 1.0, "acc": 0.9} for i in range(12)), lr=1.0, seed=0)
     second = run_of("b", *({"acc/K=16": 4.5} for _ in range(12)), lr=1.0, seed=1)
     sparse = run_of("c", {"acc/K=4/called": 0.2}, *({"acc/K=4": 1.0} for _ in range(7)), {"acc/K=4/called": 0.5}, {}, {}, lr=2.0)  # fmt: skip
-    made = table(seed_groups([first, second, sparse]))
+    made = report.table(seed_groups([first, second, sparse]))
     assert made["columns"][:3] == ["acc/K=4", "acc/K=16", "fmt"]
     cells = [dict(zip(made["columns"], row["cells"])) for row in made["rows"]]
     assert cells[0]["acc/K=16"] == [5.5, pytest.approx(math.sqrt(2))]  # 2 ... 11 -> 6.5
@@ -137,20 +127,18 @@ def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoi
     run = write_run(tmp_path / "a", [{"step": 0, "acc": 0.5, "loss": math.nan}, {"step": 1, "acc": 0.25}], play(renderer), renderer)  # fmt: skip
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "ac')
-    assert read_metrics(run / "metrics.jsonl") == [{"step": 0, "acc": 0.5}, {"step": 1, "acc": 0.25}]
+    assert report.read_metrics(run / "metrics.jsonl") == [{"step": 0, "acc": 0.5}, {"step": 1, "acc": 0.25}]
     file = run / "episodes" / "step-000000.jsonl"
     file.write_text(file.read_text()[:-2000])
     found = read_run(run, "run", {}, 200, checkpoint)
     assert [len(group["episodes"]) for group in found.steps[0]] == [1]
     begun = write_run(tmp_path / "b", [])
     (begun / "metrics.jsonl").unlink()
-    write_page(tmp_path / "page.html", [read_run(begun, "begun", {}, 200)])
+    report.write_page(tmp_path / "page.html", [read_run(begun, "begun", {}, 200)])
     assert content(tmp_path / "page.html")["runs"] == []
 
 
-def test_without_videos_there_are_no_pictures_and_without_a_tokenizer_a_note_says_what_to_pass(
-    tmp_path, renderer, checkpoint
-):
+def test_a_note_says_that_videos_are_gone_or_which_tokenizer_to_pass(tmp_path, renderer, checkpoint):
     folder = write_run(tmp_path / "run", [{"step": 0}], play(renderer), renderer)
     run = read_run(folder, "run", {}, 200, checkpoint)
     episode = run.steps[0][0]["episodes"][0]
@@ -186,6 +174,16 @@ def test_each_token_says_who_wrote_it_and_whether_it_is_structural(renderer):
     tags = ["</think>", *["<tool_call>", "</tool_call>"] * 2, end, "</think>", "<answer>", "</answer>", end]
     assert "".join(painted.split()) == "".join(tags)
     assert all(main["kinds"][i] == "s" for i in main["structural"])
+
+
+def test_a_call_that_named_no_video_of_several_is_shown(renderer):
+    """Past bug: the report ended with the error that the model had read."""
+    task = Task("t", "What?", ("/a.mp4", "/b.mp4"), "oe", "red")
+    episodes, run = play(renderer, task=task), RunData("a", {}, renderer)
+    lost = episodes[0].calls[1]
+    lost.arguments["video_path"], lost.error, lost.window = "c.mp4", "bad_arguments", None
+    report.add_episodes(run, 0, episodes, MemoryVideos())
+    assert [call["video"] for call in run.steps[0][0]["episodes"][0]["calls"]] == [0, None]
 
 
 @pytest.mark.parametrize(("credit", "expected"), [("struct", 0.4), ("sequence", 0.0), ("off", 0.0)])
@@ -227,9 +225,8 @@ def test_the_steps_that_are_kept_are_spread_over_the_run(tmp_path, renderer, che
 def page(tmp_path_factory, renderer, checkpoint):
     """Two seeds of one method and one other run; the viewer has steps 0 and 10."""
     root = tmp_path_factory.mktemp("runs")
-    rows = [
-        {"step": s, "acc": 0.5, "acc/K=4": 0.5, "kappa": 1.0 + s / 50, "fmt": s / 50, "seconds": 2.0} for s in range(40)
-    ]
+    constant = {"acc": 0.5, "acc/K=4": 0.5, "seconds": 2.0}
+    rows = [{"step": s, "kappa": 1.0 + s / 50, "fmt": s / 50} | constant for s in range(40)]
     struct = {"anchor": {"credit": "struct", "weight": 0.5}}
     first = write_run(root / "para-seed0", rows, play(renderer), renderer, steps=(0, 10), reward=struct)
     second = write_run(root / "para-seed1", rows, reward=struct, seed=1)
@@ -264,9 +261,8 @@ def browse(page, place: str, script: str) -> tuple[dict, str]:
     """What `script` notes in `seen` after the page was opened at `place`, and what the console said."""
     acted = page.with_name(f"acted-{place or 'curves'}.html")
     report_back = "document.title = JSON.stringify(seen);"
-    acted.write_text(
-        page.read_text().replace("</body>", f"<script>const seen = {{}}; {script}; {report_back}</script>")
-    )
+    added = f"<script>const seen = {{}}; {script}; {report_back}</script>"
+    acted.write_text(page.read_text().replace("</body>", added))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
     command = [CHROMIUM, *flags, "--dump-dom", f"{acted.as_uri()}#{place}"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -276,8 +272,9 @@ def browse(page, place: str, script: str) -> tuple[dict, str]:
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_a_browser_draws_the_curves(page):
+def test_a_browser_draws_the_curves_and_offers_them_as_csv(page):
     script = """
+    seen.csv = decodeURIComponent(document.querySelector("a[download]").href.split(",").slice(1).join(","));
     const all = selector => [...document.querySelectorAll(selector)];
     seen.rows = all("#table tr").map(row => row.textContent);
     seen.bands = all("figure[data-key=acc] polygon").length;
@@ -293,6 +290,10 @@ def test_a_browser_draws_the_curves(page):
     assert seen["rows"][1].startswith("para (2 seeds)400.50 ± 0.00") and seen["rows"][2].startswith("grpo400.50")
     assert (seen["bands"], seen["lines"], seen["fewer"]) == (1, 2, 1)
     assert seen["tip"].startswith("step 39") and "1.78 ± 0" in seen["tip"]  # 1 + 39 / 50
+    lines = seen["csv"].splitlines()
+    assert lines[0] == "run,key,step,mean,std" and any(line.startswith('"grpo","kappa",39,') for line in lines)
+    [line] = [line for line in lines if line.startswith('"para (2 seeds)","kappa",39,')]
+    assert [float(x) for x in line.split(",")[3:]] == [pytest.approx(1.78), 0.0]
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
@@ -361,9 +362,8 @@ def test_a_browser_finds_episodes_over_all_steps(page):
     assert console == "" and seen["before"] == seen["malformed"] == 0
     assert seen["wrong"] and all("✗" in label for label in seen["wrong"])
     assert seen["found"] == f"{len(seen['wrong'])} episodes"
-    assert (
-        seen["same"] == len(seen["called"]) == 2 * len(seen["wrong"])
-    )  # of two siblings one is right, and both have called
+    # Of two siblings one is right, and both have called.
+    assert seen["same"] == len(seen["called"]) == 2 * len(seen["wrong"])
     right = ["✓" in label for label in seen["called"]]
     assert right == sorted(right, reverse=True)  # its advantage is the larger one
 
@@ -374,22 +374,9 @@ def test_settings_that_differ_are_listed_and_others_are_not():
     left.commit, right.commit = "abc", "abc"
     rows = differing_settings([("a", [left]), ("b", [right])])
     assert rows == [
-        {"key": "kl_coef", "values": [None, "0.1"]},
+        {"key": "kl_coef", "values": ["null", "0.1"]},  # it has none
         {"key": "rollout.temperature", "values": ["1.0", "0.7"]},
     ]
     right.commit = "def"
     assert differing_settings([("a", [left]), ("b", [right])])[0] == {"key": "commit", "values": ["abc", "def"]}
     assert differing_settings([("a", [left])]) == []
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_the_csv_holds_the_curves(page):
-    seen, _ = browse(
-        page,
-        "",
-        "seen.csv = decodeURIComponent(document.querySelector('a[download]').href.split(',').slice(1).join(','))",
-    )
-    lines = seen["csv"].splitlines()
-    assert lines[0] == "run,key,step,mean,std" and any(line.startswith('"grpo","kappa",39,') for line in lines)
-    [line] = [line for line in lines if line.startswith('"para (2 seeds)","kappa",39,')]
-    assert [float(x) for x in line.split(",")[3:]] == [pytest.approx(1.78), 0.0]
