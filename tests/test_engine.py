@@ -555,7 +555,7 @@ def test_a_server_inherits_nothing_of_the_trainer_and_no_proxy_is_asked_for_it(s
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     client = serve(servers=2)
     assert client.generate(**request(*prompts[1])).finish == "stop"
-    check_urls(client.urls, patience=0.0)
+    check_urls(client.urls)
     straight = requests.Session()
     straight.trust_env = False
     for url, device in zip(client.urls, "47"):
@@ -570,7 +570,7 @@ def test_only_a_server_of_models_passes_for_one():
         threading.Thread(target=web.handle_request, daemon=True).start()
         url = f"http://127.0.0.1:{web.server_port}"
         with pytest.raises(ConfigError, match=f"no server answers at {url}"):
-            check_urls([url], patience=0.0)
+            check_urls([url])
 
 
 def test_servers_of_ours_end_with_a_process_that_is_killed(tmp_path):
