@@ -41,7 +41,7 @@ from rewards import JudgeError, RewardConfig, final_answer, score, turn_texts
 from rollout import RolloutConfig, Stage, derive, dump, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import check_run, check_servers, differences, find_checkpoint, find_tokenizer
+from runtime.checks import check_run, check_servers, differences, find_checkpoint, find_tokenizer, on_the_hub
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataError
 from runtime.engine import EngineError
@@ -131,19 +131,15 @@ def dry_run(cfg: EvalConfig) -> int:
             print(f"  MISSING {what}: {error}")
 
     def checkpoint() -> str:
-        try:
-            source = find_checkpoint(cfg.checkpoint, on_the_hub, cfg.served)
-        except FileNotFoundError:
+        if on_the_hub(cfg.checkpoint) and not Path(cfg.checkpoint).is_dir():
             return f"{cfg.checkpoint} is not here; the run would fetch it from the hub"
+        source = find_checkpoint(cfg.checkpoint, cfg.served)
         (cfg.visual or VisualContract.load(source)).check(source)
         return str(source)
 
-    def on_the_hub(name: str | Path) -> Path:
-        raise FileNotFoundError(name)
-
     def servers() -> str:
         check_api(cfg.api)
-        check_servers(cfg.rollout, patience=0.0)
+        check_servers(cfg.rollout)
         return str(cfg.api.url or cfg.rollout.urls or cfg.rollout.gpus or "none, the model runs in this process")
 
     def items(split: str, root: str) -> str:
@@ -425,13 +421,11 @@ def work(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalC
 
 def main(cfg: EvalConfig) -> int:
     """Ask what has not been answered yet, and print the table; exit status 1 where all items of a split failed."""
-    from runtime.distributed import checkpoint_dir  # torch, which `table` does not need
-
     check_run(cfg)
     if cfg.api.url:
         source, weights = find_tokenizer(cfg.checkpoint), cfg.api.model
     else:
-        source = find_checkpoint(cfg.checkpoint, checkpoint_dir, cfg.served)
+        source = find_checkpoint(cfg.checkpoint, cfg.served)
         weights = weights_digest(source)
     contract = cfg.visual or VisualContract.load(source)
     contract.check(source)

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ MAY_CHANGE = {
 def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], None]) -> Iterator[tuple[Path, Renderer]]:
     """Refuse what a training run could not start from; then hold its folder, and give its checkpoint's folder and renderer.
     `check_hardware` is the script's own check of GPUs, memory and disk. Rank 0 looks first, and speaks for all."""
-    from runtime.distributed import checkpoint_dir, rank, rank0_first  # torch
+    from runtime.distributed import rank, rank0_first  # torch
     from runtime.policy import dtype_of
 
     with contextlib.ExitStack() as until_it_ends:
@@ -49,7 +48,7 @@ def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], No
         def inspect() -> tuple[Path, Renderer]:
             check_run(cfg)
             dtype_of(cfg.policy)
-            source = find_checkpoint(cfg.policy.checkpoint, checkpoint_dir)
+            source = find_checkpoint(cfg.policy.checkpoint)
             cfg.visual.check(source)
             renderer = Renderer(load_tokenizer(source), cfg.visual)
             check_rows(parse, cfg.data, cfg.val)
@@ -126,9 +125,9 @@ def on_the_hub(name: str | Path) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))) and not Path(name).parent.is_dir()
 
 
-def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], served: bool = False) -> Path:
-    """Return the folder of a whole checkpoint; `fetch` brings a name on the hub here. `served`: others load its weights,
-    so any model will do."""
+def find_checkpoint(name: str | Path, served: bool = False, only: Sequence[str] | None = None) -> Path:
+    """Return the folder of a whole checkpoint; one on the hub is fetched, or `only` the files of these patterns. `served`:
+    others load its weights, so any model will do."""
     folder = Path(name)
     if not folder.is_dir():
         if not on_the_hub(name):
@@ -136,7 +135,9 @@ def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], serve
                 f"{name}: neither a folder nor a model on the hub; a training leaves its checkpoint in RUN/model when "
                 "it is done"
             )
-        folder = fetch(name)
+        from runtime.distributed import checkpoint_dir  # torch
+
+        folder = checkpoint_dir(name, only)
     if (folder / "config.yaml").exists() and (folder / "metrics.jsonl").exists():
         raise ConfigError(f"{folder} is the folder of a training; its checkpoint is {folder / 'model'}")
     if not (folder / "config.json").exists():
@@ -162,12 +163,10 @@ def find_checkpoint(name: str | Path, fetch: Callable[[str | Path], Path], serve
 
 def find_tokenizer(name: str | Path) -> Path:
     """Return the folder of a checkpoint whose weights are not needed; from the hub, only its small files come."""
-    from runtime.distributed import checkpoint_dir  # torch
-
-    return find_checkpoint(name, lambda name: checkpoint_dir(name, only=("*.json", "*.jinja", "*.txt")), served=True)
+    return find_checkpoint(name, served=True, only=("*.json", "*.jinja", "*.txt"))
 
 
-def check_servers(cfg: Any, ranks: int = 0, patience: float = 15.0) -> None:
+def check_servers(cfg: Any, ranks: int = 0) -> None:
     """Refuse servers that cannot be started on the GPUs of a RolloutConfig beside so many training ranks, or that do not
     run at its URLs."""
     if cfg.gpus:
@@ -182,27 +181,23 @@ def check_servers(cfg: Any, ranks: int = 0, patience: float = 15.0) -> None:
             )
         if max(cfg.gpus) >= torch.cuda.device_count():
             raise ConfigError(f"rollout.gpus = {list(cfg.gpus)}: there are {torch.cuda.device_count()} GPUs here")
-    check_urls(cfg.urls, patience)
+    check_urls(cfg.urls)
 
 
-def check_urls(urls: Sequence[str], patience: float) -> None:
-    """Refuse URLs where no server answers within `patience` seconds."""
+def check_urls(urls: Sequence[str]) -> None:
+    """Refuse URLs where no server answers."""
     import requests
 
-    session, deadline = requests.Session(), time.monotonic() + patience
+    session = requests.Session()
     session.trust_env = False  # straight to the server, whatever http_proxy says
     for url in urls:
-        while True:
-            try:
-                session.get(url.rstrip("/") + "/model_info", timeout=10).raise_for_status()
-                break
-            except requests.RequestException as error:
-                if time.monotonic() > deadline or isinstance(error, ValueError):  # ValueError: no URL at all
-                    raise ConfigError(
-                        f"no server answers at {url}; start it and wait until it serves, or correct the address: "
-                        f"http://HOST:PORT. The last try: {error}"
-                    ) from None
-                time.sleep(0.5)
+        try:
+            session.get(url.rstrip("/") + "/model_info", timeout=10).raise_for_status()
+        except requests.RequestException as error:
+            raise ConfigError(
+                f"no server answers at {url}; start it and wait until it serves, or correct the address: "
+                f"http://HOST:PORT. The error: {error}"
+            ) from None
 
 
 def check_bad_steps(bad_steps: int) -> None:

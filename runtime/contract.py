@@ -5,7 +5,7 @@
     contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another one
     renderer = Renderer(load_tokenizer(checkpoint_dir), contract)
     rendered = renderer.render(messages, tools)    # ids with expanded image pads, assistant mask, frames
-    pixel_values, grid = patchify(rendered.frames) # float32 [patches, 1536], int64 [frames, 3]
+    pixel_values, grid = patchify(rendered.frames) # tensors: float32 [patches, 1536], int64 [frames, 3]
 
 A message is {"role": system|user|assistant|tool, "content": str | list of str and Frames}. Each frame becomes its time
 stamp followed by an image: `<12.5 seconds><|vision_start|><|image_pad|>...<|vision_end|>`.
@@ -21,6 +21,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,14 +181,9 @@ def _read_json(path: Path) -> dict | None:
 _NORMALISED = ((np.arange(256) * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)
 
 
-def patchify(frames: list[Frames], patch: int = 16, merge: int = 2) -> tuple[np.ndarray, np.ndarray]:
-    """Return (pixel_values float32 [patches, 3 * 2 * patch * patch], grid int64 [frames, 3] = (1, rows, columns))."""
-    values, grid = patch_tensors(frames, patch, merge, "cpu")
-    return values.numpy(), grid
-
-
-def patch_tensors(frames: list[Frames], patch: int, merge: int, device):
-    """Return what `patchify` returns, the values as a tensor made on the device.
+def patchify(frames: Sequence[Frames], patch: int = 16, merge: int = 2, device="cpu"):
+    """Return two tensors: pixel_values float32 [patches, 3 * 2 * patch * patch], on the device, and grid int64 [frames, 3] =
+    (1, rows, columns), on the host.
 
     Patches of one token stand together (merge x merge blocks, row by row), as Qwen's vision tower expects them."""
     import torch  # what reads contracts alone needs no torch
@@ -204,7 +200,8 @@ def patch_tensors(frames: list[Frames], patch: int, merge: int, device):
     x = torch.from_numpy(np.concatenate(cut)).to(device)
     x = torch.from_numpy(_NORMALISED).to(device)[x.int()]  # [P, 3 * patch * patch]
     x = x.view(len(x), 3, 1, patch * patch).expand(-1, -1, TEMPORAL_PATCH, -1)
-    return x.reshape(len(x), 3 * TEMPORAL_PATCH * patch * patch), np.array(grid, np.int64).reshape(-1, 3)
+    x = x.reshape(len(x), 3 * TEMPORAL_PATCH * patch * patch)
+    return x, torch.tensor(grid, dtype=torch.int64).view(len(grid), 3)
 
 
 def load_tokenizer(checkpoint: str | Path):

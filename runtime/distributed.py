@@ -33,6 +33,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
@@ -242,9 +244,6 @@ def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) ->
     files that are wanted."""
     if Path(checkpoint).is_dir():
         return Path(checkpoint)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
     try:  # by all ranks: the hub's cache locks each file, so it is downloaded once
         return Path(snapshot_download(str(checkpoint), allow_patterns=only))
     except (HFValidationError, OSError) as error:  # OSError: all that the hub answers
@@ -265,16 +264,15 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
 
     # which weights go into which file
     weights = dict(policy.model.named_parameters())  # a tied head is listed once, as transformers stores it
-    files = _by_file({name: weight.numel() * dtype.itemsize for name, weight in weights.items()}, file_bytes)
-    names = ["model.safetensors"]
-    if len(files) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    shapes = {name: torch.empty(weight.shape, dtype=dtype, device="meta") for name, weight in weights.items()}
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=file_bytes)
+    files = list(split.filename_to_tensors)
 
     # all ranks gather each weight; the one whose file it is keeps it
     for first in range(0, len(files), world_size()):
         mine = {}
         for i in range(first, min(first + world_size(), len(files))):
-            for member in files[i]:
+            for member in split.filename_to_tensors[files[i]]:
                 weight = weights[member].detach().to(dtype)
                 if isinstance(weight, DTensor):
                     weight = weight.full_tensor()
@@ -283,15 +281,13 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
         if mine:  # copied to the host by all ranks at the same time, not between two gathers
             on_host = {member: weight.cpu().contiguous() for member, weight in mine.items()}
             with _writing(unfinished):
-                save_file(on_host, unfinished / names[first + rank()], metadata={"format": "pt"})
+                save_file(on_host, unfinished / files[first + rank()], metadata={"format": "pt"})
     barrier()
 
     # what stands beside the weights; then the names change
     if rank() == 0:
-        if len(files) > 1:
-            total = sum(weight.numel() for weight in weights.values()) * dtype.itemsize
-            where = {member: name for name, members in zip(names, files) for member in members}
-            index = {"metadata": {"total_size": total}, "weight_map": where}
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         _copy_all_but_weights(Path(source), unfinished, dtype)
         contract.save(unfinished)
@@ -323,18 +319,6 @@ def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
     sweep = ["sh", "-c", 'read -r _; rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null', "sh", str(ours)]
     with subprocess.Popen(sweep, stdin=subprocess.PIPE, start_new_session=True):
         yield gather(ours / "weights")[0]
-
-
-def _by_file(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Share names out in order, at most `limit` bytes per file."""
-    files, free_bytes = [], 0
-    for name, size in sizes.items():
-        if not files or size > free_bytes:
-            files.append([])
-            free_bytes = limit
-        files[-1].append(name)
-        free_bytes -= size
-    return files
 
 
 def _copy_all_but_weights(source: Path, target: Path, dtype: torch.dtype) -> None:

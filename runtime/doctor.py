@@ -95,5 +95,5 @@ def position_error(policy: Policy, agent, renderer: Renderer) -> int:
     ours, _, _ = rope_positions(np.array(agent.ids), sizes, renderer.image_pad, 0)
     ids = torch.tensor([agent.ids])
     pads = (ids == renderer.image_pad).int()
-    theirs, _ = policy.model.model.get_rope_index(ids, mm_token_type_ids=pads, image_grid_thw=torch.from_numpy(grid))
+    theirs, _ = policy.model.model.get_rope_index(ids, mm_token_type_ids=pads, image_grid_thw=grid)
     return int(np.abs(theirs[:, 0].numpy() - ours).max())

@@ -2,17 +2,17 @@
 
     engine = InProcess(checkpoint, renderer)                     # see engine.py for the verbs
 
-The requests of all waiting threads become one batch. The prompt that the rollouts of a group share is read once, its
-keys are copied to each row, and ended rows leave. A batch starts when everybody whom `expect` announced waits. It is
-sorted, and each row draws from its own seed, so a run can be repeated bit for bit unless a call outlasts `call_timeout`.
+The requests of all waiting threads become one batch. It is read as the trainer reads a micro-batch: as one sequence in
+which a prompt that several requests share stands once (packing.py). Then its keys are copied to one row per request, and
+tokens are sampled row by row; ended rows leave. A batch starts when everybody whom `expect` announced waits. It is sorted,
+and each row draws from its own seed, so a run can be repeated bit for bit unless a call outlasts `call_timeout`.
 
-    columns of a row     padding, shared prompt | padding, the rest of its ids | sampled ids
+    columns of a row     padding, its ids | sampled ids
     positions            M-RoPE, explicit: the padding does not count
     mask                 real tokens before it
 
-On a GPU, prompts and rests are read as one sequence without padding, by the trainer's kernels (packing.py), and a row is
-padding, its ids | sampled ids. There SDPA would be slow: with a mask it computes all scores in fp32, or, by cuDNN, plans
-each new length of the keys anew.
+Not SDPA for the sampled tokens: with a mask it computes all scores in fp32 on a GPU, or, by cuDNN, plans each new length
+of the keys anew.
 
 Deliberately missing: requests that join a running batch, paged keys, tensor parallelism.
 
@@ -31,21 +31,17 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AttentionInterface, DynamicCache, Qwen3VLForConditionalGeneration
 
-from runtime.contract import Renderer, patchify
+from runtime.contract import Bundle, Renderer
 from runtime.engine import EngineError, Sample
 from runtime.packing import (
-    FrameLayout,
     KeyLayout,
-    Segment,
+    encode_frames,
     frames_flash_attention,
     group_packed_attention,
-    join_frames,
+    pack_bundles,
     pick_kernel,
-    rope_positions,
 )
 from runtime.video import Frames
-
-CHUNK = 128  # tokens whose probabilities are summed in fp32 before they are drawn from; it divides Qwen's vocabulary
 
 
 @dataclass
@@ -90,7 +86,6 @@ class InProcess:
     def __init__(
         self, checkpoint: str | Path, renderer: Renderer, device="cpu", dtype="float32", max_batch_tokens=131_072
     ):
-        AttentionInterface.register("grouped_sdpa", _grouped_sdpa)
         AttentionInterface.register("packed_then_matmul", _packed_then_matmul)
         AttentionInterface.register("frames_flash", frames_flash_attention)
         self.version = 0
@@ -98,12 +93,11 @@ class InProcess:
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
             checkpoint,
             dtype=getattr(torch, dtype),
-            attn_implementation={"text_config": "grouped_sdpa", "vision_config": "sdpa"},
+            attn_implementation={"text_config": "packed_then_matmul", "vision_config": "sdpa"},
         )
         self.model.model.visual.config._attn_implementation = "frames_flash"  # by its name alone, it may not be loaded
         self.model.to(device).eval().requires_grad_(False)
-        on_gpu = self.model.device.type == "cuda"
-        self.use_kernel(pick_kernel(self.model.device, self.model.dtype) if on_gpu else None)
+        self.kernel = pick_kernel(self.model.device, self.model.dtype)
         self._queue: list[_Request] = []
         self._expected, self.closed = 0, False
         self._changed = threading.Condition()
@@ -111,11 +105,6 @@ class InProcess:
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
-
-    def use_kernel(self, kernel: str | None) -> None:
-        """Choose how prompts are read: packed, by a kernel of packing.py, or (None) in padded rows, by SDPA with a mask."""
-        self.kernel = kernel
-        self.model.model.language_model.config._attn_implementation = "packed_then_matmul" if kernel else "grouped_sdpa"
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
         shared = min(shared or len(ids), len(ids) - 1)  # the logits of the last one are sampled from
@@ -176,10 +165,8 @@ class InProcess:
         for request in waiting:
             if batches:
                 rows = [*batches[-1], request]
-                # Prompts, rests and answers are padded each to the longest of them.
-                width = max(r.shared for r in rows)
-                width += max(len(r.ids) - r.shared for r in rows)
-                width += max(r.max_new_tokens for r in rows)
+                # Ids and answers are padded each to the longest of them.
+                width = max(len(r.ids) for r in rows) + max(r.max_new_tokens for r in rows)
                 if len(rows) * width <= self.max_batch_tokens and 2 * len(request.ids) <= 3 * len(rows[0].ids):
                     batches[-1].append(request)
                     continue
@@ -187,16 +174,9 @@ class InProcess:
         return batches
 
 
-def _grouped_sdpa(module, query, key, value, attention_mask, scaling, **_):
-    """transformers' attention interface, [B, heads, L, size] -> [B, L, heads, size]. Given a mask, its own SDPA first
-    copies each key and value to all of its query heads, which takes most of a decoding step."""
-    out = F.scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2), None
-
-
 def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout | None = None, **_):
-    """The same on a GPU: a packed sequence by its layout, and after it one token per row, [B, heads, 1, size], by plain
-    matrix products. `attention_mask`: which keys of a row are real, [B, 1, 1, L]."""
+    """transformers' attention interface, [B, heads, L, size] -> [B, L, heads, size]: a packed sequence by its layout, and
+    after it one token per row by plain matrix products. `attention_mask`: which keys of a row are real, [B, 1, 1, L]."""
     if key_layout:
         return group_packed_attention(module, query, key, value, None, scaling, key_layout)
     # The query heads that share a key head stand beside each other: one product for them, and no copy of the keys.
@@ -209,7 +189,7 @@ def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_
 
 
 class _Batch:
-    """Requests that are sampled together. Row layout: [padding, prompt | padding, rest of the ids | sampled ids]."""
+    """Requests that are sampled together."""
 
     def __init__(self, engine: InProcess, requests: list[_Request]):
         self.engine, self.requests = engine, requests
@@ -219,129 +199,79 @@ class _Batch:
 
     def run(self) -> None:
         with torch.inference_mode():
-            # Each prompt, once for all requests that share it, and what follows it in each request.
-            prompts, rests = {}, []
-            for request in self.requests:
-                if request.prompt not in prompts:
-                    prompts[request.prompt] = _piece(request.ids[: request.shared], request.frames, 0, self.renderer)
-                prompt = prompts[request.prompt]
-                clips = request.frames[len(prompt.clips) :]
-                rests.append(_piece(request.ids[request.shared :], clips, prompt.end, self.renderer))
-                request.position = rests[-1].end
-            number = {prompt: i for i, prompt in enumerate(prompts)}
-            prompt_of = [number[request.prompt] for request in self.requests]
+            self._sample(self._read())
 
-            read = self._read_packed if self.engine.kernel else self._read_padded
-            self._sample(read(list(prompts.values()), rests, prompt_of))
+    def _bundles(self) -> tuple[list[Bundle], list[_Request]]:
+        """Make one bundle of the requests that share a prompt: its suffixes are the rests of their ids. Return the bundles,
+        and the requests in the order of the suffixes."""
+        sharing: dict[tuple, list[_Request]] = {}
+        for request in self.requests:
+            sharing.setdefault(request.prompt, []).append(request)
 
-    def _read_padded(self, prompts: list["_Piece"], rests: list["_Piece"], prompt_of: list[int]):
-        """Read the prompts, copy the keys of each to the rows that share it, and read the rests. Return the hidden state of
-        each row's last token [B, H]."""
-        self.real = torch.zeros(len(prompts), 0, dtype=torch.bool, device=self.device)  # [B, L] no padding
-        self._read(prompts)
-        self._keep(prompt_of)
-        return self._read(rests)
+        bundles, in_order = [], []
+        for requests in sharing.values():
+            prompt, frames = requests[0].ids[: requests[0].shared], requests[0].frames
+            # The clips whose pads stand in the prompt; the others follow it in each request.
+            pads, shown = prompt.count(self.renderer.image_pad), 0
+            while pads > 0:
+                count, height, width, _ = frames[shown].pixels.shape
+                pads -= count * self.renderer.contract.frame_tokens(width, height)
+                shown += 1
+            bundle = Bundle(prompt, [], [], list(frames[:shown]))
+            for request in requests:
+                rest = request.ids[request.shared :]
+                bundle.suffixes.append(rest)
+                bundle.masks.append([0] * len(rest))
+                bundle.frames += frames[shown:]
+                in_order.append(request)
+            bundles.append(bundle)
+        return bundles, in_order
 
-    def _read_packed(self, prompts: list["_Piece"], rests: list["_Piece"], prompt_of: list[int]):
-        """Do the same without padding: read all pieces as one sequence, and take the keys of each row out of it."""
-        # Lay the pieces out. A rest sees its prompt and itself, and both make a row.
-        pieces = [*prompts, *rests]
-        stops = np.cumsum([len(piece.ids) for piece in pieces]).tolist()
-        spans = [(stop - len(piece.ids), stop) for piece, stop in zip(pieces, stops)]
-        segments = [Segment(start, stop, start, start) for start, stop in spans[: len(prompts)]]
-        rows = []
-        for i, (start, stop) in zip(prompt_of, spans[len(prompts) :]):
-            segments.append(Segment(start, stop, *spans[i]))
-            rows.append(np.concatenate([np.arange(*spans[i]), np.arange(start, stop)]))
+    def _read(self):
+        """Read all that is given as one sequence, and take the keys of each row out of it. Return the hidden state of each
+        row's last token [B, H]."""
+        contract, tower, kernel = self.renderer.contract, self.model.model.visual, self.engine.kernel
+        bundles, self.requests = self._bundles()
+        packed = pack_bundles(bundles, self.renderer.image_pad, contract.cell)
+
+        # Embed the tokens, and put the frames where their pads are.
+        features = []
+        for bundle in bundles:
+            for clip in bundle.frames:  # one at a time, which bounds the memory
+                features.append(encode_frames(tower, [clip], contract.patch, contract.merge, kernel))
+        ids = torch.from_numpy(packed.ids).to(self.device)[None]  # [1, N]
+        embeds, visual = self.model.get_input_embeddings()(ids), {}
+        if features:
+            features = torch.cat(features, dim=1)  # [1 + D, M, H]
+            pads = ids == self.renderer.image_pad
+            embeds = embeds.masked_scatter(pads[..., None], features[0].to(embeds.dtype))
+            visual = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(features[1:])}
 
         # Read them.
-        ids = torch.tensor([[token for piece in pieces for token in piece.ids]], device=self.device)  # [1, N]
-        positions = np.concatenate([piece.positions for piece in pieces], axis=1)[:, None]  # [3, 1, N]
-        embeds, visual = self._embed(ids, ids == self.renderer.image_pad, pieces)
         hidden = self.model.model.language_model(
             inputs_embeds=embeds,
-            position_ids=torch.from_numpy(positions).to(self.device),
+            position_ids=torch.from_numpy(packed.positions).to(self.device)[:, None],  # [3, 1, N]
             past_key_values=self.cache,
             use_cache=True,
-            key_layout=KeyLayout(segments, self.engine.kernel, self.device),
+            key_layout=KeyLayout(packed.segments, kernel, self.device),
             **visual,
         ).last_hidden_state[0]  # [N, H]
 
-        # Take each row's keys and values out of the sequence: [1, heads, N, size] -> [B, heads, L, size].
-        longest = max(len(row) for row in rows)  # L; shorter rows are padded on the left
-        places = np.zeros((len(rows), longest), np.int64)
-        real = np.zeros((len(rows), longest), bool)
-        for i, row in enumerate(rows):
+        # Each suffix and its prompt make a row: [1, heads, N, size] -> [B, heads, L, size], padded on the left.
+        suffixes = [s for s in packed.segments if s.prompt_stop > s.prompt_start]
+        longest = max(s.prompt_stop - s.prompt_start + s.stop - s.start for s in suffixes)  # L
+        places = np.zeros((len(suffixes), longest), np.int64)
+        real = np.zeros((len(suffixes), longest), bool)
+        for i, s in enumerate(suffixes):
+            row = np.concatenate([np.arange(s.prompt_start, s.prompt_stop), np.arange(s.start, s.stop)])
             places[i, -len(row) :] = row
             real[i, -len(row) :] = True
+            self.requests[i].position = int(packed.positions[:, s.stop - 1].max()) + 1
         places, self.real = torch.from_numpy(places).to(self.device), torch.from_numpy(real).to(self.device)
         for layer in self.cache.layers:
             layer.keys = layer.keys[0][:, places].transpose(0, 1)
             layer.values = layer.values[0][:, places].transpose(0, 1)
         return hidden[places[:, -1]]
-
-    def _read(self, pieces: list["_Piece"]):
-        """Run one piece per row through the model and return the hidden state of each row's last token [B, H]."""
-        longest = max(len(piece.ids) for piece in pieces)  # L; shorter pieces are padded on the left
-        ids = np.full((len(pieces), longest), self.model.config.text_config.eos_token_id or 0)
-        positions = np.zeros((3, len(pieces), longest), np.int64)
-        real = np.zeros((len(pieces), longest), bool)
-        for row, piece in enumerate(pieces):
-            ids[row, -len(piece.ids) :] = piece.ids
-            positions[:, row, -len(piece.ids) :] = piece.positions
-            real[row, -len(piece.ids) :] = True
-        ids, positions, real = (torch.from_numpy(x).to(self.device) for x in (ids, positions, real))
-        embeds, visual = self._embed(ids, (ids == self.renderer.image_pad) & real, pieces)
-        return self._forward(embeds, positions, real, **visual)
-
-    def _embed(self, ids, pads, pieces: list["_Piece"]):
-        """Return the embeddings [B, L, H] of ids and of the frames at their pads, and what the text model wants beside."""
-        embeds = self.model.get_input_embeddings()(ids)
-        clips = [clip for piece in pieces for clip in piece.clips]
-        if not clips:
-            return embeds, {}
-        features = self._see(clips)  # [1 + D, M, H]
-        embeds = embeds.masked_scatter(pads[..., None], features[0].to(embeds.dtype))
-        return embeds, {"visual_pos_masks": pads, "deepstack_visual_embeds": list(features[1:])}
-
-    def _forward(self, embeds, positions, real, **visual):
-        self.real = torch.cat([self.real, real], dim=1)
-        length = real.shape[1]
-        mask = self.real[:, None, None, :].repeat(1, 1, length, 1)  # [B, 1, L, past + L]
-        # Padding is not seen, but sees itself: a softmax over nothing would be nan.
-        itself = torch.eye(length, dtype=torch.bool, device=self.device)
-        mask[..., -length:] = mask[..., -length:].tril() | itself
-        return self.model.model.language_model(
-            inputs_embeds=embeds,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            **visual,
-        ).last_hidden_state[:, -1]
-
-    def _see(self, clips: list[Frames]):
-        """Run the vision tower: [1 + D, M, H], embeddings and DeepStack levels. Clip by clip, which bounds the memory."""
-        contract = self.renderer.contract
-        seen = []
-        for clip in clips:
-            patches, grid = patchify([clip], contract.patch, contract.merge)
-            options = {}
-            if self.engine.kernel in ("flash", "varlen"):
-                options = {"frame_layout": FrameLayout(self.engine.kernel, int(grid[0, 1:].prod()))}
-            patches, grid = (
-                torch.from_numpy(patches).to(self.device),
-                torch.from_numpy(join_frames(grid)).to(self.device),
-            )
-            out = self.model.model.visual(patches.to(self.model.dtype), grid_thw=grid, **options)
-            seen.append(torch.stack([out.pooler_output, *out.deepstack_features]))
-        return torch.cat(seen, dim=1)
-
-    def _keep(self, rows: list[int]) -> None:
-        """Make these the rows of the batch: copies for the rollouts of a group, or those that have not ended."""
-        index = torch.tensor(rows, device=self.device)
-        self.cache.batch_select_indices(index)
-        self.real = self.real[index]
 
     def _sample(self, hidden) -> None:
         """Sample one token per row at a time, until all rows have ended."""
@@ -356,13 +286,21 @@ class _Batch:
                 return
             # Dropping rows copies all keys, so it waits until an eighth of them have ended.
             if len(alive) <= 7 * len(rows) // 8:
-                self._keep(alive)
+                kept = torch.tensor(alive, device=self.device)
+                self.cache.batch_select_indices(kept)
+                self.real = self.real[kept]
                 rows = [rows[i] for i in alive]
             # Read the new tokens.
             ids = torch.tensor([[row.sampled[-1]] for row in rows], device=self.device)
             at = torch.tensor([[row.position + len(row.sampled) - 1] for row in rows], device=self.device)
-            real = torch.ones(len(rows), 1, dtype=torch.bool, device=self.device)
-            hidden = self._forward(self.model.get_input_embeddings()(ids), at.expand(3, -1, -1), real)
+            self.real = F.pad(self.real, (0, 1), value=True)
+            hidden = self.model.model.language_model(
+                inputs_embeds=self.model.get_input_embeddings()(ids),
+                position_ids=at.expand(3, -1, -1),
+                attention_mask=self.real[:, None, None],
+                past_key_values=self.cache,
+                use_cache=True,
+            ).last_hidden_state[:, -1]
         raise EngineError("the engine was closed")
 
     def _choose(self, hidden, rows: list[_Request]) -> tuple[list[int], list[float]]:
@@ -371,64 +309,21 @@ class _Batch:
         logits[:, self.renderer.never_sampled] = -torch.inf
         temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
         uniforms = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=self.device)
-        # On a CPU a few rows at a time, whose 150,000 logits then stay in its cache.
-        at_once = 4 if logits.device.type == "cpu" else len(rows)
-        tokens, logprobs = [], []
-        for part in zip(logits.split(at_once), temperatures.split(at_once), uniforms.split(at_once)):
-            drawn, scores = draw(*part)
-            tokens += drawn.tolist()
-            logprobs += scores.tolist()
-        return tokens, logprobs
+        tokens, logprobs = draw(logits, temperatures, uniforms)
+        return tokens.tolist(), logprobs.tolist()
 
 
 def draw(logits, temperatures, uniforms):
     """Draw one token per row [B] from softmax(logits / temperature), greedily where the temperature is 0, and return it
-    with its log-prob. A row's token depends on nothing but its logits, temperature and uniform, a number in [0, 1).
-
-    The token is where the cumulative distribution passes the row's uniform. It is found in two steps, the chunk and the
-    place in the chunk, so that sums in float64 are short."""
+    with its log-prob. A row's token depends on nothing but its logits, temperature and uniform, a number in [0, 1)."""
     tau = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
-    scaled = F.pad(logits / tau, (0, -logits.shape[1] % CHUNK), value=-torch.inf)
+    scaled = logits / tau  # [B, V]
     top = scaled.amax(-1, keepdim=True)
-    weights = (scaled - top).exp_().unflatten(-1, (-1, CHUNK))  # [B, chunks, CHUNK], the largest is 1
-    ends = weights.sum(-1).double().cumsum(-1)  # [B, chunks]
+    # The token is where the cumulative distribution (here times a constant) passes the row's uniform.
+    ends = (scaled - top).exp().cumsum(-1, dtype=torch.float64)  # [B, V]
     total = ends[:, -1:]
-    # The chunk in which the point lies.
-    point = uniforms[:, None] * total
-    chunk = (ends <= point).sum(-1, keepdim=True)  # [B, 1]
-    start = F.pad(ends, (1, 0)).gather(-1, chunk)
-    # The place in it. Its own sum may differ from the chunk's in the last bits, and the point must stay below it.
-    inside = weights.gather(1, chunk[..., None].expand(-1, -1, CHUNK))[:, 0].double().cumsum(-1)  # [B, CHUNK]
-    below = torch.nextafter(inside[:, -1:], torch.zeros_like(start))
-    place = (inside <= torch.minimum(point - start, below)).sum(-1, keepdim=True)
-    tokens = chunk * CHUNK + place
+    tokens = (ends <= uniforms[:, None] * total).sum(-1, keepdim=True)  # [B, 1]
     if not temperatures.all():
         tokens = torch.where(temperatures[:, None] > 0, tokens, scaled.argmax(-1, keepdim=True))
     logprobs = scaled.gather(-1, tokens).double() - top - total.log()
     return tokens[:, 0], logprobs[:, 0].float()
-
-
-@dataclass
-class _Piece:
-    """Consecutive ids of one row, with all of the clips that stand among them."""
-
-    ids: list[int]
-    clips: tuple[Frames, ...]
-    positions: np.ndarray  # [3, len(ids)]
-    end: int  # position after the last id
-
-
-def _piece(ids: list[int], clips: tuple[Frames, ...], position: int, renderer: Renderer) -> _Piece:
-    """Place ids from `position` on, and take as many of the clips as they have pads for."""
-    cell = renderer.contract.cell
-    pads = ids.count(renderer.image_pad)  # that belong to no clip yet
-    shown = 0  # clips
-    sizes = []  # of each image, (rows, columns) of visual tokens
-    while pads > 0 and shown < len(clips):
-        n, height, width, _ = clips[shown].pixels.shape
-        rows, columns = height // cell, width // cell
-        sizes += [(rows, columns)] * n
-        pads -= n * rows * columns
-        shown += 1
-    positions, end, _ = rope_positions(np.array(ids, np.int64), sizes, renderer.image_pad, position)
-    return _Piece(ids, clips[:shown], positions, end)

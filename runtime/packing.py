@@ -14,7 +14,6 @@ Deliberately missing: a mask over the pack (L x L), and keys shared across bundl
 """
 
 import inspect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.contract import Bundle
+from runtime.contract import Bundle, patchify
+from runtime.video import Frames
 
 # ------------------------------------------------------------------------------------------------ layout
 
@@ -177,28 +177,22 @@ def group_packed_attention(module, query, key, value, attention_mask, scaling, k
     return _attend_varlen(layout.kernel, query, key, value, ends, scaling, causal=True)[None], None
 
 
-class FrameLayout(NamedTuple):
-    """What `frames_flash_attention` needs beside the ends of the frames."""
-
-    kernel: str
-    longest: int  # patches of the largest frame
-
-
 def frames_flash_attention(
-    module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_layout: FrameLayout | None = None, **_
+    module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_kernel: str, longest_frame: int, **_
 ):
     """Let each frame attend to itself, many frames in one call: [1, heads, M, size] -> [1, M, heads, size].
 
-    transformers gives the frames' ends to functions whose name contains "flash"; others it calls once per frame."""
-    if frame_layout:
+    transformers gives the frames' ends to functions whose name contains "flash"; others it calls once per frame.
+    `encode_frames` passes the kernel, and the patches of the largest frame."""
+    if frame_kernel != "sdpa":
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [M, heads, size]
-        ends = (cu_seq_lens_q, cu_seq_lens_q, frame_layout.longest, frame_layout.longest)
-        return _attend_varlen(frame_layout.kernel, query, key, value, ends, scaling, causal=False)[None], None
+        ends = (cu_seq_lens_q, cu_seq_lens_q, longest_frame, longest_frame)
+        return _attend_varlen(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
 
     # SDPA wants a batch of one length: frames that follow each other and are equally large.
     out, start = [], 0
-    for length, frames in itertools.groupby(cu_seq_lens_q.diff().tolist()):
-        count = len(list(frames))
+    lengths, counts = cu_seq_lens_q.diff().unique_consecutive(return_counts=True)
+    for length, count in zip(lengths.tolist(), counts.tolist()):
         stop = start + count * length
         batch = [x[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
         attended = F.scaled_dot_product_attention(*batch, scale=scaling)  # [count, heads, length, size]
@@ -207,11 +201,16 @@ def frames_flash_attention(
     return torch.cat(out)[None], None
 
 
-def join_frames(grid: np.ndarray) -> np.ndarray:
-    """Write frames of one size that follow each other as one entry, [F, 3] -> [runs, 3]: (frames, rows, columns). The tower
-    lets each attend to itself all the same, and computes their positions once."""
-    sizes = itertools.groupby((rows, columns) for _, rows, columns in grid.tolist())
-    return np.array([(len(list(frames)), rows, columns) for (rows, columns), frames in sizes])
+def encode_frames(vision, clips: Sequence[Frames], patch: int, merge: int, kernel: str) -> Tensor:
+    """Run the vision tower: [1 + D, M, H], the embeddings that replace the frames' pads, then the D DeepStack levels."""
+    patches, grid = patchify(clips, patch, merge, vision.device)
+    longest = int(grid[:, 1:].prod(dim=1).max())  # here on the host: on the GPU each layer would wait for it
+    # Frames of one size that follow each other are one entry, (frames, rows, columns). The tower lets each attend to itself
+    # all the same, and computes their positions once.
+    runs, counts = grid.unique_consecutive(dim=0, return_counts=True)
+    runs[:, 0] = counts
+    seen = vision(patches, grid_thw=runs.to(vision.device), frame_kernel=kernel, longest_frame=longest)
+    return torch.stack([seen.pooler_output, *seen.deepstack_features])
 
 
 def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:

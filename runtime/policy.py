@@ -39,14 +39,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from runtime.config import ConfigError
-from runtime.contract import Bundle, patch_tensors
+from runtime.contract import Bundle
 from runtime.distributed import checkpoint_dir, device, print0
 from runtime.packing import (
-    FrameLayout,
     KeyLayout,
+    encode_frames,
     frames_flash_attention,
     group_packed_attention,
-    join_frames,
     pack_bundles,
     pick_kernel,
 )
@@ -75,10 +74,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.cfg, self.never_sampled = model, cfg, list(never_sampled)
         self.dtype = torch.float32  # of computation; `load` sets it and the kernel
-        self.vision.config._attn_implementation = (
-            "frames_flash"  # after construction: a constructor that reads "flash" looks for the flash-attn package
-        )
-        self.use_kernel("sdpa")
+        # After construction: a constructor that reads "flash" looks for the flash-attn package.
+        self.vision.config._attn_implementation = "frames_flash"
+        self.kernel = "sdpa"  # what computes attention: "sdpa" in a call per segment, the others in one call for all
         self.vision_frozen = "vision" in cfg.freeze
         self.patch, self.merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
         # Patches come flattened, so their convolution is a matrix product; Conv3d is several times slower.
@@ -96,10 +94,6 @@ class Policy(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.text.norm.weight.device
-
-    def use_kernel(self, kernel: str) -> None:
-        """Choose what computes attention: "sdpa" in a call per segment, the others in one call for all."""
-        self.kernel = kernel
 
     def encode(self, bundles: Sequence[Bundle]) -> list[Tensor]:
         """Return the visual features [1 + D, M, H] of each bundle, for `forward`. Only for a frozen tower."""
@@ -156,15 +150,8 @@ class Policy(nn.Module):
             # The tower runs on every rank in every pass; of a blank frame no row is used, and its gradients are zero.
             side = self.patch * self.merge
             clips = [Frames(np.zeros((1, side, side, 3), np.uint8), (0.0,))]
-        patches, grid = patch_tensors(clips, self.patch, self.merge, self.device)
-        options = {}
-        if self.kernel != "sdpa":
-            longest = int(grid[:, 1:].prod(axis=1).max())  # here on the host: on the GPU each layer would wait for it
-            options = {"frame_layout": FrameLayout(self.kernel, longest)}
-        grid = torch.from_numpy(join_frames(grid)).to(self.device)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
-            seen = self.vision(patches, grid_thw=grid, **options)
-        visual = torch.stack([seen.pooler_output, *seen.deepstack_features])
+            visual = encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
         return visual[:, :0] if nothing else visual
 
     def _score(self, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -237,7 +224,7 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     # shapes and dtypes
     policy = empty(AutoConfig.from_pretrained(path), cfg, never_sampled)
     policy.dtype = dtype
-    policy.use_kernel(pick_kernel(where, dtype))
+    policy.kernel = pick_kernel(where, dtype)
     if not train:
         policy.requires_grad_(False).to(dtype)
     if policy.vision_frozen:

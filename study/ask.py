@@ -74,10 +74,8 @@ def main() -> int:
 
 def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **more) -> Stage:
     """Return everything an agent needs, from the checkpoint's own contract."""
-    from runtime.distributed import checkpoint_dir  # torch
-
-    source = find_tokenizer(args.model) if args.url else find_checkpoint(args.model, checkpoint_dir)
-    check_urls(args.url, patience=0.0)
+    source = find_tokenizer(args.model) if args.url else find_checkpoint(args.model)
+    check_urls(args.url)
     contract = VisualContract.load(source)
     contract.check(source)
     renderer = Renderer(load_tokenizer(source), contract)

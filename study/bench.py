@@ -226,7 +226,7 @@ def plain_logprobs(model: Plain, rows: Sequence[Bundle]) -> Tensor:
 
 
 def plain_inputs(model: Plain, ids: Tensor, clips: list[Frames]) -> dict[str, Tensor]:
-    pixels, grid = (torch.from_numpy(x).to(device()) for x in patchify(clips))
+    pixels, grid = (x.to(device()) for x in patchify(clips))
     types = (ids == model.config.image_token_id).int()
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
 

@@ -36,7 +36,6 @@ from rollout import (
 )
 from runtime.checks import find_checkpoint
 from runtime.contract import Renderer, VisualContract, load_tokenizer
-from runtime.distributed import checkpoint_dir
 from runtime.video import Videos
 from study import toy
 from study.toy import Flash
@@ -147,7 +146,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the toy")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    source = find_checkpoint(args.model, checkpoint_dir)
+    source = find_checkpoint(args.model)
     renderer = Renderer(load_tokenizer(source), VisualContract.load(source))
     cfg = RolloutConfig(
         temperature=0.0, think_prefix=False, max_turns=2, max_calls=4, max_new_tokens=96,

@@ -45,7 +45,7 @@ def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, mak
     processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
     clips = [make_frames(2, *size) for size in sizes]
     expected = processor(images=[image for clip in clips for image in clip.pixels], return_tensors="np")
-    values, grid = patchify(clips)
+    values, grid = (tensor.numpy() for tensor in patchify(clips))
     assert values.dtype == np.float32 and np.array_equal(values, expected["pixel_values"])
     assert np.array_equal(grid, expected["image_grid_thw"])
     assert [x.shape for x in patchify([])] == [(0, 1536), (0, 3)]

@@ -90,7 +90,7 @@ def request(ids, frames, seed=1, temperature=1.0, max_new_tokens=24, **more) -> 
 def inputs(model, ids, clips) -> dict:
     ids = torch.tensor([ids])
     pads = (ids == model.config.image_token_id).int()
-    vision = dict(zip(("pixel_values", "image_grid_thw"), map(torch.from_numpy, patchify(clips)))) if clips else {}
+    vision = dict(zip(("pixel_values", "image_grid_thw"), patchify(clips))) if clips else {}
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": pads, **vision}
 
 
@@ -165,7 +165,7 @@ def some_rows(count: int, vocabulary: int):
     return logits, torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(count)[1 : count + 1], uniforms
 
 
-@pytest.mark.parametrize("vocabulary", [100, 151_936, 151_937])
+@pytest.mark.parametrize("vocabulary", [100, 151_936])
 def test_a_draw_inverts_the_distribution(vocabulary):
     logits, temperatures, uniforms = some_rows(24, vocabulary)
     tau = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
@@ -182,7 +182,7 @@ def test_a_draw_inverts_the_distribution(vocabulary):
 
 
 def test_the_largest_random_number_draws_a_token_that_may_be_sampled():
-    """A chunk's sum in fp32 can be larger than that of its parts in float64: the point then lay behind the last token."""
+    """Past bug: by sums in fp32 the point lay behind the last token."""
     logits = torch.randn(20_000, 100, generator=torch.Generator().manual_seed(0))
     logits[:, -1] = -torch.inf
     tokens, logprobs = draw(logits, torch.ones(20_000), torch.full((20_000,), 1 - 2**-24, dtype=torch.float64))
@@ -196,33 +196,6 @@ def test_a_draw_depends_on_nothing_but_its_own_row():
     for chosen in ([0], [1], [4], [7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 1, 5], [6] * 5):
         again = draw(*(x[chosen] for x in rows))
         assert torch.equal(again[0], tokens[chosen]) and torch.equal(again[1], logprobs[chosen])
-
-
-def test_a_draw_from_qwens_vocabulary_is_cheap(engine, monkeypatch):
-    """Past bug: 64 rows took 0.37 s a token, half of it for cumulative sums of 151,936 numbers in float64."""
-    logits, _, _ = some_rows(64, 151_936)
-    monkeypatch.setattr(engine.model.lm_head, "forward", lambda hidden: hidden)
-    rows = [_Request([1, 2], (), 1, 0.7, seed, frozenset(), 1) for seed in range(64)]
-
-    def before(hidden):
-        below = (hidden / 0.7).log_softmax(-1).double().exp().cumsum(-1)
-        return (below <= 0.5 * below[:, -1:]).sum(-1)
-
-    def seconds(choose) -> float:
-        found = []
-        for _ in range(3):
-            hidden = logits.clone()
-            started = time.thread_time()
-            choose(hidden)
-            found.append(time.thread_time() - started)
-        return min(found)
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the time of one thread is measured, whatever else the machine does
-    try:
-        assert 2.5 * seconds(lambda hidden: _Batch(engine, rows)._choose(hidden, rows)) < seconds(before)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_banned_tokens_are_not_sampled_even_if_the_model_wants_nothing_else(checkpoint, renderer, prompts):
@@ -260,12 +233,12 @@ def test_tokens_depend_on_the_requests_own_seed_only(checkpoint, renderer, promp
     for batch in sizes[0]:
         assert len(batch) * max(len(r.ids) + r.max_new_tokens for r in batch) <= 400 or len(batch) == 1
     assert engine.generate(**rows[-1] | {"seed": 99}).ids != engine.generate(**rows[-1]).ids
-    # Past bug: a short prompt with a long rest widens the rows of all others; a batch took twice its budget.
-    long, short = ({"frames": (), "temperature": 1.0, "seed": 0, "stop": frozenset()} for _ in range(2))
-    long |= {"ids": [0] * 120, "shared": 10, "max_new_tokens": 20}
-    short |= {"ids": [0] * 90, "shared": 89, "max_new_tokens": 20}
+    # A row that may say much widens the rows of all others, also of longer ones.
+    long, short = ({"frames": (), "temperature": 1.0, "seed": 0, "stop": frozenset(), "shared": 10} for _ in range(2))
+    long |= {"ids": [0] * 100, "max_new_tokens": 10}
+    short |= {"ids": [0] * 70, "max_new_tokens": 60}
     for batch in plain(engine, [_Request(**long), *(_Request(**short) for _ in range(8))]):
-        parts = ((r.shared, len(r.ids) - r.shared, r.max_new_tokens) for r in batch)
+        parts = ((len(r.ids), r.max_new_tokens) for r in batch)
         assert len(batch) * sum(map(max, zip(*parts))) <= 400 or len(batch) == 1
     engine.close()
 
@@ -342,7 +315,7 @@ def test_blank_frames_change_what_the_model_thinks(engine, renderer):
         assert abs(seen.logprobs[0] - unseen.logprobs[0]) > 1e-3
 
 
-# ---- in this process, on a GPU's path: its kernels by their definition
+# ---- in this process, with a GPU's kernels by their definition
 
 
 def flash_attn_2(q, *args, causal, softmax_scale):
@@ -367,18 +340,17 @@ def as_on_a_gpu(checkpoint, renderer, monkeypatch):
     def open_engine(kernel: str, **options) -> InProcess:
         monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_attn_2))
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_varlen)
-        if kernel != "sdpa":
-            monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", no_sdpa)
+        monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", no_sdpa)
         opened.append(InProcess(checkpoint, renderer, **options))
-        opened[0].use_kernel(kernel)
+        opened[0].kernel = kernel
         return opened[0]
 
     yield open_engine
     opened[0].close()
 
 
-@pytest.mark.parametrize("kernel", ["flash", "varlen", "sdpa"])
-def test_a_gpus_path_samples_what_a_cpus_path_samples(engine, as_on_a_gpu, renderer, prompts, kernel):
+@pytest.mark.parametrize("kernel", ["flash", "varlen"])
+def test_a_gpus_kernels_sample_what_a_cpus_sdpa_samples(engine, as_on_a_gpu, renderer, prompts, kernel):
     """Greedy and random rows of one batch that end at different times; shared prompts; frames after the prompt."""
     rows = []
     for i, (ids, clips) in enumerate(prompts):
@@ -389,32 +361,33 @@ def test_a_gpus_path_samples_what_a_cpus_path_samples(engine, as_on_a_gpu, rende
         delta = renderer.continuation([[noise(2, seed=9), "seen"]])
         later = ids + tail + [renderer.end_of_turn] + delta.ids
         rows.append(request(later, [*clips, *delta.frames], seed=i, shared=len(ids)))
-    assert engine.kernel is None
+    assert engine.kernel == "sdpa"
     expected = at_once(engine, rows)
     for sample, wanted in zip(at_once(as_on_a_gpu(kernel), rows), expected, strict=True):
         assert (sample.ids, sample.finish) == (wanted.ids, wanted.finish)
         assert np.allclose(sample.logprobs, wanted.logprobs, atol=1e-5, rtol=0)
 
 
-def test_a_gpu_reads_each_prompt_once_and_no_padding(as_on_a_gpu, renderer, prompts):
-    engine, read = as_on_a_gpu("varlen"), []
+def test_each_prompt_is_read_once_and_no_padding(checkpoint, renderer, prompts):
+    engine, read = InProcess(checkpoint, renderer), []
     text = engine.model.model.language_model
     text.register_forward_pre_hook(lambda _, __, given: read.append(given["inputs_embeds"].shape[:2]), with_kwargs=True)
     (long, shown), (short, _) = prompts[3], prompts[0]
     tails = [renderer.encode(text) for text in ("<think>\n", "Well, ", "\n\nIt is about a cat")]
     rows = [request(long + tail, shown, shared=len(long), max_new_tokens=3) for tail in tails]
     rows.append(request(short, [], shared=len(short) - 1, max_new_tokens=3))
-    # Their lengths would part them into batches, to bound the padding of a CPU.
+    # Their lengths would part them into batches, to bound the padding of their keys.
     engine._batches = lambda waiting: [waiting] if waiting else []
     at_once(engine, rows)
+    engine.close()
     assert read == [(1, len(long) + sum(map(len, tails)) + len(short)), (4, 1), (4, 1)]
 
 
-def test_a_gpus_path_fits_torchs_own_kernel(checkpoint, renderer, prompts, monkeypatch):
+def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monkeypatch):
     """In signature, shapes, dtypes and devices: torch checks them on the meta device, where it computes nothing."""
     engine, chosen = InProcess(checkpoint, renderer, dtype="bfloat16"), []
     engine.model.to("meta")
-    engine.use_kernel("varlen")
+    engine.kernel = "varlen"
 
     def choose(batch, hidden, rows):
         chosen.append((hidden.device.type, hidden.dtype, len(hidden)))
@@ -427,7 +400,7 @@ def test_a_gpus_path_fits_torchs_own_kernel(checkpoint, renderer, prompts, monke
     assert chosen == [("meta", torch.bfloat16, rows) for rows in (2, 1, 1)]
 
 
-def test_in_bf16_both_paths_agree_within_rounding(checkpoint, renderer, as_on_a_gpu, prompts):
+def test_in_bf16_a_gpus_kernel_agrees_with_sdpa_within_rounding(checkpoint, renderer, as_on_a_gpu, prompts):
     plain = InProcess(checkpoint, renderer, dtype="bfloat16")
     rows = [request(*prompt, seed=seed) for prompt in prompts for seed in range(4)]
     expected = at_once(plain, rows)
@@ -555,7 +528,7 @@ def test_a_server_inherits_nothing_of_the_trainer_and_no_proxy_is_asked_for_it(s
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     client = serve(servers=2)
     assert client.generate(**request(*prompts[1])).finish == "stop"
-    check_urls(client.urls, patience=0.0)
+    check_urls(client.urls)
     straight = requests.Session()
     straight.trust_env = False
     for url, device in zip(client.urls, "47"):
@@ -570,7 +543,7 @@ def test_only_a_server_of_models_passes_for_one():
         threading.Thread(target=web.handle_request, daemon=True).start()
         url = f"http://127.0.0.1:{web.server_port}"
         with pytest.raises(ConfigError, match=f"no server answers at {url}"):
-            check_urls([url], patience=0.0)
+            check_urls([url])
 
 
 def test_servers_of_ours_end_with_a_process_that_is_killed(tmp_path):

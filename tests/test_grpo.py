@@ -282,7 +282,7 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
 
     def logprobs_of(main):
         ids = torch.tensor([main.ids])
-        pixels, grid = map(torch.from_numpy, patchify([frames]))
+        pixels, grid = patchify([frames])
         out = plain(input_ids=ids, mm_token_type_ids=(ids == pad).int(), pixel_values=pixels, image_grid_thw=grid)
         logits = out.logits[0].index_fill(1, torch.tensor(toy_renderer.never_sampled), -1e9) / 0.7
         return torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]

@@ -259,7 +259,7 @@ def test_one_varlen_call_a_layer_means_what_the_segments_and_the_frames_mean(pat
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=counted))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
-    policy.use_kernel("flash" if attend is flash_attn_2 else "varlen")
+    policy.kernel = "flash" if attend is flash_attn_2 else "varlen"
     layers = len(policy.text.layers) + len(policy.vision.blocks)
     for seed in range(2):
         bundles, _ = tiny.random_bundles(seed)
@@ -277,7 +277,7 @@ def test_in_bf16_every_kernel_stays_close_to_fp32_with_its_gradient(path, kernel
     policy = load(PolicyConfig(str(path), dtype="bf16"), tiny.NEVER_SAMPLED, train=False)
     if kernel == "flash" and policy.kernel != "flash" or kernel == "varlen" and policy.kernel == "sdpa":
         pytest.skip("needs a GPU (CUDA_VISIBLE_DEVICES=0), flash also FlashAttention 2")
-    policy.use_kernel(kernel)
+    policy.kernel = kernel
     plain, (bundles, rows) = tiny.plain(path), tiny.random_bundles(4)
     policy.text.requires_grad_(True)
     found, expected = policy(bundles).logprobs, tiny.padded_scores(plain, bundles, rows)[0]

@@ -129,7 +129,7 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, tmp_path, videos
     for micro in batch:
         for bundle in micro.bundles:
             ids, mask = torch.tensor(bundle.suffixes), torch.tensor(bundle.masks[0]).bool()
-            pixels, grid = map(torch.from_numpy, patchify(bundle.frames))
+            pixels, grid = patchify(bundle.frames)
             logits = plain(
                 input_ids=ids,
                 mm_token_type_ids=(ids == renderer.image_pad).int(),
@@ -233,7 +233,7 @@ def test_the_exported_policy_answers_as_in_plain_transformers(uninterrupted, vid
         frames = overview(task, 8, videos, renderer.contract)
         prompt = renderer.render(main_messages(task, frames, False), generate=True).ids
         ours = engine.generate(prompt, frames, max_new_tokens=24, temperature=0.0, seed=0)
-        pixels, grid = map(torch.from_numpy, patchify(frames))
+        pixels, grid = patchify(frames)
         ids = torch.tensor([prompt])
         theirs = plain.generate(
             input_ids=ids,

@@ -130,7 +130,7 @@ def padded_logits(model, rows: list[Piece]) -> list[torch.Tensor]:
     media = {}
     if clips := [clip for row in rows for clip in row.clips]:
         pixels, grid = patchify(clips)
-        media = {"pixel_values": torch.from_numpy(pixels), "image_grid_thw": torch.from_numpy(grid)}
+        media = {"pixel_values": pixels, "image_grid_thw": grid}
     types = (ids == IMAGE_PAD).int()
     logits = model(input_ids=ids, attention_mask=mask, mm_token_type_ids=types, use_cache=False, **media).logits
     return [logits[i, : len(row.ids)] for i, row in enumerate(rows)]
