@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests are of a CPU; with CUDA_VISIBLE_DEVICES=0, some of a GPU
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import hypothesis
 import pytest
 import scripts
 
@@ -21,6 +22,9 @@ from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.video import Videos
 from study import toy
 from tools import TOOLS
+
+hypothesis.settings.register_profile("patient", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("patient")
 
 SMALL = {"train": 30, "rl": 24, "val": 8, "test": 8}
 SMALL |= {"perception": 120, "calls": 20, "direct": 20, "sft": 300, "sft_val": 20}

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_checkpoint import CONTRACT, noise
 from transformers import Qwen2VLImageProcessorPil
@@ -222,7 +222,7 @@ def test_the_mask_covers_what_the_assistant_says_and_its_end_of_turn(renderer, s
 awkward_text = st.lists(st.sampled_from(["\r\n", "\r", "\n", " ", "👩‍🚀", "é", "红伞", "。", "12.5", "red", "</"]), max_size=12).map("".join)  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(question=awkward_text, reply=awkward_text, said=awkward_text)
 def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schemas, question, reply, said):
     """Line ends of Windows, emoji of several code points, Chinese: wherever texts from outside meet the template's.
@@ -257,7 +257,7 @@ ODD = ["\U000f0000", "\ud83d"]  # a mark of ours, and half an emoji, which ended
 hostile_text = st.lists(st.sampled_from([*HOSTILE, *ODD, "red", " ", "\n", "é", "<", "<|"]), max_size=12).map("".join)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(question=hostile_text, reply=hostile_text)
 def test_outside_text_never_becomes_a_control_token(renderer, question, reply):
     added = set(renderer.tokenizer.added_tokens_decoder)
@@ -318,7 +318,7 @@ def check_offsets(renderer, ids) -> None:
     assert renderer.offsets(ids) == expected
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120)
 @given(data=st.data())
 def test_any_sampled_ids_have_offsets(renderer, data):
     """A sampled trajectory may hold any bytes, also such that are not UTF-8; tokens may share a character."""

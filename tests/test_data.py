@@ -134,7 +134,6 @@ def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_render
     """Published rows begin `<think>Text` or `<think>\\n\\n`: another first token than the one that follows the forced
     prefix. Of a report's edges only line breaks were taken, where a rollout strips all white space."""
     thoughts = f"I look.\n</think>\n{CALL}", "It flashed.\n</think>\n<answer>red</answer>"
-    renderer = toy_renderer
 
     def reply(prompt: str, seed: int) -> str:
         if is_subagent(prompt):
@@ -142,7 +141,8 @@ def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_render
         return thoughts["<tool_response>" in prompt.rpartition("What?")[2]] + "<|im_end|>"
 
     task = Task("t", "What?", (video,), "oe", "red")
-    stage = {"engine": Scripted(renderer, reply), "renderer": renderer, "videos": videos, "cfg": RolloutConfig()}
+    engine = Scripted(toy_renderer, reply)
+    stage = {"engine": engine, "renderer": toy_renderer, "videos": videos, "cfg": RolloutConfig()}
     main = rollout([task], [4], 1, **stage, progress=False)[0].episodes[0].main
     for tool in (
         {"role": "tool", "content": edges.format("A red flash.")},
@@ -150,10 +150,10 @@ def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_render
     ):
         first, last = ({"role": "assistant", "content": opening + thought} for thought in thoughts)
         dialogue = parse([user(video, nframes=4), first, tool, last])
-        bundle = encode_dialogue(dialogue, videos, renderer, schemas)
+        bundle = encode_dialogue(dialogue, videos, toy_renderer, schemas)
         ids, mask = bundle.suffixes[0], bundle.masks[0]
-        assert ids[: len(main.ids)] == main.ids and renderer.decode(ids[len(main.ids) :]).strip() == ""
-        forced = len(renderer.encode("<think>\n"))
+        assert ids[: len(main.ids)] == main.ids and toy_renderer.decode(ids[len(main.ids) :]).strip() == ""
+        forced = len(toy_renderer.encode("<think>\n"))
         for start, _ in main.turns:  # SFT learns the opening that a rollout forces
             assert mask[start : start + forced] == [1] * forced
             mask[start : start + forced] = [0] * forced

@@ -100,9 +100,8 @@ def test_greedy_text_is_what_transformers_generates(engine, model, renderer, pro
     samples = at_once(engine, [request(ids, clips, temperature=0.0) for ids, clips in prompts])
     banned = [[token] for token in renderer.never_sampled]
     for (ids, clips), sample in zip(prompts, samples):
-        theirs = model.generate(
-            **tiny.plain_inputs(model, ids, clips), max_new_tokens=24, do_sample=False, bad_words_ids=banned
-        )
+        asked = tiny.plain_inputs(model, ids, clips)
+        theirs = model.generate(**asked, max_new_tokens=24, do_sample=False, bad_words_ids=banned)
         assert sample.ids == theirs[0, len(ids) :].tolist() and len(set(sample.ids)) > 3
 
 

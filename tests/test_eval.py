@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 from endpoint import Endpoint
-from scripts import REPO, start
+from scripts import REPO, start, wait_for
 from tiny_checkpoint import Scripted, is_subagent
 
 import eval as evaluation
@@ -221,12 +221,11 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_p
     run(write(tmp_path / "whole", rollout=rollout))
     cfg, file = write(rollout=rollout), results_file(tmp_path)
     lines = lambda: file.read_bytes().count(b"\n") if file.exists() else 0  # noqa: E731
-    process = start("eval.py", cfg, start_new_session=True)
-    while process.poll() is None and lines() < 3:
-        time.sleep(0.005)
+    process = start("eval.py", cfg)
+    wait_for(lambda: lines() >= 3, process)
     time.sleep(0.15 * random.random())
     assert process.poll() is None, process.communicate()[0]  # it was not done yet
-    os.killpg(process.pid, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert 2 < lines() < 9
     run(cfg)

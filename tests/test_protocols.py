@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 import yaml
-from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted
+from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory
 
 from data import Task
 from evals import protocols
@@ -92,15 +92,11 @@ def ask(renderer, tmp_path_factory):
 
 
 def check(episode, renderer, model) -> None:
-    """Whatever is played: tokens in, tokens out."""
-    main = episode.main
+    """Whatever is played: it can be dumped, and all of a turn is sampled, from what stands before it."""
     dump(episode, io.StringIO(), renderer)
-    assert len(main.ids) == len(main.mask) == len(main.logprobs) == len(main.versions)
-    for agent in [main, *episode.subagents]:
-        pads = sum(token == renderer.image_pad for token in agent.ids)
-        assert pads == sum(CONTRACT.frame_tokens(c.pixels.shape[2], c.pixels.shape[1]) * len(c) for c in agent.frames)
-        inside = {i for a, b in agent.turns for i in range(a, b)}
-        assert {i for i, m in enumerate(agent.mask) if m} == inside
+    for agent in episode.trajectories:
+        check_trajectory(agent, renderer)
+        assert all(all(agent.mask[start:end]) for start, end in agent.turns)
         for start, _ in agent.turns:  # every turn continues exactly what the engine was asked with
             assert any(tuple(agent.ids[:start])[-len(ids) :] == ids for ids, _ in model.asked)
 

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, is_subagent
+from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory, is_subagent
 
 import data
 from data import Episode, Task
@@ -76,18 +76,6 @@ def as_the_template_writes_it(episode: Episode, turns_said, renderer) -> str:
 
 
 # ---- 1: tokens in, tokens out
-
-
-def check_trajectory(agent, renderer) -> None:
-    n = len(agent.ids)
-    assert n == len(agent.mask) == len(agent.logprobs) == len(agent.versions)
-    assert all((lp == 0) and v == -1 for lp, v, m in zip(agent.logprobs, agent.versions, agent.mask) if not m)
-    assert not set(renderer.never_sampled) & {t for t, m in zip(agent.ids, agent.mask) if m}
-    inside = {i for a, b in agent.turns for i in range(a, b)}
-    assert all(i in inside for i, m in enumerate(agent.mask) if m)
-    assert sum(agent.mask[: agent.prompt_length]) == 0
-    pads = sum(token == renderer.image_pad for token in agent.ids)
-    assert pads == sum(CONTRACT.frame_tokens(c.pixels.shape[2], c.pixels.shape[1]) * len(c) for c in agent.frames)
 
 
 def test_the_trainer_reads_exactly_what_the_engine_was_asked_and_what_it_said(renderer):
