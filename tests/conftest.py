@@ -10,28 +10,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests are of a CPU; with CUDA_VISIBLE_DEVICES=0, some of a GPU
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
+import hypothesis
 import pytest
 import scripts
 
 os.environ |= scripts.ONE_THREAD  # before torch is imported: the workers share the cores
 
+import tiny_checkpoint
+
 from runtime.contract import Renderer, VisualContract, load_tokenizer
-from runtime.video import Frames, Videos
+from runtime.video import Videos
 from study import toy
 from tools import TOOLS
 
-SMALL = {
-    "train": 30,
-    "calls": 20,
-    "perception": 120,
-    "direct": 20,
-    "sft": 300,
-    "sft_val": 20,
-    "rl": 24,
-    "val": 8,
-    "test": 8,
-}
+hypothesis.settings.register_profile("patient", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("patient")
+
+SMALL = {"train": 30, "rl": 24, "val": 8, "test": 8}
+SMALL |= {"perception": 120, "calls": 20, "direct": 20, "sft": 300, "sft_val": 20}
 
 
 def pytest_collection_modifyitems(items) -> None:
@@ -64,14 +60,15 @@ def tokenizer(toy_dir):
 
 
 @pytest.fixture(scope="session")
-def wide() -> VisualContract:
-    """A contract with several tokens per frame, which the toy's has not."""
-    return VisualContract(frame_pixels=64 * 64)
+def toy_renderer(tokenizer) -> Renderer:
+    """The toy's own contract: a token per frame."""
+    return Renderer(tokenizer, VisualContract(frame_pixels=1024))
 
 
-@pytest.fixture
-def renderer(tokenizer, wide) -> Renderer:
-    return Renderer(tokenizer, wide)
+@pytest.fixture(scope="session")
+def renderer(tmp_path_factory) -> Renderer:
+    """A small vocabulary, and several tokens per frame."""
+    return tiny_checkpoint.renderer(tiny_checkpoint.build(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="session")
@@ -83,12 +80,3 @@ def videos():
 @pytest.fixture(scope="session")
 def schemas() -> list[dict]:
     return [TOOLS["crop_video"].schema]
-
-
-@pytest.fixture
-def make_frames():
-    def make(count: int, width: int = 64, height: int = 64, seed: int = 0, start: float = 0.0) -> Frames:
-        pixels = np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
-        return Frames(pixels, tuple(start + float(i) for i in range(count)))
-
-    return make

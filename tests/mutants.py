@@ -56,7 +56,6 @@ class Mutant:
     old: str
     new: str
     by: str  # -k: the tests that should kill it
-    lives: str = ""  # why none can
 
     @functools.cached_property
     def key(self) -> str:
@@ -137,8 +136,8 @@ def report(mutants: list[Mutant], verdicts: dict[str, dict]) -> str:
     for file in dict.fromkeys(m.file for m in mutants):
         own = [m for m in mutants if m.file == file]
         lines.append(f"| `{file}` | {len(own) - sum(m in lived for m in own)} | {len(own)} |")
-    lines += ["", "What lived, and why:" if lived else "None lived.", ""]
-    lines += [f"- `{m.file}`: {m.breaks}. {m.lives or 'Not explained.'}" for m in lived]
+    lines += ["", "What lived:" if lived else "None lived.", ""]
+    lines += [f"- `{m.file}`: {m.breaks}" for m in lived]
     lines += [f"- `{m.file}`: {m.breaks}: killed, because its tests took more than {SECONDS} s." for m in slow]
     return "\n".join(lines).strip() + "\n"
 

@@ -14,6 +14,7 @@ import regex
 from scripts import REPO
 from tokenizers import AddedToken
 from transformers import GenerationConfig
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
 
 from runtime.contract import VisualContract
@@ -94,7 +95,7 @@ def encode_plainly(text: str) -> list[int]:
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    spelled = _letters_of_bytes()
+    spelled = bytes_to_unicode()
     vocabulary, merges = {}, []
     for token, rank in ranks().items():
         vocabulary["".join(spelled[byte] for byte in token)] = rank
@@ -109,29 +110,10 @@ def build_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def _letters_of_bytes() -> dict[int, str]:
-    """Return GPT-2's printable character for every byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    letters = {byte: chr(byte) for byte in printable}
-    for byte in range(256):
-        if byte not in letters:
-            letters[byte] = chr(256 + len(letters) - len(printable))
-    return letters
-
-
 def build(path: Path) -> Path:
     """Write a checkpoint with the real tokenizer, generation config and vocabulary, and two random layers."""
-    toy.write_checkpoint(
-        path,
-        build_tokenizer(),
-        CONTRACT,
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-    )
-    generation = GenerationConfig(
-        do_sample=True, temperature=0.7, top_p=0.8, top_k=20, eos_token_id=[151645, 151643], pad_token_id=151643
-    )
-    generation.save_pretrained(path)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    toy.write_checkpoint(path, build_tokenizer(), CONTRACT, **sizes)
+    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    GenerationConfig(**sampling, eos_token_id=[151645, 151643], pad_token_id=151643).save_pretrained(path)
     return path

@@ -131,6 +131,29 @@ def kill_at_random(launch: Callable, progress: Callable, rng: random.Random, tim
     return times
 
 
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable, process=None, seconds: float = 60) -> None:
+    """Wait until something is so; it must become so in time, and before `process` ends."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def fake_server(renderer, port: int, fault: str = "") -> list[str]:
+    """The command that starts a stand-in for an SGLang server."""
+    numbers = (port, renderer.image_pad, renderer.contract.cell, renderer.end_of_turn)
+    return [sys.executable, str(REPO / "tests" / "fake_sglang.py"), *map(str, numbers), fault]
+
+
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

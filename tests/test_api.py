@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_checkpoint
 from endpoint import Endpoint
 from PIL import Image
 from tiny_checkpoint import MemoryVideos
@@ -33,11 +32,6 @@ def endpoint(monkeypatch):
     yield lambda *replies: opened.append(Endpoint(*replies)) or opened[-1]
     for each in opened:
         each.shutdown()
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return tiny_checkpoint.renderer(tiny_checkpoint.build(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture

@@ -143,8 +143,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
 # ------------------------------------------------------------------------------------------------ exports
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("file_bytes", [2 << 30, 60_000])
+@pytest.mark.parametrize("tied, file_bytes", [(True, 60_000), (False, 2 << 30)])
 def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, tied, file_bytes):
     source = tiny.write(tmp_path / "source", tied)
     policy, optimizer = fresh(source)

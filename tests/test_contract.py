@@ -10,20 +10,21 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_checkpoint import CONTRACT, noise
 from transformers import Qwen2VLImageProcessorPil
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from data import Media, Task, overview
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer, patchify
-from runtime.video import Frames
 from tools import crop_video
 
 # ------------------------------------------------------------------------------------------------ pixels
 
 
+SIDES = st.integers(16, 8000)  # pixels
 RELEASED = VisualContract(frame_pixels=100_352, max_frame_pixels=602_112, crop_frame_pixels=65_536)
 CONTRACTS = [VisualContract(frame_pixels=tokens * 1024) for tokens in (1, 4, 64, 256)] + [
     RELEASED,
@@ -39,11 +40,11 @@ CONTRACTS = [VisualContract(frame_pixels=tokens * 1024) for tokens in (1, 4, 64,
         (RELEASED, (RELEASED.frame_size(1280, 720), RELEASED.frame_size(640, 360), RELEASED.crop_size(1280, 720))),
     ],
 )
-def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, make_frames, contract, sizes):
+def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, contract, sizes):
     """Also through its own resize, which must be the identity on our frames."""
     contract.save(tmp_path)
     processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
-    clips = [make_frames(2, *size) for size in sizes]
+    clips = [noise(2, width=width, height=height) for width, height in sizes]
     expected = processor(images=[image for clip in clips for image in clip.pixels], return_tensors="np")
     values, grid = (tensor.numpy() for tensor in patchify(clips))
     assert values.dtype == np.float32 and np.array_equal(values, expected["pixel_values"])
@@ -51,7 +52,7 @@ def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, mak
     assert [x.shape for x in patchify([])] == [(0, 1536), (0, 3)]
 
 
-@given(width=st.integers(16, 8000), height=st.integers(16, 8000), contract=st.sampled_from(CONTRACTS))
+@given(width=SIDES, height=SIDES, contract=st.sampled_from(CONTRACTS))
 def test_every_later_resize_of_a_decoded_frame_is_the_identity(width, height, contract):
     cell, size = contract.cell, contract.processor_size()
     for w, h in (contract.frame_size(width, height), contract.crop_size(width, height)):
@@ -60,22 +61,18 @@ def test_every_later_resize_of_a_decoded_frame_is_the_identity(width, height, co
             assert smart_resize(h, w, cell, size["shortest_edge"], size["longest_edge"]) == (h, w)
 
 
-@given(width=st.integers(16, 8000), height=st.integers(16, 8000), tokens=st.sampled_from([1, 4, 64, 256]))
-def test_without_a_largest_area_every_frame_covers_the_least_with_at_most_one_row_and_column_more(
-    width, height, tokens
-):
+@given(width=SIDES, height=SIDES, tokens=st.sampled_from([1, 4, 64, 256]))
+def test_without_a_largest_area_frames_cover_the_least_with_at_most_a_row_and_a_column_more(width, height, tokens):
     contract = VisualContract(frame_pixels=tokens * 1024)
     w, h = contract.frame_size(width, height)
     assert (w // 32) * (h // 32) >= tokens > (w // 32 - 1) * (h // 32 - 1)
     assert contract.crop_size(width, height) == (w, h)
 
 
-@given(
-    width=st.integers(16, 8000),
-    height=st.integers(16, 8000),
-    patch=st.sampled_from([14, 16]),
-    areas=st.sampled_from([(1024, 50_176), (25_088, 100_352), (100_352, 100_352), (100_352, 602_112)]),
-)
+AREAS = st.sampled_from([(1024, 50_176), (25_088, 100_352), (100_352, 100_352), (100_352, 602_112)])
+
+
+@given(width=SIDES, height=SIDES, patch=st.sampled_from([14, 16]), areas=AREAS)
 def test_between_two_areas_a_frame_is_as_large_as_qwens_own_processors_make_it(width, height, patch, areas):
     if max(width, height) / min(width, height) > 200:
         return  # those refuse it
@@ -83,10 +80,17 @@ def test_between_two_areas_a_frame_is_as_large_as_qwens_own_processors_make_it(w
     assert contract.frame_size(width, height) == smart_resize(height, width, contract.cell, *areas)[::-1]
 
 
-def test_the_released_drivers_frames_cost_what_its_authors_say():
-    for size, tokens in (((1280, 720), 576), ((1920, 1080), 576), ((640, 360), 220)):
-        assert RELEASED.frame_tokens(*RELEASED.frame_size(*size)) == tokens
-    assert RELEASED.frame_tokens(*RELEASED.crop_size(1280, 720)) == 66
+@pytest.mark.parametrize(
+    "contract, costs",
+    [
+        (VisualContract(), {(256, 256): 64, (1920, 1080): 66, (640, 480): 70}),
+        (RELEASED, {(1280, 720): 576, (1920, 1080): 576, (640, 360): 220}),  # as its authors say
+    ],
+)
+def test_a_frame_costs_as_many_tokens_as_is_published(contract, costs):
+    for size, tokens in costs.items():
+        assert contract.frame_tokens(*contract.frame_size(*size)) == tokens
+    assert contract.frame_tokens(*contract.crop_size(1280, 720)) == 66
 
 
 def test_a_crop_has_its_own_area_and_the_overview_keeps_its(toy_dir, videos):
@@ -107,12 +111,6 @@ def test_areas_that_contradict_each_other_are_refused():
         VisualContract(max_frame_pixels=50_176)
     with pytest.raises(ValueError, match="crop_frame_pixels = 784: at least one token, 1024 pixels"):
         VisualContract(crop_frame_pixels=784)
-
-
-def test_a_frame_of_the_default_contract_costs_64_tokens_or_little_more():
-    contract = VisualContract()
-    for size, tokens in (((256, 256), 64), ((1920, 1080), 66), ((640, 480), 70)):
-        assert contract.frame_tokens(*contract.frame_size(*size)) == tokens
 
 
 # ------------------------------------------------------------------------------------------------ the contract in checkpoints
@@ -209,8 +207,8 @@ def as_transformers_parts(messages):
     return plain
 
 
-def test_the_mask_covers_what_the_assistant_says_and_its_end_of_turn(renderer, make_frames, schemas):
-    messages = conversation(make_frames(3), make_frames(2, 96, 64))
+def test_the_mask_covers_what_the_assistant_says_and_its_end_of_turn(renderer, schemas):
+    messages = conversation(noise(3), noise(2, width=96, height=64))
     ours = renderer.render(messages, schemas)
     theirs = renderer.tokenizer.apply_chat_template(as_transformers_parts(messages), tools=schemas, tokenize=False)
     assert renderer.decode(renderer.compact(ours.ids)) == theirs
@@ -224,16 +222,16 @@ def test_the_mask_covers_what_the_assistant_says_and_its_end_of_turn(renderer, m
 awkward_text = st.lists(st.sampled_from(["\r\n", "\r", "\n", " ", "👩‍🚀", "é", "红伞", "。", "12.5", "red", "</"]), max_size=12).map("".join)  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(question=awkward_text, reply=awkward_text, said=awkward_text)
-def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, make_frames, schemas, question, reply, said):
+def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schemas, question, reply, said):
     """Line ends of Windows, emoji of several code points, Chinese: wherever texts from outside meet the template's.
     Rollouts append deltas to sampled ids; SFT renders the whole. The model must not see a difference."""
     messages = [
-        {"role": "user", "content": [question, make_frames(2), reply]},
+        {"role": "user", "content": [question, noise(2), reply]},
         {"role": "assistant", "content": "<think>" + said},
         {"role": "tool", "content": reply},
-        {"role": "tool", "content": [question, make_frames(1)]},
+        {"role": "tool", "content": [question, noise(1)]},
     ]
     theirs = renderer.tokenizer.apply_chat_template(
         as_transformers_parts(messages), tools=schemas, add_generation_prompt=True, return_dict=False
@@ -259,13 +257,13 @@ ODD = ["\U000f0000", "\ud83d"]  # a mark of ours, and half an emoji, which ended
 hostile_text = st.lists(st.sampled_from([*HOSTILE, *ODD, "red", " ", "\n", "é", "<", "<|"]), max_size=12).map("".join)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(question=hostile_text, reply=hostile_text)
-def test_outside_text_never_becomes_a_control_token(renderer, make_frames, question, reply):
+def test_outside_text_never_becomes_a_control_token(renderer, question, reply):
     added = set(renderer.tokenizer.added_tokens_decoder)
 
     def tokens(question, reply):
-        prompt = renderer.render([{"role": "user", "content": [make_frames(2), question]}], generate=True)
+        prompt = renderer.render([{"role": "user", "content": [noise(2), question]}], generate=True)
         return prompt.ids, renderer.continuation([reply]).ids
 
     prompt, delta = tokens(question, reply)
@@ -288,28 +286,22 @@ def test_the_assistant_of_a_dataset_row_cannot_end_its_own_turn(renderer):
     assert renderer.decode([t for t, m in zip(rendered.ids, rendered.mask) if m]) == said + "<|im_end|>"
 
 
-def test_a_template_that_loses_an_image_or_a_turn_is_an_error(tokenizer, wide, make_frames):
+def test_a_template_that_loses_an_image_or_a_turn_is_an_error(tokenizer):
     blind = copy.deepcopy(tokenizer)
     blind.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     with pytest.raises(ContractError, match="0 image pads for 2 frames"):
-        Renderer(blind, wide).render([{"role": "user", "content": [make_frames(2)]}])
+        Renderer(blind, CONTRACT).render([{"role": "user", "content": [noise(2)]}])
     with pytest.raises(ContractError, match="does not write assistant turns"):
-        Renderer(blind, wide).render([{"role": "assistant", "content": "a"}])
+        Renderer(blind, CONTRACT).render([{"role": "assistant", "content": "a"}])
 
 
-def test_a_tokenizer_that_was_saved_to_cut_or_to_fill_does_neither(tokenizer, wide):
+def test_a_tokenizer_that_was_saved_to_cut_or_to_fill_does_neither(tokenizer):
     text = "What happens in this video, and when?"
     ids = tokenizer.encode(text, add_special_tokens=False)
     saved = copy.deepcopy(tokenizer)
     saved.backend_tokenizer.enable_truncation(3)
     saved.backend_tokenizer.enable_padding(length=100)
-    assert Renderer(saved, wide).encode(text) == ids and 3 < len(ids) < 100
-
-
-def test_a_still_image_has_no_stamp(renderer, make_frames):
-    still = Frames(make_frames(1).pixels, (None,))
-    text = renderer.decode(renderer.compact(renderer.render([{"role": "user", "content": [still, "?"]}]).ids))
-    assert "seconds" not in text and "<|vision_start|><|image_pad|><|vision_end|>?" in text
+    assert Renderer(saved, CONTRACT).encode(text) == ids and 3 < len(ids) < 100
 
 
 def check_offsets(renderer, ids) -> None:
@@ -326,7 +318,7 @@ def check_offsets(renderer, ids) -> None:
     assert renderer.offsets(ids) == expected
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120)
 @given(data=st.data())
 def test_any_sampled_ids_have_offsets(renderer, data):
     """A sampled trajectory may hold any bytes, also such that are not UTF-8; tokens may share a character."""
@@ -365,11 +357,11 @@ def test_offsets_take_linear_time(renderer):
 
 
 @pytest.mark.parametrize("eos, ends", [(None, ()), ("<|im_end|>", ()), ("<|endoftext|>", ("<|endoftext|>",)), (["<|im_end|>", "<|endoftext|>"], ("<|endoftext|>",))])  # fmt: skip
-def test_every_token_that_the_checkpoint_lets_end_a_turn_is_known(tokenizer, wide, tmp_path, eos, ends):
+def test_every_token_that_the_checkpoint_lets_end_a_turn_is_known(tokenizer, tmp_path, eos, ends):
     """Qwen's list is [<|im_end|>, <|endoftext|>], and both engines stop on both."""
     ids = tokenizer.convert_tokens_to_ids
     tokenizer.save_pretrained(tmp_path)
     if eos is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids(eos)}))
-    renderer = Renderer(load_tokenizer(tmp_path), wide)
+    renderer = Renderer(load_tokenizer(tmp_path), CONTRACT)
     assert renderer.ends_of_turn == (renderer.end_of_turn, *map(ids, ends))

@@ -18,7 +18,6 @@ from tiny_checkpoint import Scripted, is_subagent
 
 from data import Media, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
 from rollout import RolloutConfig, Stage, ask_subagent, rollout
-from runtime.contract import Renderer, VisualContract
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source
 from runtime.packing import best_fit
 from runtime.video import VideoError
@@ -50,16 +49,14 @@ def test_k_is_uniform_over_the_choices_and_drawn_anew_each_epoch():
     assert 0.15 < np.mean(again) < 0.25
 
 
-def test_k_frames_asked_are_k_frames_in_the_prompt(toy_dir, tokenizer, videos, schemas):
+def test_k_frames_asked_are_k_frames_in_the_prompt(toy_dir, toy_renderer, videos, schemas):
     """Gating must reach the sampler; a shorter video gives all that it has."""
-    contract = VisualContract(frame_pixels=1024)
-    renderer = Renderer(tokenizer, contract)
     task = parse_task(Rows(toy_dir / "rl.parquet")[0], "rl:0", toy_dir)
     count = videos.info(task.videos[0]).n_frames
     for k in (1, 4, 8, 16, 64, 200):
-        frames = overview(task, k, videos, contract)
-        ids = renderer.render(main_messages(task, frames, True), schemas, generate=True).ids
-        assert ids.count(renderer.image_pad) == len(frames[0]) == min(k, count)
+        frames = overview(task, k, videos, toy_renderer.contract)
+        ids = toy_renderer.render(main_messages(task, frames, True), schemas, generate=True).ids
+        assert ids.count(toy_renderer.image_pad) == len(frames[0]) == min(k, count)
 
 
 def test_the_frames_of_several_videos_share_k_and_carry_their_names(toy_dir, renderer, videos):
@@ -89,6 +86,17 @@ def parse(messages, **columns):
     return parse_dialogue({"messages": messages, **columns}, "file:0", Path("/nowhere"))
 
 
+@pytest.fixture
+def encode(toy_renderer, videos, schemas):
+    """encode(messages, agent="sub", ...) -> what SFT learns of such a row."""
+
+    def make(messages, root=Path("/nowhere"), **columns):
+        dialogue = parse_dialogue({"messages": messages, **columns}, "file:0", root)
+        return encode_dialogue(dialogue, videos, toy_renderer, schemas)
+
+    return make
+
+
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 4}}\n</tool_call>'
 
 
@@ -100,7 +108,7 @@ def test_messages_come_as_a_json_string_or_as_a_list(video):
     assert dialogue.turns == ({"role": "assistant", "content": ["Yes."]},)  # the row's system prompt gave way to ours
 
 
-def test_every_way_to_write_a_tool_round_gives_the_same_tokens(video, tokenizer, videos, schemas):
+def test_every_way_to_write_a_tool_round_gives_the_same_tokens(video, encode, toy_renderer):
     """Text tags in one user turn, one user turn per response, `tool` messages, and OpenAI's tool_calls field."""
     responses = [f"<tool_response>\n{t}\n</tool_response>" for t in ("a red flash", "nothing")]
     arguments = json.dumps({"start_time": 0, "end_time": 4})
@@ -111,39 +119,21 @@ def test_every_way_to_write_a_tool_round_gives_the_same_tokens(video, tokenizer,
         [said, *({"role": "user", "content": r} for r in responses)],
         [field, {"role": "tool", "content": "a red flash"}, {"role": "tool", "content": "nothing"}],
     ]
-    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
-    bundles = [
-        encode_dialogue(parse([user(video, nframes=4), *r, {"role": "assistant", "content": "Red."}]), videos, renderer, schemas)
-        for r in rounds
-    ]  # fmt: skip
-    assert all(b.suffixes == bundles[0].suffixes and b.masks == bundles[0].masks for b in bundles)
-    text = renderer.decode(bundles[0].suffixes[0])
+    last = {"role": "assistant", "content": "Red."}
+    first, *others = (encode([user(video, nframes=4), *turns, last]) for turns in rounds)
+    assert all(other.suffixes == first.suffixes and other.masks == first.masks for other in others)
+    text = toy_renderer.decode(first.suffixes[0])
     assert text.count("<|im_start|>user") == 2 and text.count("<tool_response>") == 2
 
 
-def test_only_assistant_tokens_are_targets_and_the_prompt_is_the_rollouts(video, tokenizer, videos, schemas):
-    contract = VisualContract(frame_pixels=1024)
-    renderer = Renderer(tokenizer, contract)
-    tool = {"role": "tool", "content": "a red flash"}
-    dialogue = parse([user(video, nframes=4), {"role": "assistant", "content": CALL}, tool, {"role": "assistant", "content": "Red."}])  # fmt: skip
-    bundle = encode_dialogue(dialogue, videos, renderer, schemas)
-    targets = [t for t, m in zip(bundle.suffixes[0], bundle.masks[0], strict=True) if m]
-    assert renderer.decode(targets) == CALL + "<|im_end|>Red.<|im_end|>"
-    task = Task("t", "What?", (video,), "oe", "red")
-    frames = overview(task, 4, videos, contract)
-    prompt = renderer.render(main_messages(task, frames, True), schemas, generate=True).ids
-    assert bundle.suffixes[0][: len(prompt)] == prompt and bundle.masks[0].index(1) == len(prompt)
-    assert np.array_equal(bundle.frames[0].pixels, frames[0].pixels)
-
-
-@pytest.mark.parametrize("opening", ["<think>\n", "<think>", "<think>\n\n", "\n\n<think>\r\n  "])
-@pytest.mark.parametrize("edges", ["{}", "  {}\r\n", "\n{} "])
-def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, tokenizer, videos, schemas, opening, edges):
+@pytest.mark.parametrize(
+    "opening, edges",
+    [("<think>\n", "{}"), ("<think>", "  {}\r\n"), ("<think>\n\n", "\n{} "), ("\n\n<think>\r\n  ", "  {}\r\n")],
+)
+def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_renderer, videos, schemas, opening, edges):
     """Published rows begin `<think>Text` or `<think>\\n\\n`: another first token than the one that follows the forced
     prefix. Of a report's edges only line breaks were taken, where a rollout strips all white space."""
     thoughts = f"I look.\n</think>\n{CALL}", "It flashed.\n</think>\n<answer>red</answer>"
-    contract = VisualContract(frame_pixels=1024)
-    renderer = Renderer(tokenizer, contract)
 
     def reply(prompt: str, seed: int) -> str:
         if is_subagent(prompt):
@@ -151,8 +141,8 @@ def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, tokenizer,
         return thoughts["<tool_response>" in prompt.rpartition("What?")[2]] + "<|im_end|>"
 
     task = Task("t", "What?", (video,), "oe", "red")
-    cfg = RolloutConfig()
-    stage = {"engine": Scripted(renderer, reply), "renderer": renderer, "videos": videos, "cfg": cfg}
+    engine = Scripted(toy_renderer, reply)
+    stage = {"engine": engine, "renderer": toy_renderer, "videos": videos, "cfg": RolloutConfig()}
     main = rollout([task], [4], 1, **stage, progress=False)[0].episodes[0].main
     for tool in (
         {"role": "tool", "content": edges.format("A red flash.")},
@@ -160,15 +150,16 @@ def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, tokenizer,
     ):
         first, last = ({"role": "assistant", "content": opening + thought} for thought in thoughts)
         dialogue = parse([user(video, nframes=4), first, tool, last])
-        bundle = encode_dialogue(dialogue, videos, renderer, schemas)
+        bundle = encode_dialogue(dialogue, videos, toy_renderer, schemas)
         ids, mask = bundle.suffixes[0], bundle.masks[0]
-        assert ids[: len(main.ids)] == main.ids and renderer.decode(ids[len(main.ids) :]).strip() == ""
-        forced = len(renderer.encode("<think>\n"))
+        assert ids[: len(main.ids)] == main.ids and toy_renderer.decode(ids[len(main.ids) :]).strip() == ""
+        forced = len(toy_renderer.encode("<think>\n"))
         for start, _ in main.turns:  # SFT learns the opening that a rollout forces
             assert mask[start : start + forced] == [1] * forced
             mask[start : start + forced] = [0] * forced
         assert mask[: len(main.ids)] == main.mask
         assert dialogue.reopened == (0 if opening == "<think>\n" else 2)
+        assert np.array_equal(bundle.frames[0].pixels, main.frames[0].pixels)
 
 
 def test_a_turn_without_think_keeps_its_words_and_an_empty_report_says_so(video):
@@ -183,37 +174,31 @@ def test_a_turn_without_think_keeps_its_words_and_an_empty_report_says_so(video)
     assert [turn["content"] for turn in turns[1:]] == [["(empty report)"], ["Red. <think>?"]]
 
 
-def test_a_sub_agents_row_gets_the_sub_agents_prompt_and_window(video, tokenizer, videos, schemas):
-    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
-    row = [user(video, "", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
-    bundle = encode_dialogue(parse(row, agent="sub"), videos, renderer, schemas)
-    text = renderer.decode(bundle.suffixes[0])
-    assert "<tools>" not in text and "What happens here?<" in text and len(bundle.frames[0]) == 8
-    assert all(4 <= t <= 12 for t in bundle.frames[0].times)
-    asked = [user(video, "Which?", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
-    text = renderer.decode(encode_dialogue(parse(asked, agent="sub"), videos, renderer, schemas).suffixes[0])
-    assert "What happens here?\nQuestion: Which?<" in text
+def test_a_sub_agents_row_gets_the_sub_agents_prompt_and_window(video, encode, toy_renderer):
+    for question, told in (("", "What happens here?<"), ("Which?", "What happens here?\nQuestion: Which?<")):
+        row = [user(video, question, video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
+        bundle = encode(row, agent="sub")
+        text = toy_renderer.decode(bundle.suffixes[0])
+        assert told in text and "<tools>" not in text and len(bundle.frames[0]) == 8
+        assert all(4 <= t <= 12 for t in bundle.frames[0].times)
 
 
-def test_a_sub_agents_row_with_its_tools_own_words_is_what_a_rollout_asks(video, tokenizer, videos, schemas):
-    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+def test_a_sub_agents_row_with_its_tools_own_words_is_what_a_rollout_asks(video, encode, toy_renderer, videos):
     row = [user(video, "", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
     words = {"request": "Which text is here?", "system": "You read text."}
-    bundle = encode_dialogue(parse(row, agent="sub", **words), videos, renderer, schemas)
-    engine = Scripted(renderer, lambda prompt, seed: "No flash.<|im_end|>")
-    agent, said = ask_subagent(
-        Stage(engine, renderer, videos, RolloutConfig()), Look(bundle.frames[0], (4, 12), **words), 0
-    )
+    bundle = encode(row, agent="sub", **words)
+    engine = Scripted(toy_renderer, lambda prompt, seed: "No flash.<|im_end|>")
+    stage = Stage(engine, toy_renderer, videos, RolloutConfig())
+    agent, said = ask_subagent(stage, Look(bundle.frames[0], (4, 12), **words), 0)
+    text = toy_renderer.decode(agent.ids)
     assert said == "No flash." and agent.ids == bundle.suffixes[0][: len(agent.ids)]
-    assert "You read text." in renderer.decode(agent.ids) and "What happens here?" not in renderer.decode(agent.ids)
+    assert "You read text." in text and "What happens here?" not in text
 
 
-def test_a_direct_agents_row_shows_and_tells_of_no_tools(video, tokenizer, videos, schemas):
-    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+def test_a_direct_agents_row_shows_and_tells_of_no_tools(video, encode, toy_renderer):
     row = [user(video, nframes=4), {"role": "assistant", "content": "Red."}]
     for agent, tools in (("main", True), ("direct", False)):
-        bundle = encode_dialogue(parse(row, agent=agent), videos, renderer, schemas)
-        text = renderer.decode(bundle.suffixes[0])
+        text = toy_renderer.decode(encode(row, agent=agent).suffixes[0])
         assert ("<tools>" in text) is ("call tools" in text) is tools
 
 
@@ -224,19 +209,20 @@ def test_the_loss_weight_of_a_source_reaches_the_bundles_of_its_rows(video, tmp_
     assert encode_dialogue(dialogue, videos, renderer, schemas).weight == 2.5
 
 
-def test_images_and_text_only_rows_are_rows_too(tmp_path, renderer, videos, schemas):
+def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, toy_renderer):
     path = tmp_path / "a.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8)).save(path)
     part = {"type": "image_url", "image_url": {"url": "a.png"}}
-    row = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "<image>What?"}]}, {"role": "assistant", "content": "Noise."}]}  # fmt: skip
-    bundle = encode_dialogue(parse_dialogue(row, "f:0", tmp_path), videos, renderer, schemas)
-    assert bundle.suffixes[0].count(renderer.image_pad) == 2 * 3
-    assert "seconds>" not in renderer.decode(bundle.suffixes[0])
-    text_only = encode_dialogue(parse([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]), videos, renderer, schemas)  # fmt: skip
+    question = {"role": "user", "content": [part, {"type": "text", "text": "<image>What?"}]}
+    row = [question, {"role": "assistant", "content": "Noise."}]
+    bundle = encode(row, tmp_path)
+    assert bundle.suffixes[0].count(toy_renderer.image_pad) == 2 * 1
+    assert "seconds>" not in toy_renderer.decode(bundle.suffixes[0])
+    text_only = encode([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
     assert text_only.frames == [] and sum(text_only.masks[0]) >= 2
     path.write_bytes(b"not an image")
     with pytest.raises(VideoError, match="not a readable image"):
-        encode_dialogue(parse_dialogue(row, "f:0", tmp_path), videos, renderer, schemas)
+        encode(row, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -401,10 +387,11 @@ def test_a_row_that_was_rejected_after_reading_is_not_read_again(tmp_path):
 @pytest.mark.parametrize("rank", range(8))
 def test_a_rank_holds_its_bad_rows_against_the_rows_that_it_has_met(tmp_path, rank):
     """Past bugs: it held those of all epochs against its share of one, then those of its share against all rows."""
-    few, many = (
-        write_jsonl(tmp_path / f"{n}.jsonl", [{"n": i, "bad": i % n == 0} for i in range(4000)]) for n in (400, 20)
-    )
-    good, bad = (Dataset(DataConfig((Source(path),), max_bad_fraction=0.01), number) for path in (few, many))
+    datasets = []
+    for n in (400, 20):
+        path = write_jsonl(tmp_path / f"{n}.jsonl", [{"n": i, "bad": i % n == 0} for i in range(4000)])
+        datasets.append(Dataset(DataConfig((Source(path),), max_bad_fraction=0.01), number))
+    good, bad = datasets
     for step in range(100):  # ten epochs
         good.batch(step, 400, rank, world=8)
     assert 5 <= len(good.bad) <= 10
@@ -437,15 +424,15 @@ def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
     for folder in (tmp_path, tmp_path / "moved"):
         folder.mkdir(exist_ok=True)
         path = write_jsonl(folder / "a.jsonl", [{"n": i} for i in range(3)])
-        names.append(
-            [name for name, *_ in Dataset(DataConfig((Source(path),)), lambda row, origin, *_: origin).batch(0, 3)]
-        )
+        dataset = Dataset(DataConfig((Source(path),)), lambda row, origin, *_: origin)
+        names.append([name for name, *_ in dataset.batch(0, 3)])
     assert names[0] == names[1] and sorted(names[0]) == ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2"]
 
 
 def test_packing_puts_each_row_the_longest_first_where_the_least_room_stays():
-    """60 | 50 | 40 beside 60, where it just fits | 30 and 20 beside 50."""
+    """60 | 50 | 40 beside 60, where it just fits | 30 and 20 beside 50. What is over the length stands alone."""
     assert best_fit([20, 30, 40, 50, 60], 100) == [[4, 2], [3, 1, 0]]
+    assert best_fit([5, 101, 60, 35, 250], 100) == [[4], [1], [2, 3, 0]]
 
 
 @given(st.lists(st.integers(1, 100), max_size=60))
@@ -456,10 +443,6 @@ def test_packing_splits_no_row_and_wastes_little(lengths):
     assert len(bins) <= 11 / 9 * -(-sum(lengths) // 100) * 2  # never worse than twice the bound ...
     half_empty = [b for b in bins if sum(lengths[i] for i in b) <= 50]
     assert len(half_empty) <= 1  # ... because two half-empty bins would have been one
-
-
-def test_a_row_over_the_packing_length_stands_alone():
-    assert best_fit([5, 101, 60, 35, 250], 100) == [[4], [1], [2, 3, 0]]
 
 
 # ------------------------------------------------------------------------------------------------ python data.py ...
@@ -494,20 +477,18 @@ def test_check_tells_the_truth_about_the_toy(toy_dir, command):
 
 
 def test_check_counts_the_turns_whose_opening_is_changed(tmp_path, video, command):
-    rows = [
-        [user(video), {"role": "assistant", "content": f"{opening}Red."}] for opening in ("<think>", "<think>\n", "")
-    ]
-    path = write_jsonl(tmp_path / "sft.jsonl", [{"messages": messages} for messages in rows])
+    rows = []
+    for opening in ("<think>", "<think>\n", ""):
+        rows.append({"messages": [user(video), {"role": "assistant", "content": f"{opening}Red."}]})
+    path = write_jsonl(tmp_path / "sft.jsonl", rows)
     assert "openings: 1 of 3 assistant turns are changed" in command("check", path)
 
 
 def test_check_reads_calls_as_a_rollout_would(tmp_path, video, command):
     """`ocr_frme` and `argments` passed."""
     calls = [CALL, CALL.replace("crop_video", "ocr_frme"), CALL.replace("arguments", "argments")]
-    path = write_jsonl(
-        tmp_path / "sft.jsonl", [{"messages": [user(video), {"role": "assistant", "content": "".join(calls)}]}]
-    )
-    told = command("check", path)
+    row = {"messages": [user(video), {"role": "assistant", "content": "".join(calls)}]}
+    told = command("check", write_jsonl(tmp_path / "sft.jsonl", [row]))
     assert "calls, as a rollout reads them: ok 1, unknown tool 'ocr_frme' 1, unparseable 1\n" in told
 
 
@@ -539,9 +520,9 @@ def test_check_names_every_row_that_a_training_would_skip(toy_dir, tmp_path, vid
     (tmp_path / "good.mp4").symlink_to(video)
     (tmp_path / "bad.png").write_bytes(b"nope")
     (tmp_path / "bad.mp4").write_bytes(b"\0" * 4096)
-    rows = [
-        {"messages": [*m, {"role": "assistant", "content": "a"}], "agent": "sub"} for m in ([user("good.mp4")], bad)
-    ]
+    rows = []
+    for messages in ([user("good.mp4")], bad):
+        rows.append({"messages": [*messages, {"role": "assistant", "content": "a"}], "agent": "sub"})
     for kept, decode in ((rows, True), (rows, False), (rows[1:], False)):
         path = write_jsonl(tmp_path / "rows.jsonl", kept)
         assert prepare.check(path, str(toy_dir / "model"), decode) == 1

@@ -10,28 +10,24 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import numpy as np
 import pytest
 import requests
+import tiny
 import tiny_checkpoint
 import torch
-from test_policy import varlen_reference
+from scripts import REPO, alive, fake_server, wait_for
 from tiny_checkpoint import MemoryVideos, noise
-from transformers import Qwen3VLForConditionalGeneration
 
-import data
 from data import Task
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime.checks import check_urls
 from runtime.config import ConfigError
-from runtime.contract import ContractError, patchify
+from runtime.contract import ContractError
 from runtime.engine import EngineError, Sample
 from runtime.inprocess import InProcess, _Batch, _Request, draw
 from runtime.servers import SGLang
-
-FAKE = Path(__file__).parent / "fake_sglang.py"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +50,7 @@ def engine(checkpoint, renderer):
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    return Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return tiny.plain(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -87,29 +83,16 @@ def request(ids, frames, seed=1, temperature=1.0, max_new_tokens=24, **more) -> 
     return {"ids": ids, "frames": frames, **more}
 
 
-def inputs(model, ids, clips) -> dict:
-    ids = torch.tensor([ids])
-    pads = (ids == model.config.image_token_id).int()
-    vision = dict(zip(("pixel_values", "image_grid_thw"), patchify(clips))) if clips else {}
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": pads, **vision}
-
-
-def plain_logprobs(model, renderer, ids, clips, temperature=1.0) -> torch.Tensor:
-    """log softmax of the masked logits at every position of a whole sequence, by one plain forward: [L - 1]."""
-    with torch.no_grad():
-        logits = model(**inputs(model, ids, clips)).logits[0].float()
-    logits[:, renderer.never_sampled] = -torch.inf
-    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)[:-1]
-    return logprobs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
-
-
 # ---- in this process
 
 
-def check_logprobs(model, renderer, row: dict, sample: Sample) -> None:
+def check_logprobs(model, renderer, row: dict, sample: Sample, tolerance: float = 1e-5) -> None:
+    """Against one plain forward over the whole sequence."""
     ids, temperature = row["ids"] + sample.ids, row["temperature"]
-    expected = plain_logprobs(model, renderer, ids, row["frames"], temperature)[len(row["ids"]) - 1 :]
-    assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=1e-5, rtol=0)
+    with torch.no_grad():
+        expected = tiny.plain_logprobs(model, renderer.never_sampled, ids, row["frames"], temperature)
+    expected = expected[len(row["ids"]) - 1 :]
+    assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=tolerance, rtol=0)
 
 
 def test_greedy_text_is_what_transformers_generates(engine, model, renderer, prompts):
@@ -117,8 +100,8 @@ def test_greedy_text_is_what_transformers_generates(engine, model, renderer, pro
     samples = at_once(engine, [request(ids, clips, temperature=0.0) for ids, clips in prompts])
     banned = [[token] for token in renderer.never_sampled]
     for (ids, clips), sample in zip(prompts, samples):
-        given = inputs(model, ids, clips)
-        theirs = model.generate(**given, max_new_tokens=24, do_sample=False, bad_words_ids=banned)
+        asked = tiny.plain_inputs(model, ids, clips)
+        theirs = model.generate(**asked, max_new_tokens=24, do_sample=False, bad_words_ids=banned)
         assert sample.ids == theirs[0, len(ids) :].tolist() and len(set(sample.ids)) > 3
 
 
@@ -304,28 +287,7 @@ def test_a_run_can_be_repeated_bit_for_bit(checkpoint, renderer):
     assert play() == play()
 
 
-def test_blank_frames_change_what_the_model_thinks(engine, renderer):
-    """Models that went blind after the first turn passed every other test (rllm#549, slime#1847)."""
-    clip = noise(2, seed=4)
-    blank = type(clip)(np.zeros_like(clip.pixels), clip.times)
-    first = renderer.render(data.main_messages(Task("t", "?", ("v",), "oe", ""), [clip], True), generate=True).ids
-    later = first + [renderer.end_of_turn] + renderer.continuation(["A cat."]).ids
-    for ids in (first, later):
-        seen, unseen = (engine.generate(**request(ids, [c], temperature=0.0, max_new_tokens=8)) for c in (clip, blank))
-        assert abs(seen.logprobs[0] - unseen.logprobs[0]) > 1e-3
-
-
 # ---- in this process, with a GPU's kernels by their definition
-
-
-def flash_attn_2(q, *args, causal, softmax_scale):
-    assert softmax_scale == q.shape[-1] ** -0.5
-    return varlen_reference(q, *args, causal)
-
-
-def torch_varlen(q, *args, window_size, scale, enable_gqa):
-    assert window_size in ((-1, 0), (-1, -1)) and scale == q.shape[-1] ** -0.5
-    return varlen_reference(q, *args, window_size == (-1, 0))
 
 
 def no_sdpa(*args, **options):
@@ -338,8 +300,8 @@ def as_on_a_gpu(checkpoint, renderer, monkeypatch):
     opened = []
 
     def open_engine(kernel: str, **options) -> InProcess:
-        monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=flash_attn_2))
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", torch_varlen)
+        monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=tiny.flash_attn_2))
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", tiny.torch_varlen)
         monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", no_sdpa)
         opened.append(InProcess(checkpoint, renderer, **options))
         opened[0].kernel = kernel
@@ -400,40 +362,11 @@ def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monk
     assert chosen == [("meta", torch.bfloat16, rows) for rows in (2, 1, 1)]
 
 
-def test_in_bf16_a_gpus_kernel_agrees_with_sdpa_within_rounding(checkpoint, renderer, as_on_a_gpu, prompts):
-    plain = InProcess(checkpoint, renderer, dtype="bfloat16")
-    rows = [request(*prompt, seed=seed) for prompt in prompts for seed in range(4)]
-    expected = at_once(plain, rows)
-    plain.close()
-    gaps = []
-    for sample, wanted in zip(at_once(as_on_a_gpu("varlen", dtype="bfloat16"), rows), expected):
-        for token, other, logprob, wanted_logprob in zip(sample.ids, wanted.ids, sample.logprobs, wanted.logprobs):
-            if token != other:  # from here on the texts differ
-                break
-            gaps.append(abs(logprob - wanted_logprob))
-    assert len(gaps) > len(rows) and np.mean(gaps) < 0.05
-
-
 # ---- SGLang's client
-
-
-def eventually(condition, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.05)
 
 
 def state_of(url: str) -> dict:
     return requests.get(url + "/model_info").json()
-
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture
@@ -445,8 +378,7 @@ def serve(checkpoint, renderer):
         left = list(faults or [""])
 
         def launch(port: int) -> list[str]:
-            numbers = (port, renderer.image_pad, renderer.contract.cell, renderer.end_of_turn)
-            return [sys.executable, str(FAKE), *map(str, numbers), left.pop(0) if len(left) > 1 else left[0]]
+            return fake_server(renderer, port, left.pop(0) if len(left) > 1 else left[0])
 
         options = {"patience": 0.05, "start_timeout": 20.0, **options}
         clients.append(SGLang(checkpoint, renderer, gpus=range(servers), launch=launch, **options))
@@ -550,14 +482,13 @@ def test_servers_of_ours_end_with_a_process_that_is_killed(tmp_path):
     """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Its own children end, too."""
     script = f"""
 import sys, time
-sys.path.insert(0, {str(FAKE.parents[1])!r})
 from runtime.servers import SGLang
-fake = "sleep 300 & echo $! $$ > {tmp_path}/pids; exec {sys.executable} {FAKE} $0 1 32 2"
+fake = "sleep 300 & echo $! $$ > {tmp_path}/pids; exec {sys.executable} tests/fake_sglang.py $0 1 32 2"
 SGLang("", None, gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
 print("up", flush=True)
 time.sleep(300)
 """
-    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout.readline().startswith("SGLang starts on GPUs [0]: ") and owner.stdout.readline() == "up\n"
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -565,7 +496,7 @@ time.sleep(300)
     finally:
         owner.kill()
         owner.wait()
-    eventually(lambda: not any(map(alive, pids)), 5.0)
+    wait_for(lambda: not any(map(alive, pids)), seconds=5)
 
 
 def test_a_server_that_dies_unasked_is_restarted_with_the_current_weights(serve, tmp_path):
@@ -574,7 +505,7 @@ def test_a_server_that_dies_unasked_is_restarted_with_the_current_weights(serve,
     client.update_weights(tmp_path, 3)
     old = client._servers[0].process.pid
     os.kill(old, signal.SIGKILL)
-    eventually(lambda: client.restarts == 1 and client._servers[0].healthy)
+    wait_for(lambda: client.restarts == 1 and client._servers[0].healthy)
     assert not alive(old)
     state = state_of(client.urls[0])
     assert (state["version"], state["loads"], state["served"]) == ("3", 1, 0)
@@ -589,7 +520,7 @@ def test_a_server_that_cannot_start_is_given_up_with_the_end_of_its_log(serve):
     assert [line for line in str(error.value).splitlines() if "line" in line] == [f"line {i}" for i in range(10, 30)]
     first = serve("", "crash=30")
     os.kill(first._servers[0].process.pid, signal.SIGKILL)
-    eventually(lambda: first._servers[0].failed)
+    wait_for(lambda: first._servers[0].failed)
     assert first.restarts == 2
     with pytest.raises(EngineError, match="died twice"):
         first.generate(**request([1], []))

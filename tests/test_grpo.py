@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tiny
 import torch
+from tiny_checkpoint import noise
 
 import grpo
 import rl
@@ -15,7 +17,7 @@ from rewards import Anchor, RewardConfig, score
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import doctor
-from runtime.contract import END_OF_TURN, Bundle, Renderer, VisualContract, patchify
+from runtime.contract import END_OF_TURN, Bundle
 from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
 from runtime.policy import Scores, load, make_optimizer
@@ -32,11 +34,6 @@ WRONG = TIDY.replace("red", "blue")
 def settings(credit: str = "struct", **changes) -> RLConfig:
     reward = RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True, anchor=Anchor(credit=credit))
     return replace(RLConfig(run="", policy=PolicyConfig(""), data=None, kl_coef=0.0, reward=reward), **changes)
-
-
-@pytest.fixture
-def toy_renderer(tokenizer):
-    return Renderer(tokenizer, VisualContract(frame_pixels=1024))
 
 
 @pytest.fixture
@@ -77,10 +74,6 @@ def lengths_of(one: Group) -> list[int]:
 
 def sampled_tokens(one: Group) -> list[int]:
     return [t for e in one.episodes for t, m in zip(e.main.ids, e.main.mask) if m]
-
-
-def gradients(policy) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
 # ------------------------------------------------------------------------------------------------ advantages
@@ -266,26 +259,17 @@ def test_a_token_that_the_engine_could_not_have_sampled_leaves_the_gradient_alon
     assert new.grad.tolist() == [0, -1] and watched["capped_fraction"].tolist() == [1, 0]
 
 
-def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_dir, make_frames):
+def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_dir):
     """- sum_t A_t grad log pi(o_t) / N, row by row, under the sampling temperature and without the banned ids."""
-    from transformers import Qwen3VLForConditionalGeneration
-
     cfg = settings(rollout=RolloutConfig(temperature=0.7))
-    frames = make_frames(2, 32, 32)
-    pad = toy_renderer.image_pad
-    groups = [
-        group(toy_renderer, cfg, [TIDY, WRONG, LOOSE], name, (40, pad, 41, pad, i))
-        for i, name in ((42, "a"), (43, "b"))
-    ]
+    frames, pad = noise(2, width=32, height=32), toy_renderer.image_pad
+    prompts = {"a": (40, pad, 41, pad, 42), "b": (40, pad, 41, pad, 43)}
+    groups = [group(toy_renderer, cfg, [TIDY, WRONG, LOOSE], name, prompt) for name, prompt in prompts.items()]
     policy = load(PolicyConfig(str(toy_dir / "model"), freeze=()), toy_renderer.never_sampled)
-    plain = Qwen3VLForConditionalGeneration.from_pretrained(toy_dir / "model").train()
+    plain = tiny.plain(toy_dir / "model")
 
     def logprobs_of(main):
-        ids = torch.tensor([main.ids])
-        pixels, grid = patchify([frames])
-        out = plain(input_ids=ids, mm_token_type_ids=(ids == pad).int(), pixel_values=pixels, image_grid_thw=grid)
-        logits = out.logits[0].index_fill(1, torch.tensor(toy_renderer.never_sampled), -1e9) / 0.7
-        return torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        return tiny.plain_logprobs(plain, toy_renderer.never_sampled, main.ids, [frames], 0.7)
 
     episodes = [e for g in groups for e in g.episodes]
     for episode in episodes:
@@ -308,9 +292,7 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
             advantage = (a + 0.5 * t * struct) * torch.tensor(main.mask)
             expected = expected - (advantage[1:] * logprobs_of(main)).sum() / n
     expected.backward()
-    theirs = {name: p.grad for name, p in plain.named_parameters()}
-    for name, p in policy.model.named_parameters():
-        assert (p.grad - theirs[name]).norm() <= 1e-4 * theirs[name].norm() + 1e-8, name
+    tiny.assert_close(tiny.gradients(policy.model), tiny.gradients(plain), 1e-4)
 
 
 def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_dir):
@@ -324,10 +306,9 @@ def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_di
         for part in micro:
             assert sum(len(b) for b in grpo.bundles(part)) <= budget
             grpo.lessons_loss(policy(grpo.bundles(part), cfg.rollout.temperature), part, None, None, cfg)[0].backward()
-        found.append(gradients(policy))
+        found.append(tiny.gradients(policy))
     assert sizes[0] > sizes[1] == 1
-    for name, expected in found[1].items():
-        assert (found[0][name] - expected).norm() <= 1e-4 * expected.norm() + 1e-8, name
+    tiny.assert_close(*found, 1e-4)
 
 
 def test_further_minibatches_are_clipped_against_the_policy_before_the_first(toy_renderer, toy_dir):

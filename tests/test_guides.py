@@ -35,9 +35,9 @@ class Fork:
         for path in toy.iterdir():  # what a guide adds beside them stays in the copy
             (root / "toy_data" / path.name).symlink_to(path)
         blocks = re.findall(r"^```(\w+)\n(.*?)^```$", (REPO / "docs" / guide).read_text("utf-8"), re.M | re.S)
-        self.diffs, self.configs, self.commands = (
-            [text for kind, text in blocks if kind == wanted] for wanted in ("diff", "yaml", "sh")
-        )
+        self.diffs = [text for kind, text in blocks if kind == "diff"]
+        self.configs = [text for kind, text in blocks if kind == "yaml"]
+        self.commands = [text for kind, text in blocks if kind == "sh"]
 
     def change(self) -> None:
         """Apply the guide's diffs, and write its configs where their first line says."""
@@ -153,9 +153,8 @@ def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
     fork.change()
     fork.run(a_call_runs_beside_its_siblings)
     fork.run(a_zoom_shows_the_quarter_around_its_point)
-    assert re.search(
-        r"window \(10\.0, 10\.0\); frames \(1, \d+, \d+, 3\) at \[10\.0\]; What is to be seen", fork.shell(0)
-    )
+    tried = r"window \(10\.0, 10\.0\); frames \(1, \d+, \d+, 3\) at \[10\.0\]; What is to be seen"
+    assert re.search(tried, fork.shell(0))
     episode = json.loads((fork.root / "zoom.json").read_text("utf-8"))
     assert '"zoom_frame"' in episode["main"]["text"] and not episode["error"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from scripts import REPO, Forked, finish, metrics
+from scripts import REPO, Forked, fake_server, finish, metrics
 from test_mistakes import matches
 
 import rl
@@ -81,11 +81,10 @@ def test_its_plans_are_those_of_the_dry_runs(toy_dir, monkeypatch, capsys):
     assert len(plans) == 2 and all(matches(text, told) for text in plans), told
 
 
-def test_it_quotes_how_a_server_a_disk_and_shared_memory_fail(tmp_path, toy_dir, monkeypatch, capsys):
-    renderer = Renderer(load_tokenizer(toy_dir / "model"), VisualContract(frame_pixels=1024))
+def test_it_quotes_how_a_server_a_disk_and_shared_memory_fail(tmp_path, toy_dir, toy_renderer, monkeypatch, capsys):
     monkeypatch.setattr(servers.tempfile, "gettempdir", lambda: "/tmp")
     with pytest.raises(EngineError) as died:
-        servers.SGLang("", renderer, gpus=[5], launch=lambda port: ["false"], patience=0.05)
+        servers.SGLang("", toy_renderer, gpus=[5], launch=lambda port: ["false"], patience=0.05)
     assert_quoted(f"error: {died.value}", "error: the server on GPU 5")
 
     def fill(cfg) -> None:
@@ -97,8 +96,8 @@ def test_it_quotes_how_a_server_a_disk_and_shared_memory_fail(tmp_path, toy_dir,
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(distributed.shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 10))
-    with distributed.snapshot_folder("runs/paragrpo_8b", toy_dir / "model"):
-        pass
+    with distributed.snapshot_folder("runs/paragrpo_8b", toy_dir / "model") as snapshot:
+        assert snapshot.absolute().is_relative_to(tmp_path / "runs/paragrpo_8b/snapshot")
     assert_quoted(capsys.readouterr().out, "/dev/shm has no room")
 
 
@@ -114,9 +113,7 @@ def test_it_quotes_materialize(tmp_path, toy_dir):
 def train_beside_stand_ins(toy: Path) -> None:
     """Run paragrpo_8b.yaml: a server is killed after the first step, and Ctrl-C pressed after the second."""
     renderer = Renderer(load_tokenizer("runs/sft_8b/model"), VisualContract(frame_pixels=1024))
-    numbers = [str(n) for n in (renderer.image_pad, renderer.contract.cell, renderer.end_of_turn)]
-    fake = str(REPO / "tests" / "fake_sglang.py")
-    servers.server_command = lambda checkpoint, renderer, port, extra=(): [sys.executable, fake, str(port), *numbers]
+    servers.server_command = lambda checkpoint, _, port, extra=(): fake_server(renderer, port)
     rl.check_servers = lambda *_: None
     doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
     publish = rl.publish

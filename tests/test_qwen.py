@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import qwen
 import yaml
 from scripts import Forked, finish, metrics, start
 from test_contract import as_transformers_parts, conversation
-from tiny_checkpoint import Scripted, is_subagent
+from tiny_checkpoint import Scripted, is_subagent, noise
 
 from data import Episode, Task, Trajectory, encode_dialogue, parse_dialogue
 from rewards import RewardConfig, score, structural_mask
@@ -142,15 +141,6 @@ def test_structure_is_tags_with_closing_punctuation_and_ends_of_turn_and_never_t
     assert painted(renderer, trajectory) == THINK_PREFIX + expected
 
 
-def test_only_a_sampled_end_of_turn_is_structure(renderer):
-    """<|endoftext|> is also the padding; a turn that was closed for the model holds tokens that it did not choose."""
-    trajectory = said(renderer, "</think><answer>B</answer>")
-    trajectory.ids += [TEXT_END, END]
-    trajectory.mask += [0, 0]
-    trajectory.turns = [(0, len(trajectory.ids))]
-    assert structural_mask(trajectory, renderer)[-2:] == [False, False]
-
-
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
 def test_a_turn_may_end_with_any_of_the_checkpoints_ends(renderer, end):
     text = f"I have looked long enough.\n</think>\n<answer>B</answer>{end}"
@@ -186,20 +176,11 @@ def test_a_tag_behind_broken_characters_has_a_place_of_its_own(renderer, encode,
             assert decoded[begin:end] == renderer.decode([token])
 
 
-def test_offsets_take_linear_time(renderer):
-    """Random ids, whose bytes are mostly no UTF-8: 8,000 of them took 12 s."""
-    ids = np.random.default_rng(0).integers(0, 151_669, 8000).tolist()
-    started = time.process_time()
-    spans = renderer.offsets(ids)
-    assert time.process_time() - started < 3
-    assert spans[0][0] == 0 and spans[-1][1] == len(renderer.decode(ids))
-
-
 @pytest.mark.parametrize(
     "question", ["Which color flashes?", "红伞在哪里？", "e\u0301t\u00e9 🙂\r\n\r\nB) \ufffd", " a\n\n"]
 )
-def test_ids_are_those_of_the_chat_template(renderer, make_frames, schemas, question):
-    messages = conversation(make_frames(3), make_frames(2, 96, 64))
+def test_ids_are_those_of_the_chat_template(renderer, schemas, question):
+    messages = conversation(noise(3), noise(2, width=96, height=64))
     messages[1]["content"] = [messages[1]["content"][0], question]
     messages[3]["content"] = question
     for part in (messages[:2], messages):
@@ -245,14 +226,14 @@ ANSWER = "I see.\n</think>\n<answer>(B) 红伞。</answer>"
 
 @pytest.fixture
 def episode(renderer, videos, toy_dir):
-    """episode(report, ends): a scripted agent calls two tools, reads the report twice and answers."""
+    """episode(report): a scripted agent calls two tools, reads the report twice and answers."""
 
-    def play(report: str, ends: tuple[str, str] = ("<|im_end|>", "<|im_end|>")) -> Episode:
+    def play(report: str) -> Episode:
         def reply(prompt: str, seed: int) -> str:
             if is_subagent(prompt):
                 return report + "<|im_end|>"
             turn = prompt.count("<|im_start|>assistant") - 1
-            return (THOUGHT + CALLS, ANSWER)[turn] + ends[turn]
+            return (THOUGHT + CALLS, ANSWER)[turn] + "<|im_end|>"
 
         task = Task("t", "Which color flashes?", (str(toy_dir / "videos" / "test00000.mp4"),), "oe", "red")
         stage = {"engine": Scripted(renderer, reply), "renderer": renderer, "videos": videos, "cfg": RolloutConfig()}
@@ -286,23 +267,12 @@ def test_a_row_and_the_same_conversation_rolled_out_are_the_same_tokens(
     dialogue = parse_dialogue(rows_of(played, report, opening), "row:0", Path("/"))
     bundle = encode_dialogue(dialogue, videos, renderer, schemas)
     [ids], [mask] = bundle.suffixes, bundle.masks
-    assert (
-        ids[-1] == END or renderer.decode(ids[-2:]) == "<|im_end|>\n"
-    )  # the template's line break after the last turn
+    # Behind the last turn may stand the template's line break.
+    assert ids[-1] == END or renderer.decode(ids[-2:]) == "<|im_end|>\n"
     assert ids[: len(played.main.ids)] == played.main.ids
     forced = [i for start, _ in played.main.turns for i in (start, start + 1)]  # <think> and its line break
     learned = [int(m or i in forced) for i, m in enumerate(played.main.mask)]
     assert mask[: len(learned)] == learned and not any(mask[len(learned) :])
-
-
-def test_after_a_sampled_end_of_text_the_turn_is_closed_as_the_template_closes_it(episode, renderer):
-    ended, plain = episode("A flash.", ("<|endoftext|>", "<|endoftext|>")).main, episode("A flash.").main
-    at = ended.ids.index(TEXT_END)
-    assert ended.mask[at] == 1 and ended.ids[at + 1] == END and ended.mask[at + 1] == 0
-    assert renderer.decode(ended.ids[:at] + ended.ids[at + 1 :]).removesuffix("<|endoftext|>") == renderer.decode(
-        plain.ids
-    ).removesuffix("<|im_end|>")
-    assert len(ended.turns) == 2 and ended.finish == "stop" and ended.ids[-1] == TEXT_END
 
 
 # ------------------------------------------------------------------------------------------------ whole runs

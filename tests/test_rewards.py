@@ -10,17 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 import rewards
 from data import Group, Task
-from rewards import (
-    Anchor,
-    Judge,
-    JudgeError,
-    RewardConfig,
-    accuracy,
-    iou,
-    score,
-    structural_mask,
-    token_f1,
-)
+from rewards import Anchor, Judge, JudgeError, RewardConfig, accuracy, iou, score, structural_mask, token_f1
 from runtime.contract import END_OF_TURN, NEVER_SAMPLED, Renderer, VisualContract
 from study import lab
 from study.lab import Characters, episode_of_turns
@@ -230,19 +220,21 @@ def test_the_strict_parse_allows_nothing_beside_the_format(turns, right):
 # ------------------------------------------------------------------------------------------------ structural tokens
 
 
-def painted(turns, renderer=None, forced=""):
-    renderer = renderer or Characters()
+def painted_tokens(turns, renderer, forced="", structural=True) -> list[str]:
     main = episode_of_turns(turns, MCQ, renderer, forced=forced).main
     mask = structural_mask(main, renderer)
-    return "".join(renderer.decode([t]) for t, s in zip(main.ids, mask, strict=True) if s)
+    return [renderer.decode([t]) for t, s in zip(main.ids, mask, strict=True) if bool(s) is structural]
+
+
+def painted(turns, renderer=None, forced="") -> str:
+    return "".join(painted_tokens(turns, renderer or Characters(), forced))
 
 
 def test_structure_is_the_tags_and_nothing_of_their_content():
     call, answer = "<think></think><tool_call></tool_call>", "<think></think><answer></answer>"
     assert painted([LOOK, DONE]) == call + END_OF_TURN + answer + END_OF_TURN
-    assert (
-        painted([DONE], forced="<think>\n") == f"</think><answer></answer>{END_OF_TURN}"
-    )  # what was forced earns no credit
+    # What was forced earns no credit.
+    assert painted([DONE], forced="<think>\n") == f"</think><answer></answer>{END_OF_TURN}"
 
 
 @pytest.mark.parametrize(
@@ -261,9 +253,8 @@ def test_an_end_that_came_too_early_is_structure_too(turn, paint):
 
 def test_tags_of_several_tokens_count_whole(renderer):
     """`<answer>` is three tokens here, as in Qwen's vocabulary."""
-    main = episode_of_turns([DONE], MCQ, renderer).main
-    kept = [renderer.decode([t]) for t, s in zip(main.ids, structural_mask(main, renderer), strict=True) if s]
-    assert kept == ["<think>", "</think>", "<", "answer", ">", "</", "answer", ">", END_OF_TURN]
+    tags = ["<think>", "</think>", "<", "answer", ">", "</", "answer", ">", END_OF_TURN]
+    assert painted_tokens([DONE], renderer) == tags
 
 
 @pytest.fixture(scope="module")
@@ -303,16 +294,13 @@ def merging() -> Renderer:
 )
 def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(merging, answer, struct):
     """Past bug: with punctuation before a closing tag, nothing that decides to close was credited."""
-    main = episode_of_turns([f"<think>I see it.</think><answer>{answer}</answer>{END_OF_TURN}"], MCQ, merging).main
-    kept = [merging.decode([t]) for t, s in zip(main.ids, structural_mask(main, merging), strict=True) if s]
-    assert kept == ["<think>", "</think>", *struct, END_OF_TURN]
+    turn = f"<think>I see it.</think><answer>{answer}</answer>{END_OF_TURN}"
+    assert painted_tokens([turn], merging) == ["<think>", "</think>", *struct, END_OF_TURN]
 
 
 def test_white_space_alone_may_follow_an_opening_tag_or_precede_one(merging):
     text = "<answer>.</answer> .<answer>x</answer>, done"  # `.` and `,` are content here
-    main = episode_of_turns([text], MCQ, merging).main
-    mask = structural_mask(main, merging)
-    left_out = [merging.decode([t]) for t, s in zip(main.ids, mask, strict=True) if not s]
+    left_out = painted_tokens([text], merging, structural=False)
     assert left_out[0] == ".</" and ".<" in left_out and "," in left_out
 
 
@@ -320,15 +308,9 @@ def test_white_space_alone_may_follow_an_opening_tag_or_precede_one(merging):
 def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
     turn = "".join(pieces)
     parts = earned([turn], 1)
-    assert (
-        0 <= parts["acc"] <= 1
-        and -0.15 <= parts["fmt"] <= 1
-        and 0 <= parts["tool"] <= 1
-        and -0.3 <= parts["anchor"] <= 0.7
-    )
-    main = episode_of_turns([turn], MCQ, Characters()).main
-    chosen = [t for t, s in zip(main.ids, structural_mask(main, Characters()), strict=True) if s]
-    assert rewards.TAG.sub("", Characters().decode(chosen)).replace(END_OF_TURN, "") == ""
+    assert 0 <= parts["acc"] <= 1 and 0 <= parts["tool"] <= 1
+    assert -0.15 <= parts["fmt"] <= 1 and -0.3 <= parts["anchor"] <= 0.7
+    assert rewards.TAG.sub("", painted([turn])).replace(END_OF_TURN, "") == ""
 
 
 # ------------------------------------------------------------------------------------------------ the judge and the lab

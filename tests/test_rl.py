@@ -14,10 +14,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import yaml
 from safetensors.torch import load_file
-from scripts import REPO, finish, kill_at_random, metrics, same_metrics, same_weights, start
+from scripts import REPO, fake_server, finish, kill_at_random, metrics, same_metrics, same_weights, start
+from test_sft import write_config as sft_config
 from tiny_checkpoint import Scripted, is_subagent
 
 import rl
@@ -28,7 +30,7 @@ from rewards import RewardConfig, give_rewards, score
 from rl import RLConfig
 from rollout import RolloutConfig, derive
 from runtime import config
-from runtime.contract import END_OF_TURN, Renderer, VisualContract, load_tokenizer
+from runtime.contract import END_OF_TURN
 from runtime.dataset import Dataset
 from runtime.doctor import trainer_logprobs
 from runtime.engine import EngineError
@@ -178,14 +180,13 @@ def scripted(monkeypatch):
 
 
 @pytest.fixture
-def draw(toy_dir, tmp_path, tokenizer, videos):
-    """draw(step, rank, ...changes of the config) -> the groups that a sampler gives, and its engine."""
+def draw(toy_dir, tmp_path, toy_renderer, videos):
+    """draw(step, ...changes of the config) -> the groups that a sampler gives, and its engine."""
 
     def sample(step: int, **changes):
         cfg = config.load(RLConfig, write_config(tmp_path / "draw.yaml", toy_dir, **changes))
-        renderer = Renderer(tokenizer, cfg.visual)
-        engine = Recorder(renderer)
-        with rl.Sampler(cfg, Dataset(cfg.data, parse_task), engine, renderer, videos) as sampler:
+        engine = Recorder(toy_renderer)
+        with rl.Sampler(cfg, Dataset(cfg.data, parse_task), engine, toy_renderer, videos) as sampler:
             groups, _ = sampler.take(step)
         return groups, engine
 
@@ -201,9 +202,8 @@ def test_k_reaches_the_sampler_as_frames_and_pads_of_every_prompt(draw):
         groups, engine = draw(0, gating=gating, batch_tasks=6)
         assert {group.k for group in groups} == choices
         for group in groups:
-            opened = [
-                turn for turn in engine.turns if group.task.question in turn[0] and "<tool_response>" not in turn[0]
-            ]
+            first = [turn for turn in engine.turns if "<tool_response>" not in turn[0]]
+            opened = [turn for turn in first if group.task.question in turn[0]]
             assert len(opened) >= 4 and {(shown, pads) for _, shown, pads, _ in opened} >= {(group.k, group.k)}
             assert all(episode.main.ids.count(engine.renderer.image_pad) == group.k for episode in group.episodes)
 
@@ -244,9 +244,8 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     def call(error: str = "") -> Call:
         return Call(0, "crop_video", {}, error=error)
 
-    called = Episode(
-        task, 4, agent([3, 3, 4, 4], 2), [call(), call(), call("too_dark")], advantage=1.0
-    )  # a tool's own kind
+    calls = [call(), call(), call("too_dark")]  # a tool's own kind
+    called = Episode(task, 4, agent([3, 3, 4, 4], 2), calls, advantage=1.0)
     called.reward = {"reward": 2.0, "acc": 1.0, "closure/think": 1.0}
     tried = Episode(task, 4, agent([4, 4], 2, "length"), [call("unparseable")], advantage=-1.0)  # no call ran
     tried.reward = {"reward": 0.0, "acc": 0.0, "closure/think": 0.5}
@@ -311,9 +310,8 @@ def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_
     val = {"val": {"sources": [{"path": str(toy_dir / "val.parquet")}]}, "val_tasks": 3, "val_frames": [4, 16]}
     lines = train(tmp_path / "c.yaml", toy_dir, steps=3, eval_every=2, **val)
     assert ["eval/acc" in line for line in lines] == [False, True, True]  # every 2 steps, and at the end
-    questions = [
-        task.question for task, *_ in Dataset(config.load(RLConfig, tmp_path / "c.yaml").val, parse_task).batch(0, 3)
-    ]
+    drawn = Dataset(config.load(RLConfig, tmp_path / "c.yaml").val, parse_task).batch(0, 3)
+    questions = [task.question for task, *_ in drawn]
     turns = [turn for turn in scripted[0].turns if turn[3] == 0 and not is_subagent(turn[0])]
     opened = [turn for turn in turns if "<tool_response>" not in turn[0]]
     assert len(opened) == 2 * 2 * 2 * 3  # twice, both arms, both K, three tasks
@@ -346,15 +344,14 @@ def test_a_first_batch_without_an_episode_stops_the_run_and_one_episode_lets_it_
 
 
 def test_an_update_weighs_minibatches_alike_and_compares_at_the_temperature_of_sampling(
-    toy_dir, tokenizer, monkeypatch
+    toy_dir, toy_renderer, monkeypatch
 ):
     """Against log-probs, KL and gradient of one pass by hand, with a reference that is another policy."""
     cfg = RLConfig(
         run="", policy=PolicyConfig(str(toy_dir / "model")), data=None, kl_coef=0.2, reward=RewardConfig(),
         rollout=RolloutConfig(temperature=0.6),
     )  # fmt: skip
-    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
-    policy, reference = (load(cfg.policy, renderer.never_sampled) for _ in range(2))
+    policy, reference = (load(cfg.policy, toy_renderer.never_sampled) for _ in range(2))
     with torch.no_grad():
         for p in reference.parameters():
             p.mul_(1.2)
@@ -362,17 +359,15 @@ def test_an_update_weighs_minibatches_alike_and_compares_at_the_temperature_of_s
     for prompt in ((40, 41), (42, 43)):
         episodes = []
         for answer in ("red", "blue", "green"):
-            episode = episode_of_turns(
-                [f"<think>\nI see it.\n</think>\n<answer>{answer}</answer>{END_OF_TURN}"], task, renderer
-            )
+            episode = episode_of_turns([f"<think>\n{RIGHT_OR_WRONG.format(answer)}"], task, toy_renderer)
             main = episode.main
             main.ids, main.mask, main.prompt_length = [*prompt, *main.ids], [0, 0, *main.mask], 2
             main.turns = [(start + 2, stop + 2) for start, stop in main.turns]
             main.logprobs = [-2.0 * m for m in main.mask]
-            episode.reward = score(episode, renderer, cfg.reward)
+            episode.reward = score(episode, toy_renderer, cfg.reward)
             episodes.append(episode)
         groups.append(Group(task, 64, episodes))
-    lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor)
+    lessons = make_lessons(groups, toy_renderer, cfg, cfg.reward.anchor)
     rows = [lesson.bundle for lesson in lessons]
 
     # By hand: r = 1, w = pi / pi_behaviour <= 5, the KL, and the mean over all tokens.
@@ -385,11 +380,11 @@ def test_an_update_weighs_minibatches_alike_and_compares_at_the_temperature_of_s
     kl = (other - new).exp() - (other - new) - 1
     surrogate = torch.where(w <= cfg.behaviour_cap, w, 0.0) * (new - new.detach()).exp() * advantages
     (-(surrogate - cfg.kl_coef * kl).mean()).backward()
-    expected = {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+    expected = tiny.gradients(policy)
     policy.zero_grad()
 
     def keep_gradient(policy, optimizer, *_):
-        found.append({name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None})
+        found.append(tiny.gradients(policy))
         policy.zero_grad()
         return 1.0
 
@@ -402,9 +397,8 @@ def test_an_update_weighs_minibatches_alike_and_compares_at_the_temperature_of_s
         assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
         assert measured["gap"] == pytest.approx((new + 2.0).abs().mean().item(), rel=1e-4)
         assert measured["entropy"] == pytest.approx(scores.entropies.mean().item(), rel=1e-4)
-        for name, gradient in expected.items():
-            mean = sum(step[name] for step in found) / minibatches
-            assert (mean - gradient).norm() <= 1e-3 * gradient.norm() + 1e-8, name
+        means = {name: sum(step[name] for step in found) / minibatches for name in expected}
+        tiny.assert_close(means, expected, 1e-3)
 
 
 def test_frames_that_calls_returned_are_learned_with_the_episode_that_saw_them(draw, toy_dir):
@@ -430,21 +424,11 @@ def test_frames_that_calls_returned_are_learned_with_the_episode_that_saw_them(d
 @pytest.fixture(scope="module")
 def cold_start(toy_dir, tmp_path_factory) -> Path:
     """A checkpoint that has begun to write the tags, so that groups differ."""
-    folder = tmp_path_factory.mktemp("cold_start")
-    tree = {
-        "run": str(folder),
-        "policy": {"checkpoint": str(toy_dir / "model"), "freeze": [], "activation_checkpointing": False},
-        "data": {"sources": [{"path": str(toy_dir / "sft.parquet")}]},
-        "visual": {"frame_pixels": 1024},
-        "optim": {"lr": 3e-3, "warmup": 0.1},
-        "steps": 32,
-        "batch_rows": 8,
-        "save_every": 32,
-        "decoders": 1,
-    }
-    (folder / "sft.yaml").write_text(yaml.safe_dump(tree))
-    sft.main(config.load(sft.SFTConfig, folder / "sft.yaml"))
-    return folder / "model"
+    folder, rows = tmp_path_factory.mktemp("cold_start"), {"sources": [{"path": str(toy_dir / "sft.parquet")}]}
+    changes = {"data": rows, "kind_weights": {}, "optim": {"lr": 3e-3, "warmup": 0.1}}
+    path = sft_config(folder / "sft.yaml", toy_dir, **changes, steps=32, batch_rows=8, save_every=32)
+    sft.main(config.load(sft.SFTConfig, path))
+    return folder / "sft" / "model"
 
 
 @pytest.fixture(scope="module")
@@ -482,15 +466,15 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
 
 
 @pytest.mark.slow
-def test_sampling_overlaps_training_and_its_tokens_are_one_update_old(toy_dir, cold_start, tmp_path, monkeypatch):
+def test_sampling_overlaps_training_and_its_tokens_are_one_update_old(
+    toy_dir, cold_start, toy_renderer, tmp_path, monkeypatch
+):
     """A server that takes its time; a KL, so that its random words are trained on."""
     monkeypatch.setattr("runtime.doctor.GAP_LIMIT", 100)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    renderer = Renderer(load_tokenizer(cold_start), VisualContract(frame_pixels=1024))
-    command = [sys.executable, "fake_sglang.py", port, renderer.image_pad, 32, renderer.end_of_turn, "slow=0.6"]
-    server = subprocess.Popen(list(map(str, command)), cwd=REPO / "tests")
+    server = subprocess.Popen(fake_server(toy_renderer, port, "slow=0.6"))
     try:
         for staleness in (0, 1):
             lines = train(tmp_path / f"{staleness}.yaml", toy_dir, policy={"checkpoint": str(cold_start)}, steps=4, batch_tasks=4,
@@ -586,11 +570,6 @@ def test_an_ablation_differs_from_the_whole_in_what_it_says(name):
     found = (cfg.rollout.think_prefix, reward.answer_suffix, reward.anchor.credit, reward.anchor.gamma, reward.w_tool)
     assert (*found, bool(cfg.gating)) == ABLATIONS[name]
     anchor = replace(reward.anchor, credit="struct", gamma=0.3)
-    same = replace(
-        cfg,
-        run=whole.run,
-        gating=whole.gating,
-        rollout=replace(cfg.rollout, think_prefix=True),
-        reward=replace(reward, answer_suffix=True, w_tool=1, anchor=anchor),
-    )
-    assert same == whole
+    reward = replace(reward, answer_suffix=True, w_tool=1, anchor=anchor)
+    rollout = replace(cfg.rollout, think_prefix=True)
+    assert replace(cfg, run=whole.run, gating=whole.gating, rollout=rollout, reward=reward) == whole

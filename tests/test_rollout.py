@@ -9,8 +9,7 @@ import threading
 import time
 
 import pytest
-import tiny_checkpoint
-from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, is_subagent
+from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory, is_subagent
 
 import data
 from data import Episode, Task
@@ -21,11 +20,6 @@ from tools import TOOLS, ToolError
 
 TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
 END = "<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return tiny_checkpoint.renderer(tiny_checkpoint.build(tmp_path_factory.mktemp("tiny")))
 
 
 def call(start=0, end=20, **more) -> str:
@@ -82,18 +76,6 @@ def as_the_template_writes_it(episode: Episode, turns_said, renderer) -> str:
 
 
 # ---- 1: tokens in, tokens out
-
-
-def check_trajectory(agent, renderer) -> None:
-    n = len(agent.ids)
-    assert n == len(agent.mask) == len(agent.logprobs) == len(agent.versions)
-    assert all((lp == 0) and v == -1 for lp, v, m in zip(agent.logprobs, agent.versions, agent.mask) if not m)
-    assert not set(renderer.never_sampled) & {t for t, m in zip(agent.ids, agent.mask) if m}
-    inside = {i for a, b in agent.turns for i in range(a, b)}
-    assert all(i in inside for i, m in enumerate(agent.mask) if m)
-    assert sum(agent.mask[: agent.prompt_length]) == 0
-    pads = sum(token == renderer.image_pad for token in agent.ids)
-    assert pads == sum(CONTRACT.frame_tokens(c.pixels.shape[2], c.pixels.shape[1]) * len(c) for c in agent.frames)
 
 
 def test_the_trainer_reads_exactly_what_the_engine_was_asked_and_what_it_said(renderer):
@@ -497,8 +479,8 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
     assert len(episode.subagents) == episode.executed == len(episode.trajectories) - 1
 
 
-def test_ten_thousand_random_completions_break_no_invariant(renderer, ends_as_qwen):
-    """Random ids among the pieces of calls, with all threads."""
+def test_random_completions_break_no_invariant(renderer, ends_as_qwen):
+    """Two thousand: random ids among the pieces of calls, with all threads."""
     vocabulary = [i for i in range(len(renderer.tokenizer)) if i not in renderer.never_sampled]
     pieces = [renderer.tokenizer.encode(piece, add_special_tokens=False) for piece in PIECES]
 
@@ -509,13 +491,11 @@ def test_ten_thousand_random_completions_break_no_invariant(renderer, ends_as_qw
         return [*ids, renderer.end_of_turn]
 
     limits = {"max_new_tokens": 300, "max_context": 3000, "max_turns": 2, "max_calls": 2, "concurrency": 16}
-    engine = Scripted(renderer, reply)
-    for step in range(100):
+    engine, step = Scripted(renderer, reply), 0
+    while len(engine.asked) < 2000:
         for episode in play(renderer, None, engine=engine, tasks=tasks_named(100), k=1, step=step, **limits):
             check_episode(episode, renderer, RolloutConfig(**limits))
-        if len(engine.asked) >= 10_000:
-            return
-    raise AssertionError(f"{len(engine.asked)} completions")
+        step += 1
 
 
 # ---- on disk

@@ -4,26 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
-from scripts import Forked, finish, metrics, start
+from scripts import Forked, alive, finish, metrics, start, wait_for
 from test_rl import write_config as rl_config
 from test_sft import write_config as sft_config
 
 import rl
 from runtime.engine import EngineError
 from runtime.servers import SGLang
-
-
-def wait_for(condition, process=None, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process is None or process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def send(process, which: signal.Signals) -> str:
@@ -68,7 +59,10 @@ def stumble(cfg: Path) -> None:
     rl.main(config.load(rl.RLConfig, cfg))
 
 
-@pytest.mark.parametrize("end", ["a bug", signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=str)
+TERM = pytest.param(signal.SIGTERM, marks=pytest.mark.slow)  # as a kill, which nobody catches either
+
+
+@pytest.mark.parametrize("end", ["a bug", signal.SIGINT, TERM, signal.SIGKILL], ids=str)
 def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_dir, tmp_path, end):
     """Past bug: Ctrl-C left the weights in /dev/shm, 16 GB of the 8B."""
     cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=100_000)
@@ -85,13 +79,12 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
     else:
         wait_for(lambda: list(folder.glob("*/weights/*.safetensors")) and not stale.exists(), process)
         told = send(process, end)
-        assert (f"interrupted. The same command goes on from the newest state of {tmp_path}/run" in told) is (
-            end == signal.SIGINT
-        )
+        interrupted = f"interrupted. The same command goes on from the newest state of {tmp_path}/run" in told
+        assert interrupted is (end == signal.SIGINT)
         assert process.returncode == (1 if end == signal.SIGINT else -end) and "Traceback" not in told
     assert "sampling the first batch: 2 x 4 episodes" in told
     wait_for(lambda: not folder.exists(), seconds=20)
-    wait_for(lambda: not any(Path(f"/proc/{helper}").exists() for helper in helpers), seconds=20)
+    wait_for(lambda: not any(map(alive, helpers)), seconds=20)
 
 
 # ------------------------------------------------------------------------------------------------ a full disk
@@ -150,9 +143,8 @@ def test_a_run_that_does_not_fit_on_its_disk_is_refused_before_it_begins(toy_dir
 )
 def test_what_all_ranks_would_say_is_said_once(toy_dir, tmp_path, change, says, anew):
     """By torchrun (`anew`), which adds its own account of the failure, or by forked ranks, which add nothing."""
-    cfg = rl_config(
-        tmp_path / "run.yaml", toy_dir, **({"data": {"sources": [{"path": "gone.parquet"}]}} if anew else {})
-    )
+    changes = {"data": {"sources": [{"path": "gone.parquet"}]}} if anew else {}
+    cfg = rl_config(tmp_path / "run.yaml", toy_dir, **changes)
     told = finish(start("rl.py", cfg, change, ranks=2, anew=anew), code=1)
     assert told.count(says) == 1 and told.count("Traceback") == anew == told.count("ChildFailedError:")
     assert told.startswith(says) and (anew or told.count("\n") == 1)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
-import torch.nn.functional as F
 import yaml
 from scripts import REPO, finish, kill_at_random, metrics, same_metrics, same_weights, start
 
@@ -17,7 +17,7 @@ import sft
 from data import main_messages, overview, parse_task
 from rollout import open_engine
 from runtime import config
-from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer, patchify
+from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer
 from runtime.dataset import Rows
 from runtime.plan import PlanError
 from runtime.policy import Scores, load
@@ -39,10 +39,10 @@ def write_config(path: Path, toy_dir: Path, **changes) -> Path:
         "visual": {"frame_pixels": 1024},
         "kind_weights": {"answer": 5},
         "optim": {"lr": 1e-3, "warmup": 0.1, "schedule": "cosine"},
-        "steps": 20,
+        "steps": 12,
         "batch_rows": 4,
         "pack_tokens": 700,
-        "save_every": 5,
+        "save_every": 3,
         "decoders": 1,
     }
     path.write_text(yaml.safe_dump(tree | changes))
@@ -52,8 +52,7 @@ def write_config(path: Path, toy_dir: Path, **changes) -> Path:
 # ------------------------------------------------------------------------------------------------ the loss
 
 
-def test_kinds_of_target_tokens_follow_the_text(tokenizer):
-    renderer = Renderer(tokenizer, VisualContract(frame_pixels=1024))
+def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
     said = '<think>\nLet me look closer.\n</think>\n<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'  # fmt: skip
     messages = [
         {"role": "user", "content": "Which?"},
@@ -61,16 +60,14 @@ def test_kinds_of_target_tokens_follow_the_text(tokenizer):
         {"role": "tool", "content": "A red flash. <answer>no</answer>"},
         {"role": "assistant", "content": "<think>\nI see.\n</think>\n<answer>red</answer>"},
     ]
-    rendered = renderer.render(messages)
-    kinds = target_kinds(Bundle([], [rendered.ids], [rendered.mask], []), renderer)
+    rendered = toy_renderer.render(messages)
+    kinds = target_kinds(Bundle([], [rendered.ids], [rendered.mask], []), toy_renderer)
     targets = [t for t, m in zip(rendered.ids, rendered.mask, strict=True) if m]
-    text = {
-        kind: renderer.decode([t for t, k in zip(targets, kinds, strict=True) if KINDS[k] == kind]) for kind in KINDS
-    }
-    assert (
-        text["structure"]
-        == "<think></think><tool_call></tool_call><|im_end|><think></think><answer></answer><|im_end|>"
-    )
+    text = dict.fromkeys(KINDS, "")
+    for token, kind in zip(targets, kinds, strict=True):
+        text[KINDS[kind]] += toy_renderer.decode([token])
+    call, answer = "<think></think><tool_call></tool_call>", "<think></think><answer></answer>"
+    assert text["structure"] == f"{call}<|im_end|>{answer}<|im_end|>"
     assert text["arguments"] == '\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n'
     assert text["answer"] == "red" and text["prose"] == "\nLet me look closer.\n\n\nI see.\n\n"
 
@@ -113,32 +110,21 @@ def test_a_token_that_carries_a_piece_of_the_arguments_counts_as_arguments():
     assert [KINDS[k][0] for k in kinds] == list("saaaassss")
 
 
-def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, tmp_path, videos):
-    """Row by row through plain transformers, with torch's own cross-entropy, against the packed step."""
-    from transformers import Qwen3VLForConditionalGeneration
-
+def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tmp_path, videos):
+    """Row by row through plain transformers, against the packed step."""
     cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_rows=12, pack_tokens=900))
-    renderer = Renderer(load_tokenizer(toy_dir / "model"), cfg.visual)
-    batch = sft.Batches(cfg.data, cfg, videos, renderer).make(0)
+    batch = sft.Batches(cfg.data, cfg, videos, toy_renderer).make(0)
     assert len(batch) > 1 and any(len(micro.bundles) > 1 for micro in batch)
-    policy = load(cfg.policy, renderer.never_sampled)
+    policy = load(cfg.policy, toy_renderer.never_sampled)
     measured = accumulate(policy, batch)
 
-    plain = Qwen3VLForConditionalGeneration.from_pretrained(toy_dir / "model").train()
+    plain = tiny.plain(toy_dir / "model")
     total, weighted, per_kind = 0.0, 0.0, {kind: [] for kind in KINDS}
     for micro in batch:
         for bundle in micro.bundles:
-            ids, mask = torch.tensor(bundle.suffixes), torch.tensor(bundle.masks[0]).bool()
-            pixels, grid = patchify(bundle.frames)
-            logits = plain(
-                input_ids=ids,
-                mm_token_type_ids=(ids == renderer.image_pad).int(),
-                pixel_values=pixels,
-                image_grid_thw=grid,
-            ).logits[0]
-            logits = logits.index_fill(1, torch.tensor(renderer.never_sampled), -1e9)
-            nll = F.cross_entropy(logits[:-1][mask[1:]], ids[0, 1:][mask[1:]], reduction="none")
-            kinds = target_kinds(bundle, renderer)
+            logprobs = tiny.plain_logprobs(plain, toy_renderer.never_sampled, bundle.suffixes[0], bundle.frames)
+            nll = -logprobs[torch.tensor(bundle.masks[0]).bool()[1:]]
+            kinds = target_kinds(bundle, toy_renderer)
             w = torch.tensor([bundle.weight * cfg.kind_weights.get(KINDS[k], 1.0) for k in kinds])
             weighted, total = weighted + (w * nll).sum(), total + float(w.sum())
             for k, value in zip(kinds, nll.tolist(), strict=True):
@@ -148,18 +134,15 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, tmp_path, videos
     assert measured["loss"] == pytest.approx(loss.item(), rel=1e-5)
     for kind, values in per_kind.items():
         assert measured[f"loss_{kind}"] == pytest.approx(np.mean(values), rel=1e-5)
-    theirs = {name: p.grad for name, p in plain.named_parameters()}
-    for name, p in policy.model.named_parameters():
-        assert (p.grad - theirs[name]).norm() <= 1e-4 * theirs[name].norm() + 1e-8, name
+    tiny.assert_close(tiny.gradients(policy.model), tiny.gradients(plain), 1e-4)
 
 
-def test_packing_does_not_change_the_loss(toy_dir, tmp_path, videos):
+def test_packing_does_not_change_the_loss(toy_dir, toy_renderer, tmp_path, videos):
     losses = []
     for limit in (600, 5000):
         cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_rows=8, pack_tokens=limit))
-        renderer = Renderer(load_tokenizer(toy_dir / "model"), cfg.visual)
-        batch = sft.Batches(cfg.data, cfg, videos, renderer).make(1)
-        losses.append((len(batch), accumulate(load(cfg.policy, renderer.never_sampled), batch)["loss"]))
+        batch = sft.Batches(cfg.data, cfg, videos, toy_renderer).make(1)
+        losses.append((len(batch), accumulate(load(cfg.policy, toy_renderer.never_sampled), batch)["loss"]))
     assert losses[0][0] > losses[1][0] == 1 and losses[0][1] == pytest.approx(losses[1][1], rel=1e-5)
 
 
@@ -195,17 +178,17 @@ def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
 def uninterrupted(toy_dir, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
     val = {"sources": [{"path": str(toy_dir / "sft_val.parquet")}]}
-    train(folder / "run.yaml", toy_dir, val=val, eval_every=10)
+    train(folder / "run.yaml", toy_dir, val=val, eval_every=6)
     return folder / "run"
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path, monkeypatch):
-    """Stopped by an error at step 11, it goes on from the state of step 10."""
+    """Stopped by an error at step 7, it goes on from the state of step 6."""
     write = config.Metrics.write
-    monkeypatch.setattr(config.Metrics, "write", lambda own, step, values: 1 / (11 - step) and write(own, step, values))
+    monkeypatch.setattr(config.Metrics, "write", lambda own, step, values: 1 / (7 - step) and write(own, step, values))
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run.yaml", toy_dir)
-    assert len(metrics(tmp_path / "run")) == 11
+    assert len(metrics(tmp_path / "run")) == 7
     monkeypatch.undo()
     lines = train(tmp_path / "run.yaml", toy_dir)
     assert same_weights(uninterrupted, tmp_path / "run") and same_metrics(metrics(uninterrupted), lines)
@@ -213,37 +196,26 @@ def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path
 
 def test_the_loss_falls_and_everything_is_written_down(uninterrupted):
     lines = metrics(uninterrupted)
-    assert [line["step"] for line in lines] == list(range(20))
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5 and lines[-1]["val_loss"] < lines[9]["val_loss"]
+    assert [line["step"] for line in lines] == list(range(12))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5 and lines[-1]["val_loss"] < lines[5]["val_loss"]
     assert lines[0]["lr"] < lines[1]["lr"] < lines[2]["lr"] > lines[-1]["lr"]
     assert all(line["grad_norm"] > 0 for line in lines)
     assert len(list((uninterrupted / "state").iterdir())) == 2  # keep: 2
-    assert config.load(SFTConfig, uninterrupted / "config.yaml").steps == 20
+    assert config.load(SFTConfig, uninterrupted / "config.yaml").steps == 12
 
 
 def test_the_exported_policy_answers_as_in_plain_transformers(uninterrupted, videos, toy_dir):
     """Greedy, through the project's own prompts and engine on one side, and transformers' `generate` on the other."""
-    from transformers import Qwen3VLForConditionalGeneration
-
     model = uninterrupted / "model"
     renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
-    plain, engine = Qwen3VLForConditionalGeneration.from_pretrained(model).eval(), open_engine(model, renderer)
+    plain, engine = tiny.plain(model), open_engine(model, renderer)
     for i in range(4):
         task = parse_task(Rows(toy_dir / "test.parquet")[i], f"test:{i}", toy_dir)
         frames = overview(task, 8, videos, renderer.contract)
         prompt = renderer.render(main_messages(task, frames, False), generate=True).ids
         ours = engine.generate(prompt, frames, max_new_tokens=24, temperature=0.0, seed=0)
-        pixels, grid = patchify(frames)
-        ids = torch.tensor([prompt])
-        theirs = plain.generate(
-            input_ids=ids,
-            mm_token_type_ids=(ids == renderer.image_pad).int(),
-            pixel_values=pixels,
-            image_grid_thw=grid,
-            suppress_tokens=renderer.never_sampled,
-            max_new_tokens=24,
-            do_sample=False,
-        )
+        asked = tiny.plain_inputs(plain, prompt, frames) | {"suppress_tokens": renderer.never_sampled}
+        theirs = plain.generate(**asked, max_new_tokens=24, do_sample=False)
         assert theirs[0, len(prompt) :].tolist() == ours.ids
     engine.close()
 
@@ -284,7 +256,7 @@ def test_unusable_rows_cost_themselves_only(toy_dir, tmp_path, capsys):
     victim.write_bytes(b"\0" * 2000)
     sources = [{"path": str(tmp_path / "toy" / f"{name}.parquet")} for name in ("perception", "sft")]
     data = {"sources": sources, "max_bad_fraction": 0.5}
-    lines = train(tmp_path / "run.yaml", toy_dir, data=data, steps=6, batch_rows=24, pack_tokens=380)
+    lines = train(tmp_path / "run.yaml", toy_dir, data=data, steps=3, batch_rows=24, pack_tokens=380)
     told = capsys.readouterr().err
     assert victim.name in told and "more than pack_tokens = 380" in told
     assert lines[-1]["bad_rows"] >= 2
@@ -303,9 +275,8 @@ def test_a_step_or_a_held_out_set_without_a_usable_row_has_no_loss(toy_dir, tmp_
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        config.ConfigError, match=r"report_to = \['wandb'\]: wandb is not installed; `pip install wandb`"
-    ):
+    says = r"report_to = \['wandb'\]: wandb is not installed; `pip install wandb`"
+    with pytest.raises(config.ConfigError, match=says):
         config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["report_to=[wandb]"])
 
 

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import tiny_checkpoint
 import torch
-import yaml
 from scripts import metrics
-from test_engine import at_once, plain_logprobs, request
+from test_engine import at_once, check_logprobs, request
+from test_rl import write_config
 from tiny_checkpoint import MemoryVideos, noise
-from transformers import Qwen3VLForConditionalGeneration
 
 import rl
 from data import Task
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
-from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.contract import ContractError
 from runtime.engine import EngineError
 from runtime.servers import SGLang, server_command
 from study import ask
@@ -53,7 +53,7 @@ def renderer(checkpoint):
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    return Qwen3VLForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    return tiny.plain(checkpoint)
 
 
 def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
@@ -86,17 +86,15 @@ def prompts(renderer):
     return made
 
 
-def check_logprobs(client, model, renderer, prompts, temperatures=(1.0,)) -> None:
+def check_rows(client, model, renderer, prompts, temperatures=(1.0,)) -> None:
     rows = [request(*prompt, seed=i, temperature=tau) for i, prompt in enumerate(prompts) for tau in temperatures]
     for row, sample in zip(rows, at_once(client, rows)):
-        ids, temperature = row["ids"] + sample.ids, row["temperature"]
-        expected = plain_logprobs(model, renderer, ids, row["frames"], temperature)[len(row["ids"]) - 1 :]
-        assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=1e-4, rtol=0)
-        assert temperature or len(set(sample.ids)) > 3
+        check_logprobs(model, renderer, row, sample, tolerance=1e-4)
+        assert row["temperature"] or len(set(sample.ids)) > 3
 
 
 def test_logprobs_are_the_trainers(client, model, renderer, prompts):
-    check_logprobs(client, model, renderer, prompts, temperatures=(0.0, 0.7, 1.0))
+    check_rows(client, model, renderer, prompts, temperatures=(0.0, 0.7, 1.0))
 
 
 def test_pixels_change_what_the_server_says(client, renderer, prompts):
@@ -133,12 +131,12 @@ def doctor(monkeypatch, client, checkpoint, toy_dir) -> int:
 
 def test_new_weights_serve_the_next_sample_pixels_included(client, model, renderer, prompts, checkpoint, other):
     """The vision tower changes too: features of the old one must not be served from a cache."""
-    there = Qwen3VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
+    there = tiny.plain(other)
     client.update_weights(other, 1)
-    check_logprobs(client, there, renderer, prompts)
+    check_rows(client, there, renderer, prompts)
     assert client.generate(**request(*prompts[2])).version == 1
     client.update_weights(checkpoint, 2)
-    check_logprobs(client, model, renderer, prompts)
+    check_rows(client, model, renderer, prompts)
 
 
 def test_the_doctor_finds_a_server_healthy_or_with_other_weights(
@@ -153,7 +151,7 @@ def test_the_doctor_finds_a_server_healthy_or_with_other_weights(
 def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, other, monkeypatch):
     """The server that replaces it serves the weights of the last update, not those of its checkpoint."""
     client.update_weights(other, 4)
-    there = Qwen3VLForConditionalGeneration.from_pretrained(other, dtype=torch.float32).eval()
+    there = tiny.plain(other)
     plain, asked = client.generate, itertools.count()
 
     def generate(*given, **more):
@@ -171,35 +169,22 @@ def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, oth
     assert client.restarts == 1 and not any(e.error for e in episodes)
     for episode in episodes:
         main = episode.main
-        expected = plain_logprobs(there, renderer, main.ids, main.frames, 1.0)
+        expected = tiny.plain_logprobs(there, renderer.never_sampled, main.ids, main.frames)
         sampled = torch.tensor(main.mask[1:], dtype=torch.bool)
         assert torch.allclose(torch.tensor(main.logprobs[1:])[sampled], expected[sampled], atol=1e-4, rtol=0)
         assert {v for v, m in zip(main.versions, main.mask) if m} == {4}
 
 
-def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, tmp_path, monkeypatch):
+def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, toy_renderer, tmp_path, monkeypatch):
     monkeypatch.setattr("runtime.doctor.GAP_LIMIT", 1e-4)
-    tree = {
-        "run": str(tmp_path / "run"),
-        "policy": {"checkpoint": str(toy_dir / "model")},
-        "data": {"sources": [{"path": str(toy_dir / "rl.parquet")}]},
-        "visual": {"frame_pixels": 1024},
-        "optim": {"lr": 1e-4},
-        "gating": [4, 8],
-        "steps": 6,
-        "batch_tasks": 8,
-        "group_size": 4,
-        "staleness": 1,
-        "decoders": 1,
-    }
-    client = serve(toy_dir / "model", Renderer(load_tokenizer(toy_dir / "model"), VisualContract(frame_pixels=1024)))
-    tree["rollout"] = {"max_turns": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    try:
-        rl.main(config.load(rl.RLConfig, tmp_path / "c.yaml"))  # its first batch is checked against GAP_LIMIT
+    client = serve(toy_dir / "model", toy_renderer)
+    sampling = {"max_turns": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
+    changes = {"optim": {"lr": 1e-4}, "batch_tasks": 8, "staleness": 1, "rollout": sampling}
+    try:  # its first batch is checked against GAP_LIMIT
+        rl.main(config.load(rl.RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **changes)))
     finally:
         client.close()
-    lines = metrics(tmp_path / "run")
+    lines = metrics(tmp_path / "c")
     assert [line["staleness"] for line in lines] == [0, 1, 1, 1, 1, 1]
     assert not any(line["failed_rate"] for line in lines)
     assert lines[0]["gap"] < 1e-4

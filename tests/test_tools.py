@@ -88,7 +88,7 @@ PIECES += ['{"name": "crop_video", "arguments": {', "}}", "crop_video(", "start_
 PIECES += ["NaN", "1e999", "9" * 5000, "[" * 3000, '"\\ud800"']
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=30))
 def test_nothing_that_a_model_writes_breaks_a_turn(pieces):
     """Parsing returns, every call is either readable or an error, and running one yields a Look or a ToolError."""
@@ -132,7 +132,7 @@ def test_windows_are_clamped_to_the_video_and_an_impossible_one_names_the_valid_
             crop(start_time=start, end_time=end)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.floats(-100, 200), st.floats(-100, 200), st.none() | st.integers(-5, 1000))
 def test_every_window_that_runs_lies_in_the_video_and_holds_what_it_says(start, end, count):
     videos = MemoryVideos(duration=37.3)

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripts import REPO, alive, wait_for
 
 from runtime import video
-from runtime.video import VideoError, Videos, uniform_indices, window_indices
+from runtime.video import VideoError, VideoInfo, Videos, uniform_indices, window_indices
 
 WIDTH, HEIGHT = 96, 64
 # Without look-ahead x264 writes the same file each time; with it, the bits depend on how busy the machine is.
@@ -89,20 +90,6 @@ def sequential(path) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([pixels for pixels, _ in images]), np.array([t for _, t in images])  # [N, H, W, 3], [N]
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until(condition, seconds: float = 10.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
-
-
 def same_size(width: int, height: int) -> tuple[int, int]:
     return width, height
 
@@ -132,6 +119,19 @@ def fake_av(tmp_path, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
 
     return install
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    """What workers had to do, "probe" a file or "decode" frames: no index and no cache has answered it."""
+    kinds, ask = [], video._Worker.ask
+
+    def note(worker, request):
+        kinds.append(request[0])
+        return ask(worker, request)
+
+    monkeypatch.setattr(video._Worker, "ask", note)
+    return kinds
 
 
 # ---- which frames --------------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_a_hung_worker_is_killed_and_replaced_and_its_siblings_work_on(good, tmp
         (victim,) = worker_pids(videos)
         os.kill(victim, signal.SIGSTOP)
         hung = threads.submit(videos.frames, good, [5], (32, 32))  # goes to the worker used last: the stopped one
-        assert wait_until(lambda: videos._idle.qsize() == 1)
+        wait_for(lambda: videos._idle.qsize() == 1)
         assert number(videos.frames(other, [9], (WIDTH, HEIGHT)).pixels[0]) == 9
         assert not hung.done()
         with pytest.raises(VideoError, match=r"hung its decoder for 1\.5 s"):
@@ -445,7 +445,7 @@ def test_a_worker_that_starts_slowly_holds_up_nobody(good, fake_av):
         fake_av("import time; time.sleep(3)")
         began, _ = time.monotonic(), videos._idle.get()
         starting = threads.submit(videos.frames, good, [6], (32, 32))
-        assert wait_until(lambda: videos._idle.empty())
+        wait_for(lambda: videos._idle.empty())
         assert threads.submit(videos.frames, good, [5], (32, 32)).result().pixels is frames.pixels
         videos.close()
         assert time.monotonic() - began < 2
@@ -489,7 +489,7 @@ def test_close_ends_every_worker_busy_or_idle(good):
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         busy = threads.submit(videos.frames, good, [50], (32, 32))
-        assert wait_until(lambda: videos._idle.qsize() < 2)
+        wait_for(lambda: videos._idle.qsize() < 2)
         videos.close()
         with pytest.raises(RuntimeError, match="closed"):
             busy.result()
@@ -516,8 +516,8 @@ def test_no_worker_outlives_its_parent(good, fake_av, end):
     """A worker that hangs in C code reads no end of its pipe: an alarm ends it."""
     fake_av("import time\ndef open(path, options):\n    time.sleep(60)\n")
     command = [sys.executable, "-c", LIFE.format(end=end), good]
-    output = subprocess.run(command, stdout=subprocess.PIPE, cwd=Path(video.__file__).parent.parent).stdout
-    assert wait_until(lambda: not alive(int(output)))
+    output = subprocess.run(command, stdout=subprocess.PIPE, cwd=REPO).stdout
+    wait_for(lambda: not alive(int(output)))
 
 
 # ---- indexes on disk -----------------------------------------------------------------------------------------------
@@ -536,7 +536,7 @@ print(hashlib.sha256(frames.pixels.tobytes()).hexdigest(), frames.times)
 
 def one_crop(path, folder) -> subprocess.Popen:
     command = [sys.executable, "-c", ONE_CROP, str(path), str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(video.__file__).parent.parent)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPO)
 
 
 @pytest.fixture
@@ -546,17 +546,10 @@ def kept(tmp_path, monkeypatch) -> Path:
     return tmp_path / "indexes"
 
 
-@pytest.fixture
-def probes(monkeypatch) -> list[str]:
-    """The files that a worker had to walk through."""
-    walked, ask = [], video._Worker.ask
-
-    def note(worker, request):
-        walked.extend([request[1]] if request[0] == "probe" else [])
-        return ask(worker, request)
-
-    monkeypatch.setattr(video._Worker, "ask", note)
-    return walked
+def info_of(path, folder: Path) -> VideoInfo:
+    """As a process of its own would learn it."""
+    with Videos(workers=1, indexes=folder) as videos:
+        return videos.info(path)
 
 
 def test_a_second_process_makes_no_pass_over_the_file(good, kept):
@@ -569,8 +562,7 @@ def test_a_second_process_makes_no_pass_over_the_file(good, kept):
 @pytest.mark.parametrize("name", ["good.mp4", "edit_list.mp4", "variable_rate.mp4", "quarter_turn.mp4", "b_frames.mp4"])
 def test_an_index_from_disk_is_the_index_bit_for_bit(tmp_path, kept, name):
     path = write(tmp_path / name, **KINDS.get(name, {}))
-    with Videos(workers=1, indexes=kept) as videos:
-        made = videos.info(path)
+    made = info_of(path, kept)
     with Videos(workers=1, indexes=kept) as videos:
         read = videos.info(path)
         assert not worker_pids(videos)  # not even a process was needed
@@ -579,23 +571,17 @@ def test_an_index_from_disk_is_the_index_bit_for_bit(tmp_path, kept, name):
         assert mine.dtype == other.dtype and mine.tobytes() == other.tobytes()
 
 
-def test_a_file_that_changed_is_indexed_anew(tmp_path, kept, probes):
+def test_a_file_that_changed_is_indexed_anew(tmp_path, kept, asked):
     path = write(tmp_path / "v.mp4")
     for pictures in (60, 75):
         write(path, n=pictures)
-        for _ in range(2):
-            with Videos(workers=1, indexes=kept) as videos:
-                assert videos.info(path).n_frames == pictures
-    assert len(probes) == 2 and len(list(kept.iterdir())) == 1  # the old index is gone
+        assert info_of(path, kept).n_frames == info_of(path, kept).n_frames == pictures
+    assert asked.count("probe") == 2 and len(list(kept.iterdir())) == 1  # the old index is gone
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "bit", "foreign", "another file's", "another format's"])
-def test_an_index_that_is_torn_or_foreign_is_ignored_and_replaced(tmp_path, good, kept, probes, monkeypatch, damage):
-    def read() -> int:
-        with Videos(workers=1, indexes=kept) as videos:
-            return videos.info(good).n_frames
-
-    assert read() == 60
+def test_an_index_that_is_torn_or_foreign_is_ignored_and_replaced(tmp_path, good, kept, asked, monkeypatch, damage):
+    info_of(good, kept)
     (file,) = kept.iterdir()
     content = bytearray(file.read_bytes())
     if damage == "cut":
@@ -608,14 +594,13 @@ def test_an_index_that_is_torn_or_foreign_is_ignored_and_replaced(tmp_path, good
     elif damage == "foreign":
         file.write_bytes(b"PK\3\4 something else")
     elif damage == "another file's":
-        with Videos(workers=1, indexes=kept) as videos:
-            videos.info(write(tmp_path / "longer.mp4", n=75))
+        info_of(write(tmp_path / "longer.mp4", n=75), kept)
         (other,) = set(kept.iterdir()) - {file}
         other.rename(file)
     else:
         monkeypatch.setattr(video, "INDEX_FORMAT", 0)
-    probes.clear()
-    assert read() == read() == 60 and len(probes) == 1
+    asked.clear()
+    assert info_of(good, kept).n_frames == info_of(good, kept).n_frames == 60 and asked.count("probe") == 1
 
 
 def test_many_processes_at_once_get_the_same_frames_and_leave_one_index(good, kept):
@@ -642,63 +627,45 @@ def test_a_folder_that_cannot_be_written_to_costs_the_speed_and_one_line(tmp_pat
     assert kept.is_file() or not list(kept.iterdir())
 
 
-def test_the_folder_of_indexes_keeps_to_its_budget_and_forgets_the_oldest_first(tmp_path, kept, probes, monkeypatch):
-    def info(path) -> None:
-        with Videos(workers=1, indexes=kept) as videos:
-            videos.info(path)
-
+def test_the_folder_of_indexes_keeps_to_its_budget_and_forgets_the_oldest_first(tmp_path, kept, asked, monkeypatch):
     kept.mkdir()
     (kept / "notes.txt").write_bytes(bytes(10_000))  # not ours
     (kept / "0.indexk7x").write_bytes(bytes(5_000))  # a killed process left it
     paths = [write(tmp_path / f"{i}.mp4") for i in range(4)]
-    info(paths[0])
+    info_of(paths[0], kept)
     monkeypatch.setattr(video, "INDEX_BYTES", 5 * next(kept.glob("*.index")).stat().st_size // 2)  # two and a half
     for path in paths[1:]:
-        info(path)
+        info_of(path, kept)
     assert len(list(kept.glob("*.index"))) == 2 and (kept / "notes.txt").exists() and not list(kept.glob("*k7x"))
-    probes.clear()
-    info(paths[3])
-    info(paths[2])
-    assert not probes
+    asked.clear()
+    info_of(paths[3], kept)
+    info_of(paths[2], kept)
+    assert not asked
 
 
 def test_short_videos_leave_nothing_on_disk(tmp_path, good):
-    with Videos(workers=1, indexes=tmp_path / "indexes") as videos:
-        videos.info(good)
+    info_of(good, tmp_path / "indexes")
     assert not (tmp_path / "indexes").exists()
 
 
 # ---- threads and the cache -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def decodes(monkeypatch) -> list[tuple]:
-    """The requests for frames that came to a worker: those that no cache has answered."""
-    asked, ask = [], video._Worker.ask
-
-    def note(worker, request):
-        asked.extend([request] if request[0] == "decode" else [])
-        return ask(worker, request)
-
-    monkeypatch.setattr(video._Worker, "ask", note)
-    return asked
-
-
-def test_many_threads_get_the_same_frames_as_one_and_share_decodes_and_errors(good, tmp_path, decodes):
+def test_many_threads_get_the_same_frames_as_one_and_share_decodes_and_errors(good, tmp_path, asked):
     bad, record = bad_file("text", tmp_path), tmp_path / "quarantine.jsonl"
     asks = [([i % 11, 20 + i % 7, 59], (WIDTH, HEIGHT) if i % 3 else (48, 32)) for i in range(200)]
     with Videos(workers=2, quarantine=record) as many, Videos(workers=1, cache_bytes=0) as one:
         with ThreadPoolExecutor(12) as threads:
             got = list(threads.map(lambda ask: many.frames(good, *ask), asks))
             errors = [future.exception() for future in [threads.submit(many.info, bad) for _ in range(8)]]
-        assert len(decodes) == len({(tuple(indices), size) for indices, size in asks}) < 200
+        assert asked.count("decode") == len({(tuple(indices), size) for indices, size in asks}) < 200
         for ask, frames in zip(asks[:60], got):
             alone = one.frames(good, *ask)
             assert (frames.pixels == alone.pixels).all() and frames.times == alone.times
         assert all(isinstance(error, VideoError) for error in errors) and len(record.read_text().splitlines()) == 1
 
 
-def test_the_cache_is_keyed_by_everything_that_shapes_the_frames(tmp_path, decodes):
+def test_the_cache_is_keyed_by_everything_that_shapes_the_frames(tmp_path, asked):
     """Released ParaVT keyed its episode cache by the path alone and handed one question's prompt to another."""
     path = write(tmp_path / "v.mp4")
     with Videos(workers=1) as videos:
@@ -708,7 +675,7 @@ def test_the_cache_is_keyed_by_everything_that_shapes_the_frames(tmp_path, decod
         assert [number(p) for p in first.pixels] != [number(p) for p in second.pixels]
         assert small.pixels.shape[1:] == (HEIGHT // 2, WIDTH // 2, 3) and small.times == second.times
         assert videos.window(path, 1.0, 2.0, same_size, 4, 16).pixels is second.pixels
-        assert len(decodes) == 3
+        assert asked.count("decode") == 3
         link = tmp_path / "link.mp4"
         link.symlink_to(path)  # another name of the same file shares its frames, and is named as asked
         assert videos.window(link, 1.0, 2.0, same_size, 4, 16).pixels is second.pixels
@@ -718,15 +685,15 @@ def test_the_cache_is_keyed_by_everything_that_shapes_the_frames(tmp_path, decod
         assert (videos.window(path, 1.0, 2.0, same_size, 4, 16).pixels != second.pixels).any()
 
 
-def test_the_cache_keeps_to_its_budget_and_forgets_the_oldest_use_first(good, decodes):
+def test_the_cache_keeps_to_its_budget_and_forgets_the_oldest_use_first(good, asked):
     one = WIDTH * HEIGHT * 3
     index = 60 * 4 * 8  # bytes: a time and three stamps per frame
     with Videos(workers=1, cache_bytes=index + 3 * one) as videos:
         for i in (0, 1, 2, 0, 3, 0, 2, 3):  # 3 pushes out 1
             videos.frames(good, [i], (WIDTH, HEIGHT))
-        assert len(decodes) == 4 and videos._cached_bytes == index + 3 * one
+        assert asked.count("decode") == 4 and videos._cached_bytes == index + 3 * one
         videos.frames(good, [1], (WIDTH, HEIGHT))
-        assert len(decodes) == 5
+        assert asked.count("decode") == 5
         assert len(videos.overview(good, 60, same_size)) == 60  # larger than the budget: answered, not kept
         assert videos._cached_bytes <= index + 3 * one
 

@@ -1,4 +1,5 @@
-"""A tiny random Qwen3-VL without a tokenizer, random bundles, and plain transformers as the oracle of log-probs."""
+"""A tiny random Qwen3-VL without a tokenizer, random bundles, and the oracles: plain transformers for log-probs, and the
+definition of the GPU's attention kernels."""
 
 import os
 import socket
@@ -120,6 +121,35 @@ def random_bundles(seed: int, images: bool = True) -> tuple[list[Bundle], list[l
     return [b for b, _ in made], [rows for _, rows in made]
 
 
+def plain_inputs(model, ids: list[int], clips: list[Frames]) -> dict[str, torch.Tensor]:
+    """What plain transformers wants to be told of one row."""
+    row = torch.tensor([ids])
+    given = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+    given["mm_token_type_ids"] = (row == model.config.image_token_id).int()
+    if clips:
+        given["pixel_values"], given["image_grid_thw"] = patchify(clips)
+    return given
+
+
+def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Frames], temperature: float = 1.0) -> torch.Tensor:
+    """log pi of every token of one row but its first, by one plain forward without the banned ids: [L - 1]."""
+    logits = model(**plain_inputs(model, ids, clips)).logits[0].float()
+    logits = logits.index_fill(1, torch.tensor(never_sampled), -torch.inf)
+    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)[:-1]
+    return logprobs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+    """Compare gradients, each by its norm."""
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert (found[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-8, name
+
+
 def padded_logits(model, rows: list[Piece]) -> list[torch.Tensor]:
     """Plain transformers on the rows as a right-padded batch -> logits [length, V] of each."""
     width = max(len(row.ids) for row in rows)
@@ -150,6 +180,33 @@ def padded_scores(model, bundles, rows_of, temperature: float = 1.0, banned=NEVE
             logprobs.append(log[range(len(wanted)), [column[suffix[j]] for j in wanted]])
             entropies.append(-(log.exp() * log).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def varlen_reference(q, k, v, query_ends, key_ends, longest_query, longest_key, causal):
+    """Variable-length attention as the kernels define it: per segment, causal from the bottom right."""
+    out = torch.zeros_like(q)
+    groups = q.shape[1] // k.shape[1]
+    for i in range(len(query_ends) - 1):
+        rows, columns = slice(*query_ends[i : i + 2].tolist()), slice(*key_ends[i : i + 2].tolist())
+        n, m = rows.stop - rows.start, columns.stop - columns.start
+        assert n <= longest_query and m <= longest_key
+        keys, values = (x[columns].repeat_interleave(groups, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * q.shape[-1] ** -0.5
+        if causal:
+            hidden = torch.arange(m)[None] > torch.arange(n)[:, None] + m - n
+            scores = scores.masked_fill(hidden, -torch.inf)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out
+
+
+def flash_attn_2(q, *args, causal, softmax_scale):
+    assert softmax_scale == q.shape[-1] ** -0.5
+    return varlen_reference(q, *args, causal)
+
+
+def torch_varlen(q, *args, window_size, scale, enable_gqa):
+    assert window_size in ((-1, 0), (-1, -1)) and scale == q.shape[-1] ** -0.5 and enable_gqa
+    return varlen_reference(q, *args, window_size == (-1, 0))
 
 
 def on_ranks(work, world: int, *args) -> None:

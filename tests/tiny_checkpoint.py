@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import data
+from data import Trajectory
 from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.engine import Sample
 from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
@@ -98,3 +99,18 @@ class Scripted:
 
 def is_subagent(prompt: str) -> bool:
     return data.SUBAGENT_SYSTEM in prompt
+
+
+def check_trajectory(agent: Trajectory, renderer: Renderer) -> None:
+    """Whatever is played: tokens in, tokens out."""
+    n = len(agent.ids)
+    assert n == len(agent.mask) == len(agent.logprobs) == len(agent.versions)
+    assert all((lp == 0) and v == -1 for lp, v, m in zip(agent.logprobs, agent.versions, agent.mask) if not m)
+    assert not set(renderer.never_sampled) & {t for t, m in zip(agent.ids, agent.mask) if m}
+    inside = {i for a, b in agent.turns for i in range(a, b)}
+    assert all(i in inside for i, m in enumerate(agent.mask) if m)
+    assert sum(agent.mask[: agent.prompt_length]) == 0
+    pads = 0
+    for clip in agent.frames:
+        pads += len(clip) * renderer.contract.frame_tokens(*clip.pixels.shape[2:0:-1])
+    assert agent.ids.count(renderer.image_pad) == pads
