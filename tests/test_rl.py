@@ -18,7 +18,7 @@ import tiny
 import torch
 import yaml
 from safetensors.torch import load_file
-from scripts import REPO, fake_server, finish, kill_at_random, metrics, same_metrics, same_weights, start
+from scripts import REPO, fake_server, finish, kill_at_random, metrics, same_metrics, same_weights, start, wait_for
 from test_sft import write_config as sft_config
 from tiny_checkpoint import Scripted, is_subagent
 
@@ -475,7 +475,13 @@ def test_sampling_overlaps_training_and_its_tokens_are_one_update_old(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = subprocess.Popen(fake_server(toy_renderer, port, "slow=0.6"))
+
+    def listens() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
     try:
+        wait_for(listens)
         for staleness in (0, 1):
             lines = train(tmp_path / f"{staleness}.yaml", toy_dir, policy={"checkpoint": str(cold_start)}, steps=4, batch_tasks=4,
                 staleness=staleness, rollout={"max_new_tokens": 8, "urls": [f"http://127.0.0.1:{port}"]})  # fmt: skip
