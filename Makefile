@@ -57,7 +57,7 @@ demo: $(VENV)/.installed
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
 
-# Whether the tests notice when the method is broken (30 minutes of one core) -> results/mutants.md
+# Whether the tests notice when the method is broken (6 minutes of one core) -> results/mutants.md
 mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py
 
