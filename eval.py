@@ -131,7 +131,7 @@ def dry_run(cfg: EvalConfig) -> int:
             print(f"  MISSING {what}: {error}")
 
     def checkpoint() -> str:
-        if on_the_hub(cfg.checkpoint) and not Path(cfg.checkpoint).is_dir():
+        if on_the_hub(cfg.checkpoint):
             return f"{cfg.checkpoint} is not here; the run would fetch it from the hub"
         source = find_checkpoint(cfg.checkpoint, cfg.served)
         (cfg.visual or VisualContract.load(source)).check(source)

@@ -18,6 +18,7 @@ from tiny_checkpoint import Scripted, is_subagent
 
 from data import Media, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
 from rollout import RolloutConfig, Stage, ask_subagent, rollout
+from runtime.contract import Renderer, VisualContract
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source
 from runtime.packing import best_fit
 from runtime.video import VideoError
@@ -209,7 +210,7 @@ def test_the_loss_weight_of_a_source_reaches_the_bundles_of_its_rows(video, tmp_
     assert encode_dialogue(dialogue, videos, renderer, schemas).weight == 2.5
 
 
-def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, toy_renderer):
+def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, tokenizer, toy_renderer, videos, schemas):
     path = tmp_path / "a.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8)).save(path)
     part = {"type": "image_url", "image_url": {"url": "a.png"}}
@@ -217,6 +218,9 @@ def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, toy_renderer):
     row = [question, {"role": "assistant", "content": "Noise."}]
     bundle = encode(row, tmp_path)
     assert bundle.suffixes[0].count(toy_renderer.image_pad) == 2 * 1
+    wide = Renderer(tokenizer, VisualContract(frame_pixels=64 * 64))  # several tokens per frame
+    larger = encode_dialogue(parse_dialogue({"messages": row}, "file:0", tmp_path), videos, wide, schemas)
+    assert larger.suffixes[0].count(wide.image_pad) == 2 * 3
     assert "seconds>" not in toy_renderer.decode(bundle.suffixes[0])
     text_only = encode([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
     assert text_only.frames == [] and sum(text_only.masks[0]) >= 2

@@ -479,8 +479,9 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
     assert len(episode.subagents) == episode.executed == len(episode.trajectories) - 1
 
 
-def test_random_completions_break_no_invariant(renderer, ends_as_qwen):
-    """Two thousand: random ids among the pieces of calls, with all threads."""
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_random_completions_break_no_invariant(renderer, ends_as_qwen, count):
+    """Random ids among the pieces of calls, with all threads."""
     vocabulary = [i for i in range(len(renderer.tokenizer)) if i not in renderer.never_sampled]
     pieces = [renderer.tokenizer.encode(piece, add_special_tokens=False) for piece in PIECES]
 
@@ -492,7 +493,7 @@ def test_random_completions_break_no_invariant(renderer, ends_as_qwen):
 
     limits = {"max_new_tokens": 300, "max_context": 3000, "max_turns": 2, "max_calls": 2, "concurrency": 16}
     engine, step = Scripted(renderer, reply), 0
-    while len(engine.asked) < 2000:
+    while len(engine.asked) < count:
         for episode in play(renderer, None, engine=engine, tasks=tasks_named(100), k=1, step=step, **limits):
             check_episode(episode, renderer, RolloutConfig(**limits))
         step += 1
