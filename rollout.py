@@ -362,9 +362,7 @@ def rollout(
     stage = Stage(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
-    # Prompts are prepared ahead, each once for its group.
-    preparing = ThreadPoolExecutor(8, "prompt")
-    prompts = [preparing.submit(opening, task, k, stage) for task, k in zip(tasks, ks)]
+    preparing, prompts = ThreadPoolExecutor(8, "prompt"), []
 
     def play(i: int, g: int) -> Episode:
         """Rollout g of task i."""
@@ -381,6 +379,8 @@ def rollout(
 
     jobs = [functools.partial(play, i, g) for i in range(len(tasks)) for g in range(group_size)]
     try:
+        for task, k in zip(tasks, ks):  # prompts are prepared ahead, each once for its group
+            prompts.append(preparing.submit(opening, task, k, stage))
         run_all(engine, jobs, cfg.concurrency, done)
     except BaseException:
         stage.stopped.set()  # nobody starts another turn
@@ -447,9 +447,10 @@ def run_all(
     """Run jobs, `at_once` at a time, and call on_done(index, result) as each ends, in this thread."""
     workers = min(at_once, len(jobs))
     places = Places(engine, len(jobs), least=0, most=workers)  # a job that ends leaves its place to the next one
-    pool = ThreadPoolExecutor(max(1, workers), "episode")
-    running = {pool.submit(places.run, i, job): i for i, job in enumerate(jobs)}
-    try:
+    pool, running = ThreadPoolExecutor(max(1, workers), "episode"), {}
+    try:  # from the first thread on: Ctrl-C may come while one starts, and only a pool that is shut down ends it
+        for i, job in enumerate(jobs):
+            running[pool.submit(places.run, i, job)] = i
         for future in as_completed(running):
             on_done(running[future], future.result())
     finally:  # after Ctrl-C or a bug, no further job begins

@@ -217,13 +217,14 @@ class Batches:
         self.dataset = Dataset(source, parse_dialogue)
         self.cfg, self.videos, self.renderer = cfg, videos, renderer
         self.schemas = [TOOLS[name].schema for name in cfg.tools]
-        self.readers = ThreadPoolExecutor(2 * cfg.decoders, "row")
 
     def make(self, step: int) -> list[MicroBatch]:
         """Read this rank's share of a step's rows and pack it. Rows that cannot be used are counted and left out."""
         dialogues = [d for d, *_ in self.dataset.batch(step, self.cfg.batch_rows, rank(), world_size())]
+        with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
+            encoded = list(readers.map(self.encode, dialogues))
         rows = []
-        for dialogue, found in zip(dialogues, self.readers.map(self.encode, dialogues)):
+        for dialogue, found in zip(dialogues, encoded):
             if isinstance(found, str):
                 self.dataset.reject(dialogue.id, found)
             else:

@@ -181,8 +181,8 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
         sys.exit(work(cfg))
     except errors as error:
         sys.exit(f"error: {error}")
-    except (Exception, KeyboardInterrupt) as error:
-        if interrupted:  # inside torch, Ctrl-C may come out as some other exception
+    except BaseException as error:
+        if interrupted:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
             sys.exit(f"interrupted. {GOES_ON} of {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
         if not isinstance(error, OSError) or error.errno not in DISK_FULL:
             raise

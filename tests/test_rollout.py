@@ -372,6 +372,27 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
     assert len(engine.asked) <= 6 and engine.expected == 0
 
 
+@pytest.mark.parametrize("pool", ["prompt", "episode"])
+def test_no_thread_outlives_a_run_that_ctrl_c_ends_while_the_thread_starts(renderer, monkeypatch, pool):
+    """Past bug: nobody shut its pool down, and the process waited for it for ever."""
+    start, caught = threading.Thread.start, []
+
+    def interrupted_start(thread):
+        if not thread.name.startswith(pool):
+            return start(thread)
+        caught.append(thread)
+        thread.daemon = True  # so that this test fails without hanging
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted_start)
+    with pytest.raises(KeyboardInterrupt) as held:  # as a process holds it at its end, and with it the pool
+        play(renderer, turns("x</think>" + END), tasks=tasks_named(3))
+    [thread] = caught
+    thread.join(5)
+    assert not thread.is_alive() and held.value
+
+
 # ---- parallel, and fast
 
 

@@ -6,13 +6,17 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from scripts import Forked, alive, finish, metrics, start, wait_for
 from test_rl import write_config as rl_config
 from test_sft import write_config as sft_config
 
 import rl
+from runtime import config
 from runtime.engine import EngineError
 from runtime.servers import SGLang
 
@@ -53,8 +57,6 @@ def children(pid: int) -> set[int]:
 def stumble(cfg: Path) -> None:
     """Run rl.py with a bug after its first update."""
     sys.argv = ["rl.py", str(cfg)]
-    from runtime import config
-
     rl.keep_episodes = lambda *_: 1 / 0
     rl.main(config.load(rl.RLConfig, cfg))
 
@@ -85,6 +87,25 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
     assert "sampling the first batch: 2 x 4 episodes" in told
     wait_for(lambda: not folder.exists(), seconds=20)
     wait_for(lambda: not any(map(alive, helpers)), seconds=20)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_ctrl_c_while_a_state_is_written_is_answered_with_the_same_sentence(tmp_path, monkeypatch):
+    """Past bug: torch wraps it in an exception that is no Exception, which came out as two pages."""
+    fsync = os.fsync
+
+    def interrupted_fsync(file):
+        fsync(file)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def save(cfg):
+        monkeypatch.setattr(os, "fsync", interrupted_fsync)
+        dcp.save({"weight": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    with pytest.raises(SystemExit, match="interrupted. The same command goes on from the newest state of RUN"):
+        config.run_script(save, SimpleNamespace(run="RUN"))
+    signal.signal(signal.SIGINT, before)
 
 
 # ------------------------------------------------------------------------------------------------ a full disk
