@@ -2,8 +2,8 @@
 
     python -m study.gate MODEL TOY --seed 0 [--output gate.json]      # the seed that the toy was built with
 
-    reports_flash, reports_none    a sub-agent says what a clip shows: its colour, or that there is none
-    copied                         a report names a colour, and the answer is it (the overview shows nothing)
+    reports_flash, reports_none    a sub-agent says what a clip shows: its color, or that there is none
+    copied                         a report names a color, and the answer is it (the overview shows nothing)
     tools_k4                       greedy answers with tools, of 4 overview frames
     direct_k64                     greedy answers without tools, of 64
     strict, kappa                  the injected fragility: samples at tau = 1, a third each at K = 4, 16 and 64
@@ -66,7 +66,7 @@ def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = ITEMS) 
         jobs = [lambda clip=clip: report_is_right(stage, root, *clip) for clip in clips[shows][:items]]
         figures[name] = share(stage, jobs)
 
-    # Copying: the overview shows nothing, and the reports name a colour that was drawn.
+    # Copying: the overview shows nothing, and the reports name a color that was drawn.
     unseen = [i for i, (flash, _) in enumerate(chosen) if not flash.visible(toy.overview_times(flash, 4))][:items]
     assert len(unseen) == items
     jobs = [lambda i=i: copies(stage, tasks[i], *chosen[i], toy.NAMES[i % len(toy.NAMES)]) for i in unseen]
@@ -99,7 +99,7 @@ def report_is_right(stage: Stage, root: Path, flash: Flash, window: tuple[int, i
 
 
 def copies(stage: Stage, task: Task, flash: Flash, cue: str, color: str) -> bool:
-    """The calls are made for the model, and the reports invented: one names the colour, another sees nothing."""
+    """The calls are made for the model, and the reports invented: one names the color, another sees nothing."""
     windows = toy.windows(flash, cue)
     calls = "\n".join(toy.call(*window) for window in windows)
     reports = [[toy.NOTHING] for _ in windows]

@@ -3,13 +3,13 @@
     python -m study.toy build DIR [--seed 0] [--p-loose 0.6] [--p-tool 0.75] [--one-by-one]
 
     DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
-    DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one coloured flash
+    DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one colored flash
     DIR/perception.parquet, calls.parquet, direct.parquet     SFT schema (`messages`), a lesson each: to see, as a sub-agent;
                                                               to call and to read reports; to answer without tools
     DIR/sft.parquet, sft_val.parquet                          SFT schema: agents with tools
     DIR/rl.parquet, val.parquet, test.parquet, kinds.parquet  RL schema (`prompt`, `videos`, `extra_info`)
 
-The task: a video of 32, 48 or 64 s shows one flash, and the question is its colour (chance 1/8). A short flash (2.5 s)
+The task: a video of 32, 48 or 64 s shows one flash, and the question is its color (chance 1/8). A short flash (2.5 s)
 falls between the frames of a small overview, but no crop of up to 32 s misses it. Where to look varies:
 
     the question says which half  -> one window, half the video
@@ -279,7 +279,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(texts: list[str], vocabulary: int = 2048):
-    """A byte-level BPE whose words are whole phrases: boilerplate costs a few tokens, while numbers, colours and the
+    """A byte-level BPE whose words are whole phrases: boilerplate costs a few tokens, while numbers, colors and the
     pieces of `<answer>` stay apart."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

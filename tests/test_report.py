@@ -329,7 +329,7 @@ def test_a_browser_opens_the_episode_of_a_link_and_goes_on_to_its_sibling(page):
     assert seen["said"] == FIRST + SECOND and seen["calls"] == 2
     assert seen["marks"] == "✓mark right,✗mark wrong" and seen["ends"] == "0 s50.0 s, the last that was looked at"
     written, surprise, advantage = seen["structural"]
-    assert surprise == advantage != written  # no colour of its own among those of the advantage
+    assert surprise == advantage != written  # no color of its own among those of the advantage
     assert "advantage −0.350" in seen["tag"] and "structural" in seen["tag"]  # -0.75 + 0.5 * 0.8
     assert "advantage −0.750" in seen["word"] and "log p −1.0000" in seen["word"]
     assert seen["unseen"] == 0  # prompts are built when somebody opens them

@@ -118,7 +118,7 @@ def test_the_answer_tags_are_several_tokens_and_the_others_one(tokenizer):
 
 
 def blind(prompt: str, seed: int) -> str:
-    """Say what a policy without eyes would: no flash in any clip, and the colour that a report names."""
+    """Say what a policy without eyes would: no flash in any clip, and the color that a report names."""
     named = re.findall(r"<tool_response>\nA (\w+) flash", prompt)
     if is_subagent(prompt):
         said = toy.NOTHING
