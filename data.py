@@ -1,7 +1,7 @@
 """data.py: the nouns of the project, what the agents are told, and how rows become tasks and dialogues.
 
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G of them, one K)
-    Bundle (one prompt, the suffixes that continue it): the unit of training for SFT and RL alike
+    contract.Bundle (one prompt, the suffixes that continue it): the unit of training for SFT and RL alike
 
     overview(task, k, videos, contract) -> frames; main_messages(task, frames, True) -> messages for contract.Renderer
     parse_task(RL row) -> Task;  parse_dialogue(SFT row) -> Dialogue;  encode_dialogue(dialogue, ...) -> Bundle
@@ -62,12 +62,12 @@ class Task:
 class Trajectory:
     """One agent's exact tokens, append-only: template, sampled ids as the engine returned them, tokenised deltas."""
 
-    ids: list[int]  # image pads expanded
-    mask: list[int]  # 1 = sampled by the policy
-    logprobs: list[float]  # behaviour log-prob under temperature tau; 0 where mask is 0
-    versions: list[int]  # version of the weights that sampled the token; -1 where mask is 0
-    frames: list[Frames]  # in the order of their pads
-    prompt_length: int  # ids before the first assistant turn's content; shared by a group
+    ids: list[int] = field(default_factory=list)  # image pads expanded
+    mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy
+    logprobs: list[float] = field(default_factory=list)  # behaviour log-prob under temperature tau; 0 where mask is 0
+    versions: list[int] = field(default_factory=list)  # of the weights that sampled the token; -1 where mask is 0
+    frames: list[Frames] = field(default_factory=list)  # in the order of their pads
+    prompt_length: int = 0  # ids before the first assistant turn's content; shared by a group
     turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's, [start, end) in ids with the prefix
     finish: str = ""  # why the last turn ended: stop | length
     n_prompt_clips: int | None = None  # how many of `frames` the prompt shows, the first ones; None: all
@@ -223,6 +223,9 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     missing = [path for path in paths if not os.path.exists(path)]
     if missing or not paths:
         raise RowError(f"{', '.join(missing)}: no such file" if missing else "`videos` names no video")
+    names = [os.path.basename(path) for path in set(paths)]
+    if len(set(names)) < len(names):
+        raise RowError(f"two videos are called {max(names, key=names.count)}, and calls know a video by that name")
     if not users or not isinstance(users[-1], str):
         raise RowError("`prompt` holds no user message with text")
 

@@ -10,7 +10,7 @@ RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: 
 it, the score (and under `lenient` both, as the splits' own scorers read), the calls with their windows, turns, tokens,
 seconds, and the error if there was one. Its first line holds the settings that shape a result: weights, prompts,
 contract, data. A file made under other settings is refused, unless nothing in it was answered. Items that ended in an
-error count as wrong, and the next call asks them again. `limit=2` tries a config on two items of each split, and needs
+error count as wrong, and the next call asks them again (its line then counts). `limit=2` tries a config on two items of each split, and needs
 no other videos; a larger limit goes on from there. A run in which all items of a split failed ends with exit status 1.
 
 With `transcripts`, RUN/episodes has a file of that name with the whole episodes:
@@ -305,7 +305,8 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str
     rollout, grading = dataclasses.asdict(cfg.rollout), dataclasses.asdict(cfg.grading)
     elsewhere = ("gpus", "urls", "server_args", "max_batch_tokens", "concurrency", "call_timeout", "dispatch")
     prompts = [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, cfg.rollout.schemas]
-    prompts.append(Path(tools.__file__).read_text(encoding="utf-8"))  # a tool may ask its sub-agents in its own words
+    if cfg.agentic and cell.arm != "none":  # a tool may ask its sub-agents in its own words
+        prompts.append(Path(tools.__file__).read_text(encoding="utf-8"))
     header = {
         "name": cfg.name,
         "split": cell.split,
@@ -353,10 +354,10 @@ def earlier_results(cell: Cell, header: dict[str, Any]) -> list[dict]:
     if not cell.path.exists():
         return []
     found = tables.read_results(cell.path)
-    before = found.settings.get("items", 0)
-    if before < len(cell.items):
-        header = header | {"items": before, "data": items_digest(cell.items[:before])}
-    wrong = differences(found.settings, header)
+    expected, before = header, found.settings.get("items", 0)
+    if before < len(cell.items):  # the limit was smaller then
+        expected = header | {"items": before, "data": items_digest(cell.items[:before])}
+    wrong = differences(found.settings, expected)
     if not wrong:
         return found.records
     if all(record["error"] for record in found.records):

@@ -148,19 +148,16 @@ def share_prompts(rows: Sequence[Lesson], budget: int) -> list[Lesson]:
     longer). What does not fit opens another lesson, which repeats the prompt."""
     parts: list[list[Lesson]] = []
     newest: dict[tuple, list[Lesson]] = {}  # per prompt, the part that still has room
+    length: dict[tuple, int] = {}  # its tokens
     for row in rows:
         # Two clips may have the same words, stamps included, and yet other pixels.
         prompt = (tuple(row.bundle.prompt), *(id(clip.pixels) for clip in row.bundle.frames[: row.n_prompt_clips]))
-        part = newest.get(prompt)
-        if part is not None:
-            length = len(part[0].bundle.prompt) + sum(len(other.bundle.suffixes[0]) for other in part)
-            if length + len(row.bundle.suffixes[0]) > budget:
-                part = None
-        if part is None:
-            part = []
-            parts.append(part)
-            newest[prompt] = part
-        part.append(row)
+        n = len(row.bundle.suffixes[0])
+        if prompt not in newest or length[prompt] + n > budget:
+            newest[prompt], length[prompt] = [], len(row.bundle.prompt)
+            parts.append(newest[prompt])
+        newest[prompt].append(row)
+        length[prompt] += n
     return [join(part) for part in parts]
 
 
@@ -195,12 +192,11 @@ def token_losses(
     low, high = 1 - cfg.clip_eps, 1 + (cfg.clip_eps if cfg.clip_eps_high is None else cfg.clip_eps_high)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
-    # w = pi_prox / pi_behaviour, and 0 where it exceeds the cap: those tokens are left out, as in the release.
+    # w = pi_prox / pi_behaviour, and 0 where it exceeds the cap: those tokens are left out, as in the release. The cap goes
+    # on w and not on the product, where an infinite w would give 0 * inf in the backward pass.
     importance = (prox - old_logprobs).exp()
     kept = importance <= cfg.behaviour_cap
-    losses = (
-        -torch.where(kept, importance, 0.0) * surrogate
-    )  # not where(kept, importance * surrogate, 0): 0 * inf in its backward pass
+    losses = -torch.where(kept, importance, 0.0) * surrogate
     watched = {
         "clip_fraction": ((ratio < low) & (advantages < 0) | (ratio > high) & (advantages > 0)).float(),
         "capped_fraction": (~kept).float(),

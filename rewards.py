@@ -91,8 +91,11 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, 
     is what R pays: f under credit `sequence`, else R_fmt alone."""
     turns = turn_texts(episode.main, renderer)
     spam = tag_spam(turns)
-    if any(spam.values()):  # R = 0, and R_anchor is that of an open think, or spam would be the better way out
-        return dict.fromkeys(PARTS, 0.0) | {"anchor": -cfg.anchor.gamma} | spam | closure(turns)
+    if any(spam.values()):  # earns nothing, and R_anchor is that of an open think, or spam would be the better way out
+        lost = {"anchor": -cfg.anchor.gamma, "fmt": -cfg.anchor.weight * cfg.anchor.gamma}
+        if cfg.anchor.credit == "sequence":  # which pays R_anchor within R
+            lost |= {"paid_fmt": lost["fmt"], "reward": cfg.w_fmt * lost["fmt"]}
+        return dict.fromkeys(PARTS, 0.0) | lost | spam | closure(turns)
 
     acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg)
     anchor = anchor_reward(turns, cfg.anchor)
@@ -252,8 +255,8 @@ def thought_ends(turn: str) -> list[int]:
 
 
 def thinks_before_call(turn: str) -> bool:
-    ends = thought_ends(turn)
-    return bool(ends) and re.search("<tool_c(?:all|ode)>", turn[ends[0] :]) is not None
+    ends, call = thought_ends(turn), re.search("<tool_c(?:all|ode)>", turn)
+    return bool(ends) and call is not None and ends[0] <= call.start()
 
 
 def strict(turns: list[str]) -> bool:

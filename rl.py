@@ -207,8 +207,8 @@ def train(cfg: RLConfig, source: Path, renderer: Renderer, snapshot: Path) -> No
 class Sampler:
     """Samples batches by step number: when they are asked for, or (staleness 1) one step ahead, in a thread.
 
-    staleness 1:  take(s) starts sampling s + 1 with the weights of step s, which is now trained;
-                  settle() waits until s + 1 is sampled; then the new weights may be published."""
+    staleness 1:  take(s) returns batch s and starts sampling batch s + 1, with the weights from before update s;
+                  settle() waits for batch s + 1; only then are the weights of update s published."""
 
     def __init__(self, cfg: RLConfig, dataset: Dataset, engine: Engine, renderer: Renderer, videos: Videos):
         self.cfg, self.dataset, self.engine = cfg, dataset, engine
@@ -270,11 +270,12 @@ def publish(policy: Policy, engine: Engine, cfg: RLConfig, source: Path, snapsho
     export(policy, snapshot, source, cfg.visual)
     if device().index in cfg.rollout.gpus:  # one GPU for both: what this process keeps for later, the server needs now
         torch.cuda.empty_cache()
-    servers = bool(cfg.rollout.gpus or cfg.rollout.urls)  # which all ranks share: rank 0 loads, the others take note
+    servers = bool(cfg.rollout.gpus or cfg.rollout.urls)  # which all ranks share
     if rank() == 0 or not servers:
         engine.update_weights(snapshot, version)
-    barrier()
-    if rank() > 0 and servers:
+        barrier()
+    else:
+        barrier()  # rank 0 has loaded them into the servers
         engine.update_weights(snapshot, version, push=False)
 
 
@@ -288,24 +289,23 @@ def update(
     was not finite, so that its step was skipped."""
     temperature = cfg.rollout.temperature
 
-    # Deal the lessons out into minibatches of micro-batches. A minibatch is empty on all ranks or on none.
+    # Deal the lessons out into minibatches of micro-batches, each with its pi_prox: the policy before the first update.
+    # With one minibatch that is pi itself (None). A minibatch is empty on all ranks or on none.
     minibatches = []
     for i in range(cfg.minibatches):
-        minibatch = micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens)
+        minibatch = []
+        for micro in micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens):
+            prox = None
+            if cfg.minibatches > 1:
+                with torch.no_grad():
+                    prox = policy(bundles(micro), temperature).logprobs
+            minibatch.append((micro, prox))
         if minibatch:
             minibatches.append(minibatch)
 
-    # pi_prox is the policy before the first update: with one minibatch pi itself (None), with more computed here.
-    prox_logprobs = [[None] * len(minibatch) for minibatch in minibatches]
-    if len(minibatches) > 1:
-        with torch.no_grad():
-            for minibatch, proxes in zip(minibatches, prox_logprobs):
-                for i, micro in enumerate(minibatch):
-                    proxes[i] = policy(bundles(micro), temperature).logprobs
-
     sums, norms = {"tokens": 0.0, "loss": 0.0}, []
-    for minibatch, proxes in zip(minibatches, prox_logprobs):
-        for micro, prox in zip(minibatch, proxes):
+    for minibatch in minibatches:
+        for micro, prox in minibatch:
             # Policy and reference, at the temperature of sampling; a frozen vision tower works once for both.
             features = policy.encode(bundles(micro)) if policy.vision_frozen else None
             scores = policy(bundles(micro), temperature, features)
@@ -411,16 +411,18 @@ def held_out_tasks(cfg: RLConfig) -> list[Task]:
     if not cfg.val:
         return []
     rows = Dataset(cfg.val, parse_task)
-    return [task for task, *_ in rows.batch(0, min(cfg.val_tasks, rows.total), rank(), world_size())]
+    return [task for task, *_ in rows.batch(0, min(cfg.val_tasks, len(rows)), rank(), world_size())]
 
 
 def evaluate(
     tasks: Sequence[Task], engine: Engine, renderer: Renderer, videos: Videos, cfg: RLConfig
 ) -> dict[str, float]:
     """Return the greedy accuracy on held-out tasks at each K of `val_frames`: as the policy likes, and without tools."""
-    frames = cfg.val_frames or (cfg.visual.overview_frames,)
-    asked = [task for task in tasks for _ in frames]
-    ks = [k for _ in tasks for k in frames]
+    asked, ks = [], []
+    for task in tasks:
+        for k in cfg.val_frames or (cfg.visual.overview_frames,):
+            asked.append(task)
+            ks.append(k)
     seen: dict[str, list[float]] = defaultdict(list)
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, dispatch=dispatch)
@@ -477,4 +479,4 @@ def dry_run(cfg: RLConfig) -> int:
 
 if __name__ == "__main__":
     user_errors = (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError, PlanError)
-    config.run_script(dry_run if args.dry_run else main, cfg, *user_errors)
+    config.run_script(dry_run if args.dry_run else main, cfg, FloatingPointError, *user_errors)

@@ -84,7 +84,7 @@ class RolloutConfig:
     think_prefix: bool = True
     """Open every turn of the main agent with `<think>`."""
     max_turns: int = 3
-    """Rounds of calls; then the agent must answer."""
+    """Turns that may call tools. One more follows, in which the agent must answer."""
     max_calls: int = 5
     """Calls that run in one turn; the rest get an error text."""
     max_new_tokens: int = 2048
@@ -98,7 +98,7 @@ class RolloutConfig:
     call_timeout: float = 600.0
     """Seconds after which a call is given up; long enough for a server's restart, but not for its first start."""
     concurrency: int = 256
-    """Episodes that run at the same time."""
+    """Episodes that run at the same time, on each rank."""
     subagents: SubagentConfig = field(default_factory=SubagentConfig)
     gpus: tuple[int, ...] = ()
     """One SGLang server is started and supervised on each."""
@@ -370,7 +370,7 @@ def rollout(
         try:
             prompt = prompts[i].result()
         except VideoError as error:  # no overview: each episode of the group pays for it
-            return Episode(tasks[i], ks[i], Trajectory([], [], [], [], [], 0), seed=own, error=f"VideoError: {error}")
+            return Episode(tasks[i], ks[i], Trajectory(), seed=own, error=f"VideoError: {error}")
         return run_episode(stage, tasks[i], ks[i], prompt, own)
 
     def done(n: int, episode: Episode) -> None:
@@ -412,27 +412,27 @@ def open_engine(
     return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=max_batch_tokens)
 
 
-class Places:
-    """The places that running jobs hold at the engine: one for each that has not ended, within [least, most].
+class Expected:
+    """Counts the threads that can still call the engine, and tells it when their number changes (`engine.expect`).
 
-    The engine in this process starts a batch once every thread waits for it that can still ask it for something, so
-    `expect` tells it how many threads these are. One too few, and batches depend on timing; one too many, and it hangs."""
+    The engine in this process starts a batch once so many threads wait for it. One too few, and batches depend on timing;
+    one too many, and it hangs. Each job that has not ended counts, within [at_least, at_most]."""
 
-    def __init__(self, engine: Engine, jobs: int, least: int, most: int):
-        self.engine, self.least, self.most = engine, least, most
+    def __init__(self, engine: Engine, jobs: int, at_least: int, at_most: int):
+        self.engine, self.at_least, self.at_most = engine, at_least, at_most
         self.running = set(range(jobs))
         self.lock = threading.Lock()
-        engine.expect(self.held() - least)
+        engine.expect(self.count() - at_least)
 
-    def held(self) -> int:
-        return max(self.least, min(len(self.running), self.most))
+    def count(self) -> int:
+        return max(self.at_least, min(len(self.running), self.at_most))
 
     def leave(self, jobs: Iterable[int]) -> None:
         """Take note that these jobs have ended, or that nobody waits for them any more."""
         with self.lock:
-            before = self.held()
+            before = self.count()
             self.running.difference_update(jobs)
-            self.engine.expect(self.held() - before)
+            self.engine.expect(self.count() - before)
 
     def run(self, i: int, job: Callable[[], Any]) -> Any:
         try:
@@ -446,15 +446,15 @@ def run_all(
 ) -> None:
     """Run jobs, `at_once` at a time, and call on_done(index, result) as each ends, in this thread."""
     workers = min(at_once, len(jobs))
-    places = Places(engine, len(jobs), least=0, most=workers)  # a job that ends leaves its place to the next one
+    expected = Expected(engine, len(jobs), at_least=0, at_most=workers)  # a job that ends leaves its thread to the next
     pool, running = ThreadPoolExecutor(max(1, workers), "episode"), {}
     try:  # from the first thread on: Ctrl-C may come while one starts, and only a pool that is shut down ends it
         for i, job in enumerate(jobs):
-            running[pool.submit(places.run, i, job)] = i
+            running[pool.submit(expected.run, i, job)] = i
         for future in as_completed(running):
             on_done(running[future], future.result())
     finally:  # after Ctrl-C or a bug, no further job begins
-        places.leave([i for future, i in running.items() if future.cancel()])
+        expected.leave([i for future, i in running.items() if future.cancel()])
         pool.shutdown(wait=False)
 
 
@@ -464,10 +464,11 @@ def together(
     """Run jobs at the same time and return their results in order, None for one that is given up."""
     if not jobs:
         return []
-    places = Places(engine, len(jobs), least=1, most=len(jobs))  # this thread has one, which the last job returns to it
-    futures = [callers.submit(places.run, i, job) for i, job in enumerate(jobs)]
+    # This thread counts already. It calls nothing while it waits, so N jobs add N - 1; when all have ended it calls again.
+    expected = Expected(engine, len(jobs), at_least=1, at_most=len(jobs))
+    futures = [callers.submit(expected.run, i, job) for i, job in enumerate(jobs)]
     finished, _ = wait(futures, timeout)
-    places.leave(range(len(jobs)))
+    expected.leave(range(len(jobs)))
     return [future.result() if future in finished else None for future in futures]
 
 

@@ -119,7 +119,8 @@ def train(cfg: SFTConfig, source: Path, renderer: Renderer) -> None:
         batches = Batches(cfg.data, cfg, videos, renderer)
         held_out = []
         if cfg.val:
-            held_out = Batches(cfg.val, cfg, videos, renderer).make(0)
+            rows = min(cfg.batch_rows, len(Dataset(cfg.val, parse_dialogue)))
+            held_out = Batches(cfg.val, replace(cfg, batch_rows=rows), videos, renderer).make(0)
 
         upcoming = ahead.submit(batches.make, done)
         for step in range(done, cfg.steps):
@@ -304,4 +305,4 @@ def dry_run(cfg: SFTConfig) -> int:
 
 if __name__ == "__main__":
     user_errors = (config.ConfigError, ContractError, DataError, FileNotFoundError, PlanError)
-    config.run_script(dry_run if args.dry_run else main, cfg, *user_errors)
+    config.run_script(dry_run if args.dry_run else main, cfg, FloatingPointError, *user_errors)

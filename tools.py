@@ -5,8 +5,8 @@
     python tools.py '{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}' --video v.mp4     # try one by hand
     TOOLS["crop_video"].schema                 # what the chat template shows the model
 
-A `Tool` is a schema and a function. Frames that it returns go to a sub-agent, whose report the main agent reads. A str is
-read as it is, a ToolError is read as an error. docs/add_a_tool.md adds one.
+A `Tool` is a schema and a function. Frames that it returns go to a sub-agent, whose report the main agent reads (or, with
+`tool_return: frames`, to the main agent itself). A str is read as it is, a ToolError is read as an error. docs/add_a_tool.md adds one.
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
 `<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`, which is read as well (as literals, never evaluated).
@@ -133,7 +133,7 @@ def read_time(arguments: dict, name: str) -> float:
         clock = _CLOCK.fullmatch(value.strip())
         if clock:
             return int(clock[1] or 0) * 3600 + int(clock[2]) * 60 + float(clock[3])
-        value = value.strip().removesuffix("s").removesuffix("second").removesuffix("sec")
+        value = re.sub("(?:second|sec)?s?$", "", value.strip())
     return read_number(value, name)
 
 

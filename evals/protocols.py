@@ -123,7 +123,7 @@ def play(stage: Stage, task: Task, k: int, seed: int, cfg: Prompting, caption: s
     can cause becomes `episode.error`, and the turns until then are kept."""
     if len(task.videos) != 1 and cfg.protocol != "agent":
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} asks about one")
-    episode = Episode(task, k, Trajectory([], [], [], [], [], 0), seed=seed)
+    episode = Episode(task, k, Trajectory(), seed=seed)
     started, answer = time.perf_counter(), None
     try:
         values = values_of(stage, task, cfg, caption)

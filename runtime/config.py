@@ -30,7 +30,7 @@ import yaml
 
 T = TypeVar("T")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-GOES_ON = "The same command goes on from the newest state"
+GOES_ON = "The same command goes on from what was saved"
 PACKAGES = ("torch", "transformers", "sglang", "flash-attn", "av", "numpy", "pyarrow")
 
 
@@ -183,7 +183,7 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
         sys.exit(f"error: {error}")
     except BaseException as error:
         if interrupted:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
-            sys.exit(f"interrupted. {GOES_ON} of {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
+            sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
         if not isinstance(error, OSError) or error.errno not in DISK_FULL:
             raise
         sys.exit(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")

@@ -1,6 +1,6 @@
 """What the model sees: one visual contract, and one way to turn messages into tokens, for SFT, RL, evaluation and `ask`.
 
-    contract = VisualContract()                    # 65,536 pixels a frame = 64 tokens, stamped images
+    contract = VisualContract()                    # frames of about 65,536 pixels, 64 tokens if square; stamped images
     contract.frame_size(1280, 720)                 # (352, 192): the size at which such a video's frames are decoded
     contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another one
     renderer = Renderer(load_tokenizer(checkpoint_dir), contract)

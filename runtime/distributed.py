@@ -18,6 +18,7 @@ import contextlib
 import datetime
 import errno
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -51,9 +52,9 @@ T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=2)  # an episode may wait for a server's restart, rank 0 for a download
 
 
-def init_distributed() -> tuple[int, int]:
-    """Join torchrun's ranks and return (rank, world size). A lone GPU makes a group of one, since mixed precision lives in
-    FSDP2; a lone CPU process needs none."""
+def init_distributed() -> None:
+    """Join torchrun's ranks. A lone GPU makes a group of one, since mixed precision lives in FSDP2; a lone CPU process
+    needs none."""
     cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
     if not dist.is_initialized() and (cuda or torchrun):
         if cuda:
@@ -64,7 +65,6 @@ def init_distributed() -> tuple[int, int]:
         else:
             dist.init_process_group(backend, timeout=TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
         _gloo()
-    return rank(), world_size()
 
 
 @functools.cache
@@ -303,12 +303,12 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
 def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
     """Choose where snapshots go, the same for all ranks: into memory if two fit there (the old one stays until the new one
     is whole), else beside the run. However the run ends, none is left."""
-    run, memory = Path(run), Path("/dev/shm")
-    folder = memory / f"minparavt{run.resolve().as_posix().replace('/', '-')}"
-    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     if rank() > 0:
         yield gather(None)[0]
         return
+    run, memory = Path(run), Path("/dev/shm")
+    folder = memory / f"minparavt-weights-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]}"
+    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     shutil.rmtree(folder, ignore_errors=True)  # of a machine that went down
     if not memory.is_dir() or shutil.disk_usage(memory).free < 2.2 * size:
         print(f"{memory} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")

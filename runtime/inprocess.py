@@ -16,7 +16,7 @@ of the keys anew.
 
 Deliberately missing: requests that join a running batch, paged keys, tensor parallelism.
 
-Shapes: B rows, L tokens of a step, H hidden, V vocabulary, M visual tokens, D DeepStack levels.
+Shapes: B rows, N tokens of the packed prompts, L keys of the longest row, H hidden, V vocabulary, M visual tokens, D DeepStack levels.
 """
 
 import atexit
@@ -259,13 +259,13 @@ class _Batch:
 
         # Each suffix and its prompt make a row: [1, heads, N, size] -> [B, heads, L, size], padded on the left.
         suffixes = [s for s in packed.segments if s.prompt_stop > s.prompt_start]
-        longest = max(s.prompt_stop - s.prompt_start + s.stop - s.start for s in suffixes)  # L
+        longest = max(len(s.seen()) for s in suffixes)  # L
         places = np.zeros((len(suffixes), longest), np.int64)
         real = np.zeros((len(suffixes), longest), bool)
         for i, s in enumerate(suffixes):
-            row = np.concatenate([np.arange(s.prompt_start, s.prompt_stop), np.arange(s.start, s.stop)])
-            places[i, -len(row) :] = row
-            real[i, -len(row) :] = True
+            keys = s.seen()
+            places[i, -len(keys) :] = keys
+            real[i, -len(keys) :] = True
             self.requests[i].position = int(packed.positions[:, s.stop - 1].max()) + 1
         places, self.real = torch.from_numpy(places).to(self.device), torch.from_numpy(real).to(self.device)
         for layer in self.cache.layers:

@@ -37,6 +37,10 @@ class Segment(NamedTuple):
     prompt_start: int
     prompt_stop: int
 
+    def seen(self) -> np.ndarray:
+        """Return the tokens that its last one sees."""
+        return np.concatenate([np.arange(self.prompt_start, self.prompt_stop), np.arange(self.start, self.stop)])
+
 
 @dataclass
 class Packed:
@@ -153,39 +157,37 @@ class KeyLayout:
         # One call for all segments, whose keys must be consecutive: each suffix repeats its prompt's.
         keys, query_ends, key_ends = [], [0], [0]
         for s in segments:
-            seen = np.concatenate([np.arange(s.prompt_start, s.prompt_stop), np.arange(s.start, s.stop)])
-            keys.append(seen)
+            keys.append(s.seen())
             query_ends.append(query_ends[-1] + s.stop - s.start)
-            key_ends.append(key_ends[-1] + len(seen))
+            key_ends.append(key_ends[-1] + len(keys[-1]))
         self.keys = torch.from_numpy(np.concatenate(keys)).to(where)
         self.query_ends = torch.tensor(query_ends, dtype=torch.int32, device=where)
         self.key_ends = torch.tensor(key_ends, dtype=torch.int32, device=where)
         self.longest_query = max(s.stop - s.start for s in segments)
-        self.longest_key = max(len(seen) for seen in keys)
+        self.longest_key = max(map(len, keys))
 
 
 def group_packed_attention(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout, **_):
     """Answer transformers' attention interface: [1, heads, L, size] -> [1, L, heads, size], for text blocks only.
 
-    Policy.forward passes `layout` to every block as the keyword argument `key_layout`."""
-    layout = key_layout
-    if layout.kernel == "sdpa":
-        return _attend_by_segment(query, key, value, layout, scaling), None
+    Whoever calls the text model passes `key_layout`, which transformers hands down to every block."""
+    if key_layout.kernel == "sdpa":
+        return _attend_by_segment(query, key, value, key_layout, scaling), None
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, size]
-    key, value = key[layout.keys], value[layout.keys]
-    ends = (layout.query_ends, layout.key_ends, layout.longest_query, layout.longest_key)
-    return _attend_varlen(layout.kernel, query, key, value, ends, scaling, causal=True)[None], None
+    key, value = key[key_layout.keys], value[key_layout.keys]
+    ends = (key_layout.query_ends, key_layout.key_ends, key_layout.longest_query, key_layout.longest_key)
+    return _attend_varlen(key_layout.kernel, query, key, value, ends, scaling, causal=True)[None], None
 
 
 def frames_flash_attention(
     module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_kernel: str, longest_frame: int, **_
 ):
-    """Let each frame attend to itself, many frames in one call: [1, heads, M, size] -> [1, M, heads, size].
+    """Let each frame attend to itself, many frames in one call: [1, heads, P, size] -> [1, P, heads, size].
 
     transformers gives the frames' ends to functions whose name contains "flash"; others it calls once per frame.
     `encode_frames` passes the kernel, and the patches of the largest frame."""
     if frame_kernel != "sdpa":
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [M, heads, size]
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [P, heads, size]
         ends = (cu_seq_lens_q, cu_seq_lens_q, longest_frame, longest_frame)
         return _attend_varlen(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
 

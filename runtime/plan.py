@@ -239,7 +239,7 @@ def plan_engine(cfg: PolicyConfig, gpus: int, rows: int, row_tokens: int) -> Pla
 
 def engine_load(cfg) -> tuple[int, int]:
     """Return (rows, tokens of each) that the engine of an RLConfig holds."""
-    rows = min(cfg.rollout.concurrency, cfg.batch_tasks * cfg.group_size)
+    rows = min(cfg.rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size)
     # A group shares its prompt's keys (10 more tokens a frame: its bounds and stamp); each episode has two full turns.
     prompt = cfg.visual.overview_frames * (cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10)
     return rows, prompt // cfg.group_size + 2 * cfg.rollout.max_new_tokens

@@ -253,7 +253,7 @@ class SGLang:
         return base64.b64encode(file.getvalue()).decode()
 
     def _pause(self, seconds: float | None, until: Callable[[], bool] = lambda: False) -> None:
-        """Sleep, until something holds at most, and raise if the engine is closed meanwhile."""
+        """Wait until `until()` holds, for so many seconds at most; raise if the engine is closed meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or until(), seconds)
             if self._closed:

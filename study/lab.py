@@ -35,7 +35,7 @@ class Characters:
 
 def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
     """Return the episode that rollout.py would have recorded of these turns. The first `executed` calls ran."""
-    main = Trajectory([], [], [], [], [], 0)
+    main = Trajectory()
     calls = []
     for i, turn in enumerate(turns):
         prefix = forced if turn.startswith(forced) else ""

@@ -3,6 +3,7 @@
 import collections
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -276,6 +277,16 @@ def test_a_row_that_lacks_one_of_its_videos_is_refused(video):
     row = rl(video, answer="x") | {"videos": [{"video": "gone.mp4"}, {"video": video}]}
     with pytest.raises(RowError, match="^/nowhere/gone.mp4: no such file$"):
         parse_task(row, "rl:0", Path("/nowhere"))
+
+
+def test_two_videos_with_one_name_are_refused(video, tmp_path):
+    """A call names a video by its base name, so the second would never be seen."""
+    other = shutil.copy(video, tmp_path)
+    row = rl(video, answer="x") | {"videos": [{"video": video}, {"video": other}]}
+    with pytest.raises(RowError, match=f"two videos are called {Path(video).name}"):
+        parse_task(row, "rl:0", tmp_path)
+    row["videos"] = [{"video": video}] * 2
+    assert parse_task(row, "rl:0", tmp_path).videos == (video, video)
 
 
 def test_what_parquet_fills_up_with_none_is_not_there(video, tmp_path):

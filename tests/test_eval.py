@@ -202,6 +202,17 @@ def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, m
         assert says_what in str(error.value)
 
 
+def test_what_a_tool_says_is_a_setting_only_where_tools_are_offered(write, tmp_path, monkeypatch):
+    """A tool may ask its sub-agents in its own words. Past bug: a comment in tools.py ended runs without tools."""
+    cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
+    cells = evaluation.cells_of(cfg)
+    before = [evaluation.settings(cfg, cell, VisualContract(), "") for cell in cells]
+    (tmp_path / "tools.py").write_text("# another one")
+    monkeypatch.setattr(evaluation.tools, "__file__", tmp_path / "tools.py")
+    after = [evaluation.settings(cfg, cell, VisualContract(), "") for cell in cells]
+    assert before[0]["prompts"] != after[0]["prompts"] and before[1] == after[1]
+
+
 def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, model, tmp_path):
     """An item whose answer could not be read left no trace; separators of Unicode broke its line."""
     odd = "red\u2028blue\x85green\x0bend"

@@ -39,8 +39,10 @@ def test_the_engine_is_given_room_for_the_frames_that_the_contract_shows():
     """It counted 80 tokens a frame under every contract."""
     rollout = SimpleNamespace(concurrency=256, max_new_tokens=2048)
     for visual, tokens in ((VisualContract(), 66), (VisualContract(max_frame_pixels=602_112), 576)):
-        cfg = SimpleNamespace(rollout=rollout, batch_tasks=8, group_size=8, visual=visual)
+        cfg = SimpleNamespace(rollout=rollout, gpus=4, batch_tasks=8, group_size=8, visual=visual)
         assert engine_load(cfg) == (64, 64 * (tokens + 10) // 8 + 2 * 2048)
+    rollout.concurrency = 10  # of each rank
+    assert engine_load(cfg)[0] == 40
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
@@ -192,6 +193,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path
     monkeypatch.undo()
     lines = train(tmp_path / "run.yaml", toy_dir)
     assert same_weights(uninterrupted, tmp_path / "run") and same_metrics(metrics(uninterrupted), lines)
+
+
+def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch):
+    """Past bug: a batch was filled with the same few rows again."""
+    few, batches, make = tmp_path / "few.parquet", [], sft.Batches.make
+    pq.write_table(pq.read_table(toy_dir / "sft_val.parquet").slice(0, 3), few)
+    monkeypatch.setattr(sft.Batches, "make", lambda own, step: batches.append(make(own, step)) or batches[-1])
+    train(tmp_path / "run.yaml", toy_dir, val={"sources": [{"path": str(few)}], "video_root": str(toy_dir)}, steps=1)
+    assert [sum(len(micro.bundles) for micro in batch) for batch in batches] == [3, 4]
 
 
 def test_the_loss_falls_and_everything_is_written_down(uninterrupted):

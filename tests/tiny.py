@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from runtime.contract import Bundle, patchify
-from runtime.distributed import init_distributed
+from runtime.distributed import init_distributed, rank, world_size
 from runtime.video import Frames
 
 # An odd vocabulary: two ranks hold different numbers of its rows.
@@ -217,10 +217,11 @@ def on_ranks(work, world: int, *args) -> None:
     torch.multiprocessing.start_processes(_rank, (world, port, work, args), world, start_method="forkserver")
 
 
-def _rank(rank: int, world: int, port: int, work, args) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+def _rank(number: int, world: int, port: int, work, args) -> None:
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    assert init_distributed() == (rank, world)
+    init_distributed()
+    assert (rank(), world_size()) == (number, world)
     work(*args)
     torch.distributed.destroy_process_group()
