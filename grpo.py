@@ -32,14 +32,17 @@ from runtime.settings import GRPOConfig
 # ------------------------------------------------------------------------------------------------ advantages
 
 
-def group_advantage(rewards: Sequence[float], std_floor: float) -> np.ndarray:
+STD_FLOOR = 1e-3  # a group whose rewards vary less is flat: fractional rewards leave a residue of rounding
+
+
+def group_advantage(rewards: Sequence[float]) -> np.ndarray:
     """Return the advantages of one group, [G]."""
     rewards = np.asarray(rewards, np.float64)  # [G]
     if len(rewards) < 2:
         return np.zeros(len(rewards))
     # A_i = (R_i - mean_group R) / std_group R, and 0 where std_group R < floor. The std is the sample's (G - 1).
     std = rewards.std(ddof=1)
-    if std < std_floor:
+    if std < STD_FLOOR:
         return np.zeros(len(rewards))
     return (rewards - rewards.mean()) / std
 
@@ -48,8 +51,8 @@ def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor
     """Write A_i and, under credit `struct`, A_anchor_i into the episodes, where reports find them."""
     # A_anchor_i = (R_anchor_i - mean_group R_anchor) / std_group R_anchor, as A_i is of R
     for episodes in groups:
-        advantages = group_advantage([e.reward["reward"] for e in episodes], cfg.std_floor)
-        anchor_advantages = group_advantage([e.reward["anchor"] for e in episodes], cfg.std_floor)
+        advantages = group_advantage([e.reward["reward"] for e in episodes])
+        anchor_advantages = group_advantage([e.reward["anchor"] for e in episodes])
         for episode, a, a_anchor in zip(episodes, advantages, anchor_advantages, strict=True):
             episode.advantage = float(a)
             episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
@@ -61,7 +64,7 @@ def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor
         std = np.std(everyone or [0.0])
         for episodes in groups:
             for episode in episodes:
-                episode.advantage /= max(std, cfg.std_floor)
+                episode.advantage /= max(std, STD_FLOOR)
 
 
 # ------------------------------------------------------------------------------------------------ lessons

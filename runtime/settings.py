@@ -48,8 +48,6 @@ class GRPOConfig:
     """The ratio is clipped to 1 - eps .. 1 + eps. With one minibatch it is 1, and the clip is inert."""
     clip_eps_high: float | None = None
     """eps for ratios above 1; null: the same."""
-    std_floor: float = 1e-3
-    """A group whose rewards vary less is flat. Fractional rewards leave a residue of rounding."""
     normalise: Literal["group", "batch"] = "group"
     """group: mean and std of the group. batch: then also divided by the std over all episodes of the batch. Flat groups
     make that std small, so the fewer groups differ, the more each of them counts."""
@@ -61,7 +59,7 @@ class GRPOConfig:
     def __post_init__(self):
         if self.group_size < 2:
             raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
-        for name in ("clip_eps", "clip_eps_high", "std_floor", "behaviour_cap", "train_tokens"):
+        for name in ("clip_eps", "clip_eps_high", "behaviour_cap", "train_tokens"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} = {value}: must be greater than 0")
