@@ -5,7 +5,7 @@
 The requests of all waiting threads become one batch. It is read as the trainer reads a micro-batch: as one sequence in
 which a prompt that several requests share stands once (packing.py). Then its keys are copied to one row per request, and
 tokens are sampled row by row; ended rows leave. A batch starts when everybody whom `expect` announced waits. It is sorted,
-and each row draws from its own seed, so a run can be repeated bit for bit unless a call outlasts `call_timeout`.
+and each row draws from its own seed, so on a CPU a run can be repeated bit for bit unless a call outlasts `call_timeout`.
 
     columns of a row     padding, its ids | sampled ids
     positions            M-RoPE, explicit: the padding does not count
@@ -14,7 +14,8 @@ and each row draws from its own seed, so a run can be repeated bit for bit unles
 Not SDPA for the sampled tokens: with a mask it computes all scores in fp32 on a GPU, or, by cuDNN, plans each new length
 of the keys anew.
 
-Deliberately missing: requests that join a running batch, paged keys, tensor parallelism.
+Deliberately missing: requests that join a running batch, paged keys (each token copies all of them), tensor parallelism,
+and a CUDA stream of its own: on one GPU, sampling and training take turns whatever `staleness` says.
 
 Shapes: B rows, N tokens of the packed prompts, L keys of the longest row, H hidden, V vocabulary, M visual tokens, D DeepStack levels.
 """
@@ -35,6 +36,7 @@ from runtime.contract import Bundle, Renderer
 from runtime.engine import EngineError, Sample
 from runtime.packing import (
     KeyLayout,
+    embed_by_matmul,
     encode_frames,
     frames_flash_attention,
     group_packed_attention,
@@ -96,6 +98,7 @@ class InProcess:
             attn_implementation={"text_config": "packed_then_matmul", "vision_config": "sdpa"},
         )
         self.model.model.visual.config._attn_implementation = "frames_flash"  # by its name alone, it may not be loaded
+        embed_by_matmul(self.model.model.visual)
         self.model.to(device).eval().requires_grad_(False)
         self.kernel = pick_kernel(self.model.device, self.model.dtype)
         self._queue: list[_Request] = []
@@ -182,7 +185,12 @@ def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_
     # The query heads that share a key head stand beside each other: one product for them, and no copy of the keys.
     groups = query.shape[1] // key.shape[1]
     query = query[:, :, 0].unflatten(1, (-1, groups))  # [B, shared heads, groups, size]
-    scores = (query @ key.transpose(-1, -2)).float() * scaling  # [B, shared heads, groups, L]
+    if key.is_cuda:  # products of bf16 stay in fp32 until the softmax, as in the trainer's kernel
+        flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
+        scores = flat.unflatten(0, query.shape[:2])
+    else:
+        scores = (query @ key.transpose(-1, -2)).float()
+    scores = scores * scaling  # [B, shared heads, groups, L]
     weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
     out = weights.to(value.dtype) @ value  # [B, shared heads, groups, size]
     return out.flatten(1, 2)[:, None], None

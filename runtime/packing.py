@@ -203,6 +203,12 @@ def frames_flash_attention(
     return torch.cat(out)[None], None
 
 
+def embed_by_matmul(vision) -> None:
+    """Patches come flattened, so their convolution is a matrix product; Conv3d is several times slower."""
+    embed = vision.patch_embed
+    embed.forward = lambda x: F.linear(x.to(embed.proj.weight.dtype), embed.proj.weight.flatten(1), embed.proj.bias)
+
+
 def encode_frames(vision, clips: Sequence[Frames], patch: int, merge: int, kernel: str) -> Tensor:
     """Run the vision tower: [1 + D, M, H], the embeddings that replace the frames' pads, then the D DeepStack levels."""
     patches, grid = patchify(clips, patch, merge, vision.device)

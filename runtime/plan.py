@@ -221,6 +221,9 @@ def plan_updates(cfg, gpus: int) -> Plan:
         cache = cfg.rollout.max_batch_tokens * kv_bytes_per_token(s.text)
         plan.rows.append(Row("weights of the engine in this process", 2 * s.parameters, "rollout.gpus", held=True))
         plan.rows.append(Row("its KV cache", cache, "fewer rollout.max_batch_tokens"))
+        # A batch is read at once: gate, up and their product in bf16, the norms and what they normalise in fp32.
+        reading = cfg.rollout.max_batch_tokens * (6 * s.text.intermediate_size + 8 * s.text.hidden_size)
+        plan.rows.append(Row("its reading of a batch that shares no prompt", reading, "fewer rollout.max_batch_tokens"))
     return plan
 
 

@@ -43,6 +43,7 @@ from runtime.contract import Bundle
 from runtime.distributed import checkpoint_dir, device, print0
 from runtime.packing import (
     KeyLayout,
+    embed_by_matmul,
     encode_frames,
     frames_flash_attention,
     group_packed_attention,
@@ -79,9 +80,7 @@ class Policy(nn.Module):
         self.kernel = "sdpa"  # what computes attention: "sdpa" in a call per segment, the others in one call for all
         self.vision_frozen = "vision" in cfg.freeze
         self.patch, self.merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
-        # Patches come flattened, so their convolution is a matrix product; Conv3d is several times slower.
-        embed = self.vision.patch_embed
-        embed.forward = lambda x: F.linear(x.to(embed.proj.weight.dtype), embed.proj.weight.flatten(1), embed.proj.bias)
+        embed_by_matmul(self.vision)
 
     @property
     def vision(self) -> nn.Module:

@@ -563,6 +563,7 @@ def main() -> int:
             put_between_marks(RESULTS.with_name("gpu.md"), "gpu", "bench.py", text, "On a GPU")
         return 0
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    torch.backends.cudnn.allow_tf32 = False  # the plain side's convolution would differ from our matrix product
     for name in args.names or BENCHES:
         title, began = f"{name}, {where}", time.perf_counter()
         rows = [row.cells() for row in BENCHES[name]()]

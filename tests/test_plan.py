@@ -114,7 +114,8 @@ def test_an_episode_that_fills_its_context_and_an_engine_in_the_trainer_are_plan
         return plan_updates(cfg, 8).gib
 
     assert plan() == plan_training(EIGHT, 8, 16_384, 8192).gib > plan(max_context=4096)
-    assert plan(gpus=()) - plan() == pytest.approx((2 * 8_767_123_696 + 1000 * 147_456) / GIB)
+    reading = 3 * 2 * 12_288 + 2 * 4 * 4096  # bytes of a token
+    assert plan(gpus=()) - plan() == pytest.approx((2 * 8_767_123_696 + 1000 * (147_456 + reading)) / GIB)
     assert plan(gpus=(), urls=("http://x",)) == plan()
 
 
