@@ -66,9 +66,15 @@ def toy_renderer(tokenizer) -> Renderer:
 
 
 @pytest.fixture(scope="session")
-def renderer(tmp_path_factory) -> Renderer:
-    """A small vocabulary, and several tokens per frame."""
-    return tiny_checkpoint.renderer(tiny_checkpoint.build(tmp_path_factory.mktemp("tiny")))
+def checkpoint(tmp_path_factory) -> Path:
+    """A small vocabulary, and several tokens per frame. Its weights are large, so that an untrained model has opinions:
+    greedy text varies, and rows can be told apart."""
+    return tiny_checkpoint.build(tmp_path_factory.mktemp("tiny"), initializer_range=0.1)
+
+
+@pytest.fixture(scope="session")
+def renderer(checkpoint) -> Renderer:
+    return tiny_checkpoint.renderer(checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import collections
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,18 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_checkpoint import Scripted, is_subagent
+from test_rollout import play, turns
+from tiny_checkpoint import Scripted
 
 from data import Media, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
-from rollout import RolloutConfig, Stage, ask_subagent, rollout
+from rollout import RolloutConfig, Stage, ask_subagent
 from runtime.contract import Renderer, VisualContract
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source
 from runtime.packing import best_fit
-from runtime.video import VideoError
 from study import prepare
 from tools import Look
-
-REPO = Path(__file__).resolve().parent.parent
 
 
 def write_jsonl(path, rows):
@@ -136,16 +133,9 @@ def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_render
     """Published rows begin `<think>Text` or `<think>\\n\\n`: another first token than the one that follows the forced
     prefix. Of a report's edges only line breaks were taken, where a rollout strips all white space."""
     thoughts = f"I look.\n</think>\n{CALL}", "It flashed.\n</think>\n<answer>red</answer>"
-
-    def reply(prompt: str, seed: int) -> str:
-        if is_subagent(prompt):
-            return edges.format("A red flash.") + "<|im_end|>"
-        return thoughts["<tool_response>" in prompt.rpartition("What?")[2]] + "<|im_end|>"
-
-    task = Task("t", "What?", (video,), "oe", "red")
-    engine = Scripted(toy_renderer, reply)
-    stage = {"engine": engine, "renderer": toy_renderer, "videos": videos, "cfg": RolloutConfig()}
-    main = rollout([task], [4], 1, **stage, progress=False)[0].episodes[0].main
+    said = turns(*(thought + "<|im_end|>" for thought in thoughts), report=edges.format("A red flash."))
+    [episode] = play(toy_renderer, said, (Task("t", "What?", (video,), "oe", "red"),), videos=videos)
+    main = episode.main
     for tool in (
         {"role": "tool", "content": edges.format("A red flash.")},
         {"role": "user", "content": f"<tool_response>\n{edges.format('A red flash.')}\n</tool_response>"},
@@ -225,9 +215,6 @@ def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, tokenizer, toy
     assert "seconds>" not in toy_renderer.decode(bundle.suffixes[0])
     text_only = encode([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
     assert text_only.frames == [] and sum(text_only.masks[0]) >= 2
-    path.write_bytes(b"not an image")
-    with pytest.raises(VideoError, match="not a readable image"):
-        encode(row, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -245,11 +232,9 @@ def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, tokenizer, toy
         ([user(__file__, video_start=9.0, video_end=4.0)], "video_start = 9.0, video_end = 4.0: must be seconds"),
         ([user(__file__, video_start=0, video_end=float("inf"))], "video_end = inf: must be seconds"),
         ([user(__file__, nframes=0)], "nframes = 0: must be a whole number above 0"),
-        ([user({"path": __file__})], "malformed: "),
         ([{"role": "user", "content": [{"type": "video_url", "video_url": {"path": "x"}}]}], "malformed: KeyError"),
         ([{"role": "user", "content": [None]}], "malformed: AttributeError"),
         ([{"role": "user", "content": 5}], "malformed: TypeError"),
-        ([{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": ["crop"]}], "malformed: AttributeError"),
     ],
 )  # fmt: skip
 def test_a_malformed_row_says_what_is_wrong(messages, says):
@@ -262,14 +247,6 @@ def test_a_malformed_row_says_what_is_wrong(messages, says):
 
 def rl(video, **info):
     return {"prompt": [{"role": "user", "content": "<video>\nWhich?"}], "videos": [{"video": video}], "extra_info": json.dumps(info)}  # fmt: skip
-
-
-def test_an_rl_row_becomes_a_task(video, tmp_path):
-    task = parse_task(rl(video, answer="B", question_type="mcq"), "rl:3", Path("/nowhere"))
-    assert task == Task("rl:3", "Which?", (video,), "mcq", "B")
-    assert parse_task(rl(f"file://{video}", answer="x"), "rl:3", tmp_path).kind == "oe"  # the published default
-    as_dict = rl(Path(video).name, answer="x", id="me") | {"extra_info": {"answer": "x", "id": "me"}}
-    assert parse_task(as_dict, "rl:3", Path(video).parent).id == "me"
 
 
 def test_a_row_that_lacks_one_of_its_videos_is_refused(video):
@@ -289,14 +266,14 @@ def test_two_videos_with_one_name_are_refused(video, tmp_path):
     assert parse_task(row, "rl:0", tmp_path).videos == (video, video)
 
 
-def test_what_parquet_fills_up_with_none_is_not_there(video, tmp_path):
+def test_an_rl_row_becomes_a_task_and_what_parquet_fills_up_with_none_is_not_there(video, tmp_path):
     """Rows of a file share one struct: what only some of them have is None in the others."""
     infos = [{"answer": "B", "question_type": "mcq", "options": ["x", "y"], "id": "one"}, {"answer": "x"}]
     pq.write_table(pa.Table.from_pylist([rl(video) | {"extra_info": info} for info in infos]), tmp_path / "rl.parquet")
     rows = Rows(tmp_path / "rl.parquet")
     assert rows[1]["extra_info"] == {"answer": "x", "question_type": None, "options": None, "id": None}
     assert parse_task(rows[0], "rl:0", tmp_path) == Task("one", "Which?", (video,), "mcq", "B", ("x", "y"))
-    assert parse_task(rows[1], "rl:1", tmp_path) == Task("rl:1", "Which?", (video,), "oe", "x")
+    assert parse_task(rows[1], "rl:1", tmp_path) == Task("rl:1", "Which?", (video,), "oe", "x")  # the published default
     assert parse_task(rl(video, answer=0), "rl:3", tmp_path).answer == "0"
 
 
@@ -306,10 +283,8 @@ def test_what_parquet_fills_up_with_none_is_not_there(video, tmp_path):
         ({}, {"videos": []}, "`videos` names no video"),
         ({"question_type": "essay"}, {}, "question_type = 'essay'"),
         ({"answer": None}, {}, "no answer"),
-        # Past bugs: rows of another shape ended the run.
+        # Past bug: rows of another shape ended the run.
         ({}, {"videos": [{"path": "v.mp4"}]}, "malformed: "),
-        ({}, {"videos": [None]}, "malformed: "),
-        ({}, {"extra_info": "[1]"}, "malformed: "),
         # Past bug: a gold that no answer can match was R_acc = 0 for the whole run, without a word.
         *(({"question_type": "mcq", "answer": gold}, {}, "must be a letter") for gold in ("B. A dog", "Option B", "K", "AB")),
         *(({"question_type": "tvg", "answer": gold}, {}, "must be a span") for gold in ("3 7", "soon")),
@@ -455,9 +430,8 @@ def test_packing_splits_no_row_and_wastes_little(lengths):
     bins = best_fit(lengths, 100)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in b) <= 100 for b in bins)
-    assert len(bins) <= 11 / 9 * -(-sum(lengths) // 100) * 2  # never worse than twice the bound ...
     half_empty = [b for b in bins if sum(lengths[i] for i in b) <= 50]
-    assert len(half_empty) <= 1  # ... because two half-empty bins would have been one
+    assert len(half_empty) <= 1  # two of them would have been one
 
 
 # ------------------------------------------------------------------------------------------------ python data.py ...
@@ -477,16 +451,10 @@ def command(monkeypatch, capsys):
     return run
 
 
-def test_the_commands_are_those_of_the_script():
-    told = subprocess.run([sys.executable, "data.py", "--help"], cwd=REPO, capture_output=True, text=True)
-    assert told.returncode == 0 and "{check,materialize,parallelize}" in told.stdout
-
-
 def test_check_tells_the_truth_about_the_toy(toy_dir, command):
     told = command("check", toy_dir / "sft.parquet", "--model", toy_dir / "model")
     assert "300 rows" in told and "all rows are usable" in told
-    shares = re.search(r"tokens per row: 50 % at most (\d+), 90 % at most (\d+), .* 100 % at most (\d+)\n", told)
-    assert [*map(int, shares.groups())] == sorted(map(int, shares.groups()))
+    assert re.search(r"tokens per row: 50 % at most \d+, 90 % at most \d+, .* 100 % at most \d+\n", told)
     assert "oe 8" in command("check", toy_dir / "kinds.parquet")
     assert re.search(r"\n  openings: 0 of \d+ assistant turns are changed", told)
 

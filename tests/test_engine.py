@@ -31,17 +31,6 @@ from runtime.servers import SGLang
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    # Large weights, so that an untrained model has opinions: greedy text varies, and rows can be told apart.
-    return tiny_checkpoint.build(tmp_path_factory.mktemp("tiny"), initializer_range=0.1)
-
-
-@pytest.fixture(scope="module")
-def renderer(checkpoint):
-    return tiny_checkpoint.renderer(checkpoint)
-
-
-@pytest.fixture(scope="module")
 def engine(checkpoint, renderer):
     engine = InProcess(checkpoint, renderer)
     yield engine

@@ -1,7 +1,6 @@
 """The released code's faults, each alone: what an agent then reads, what its rewards see, and what stays as it was."""
 
 import pytest
-import tiny_checkpoint
 from test_rollout import END, call, play, text_of, turns, user_turns
 from tiny_checkpoint import Scripted
 
@@ -14,11 +13,6 @@ from study import faults
 
 ANSWER = "<think>\nIt is here.\n</think>\n<answer>cat</answer>" + END
 TWO = f"<think>\nI look twice.\n</think>\n{call(0, 20)}\n{call(20, 40)}" + END
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    return tiny_checkpoint.renderer(tiny_checkpoint.build(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(autouse=True)

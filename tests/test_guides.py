@@ -104,8 +104,8 @@ def a_call_runs_beside_its_siblings() -> None:
         engine = Scripted(renderer, reply)
         stage = {"engine": engine, "renderer": renderer, "videos": videos, "cfg": cfg}
         [[episode]] = [group.episodes for group in rollout([task], [4], 1, progress=False, **stage)]
-    assert not episode.error and '"zoom_frame"' in renderer.decode(list(engine.asked[0][0])) and sorted(asked) == [0, 1]
-    assert '"y": {"type": "number", "description": "0 (top) to 1"}' in renderer.decode(list(engine.asked[0][0]))
+    assert not episode.error and '"zoom_frame"' in engine.asked[0].prompt and sorted(asked) == [0, 1]
+    assert '"y": {"type": "number", "description": "0 (top) to 1"}' in engine.asked[0].prompt
     crop, good, bad = episode.calls
     assert crop.window == (0, 8) and not crop.error and len(crop.agent.frames[0]) > 1
     assert good.window == (10, 10) and not good.error and good.text == "1 frames."

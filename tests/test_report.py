@@ -11,14 +11,14 @@ import sys
 
 import numpy as np
 import pytest
-import tiny_checkpoint
 import yaml
 from PIL import Image
-from tiny_checkpoint import MemoryVideos, Scripted, is_subagent
+from test_rollout import play as roll_out
+from test_rollout import turns
+from tiny_checkpoint import MemoryVideos
 
-from data import Group, Task
-from rl import describe
-from rollout import RolloutConfig, dump, rollout
+from data import Task
+from rollout import dump
 from runtime.contract import Renderer, VisualContract
 from study import report
 from study.report import RunData, differing_settings, panel_sections, read_run, seed_groups
@@ -31,27 +31,10 @@ HOSTILE = "</script><img src=x onerror=alert(1)> What color?"
 TASK = Task("t1", HOSTILE, ("/gone/v.mp4",), "oe", "red")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint.build(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def renderer(checkpoint) -> Renderer:
-    return tiny_checkpoint.renderer(checkpoint)
-
-
 def play(renderer, videos=None, task=TASK, group_size=2):
     """Two parallel calls, then an answer; rewards and advantages as a trainer would have left them."""
-
-    def reply(prompt: str, seed: int) -> str:
-        if is_subagent(prompt):
-            return "A red cube.<|im_end|>"
-        return SECOND if "<tool_response>" in prompt else FIRST
-
-    cfg = RolloutConfig(max_context=100_000)
-    stage = {"engine": Scripted(renderer, reply), "renderer": renderer, "videos": videos or MemoryVideos(), "cfg": cfg}
-    episodes = rollout([task], [4], group_size, **stage, progress=False)[0].episodes
+    said = turns(FIRST, SECOND, report="A red cube.")
+    episodes = roll_out(renderer, said, (task,), group_size, videos=videos)
     for i, episode in enumerate(episodes):
         episode.reward = {"reward": i + 0.5, "acc": 1.0 - i, "strict": 1.0, "anchor": 0.7}
         episode.advantage, episode.anchor_advantage = 0.25 - i, 0.8
@@ -97,9 +80,8 @@ def test_runs_that_differ_in_their_seed_and_its_folder_alone_are_a_mean_with_the
     assert report.curve(runs, "acc") == {"x": [0, 1], "y": [2.0, 4.0], "std": [pytest.approx(math.sqrt(2)), 0.0]}
 
 
-def test_the_table_is_the_mean_of_each_runs_last_ten_steps_and_the_std_over_runs(renderer):
+def test_the_table_is_the_mean_of_each_runs_last_ten_steps_and_the_std_over_runs():
     """Accuracy by K: with gating a run's mean is over harder questions; the table said 0.91, and 0.98 of plain GRPO."""
-    assert describe([Group(TASK, 4, play(renderer))], [4, 16], step=0)["acc/K=4"] == 0.5  # one right, one wrong
     first = run_of("a", *({"acc/K=16": float(i), "fmt": 1.0, "acc": 0.9} for i in range(12)), lr=1.0, seed=0)
     second = run_of("b", *({"acc/K=16": 4.5} for _ in range(12)), lr=1.0, seed=1)
     sparse = run_of("c", {"acc/K=4/called": 0.2}, *({"acc/K=4": 1.0} for _ in range(7)), {"acc/K=4/called": 0.5}, {}, {}, lr=2.0)  # fmt: skip
@@ -261,7 +243,8 @@ def browse(page, place: str, script: str) -> tuple[dict, str]:
     """What `script` notes in `seen` after the page was opened at `place`, and what the console said."""
     acted = page.with_name(f"acted-{place or 'curves'}.html")
     report_back = "document.title = JSON.stringify(seen);"
-    added = f"<script>const seen = {{}}; {script}; {report_back}</script>"
+    all_of = "const all = selector => [...document.querySelectorAll(selector)];"
+    added = f"<script>const seen = {{}}; {all_of} {script}; {report_back}</script>"
     acted.write_text(page.read_text().replace("</body>", added))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
     command = [CHROMIUM, *flags, "--dump-dom", f"{acted.as_uri()}#{place}"]
@@ -275,7 +258,6 @@ def browse(page, place: str, script: str) -> tuple[dict, str]:
 def test_a_browser_draws_the_curves_and_offers_them_as_csv(page):
     script = """
     seen.csv = decodeURIComponent(document.querySelector("a[download]").href.split(",").slice(1).join(","));
-    const all = selector => [...document.querySelectorAll(selector)];
     seen.rows = all("#table tr").map(row => row.textContent);
     seen.bands = all("figure[data-key=acc] polygon").length;
     seen.lines = all("figure[data-key=kappa] polyline[style*='1.7']").length;
@@ -299,7 +281,6 @@ def test_a_browser_draws_the_curves_and_offers_them_as_csv(page):
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_a_browser_opens_the_episode_of_a_link_and_goes_on_to_its_sibling(page):
     script = """
-    const all = selector => [...document.querySelectorAll(selector)];
     const text = selector => document.querySelector(selector).textContent;
     const hover = token => { token.dispatchEvent(new MouseEvent("mousemove", {bubbles: true})); return text("#tip"); };
     seen.title = text("#question");
@@ -339,7 +320,6 @@ def test_a_browser_opens_the_episode_of_a_link_and_goes_on_to_its_sibling(page):
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_a_browser_finds_episodes_over_all_steps(page):
     script = """
-    const all = selector => [...document.querySelectorAll(selector)];
     const choose = (name, value) => {
       const select = document.querySelector(`select.${name}`);
       select.value = value;

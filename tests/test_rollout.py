@@ -39,12 +39,14 @@ def turns(*said, report="I saw a cat."):
     return reply
 
 
-def play(renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, engine=None, k=4, step=0, **cfg) -> list[Episode]:
+def play(
+    renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, engine=None, videos=None, k=4, step=0, **cfg
+) -> list[Episode]:
     """Episodes of agents that say what `reply` returns. `cfg`: settings of RolloutConfig."""
-    common = {"engine": engine or Scripted(renderer, reply, latency), "renderer": renderer, "videos": MemoryVideos()}
+    common = {"engine": engine or Scripted(renderer, reply, latency), "videos": videos or MemoryVideos()}
     settings = RolloutConfig(**{"max_context": 100_000, **cfg})
     ks = [k] * len(tasks)
-    groups = rollout(tasks, ks, group_size, cfg=settings, step=step, progress=False, **common)
+    groups = rollout(tasks, ks, group_size, cfg=settings, step=step, progress=False, renderer=renderer, **common)
     return [episode for group in groups for episode in group.episodes]
 
 
@@ -84,10 +86,10 @@ def test_the_trainer_reads_exactly_what_the_engine_was_asked_and_what_it_said(re
     engine = Scripted(renderer, said)
     [episode] = play(renderer, None, engine=engine)
     main = episode.main
-    asked = sorted((ids for ids, _ in engine.asked if not is_subagent(renderer.decode(ids))), key=len)
+    asked = sorted((request.ids for request in engine.asked if not is_subagent(request.prompt)), key=len)
     assert len(asked) == 2 == len(main.turns)
     for ids, (start, end) in zip(asked, main.turns):
-        assert tuple(main.ids[: len(ids)]) == ids
+        assert main.ids[: len(ids)] == ids
         assert main.mask[start : len(ids)] == [0] * (len(ids) - start) and all(main.mask[len(ids) : end])
     for agent in episode.trajectories:
         check_trajectory(agent, renderer)
@@ -158,13 +160,6 @@ def test_the_forced_opening_is_in_every_turn_and_is_never_learned(renderer, thin
 def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(renderer):
     """Past mutants: one seed for all turns, siblings or steps; sub-agents at the main agent's temperature."""
     engine = Scripted(renderer, turns("x</think>" + call() + call(20, 40) + END, "y</think>" + END))
-    plain, noted = engine.generate, []
-
-    def generate(ids, frames, **settings):
-        noted.append((is_subagent(renderer.decode(ids)), settings))
-        return plain(ids, frames, **settings)
-
-    engine.generate = generate
     limits = {"temperature": 0.7, "max_new_tokens": 500, "subagents": SubagentConfig(max_new_tokens=9, temperature=0.3)}
     for step in range(2):
         episodes = play(renderer, None, engine=engine, tasks=tasks_named(2), group_size=2, step=step, **limits)
@@ -172,8 +167,8 @@ def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(render
     one, other = (episode.main for episode in episodes[:2])
     assert one.ids[: one.prompt_length] == other.ids[: other.prompt_length]
     assert one.frames[0].pixels is other.frames[0].pixels
-    assert len(noted) == 2 * 4 * 4 == len({settings["seed"] for _, settings in noted})
-    found = {(sub, settings["temperature"], settings["max_new_tokens"]) for sub, settings in noted}
+    assert len(engine.asked) == 2 * 4 * 4 == len({request.seed for request in engine.asked})
+    found = {(is_subagent(request.prompt), request.temperature, request.max_new_tokens) for request in engine.asked}
     assert found == {(False, 0.7, 500), (True, 0.3, 9)}
 
 
@@ -244,7 +239,7 @@ def test_after_the_last_round_calls_are_not_run(renderer):
     engine = Scripted(renderer, turns("x</think>" + call() + END))
     [episode] = play(renderer, None, engine=engine, max_turns=3)
     assert len(episode.main.turns) == 4 and len(episode.calls) == 3
-    assert sum(is_subagent(renderer.decode(ids)) for ids, _ in engine.asked) == 3
+    assert sum(is_subagent(request.prompt) for request in engine.asked) == 3
     told = [NO_CALLS_LEFT in turn for turn in user_turns(episode, renderer)]
     assert told == [False, False, False, True]
 
@@ -260,8 +255,6 @@ def test_a_turn_that_is_cut_off_ends_the_episode_and_no_trajectory_outgrows_the_
     [episode] = play(renderer, turns("x</think>" + "<tool_call>" * 300 + END), max_context=1200)
     assert len(episode.main.ids) <= 1200 and episode.main.finish == "length"
     assert len(episode.calls) == len(re.findall("<tool_response>", text_of(episode, renderer)))
-    [episode] = play(renderer, turns("x</think>" + END), max_context=20)
-    assert "max_context = 20" in episode.error
 
 
 def test_sequential_dispatch_runs_one_call_per_turn_with_the_same_budget(renderer):
@@ -282,10 +275,7 @@ def test_without_tools_there_is_no_schema_and_one_turn(renderer):
     assert len(episode.main.turns) == 1 and episode.calls == []
 
 
-@pytest.mark.parametrize(
-    "frames, k, shares",
-    [([900, 30, 3], 64, [31, 30, 3]), ([9, 9, 9], 8, [3, 3, 2]), ([5, 2], 64, [5, 2]), ([9, 9, 9], 2, [1, 1, 1])],
-)
+@pytest.mark.parametrize("frames, k, shares", [([900, 30, 3], 64, [31, 30, 3]), ([5, 2], 64, [5, 2])])
 def test_what_a_short_video_cannot_fill_of_the_overview_the_others_get(frames, k, shares):
     class Videos(MemoryVideos):
         def info(self, path):

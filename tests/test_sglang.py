@@ -37,18 +37,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint.build(tmp_path_factory.mktemp("tiny"), initializer_range=0.1)
-
-
-@pytest.fixture(scope="module")
 def other(tmp_path_factory):
     return tiny_checkpoint.build(tmp_path_factory.mktemp("other"), seed=1, initializer_range=0.1)
-
-
-@pytest.fixture(scope="module")
-def renderer(checkpoint):
-    return tiny_checkpoint.renderer(checkpoint)
 
 
 @pytest.fixture(scope="module")

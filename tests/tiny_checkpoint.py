@@ -4,6 +4,7 @@ import json
 import threading
 import time
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -63,21 +64,41 @@ class MemoryVideos:
         return self.frames(path, window_indices(self.times, start, end, fps, max_frames), size_rule(*self.size))
 
 
+@dataclass
+class Request:
+    """A call of a scripted engine's `generate`."""
+
+    ids: list[int]
+    prompt: str  # their text
+    frames: list[Frames]
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+
 class Scripted:
-    """An engine that says what `reply` returns (text, or ids): `reply(prompt_text, seed)`. It keeps what it was asked."""
+    """An engine that says what `reply` returns (text, or ids): `reply(prompt_text, seed)`. It keeps what it was asked, and
+    minds that its weights do not change meanwhile."""
 
     version = 0
 
     def __init__(self, renderer: Renderer, reply, latency: float = 0.0):
         self.renderer, self.reply, self.latency = renderer, reply, latency
-        self.asked, self.expected, self.least_expected = [], 0, 0
+        self.asked: list[Request] = []
+        self.busy, self.expected, self.least_expected = 0, 0, 0
         self._lock = threading.Lock()
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
+        request = Request(list(ids), self.renderer.decode(ids), list(frames), max_new_tokens, temperature, seed)
         with self._lock:
-            self.asked.append((tuple(ids), seed))
-        time.sleep(self.latency)
-        said = self.reply(self.renderer.decode(ids), seed)
+            self.asked.append(request)
+            self.busy += 1
+        try:
+            time.sleep(self.latency)
+            said = self.reply(request.prompt, seed)
+        finally:
+            with self._lock:
+                self.busy -= 1
         said = self.renderer.tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else list(said)
         ends = [i for i, token in enumerate(said) if token in stop]
         said = said[: ends[0] + 1] if ends else said
@@ -91,6 +112,7 @@ class Scripted:
             self.least_expected = min(self.least_expected, self.expected)
 
     def update_weights(self, path, version) -> None:
+        assert not self.busy
         self.version = version
 
     def close(self) -> None:
