@@ -10,8 +10,9 @@ RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: 
 it, the score (and under `lenient` both, as the splits' own scorers read), the calls with their windows, turns, tokens,
 seconds, and the error if there was one. Its first line holds the settings that shape a result: weights, prompts,
 contract, data. A file made under other settings is refused, unless nothing in it was answered. Items that ended in an
-error count as wrong, and the next call asks them again (its line then counts). `limit=2` tries a config on two items of each split, and needs
-no other videos; a larger limit goes on from there. A run in which all items of a split failed ends with exit status 1.
+error count as wrong, and the next call asks them again (its line then counts). `limit=2` tries a config on two items of
+each split, and needs no other videos; a larger limit goes on from there. A run in which all items of a split failed ends
+with exit status 1.
 
 With `transcripts`, RUN/episodes has a file of that name with the whole episodes:
 `python -m study.report FILE --model CHECKPOINT` shows them.

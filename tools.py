@@ -6,7 +6,8 @@
     TOOLS["crop_video"].schema                 # what the chat template shows the model
 
 A `Tool` is a schema and a function. Frames that it returns go to a sub-agent, whose report the main agent reads (or, with
-`tool_return: frames`, to the main agent itself). A str is read as it is, a ToolError is read as an error. docs/add_a_tool.md adds one.
+`tool_return: frames`, to the main agent itself). A str is read as it is, a ToolError is read as an error.
+docs/add_a_tool.md adds one.
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
 `<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`, which is read as well (as literals, never evaluated).

@@ -17,7 +17,8 @@ of the keys anew.
 Deliberately missing: requests that join a running batch, paged keys (each token copies all of them), tensor parallelism,
 and a CUDA stream of its own: on one GPU, sampling and training take turns whatever `staleness` says.
 
-Shapes: B rows, N tokens of the packed prompts, L keys of the longest row, H hidden, V vocabulary, M visual tokens, D DeepStack levels.
+Shapes: B rows, N tokens of the packed prompts, L keys of the longest row, H hidden, V vocabulary, M visual tokens,
+D DeepStack levels.
 """
 
 import atexit

@@ -204,7 +204,7 @@ def frames_flash_attention(
 
 
 def embed_by_matmul(vision) -> None:
-    """Patches come flattened, so their convolution is a matrix product; Conv3d is several times slower."""
+    """Have the tower embed patches by a matrix product: they come flattened, and Conv3d is several times slower."""
     embed = vision.patch_embed
     embed.forward = lambda x: F.linear(x.to(embed.proj.weight.dtype), embed.proj.weight.flatten(1), embed.proj.bias)
 
