@@ -119,8 +119,8 @@ def train(cfg: SFTConfig, source: Path, renderer: Renderer) -> None:
         batches = Batches(cfg.data, cfg, videos, renderer)
         held_out = []
         if cfg.val:
-            rows = min(cfg.batch_rows, len(Dataset(cfg.val, parse_dialogue)))
-            held_out = Batches(cfg.val, replace(cfg, batch_rows=rows), videos, renderer).make(0)
+            val = Batches(cfg.val, cfg, videos, renderer)
+            held_out = val.make(0, min(cfg.batch_rows, len(val.dataset)))  # each row once
 
         upcoming = ahead.submit(batches.make, done)
         for step in range(done, cfg.steps):
@@ -219,9 +219,9 @@ class Batches:
         self.cfg, self.videos, self.renderer = cfg, videos, renderer
         self.schemas = [TOOLS[name].schema for name in cfg.tools]
 
-    def make(self, step: int) -> list[MicroBatch]:
+    def make(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """Read this rank's share of a step's rows and pack it. Rows that cannot be used are counted and left out."""
-        dialogues = [d for d, *_ in self.dataset.batch(step, self.cfg.batch_rows, rank(), world_size())]
+        dialogues = [d for d, *_ in self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())]
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
             encoded = list(readers.map(self.encode, dialogues))
         rows = []

@@ -199,7 +199,7 @@ def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch):
     """Past bug: a batch was filled with the same few rows again."""
     few, batches, make = tmp_path / "few.parquet", [], sft.Batches.make
     pq.write_table(pq.read_table(toy_dir / "sft_val.parquet").slice(0, 3), few)
-    monkeypatch.setattr(sft.Batches, "make", lambda own, step: batches.append(make(own, step)) or batches[-1])
+    monkeypatch.setattr(sft.Batches, "make", lambda *which: batches.append(make(*which)) or batches[-1])
     train(tmp_path / "run.yaml", toy_dir, val={"sources": [{"path": str(few)}], "video_root": str(toy_dir)}, steps=1)
     assert [sum(len(micro.bundles) for micro in batch) for batch in batches] == [3, 4]
 
