@@ -21,8 +21,7 @@ from transformers import AutoConfig, Qwen3VLConfig
 
 from runtime.checks import on_the_hub
 from runtime.distributed import checkpoint_dir
-from runtime.policy import empty
-from runtime.settings import PolicyConfig
+from runtime.policy import PolicyConfig, empty
 
 GIB = 1 << 30
 

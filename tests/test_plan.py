@@ -21,8 +21,7 @@ from runtime.plan import (
     plan_updates,
     shapes,
 )
-from runtime.policy import load
-from runtime.settings import PolicyConfig
+from runtime.policy import PolicyConfig, load
 
 EIGHT = PolicyConfig("Qwen/Qwen3-VL-8B-Instruct")
 
