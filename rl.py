@@ -56,7 +56,7 @@ from runtime.distributed import (
 )
 from runtime.doctor import self_check
 from runtime.engine import Engine, EngineError
-from runtime.plan import Plan, PlanError, check_disk, engine_load, plan_engine, plan_updates, utilisation
+from runtime.plan import PlanError, check_disk, plan_rl, utilisation
 from runtime.policy import Policy, PolicyConfig, load, make_optimizer, optimizer_step
 from runtime.video import Videos
 from tools import TOOLS
@@ -438,12 +438,7 @@ def evaluate(
 
 def check_memory(cfg: RLConfig) -> None:
     """Print the plan of trainer and engine; PlanError if they do not fit."""
-    plans = [plan_updates(cfg, cfg.gpus)]
-    if cfg.rollout.gpus:
-        plans.append(plan_engine(cfg.policy, len(cfg.rollout.gpus), *engine_load(cfg)))
-    if set(cfg.rollout.gpus) & set(range(cfg.gpus)):
-        plans = [Plan("training and engine on the same GPU", [row for plan in plans for row in plan.rows])]
-    for plan in plans:
+    for plan in plan_rl(cfg):
         print0(plan.table(cfg.gpu_gib))
         plan.check(cfg.gpu_gib)
 
