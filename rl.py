@@ -15,15 +15,51 @@ first batch by the newest weights; with `staleness: 0` it is the uninterrupted r
 Deliberately missing: batches that are more than one update old, trainers that come and go.
 """
 
-import os
+import math
 import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
-from rewards import RewardConfig
-from rollout import RolloutConfig
+import numpy as np
+import torch
+
+from data import CALL_ERRORS, Group, Task, draw_frames, parse_task
+from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
+from rewards import RewardConfig, give_rewards
+from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime import config
-from runtime.settings import GRPOConfig, PolicyConfig, RunConfig, refuse_below_1
+from runtime.checks import RunConfig, check_bad_steps, check_servers, open_run
+from runtime.config import refuse_below_1
+from runtime.contract import ContractError, Renderer
+from runtime.dataset import DataError, Dataset, check_rows
+from runtime.distributed import (
+    barrier,
+    device,
+    export,
+    gather,
+    init_distributed,
+    load_state,
+    mean_over_ranks,
+    peak_memory,
+    print0,
+    rank,
+    save_state,
+    snapshot_folder,
+    sum_over_ranks,
+    world_size,
+)
+from runtime.doctor import self_check
+from runtime.engine import Engine, EngineError
+from runtime.plan import PlanError, check_disk, plan_rl, utilisation
+from runtime.policy import Policy, PolicyConfig, load, make_optimizer, optimizer_step
+from runtime.video import Videos
+from tools import TOOLS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,51 +106,6 @@ class RLConfig(RunConfig, GRPOConfig):
     def choices_of_k(self) -> tuple[int, ...]:
         return self.gating or (self.visual.overview_frames,)
 
-
-if __name__ == "__main__":  # --help and a bad YAML are answered before the imports below, which take seconds
-    cfg, args = config.command_line(RLConfig, __doc__)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no two micro-batches have the same length
-
-import math
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
-
-import numpy as np
-import torch
-
-from data import CALL_ERRORS, Group, Task, draw_frames, parse_task
-from grpo import Lesson, bundles, lessons_loss, make_lessons, micro_batches
-from rewards import give_rewards
-from rollout import keep_episodes, open_engine, rollout
-from runtime.checks import check_bad_steps, check_servers, open_run
-from runtime.contract import ContractError, Renderer
-from runtime.dataset import DataError, Dataset, check_rows
-from runtime.distributed import (
-    barrier,
-    device,
-    export,
-    gather,
-    init_distributed,
-    load_state,
-    mean_over_ranks,
-    peak_memory,
-    print0,
-    rank,
-    save_state,
-    snapshot_folder,
-    sum_over_ranks,
-    world_size,
-)
-from runtime.doctor import self_check
-from runtime.engine import Engine, EngineError
-from runtime.plan import Plan, PlanError, check_disk, engine_load, plan_engine, plan_updates, utilisation
-from runtime.policy import Policy, load, make_optimizer, optimizer_step
-from runtime.video import Videos
-from tools import TOOLS
 
 SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "gap", "grad_norm", "seconds")
 
@@ -447,12 +438,7 @@ def evaluate(
 
 def check_memory(cfg: RLConfig) -> None:
     """Print the plan of trainer and engine; PlanError if they do not fit."""
-    plans = [plan_updates(cfg, cfg.gpus)]
-    if cfg.rollout.gpus:
-        plans.append(plan_engine(cfg.policy, len(cfg.rollout.gpus), *engine_load(cfg)))
-    if set(cfg.rollout.gpus) & set(range(cfg.gpus)):
-        plans = [Plan("training and engine on the same GPU", [row for plan in plans for row in plan.rows])]
-    for plan in plans:
+    for plan in plan_rl(cfg):
         print0(plan.table(cfg.gpu_gib))
         plan.check(cfg.gpu_gib)
 
@@ -478,5 +464,6 @@ def dry_run(cfg: RLConfig) -> int:
 
 
 if __name__ == "__main__":
+    cfg, args = config.command_line(RLConfig, __doc__)
     user_errors = (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError, PlanError)
     config.run_script(dry_run if args.dry_run else main, cfg, FloatingPointError, *user_errors)

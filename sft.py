@@ -15,13 +15,39 @@ so neither packing, nor the number of micro-batches, nor the number of ranks cha
 Deliberately missing: gradient accumulation as a knob (it is what packing leaves over), loss on prompts, early stopping.
 """
 
-import os
+import math
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import numpy as np
+import torch
+
+from data import Dialogue, encode_dialogue, parse_dialogue
 from rewards import TAG
 from runtime import config
-from runtime.settings import OptimConfig, RunConfig, refuse_below_1
+from runtime.checks import RunConfig, check_bad_steps, open_run
+from runtime.config import refuse_below_1
+from runtime.contract import Bundle, ContractError, Renderer
+from runtime.dataset import DataConfig, DataError, Dataset, RowError, check_rows
+from runtime.distributed import (
+    export,
+    gather,
+    init_distributed,
+    load_state,
+    peak_memory,
+    print0,
+    rank,
+    save_state,
+    sum_over_ranks,
+    world_size,
+)
+from runtime.packing import best_fit
+from runtime.plan import PlanError, check_disk, plan_training, utilisation
+from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
+from runtime.video import VideoError, Videos
 from tools import TOOLS
 
 # What a character of the assistant's text is, by the first group of these; all others are prose.
@@ -57,39 +83,6 @@ class SFTConfig(RunConfig):
         if unknown := set(self.kind_weights) - set(KINDS):
             raise ValueError(f"kind_weights = {sorted(unknown)}: no kinds of token; there are {', '.join(KINDS)}")
 
-
-if __name__ == "__main__":  # --help and a bad YAML are answered before the imports below, which take seconds
-    cfg, args = config.command_line(SFTConfig, __doc__)
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # no two micro-batches have the same length
-
-import math
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-import numpy as np
-import torch
-
-from data import Dialogue, encode_dialogue, parse_dialogue
-from runtime.checks import check_bad_steps, open_run
-from runtime.contract import Bundle, ContractError, Renderer
-from runtime.dataset import DataConfig, DataError, Dataset, RowError, check_rows
-from runtime.distributed import (
-    export,
-    gather,
-    init_distributed,
-    load_state,
-    peak_memory,
-    print0,
-    rank,
-    save_state,
-    sum_over_ranks,
-    world_size,
-)
-from runtime.packing import best_fit
-from runtime.plan import PlanError, check_disk, plan_training, utilisation
-from runtime.policy import Policy, load, make_optimizer, optimizer_step
-from runtime.video import VideoError, Videos
 
 SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr", "tokens_per_second", "seconds")
 
@@ -304,5 +297,6 @@ def dry_run(cfg: SFTConfig) -> int:
 
 
 if __name__ == "__main__":
+    cfg, args = config.command_line(SFTConfig, __doc__)
     user_errors = (config.ConfigError, ContractError, DataError, FileNotFoundError, PlanError)
     config.run_script(dry_run if args.dry_run else main, cfg, FloatingPointError, *user_errors)

@@ -7,17 +7,22 @@ only a run can show, by doctor.self_check.
 import contextlib
 import dataclasses
 import fcntl
+import importlib.util
 import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from runtime.config import ConfigError, build, read_tree
-from runtime.contract import Renderer, load_tokenizer
-from runtime.dataset import check_rows
-from runtime.settings import RunConfig
+import torch
+
+from runtime.config import ConfigError, build, read_tree, refuse_below_1
+from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.dataset import DataConfig, check_rows
+from runtime.distributed import checkpoint_dir, rank, rank0_first
+from runtime.policy import OptimConfig, PolicyConfig, dtype_of
 
 MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 
@@ -36,13 +41,44 @@ MAY_CHANGE = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What every training run says, SFT and RL."""
+
+    run: str
+    """Folder of everything the run leaves. If it holds states of this run, the newest is where it goes on."""
+    policy: PolicyConfig
+    """Where the policy starts; in RL, the reference of the KL is the same checkpoint."""
+    data: DataConfig
+    val: DataConfig | None = None
+    """Held-out rows, for a look every `eval_every` steps and at the end."""
+    visual: VisualContract = VisualContract()
+    optim: OptimConfig = OptimConfig()
+    steps: int
+    eval_every: int = 10
+    save_every: int = 10
+    keep: int = 2
+    """Complete training states that stay on disk."""
+    decoders: int = 2
+    """Video decoder processes per rank."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Who gets the figures of metrics.jsonl, too; each needs its library."""
+    gpus: int = 8
+    """Training GPUs that --dry-run plans for; torchrun decides how many there are ..."""
+    gpu_gib: float = 80.0
+    """... and the machine, how much memory each has."""
+
+    def __post_init__(self):
+        refuse_below_1(self, "steps", "eval_every", "save_every", "keep")
+        for name in self.report_to:
+            if importlib.util.find_spec(name) is None:
+                raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
+
+
 @contextlib.contextmanager
 def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], None]) -> Iterator[tuple[Path, Renderer]]:
     """Refuse what a training run could not start from; then hold its folder, and give its checkpoint's folder and renderer.
     `check_hardware` is the script's own check of GPUs, memory and disk. Rank 0 looks first, and speaks for all."""
-    from runtime.distributed import rank, rank0_first  # torch
-    from runtime.policy import dtype_of
-
     with contextlib.ExitStack() as until_it_ends:
 
         def inspect() -> tuple[Path, Renderer]:
@@ -135,8 +171,6 @@ def find_checkpoint(name: str | Path, served: bool = False, only: Sequence[str] 
                 f"{name}: neither a folder nor a model on the hub; a training leaves its checkpoint in RUN/model when "
                 "it is done"
             )
-        from runtime.distributed import checkpoint_dir  # torch
-
         folder = checkpoint_dir(name, only)
     if (folder / "config.yaml").exists() and (folder / "metrics.jsonl").exists():
         raise ConfigError(f"{folder} is the folder of a training; its checkpoint is {folder / 'model'}")
@@ -170,8 +204,6 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
     """Refuse servers that cannot be started on the GPUs of a RolloutConfig beside so many training ranks, or that do not
     run at its URLs."""
     if cfg.gpus:
-        import torch
-
         shared = sorted(set(cfg.gpus) & set(range(ranks)))
         if shared and not any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args):
             raise ConfigError(

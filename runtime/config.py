@@ -152,6 +152,13 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     raise ConfigError(f"{key} = {value!r}: must be {hint.__name__}, not {type(value).__name__}")
 
 
+def refuse_below_1(cfg: Any, *names: str) -> None:
+    """Refuse a count that would leave nothing to do; for a dataclass's __post_init__."""
+    for name in names:
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name} = {getattr(cfg, name)}: must be at least 1")
+
+
 def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     """Read `SCRIPT CONFIG [key.sub=value ...] [--dry-run]`; a bad config ends the program with its message."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -161,10 +168,17 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     if os.environ.get("RANK", "0") != "0":
         parser.error = leave
     args = parser.parse_intermixed_args()
+    expandable_segments()
     try:
         return load(cls, args.config, args.overrides), args
     except ConfigError as error:
         leave(f"config error: {error}")
+
+
+def expandable_segments() -> None:
+    """Have CUDA's allocator extend its segments: no two micro-batches have the same length, so those of a fixed size leave
+    gaps. torch reads this at its first use of the allocator, not when it is imported."""
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:

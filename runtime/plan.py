@@ -4,10 +4,7 @@
     print(plan.table(gpu_gib=80))       # a row per use of memory, the sum, and a warning if that is more than the card has
     plan.check(gpu_gib=80)              # PlanError only where it cannot fit whatever the length of the micro-batches
 
-The sums are estimates for FSDP2 with bf16 computation and fp32 master weights, as `policy.load` builds it. Where there is
-a GPU, its own memory counts, not `gpu_gib`.
-
-Deliberately missing: step times. configs/paragrpo_8b.yaml has the arithmetic of the 8B's.
+Estimates for FSDP2 with bf16 computation and fp32 master weights. Where there is a GPU, its memory counts, not `gpu_gib`.
 """
 
 import functools
@@ -17,34 +14,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoConfig, Qwen3VLConfig
 
 from runtime.checks import on_the_hub
 from runtime.distributed import checkpoint_dir
-from runtime.policy import empty
-from runtime.settings import PolicyConfig
+from runtime.policy import Policy, PolicyConfig, empty
 
 GIB = 1 << 30
+# Dense bf16 TFLOPS of a GPU, by a part of the name that CUDA gives it.
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
 
 _LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
 _SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
-_ROPE = {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 
 
 def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: dict, tied: bool) -> dict:
     """Return Qwen3VLConfig's arguments for one size of the family."""
-    text = {
-        "vocab_size": 151936,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_parameters": _ROPE,
-    }
+    text = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+    rope = {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
     vision = tower | {"num_heads": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}
-    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+    return {"text_config": text | {"rope_parameters": rope}, "vision_config": vision, "tie_word_embeddings": tied}
 
 
 # Checkpoints that --dry-run knows without their config.json.
@@ -52,8 +43,6 @@ PUBLISHED = {
     "Qwen/Qwen3-VL-8B-Instruct": _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False),
     "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
 }
-# Dense bf16 TFLOPS of a GPU, by a part of the name that CUDA gives it.
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
 
 
 class PlanError(ValueError):
@@ -61,94 +50,35 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Shapes:
-    """What the sums need of a model: parameters by part, and its text and vision configs."""
-
-    text: object
-    vision: object
-    parameters: int
-    trained: int
-    layer: int  # one text block
-    root: int  # trained, but in no block: embeddings, head, norm; the vision tower's ends where it trains
-
-    @property
-    def frozen(self) -> int:
-        return self.parameters - self.trained
-
-
-def model_config(cfg: PolicyConfig) -> Qwen3VLConfig:
-    """Read the checkpoint's sizes; before it is trained, those of the family that the config names."""
-    names = [cfg.checkpoint, cfg.family]
-    if on_the_hub(cfg.checkpoint) and cfg.checkpoint not in PUBLISHED:  # its family may be another one's: ask the hub
-        names = [checkpoint_dir(cfg.checkpoint, only=["config.json"])]
-    for name in names:
-        if name and (Path(name) / "config.json").exists():
-            return AutoConfig.from_pretrained(name)
-        if name in PUBLISHED:
-            return Qwen3VLConfig(**PUBLISHED[name])
-    raise PlanError(
-        f"{cfg.checkpoint}: the plan needs its config.json, or policy.family set to one of {', '.join(PUBLISHED)}"
-    )
-
-
-@functools.cache
-def shapes(cfg: PolicyConfig) -> Shapes:
-    """Count on the meta device."""
-    config = model_config(cfg)
-    policy = empty(config, cfg)
-
-    def count(module, trained_only=False):
-        return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained_only)
-
-    trained = count(policy, trained_only=True)
-    blocks = count(policy.text.layers)
-    if not policy.vision_frozen:
-        blocks += count(policy.vision.blocks)
-    layer = count(policy.text.layers[0])
-    return Shapes(config.text_config, config.vision_config, count(policy), trained, layer, trained - blocks)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One use of memory, for one GPU."""
-
-    what: str
-    bytes: float
-    knob: str = ""  # what makes it smaller
-    held: bool = False  # from the first step to the last, whatever the micro-batches: weights and the optimizer's state
-
-
-@dataclass(frozen=True)
 class Plan:
-    """Where the memory of one GPU goes at its fullest moment."""
+    """Where the memory of one GPU goes at its fullest moment: bytes by use."""
 
     title: str
-    rows: list[Row]
+    held: dict[str, float]  # weights and the optimizer's state, whatever the micro-batches
+    used: dict[str, float]  # the rest
 
     @property
     def gib(self) -> float:
-        return sum(row.bytes for row in self.rows) / GIB
+        return sum((self.held | self.used).values()) / GIB
 
     def table(self, gpu_gib: float) -> str:
-        """Return the rows and their sum; where it is more than the card has, also a warning."""
+        """Return the uses and their sum; where it is more than the card has, also a warning."""
         card = card_gib(gpu_gib)
         lines = [self.title]
-        for row in self.rows:
-            lines.append(f"  {row.what:<58}{row.bytes / GIB:>8.1f} GiB")
+        for what, bytes_of_it in (self.held | self.used).items():
+            lines.append(f"  {what:<58}{bytes_of_it / GIB:>8.1f} GiB")
         lines.append(f"  {'sum':<58}{self.gib:>8.1f} GiB of {card:.4g}")
         if self.gib > card:
-            lines.append(f"  WARNING: may run out of memory. What helps most: {knobs(self.rows)}")
+            lines.append("  WARNING: may run out of memory; see which rows are the largest")
         return "\n".join(lines)
 
     def check(self, gpu_gib: float) -> None:
         """Refuse what is impossible: weights and optimizer state alone are larger than the card."""
-        card = card_gib(gpu_gib)
-        held = [row for row in self.rows if row.held]
-        gib = sum(row.bytes for row in held) / GIB
-        if gib > card:
+        card, held = card_gib(gpu_gib), sum(self.held.values()) / GIB
+        if held > card:
             raise PlanError(
-                f"{self.title}: weights and optimizer state, {gib:.1f} GiB, do not fit into {card:.4g} GiB. "
-                f"What helps most: {knobs(held)}"
+                f"{self.title}: weights and optimizer state, {held:.1f} GiB, do not fit into {card:.4g} GiB; "
+                "take more GPUs, or a smaller model"
             )
 
 
@@ -159,100 +89,106 @@ def card_gib(gpu_gib: float) -> float:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
 
 
-def knobs(rows: list[Row]) -> str:
-    """Name what makes the three largest rows smaller."""
-    turnable = [row for row in rows if row.knob]
-    turnable.sort(key=lambda row: -row.bytes)
-    return "; ".join(f"{row.knob} ({row.what}: {row.bytes / GIB:.1f} GiB)" for row in turnable[:3])
+@functools.cache
+def meta_policy(cfg: PolicyConfig) -> Policy:
+    """Build the policy without memory: in the sizes of its checkpoint or, before that is trained, of its family."""
+    for name in (cfg.checkpoint, cfg.family):
+        if name in PUBLISHED:
+            return empty(Qwen3VLConfig(**PUBLISHED[name]), cfg)
+        if on_the_hub(name):
+            name = checkpoint_dir(name, only=["config.json"])
+        if (Path(name) / "config.json").exists():
+            return empty(AutoConfig.from_pretrained(name), cfg)
+    known = ", ".join(PUBLISHED)
+    raise PlanError(f"{cfg.checkpoint}: the plan needs its config.json, or policy.family set to one of {known}")
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def count_trained(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def block_bytes(text: Qwen3VLConfig) -> int:
+    """Count what one text block keeps of one token for its backward pass, in bf16 with fp32 norms."""
+    q, kv = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
+    # 16 H: two norms and their inputs. q and kv: head norms, rotary, attention; the prompt's keys are repeated for its
+    # suffixes, here taken as 4 copies. 8 I: gate, its activation, up, and their product.
+    return 16 * text.hidden_size + 12 * q + (10 + 4 * 4) * kv + 8 * text.intermediate_size
 
 
 def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int = 0, reference: bool = False) -> Plan:
     """Plan a training GPU of `gpus`, at micro-batches of `tokens`, of which `visual_tokens` come from frames."""
-    s = shapes(cfg)
-    layers, hidden, block = s.text.num_hidden_layers, s.text.hidden_size, block_bytes(s.text)
-    fewer = "more GPUs" if s.frozen else "more GPUs, or policy.freeze = [vision]"
-    shorter = "fewer tokens per micro-batch"
+    policy = meta_policy(cfg)
+    text, trained, block = policy.text.config, count_trained(policy), block_bytes(policy.text.config)
+    layers, head = text.num_hidden_layers, text.vocab_size * text.hidden_size
 
     # held from the first step to the last
-    rows = [
-        Row("master weights, fp32, sharded", 4 * s.trained / gpus, fewer, held=True),
-        Row("gradients, fp32, sharded", 4 * s.trained / gpus, fewer, held=True),
-        Row("AdamW's two moments, fp32, sharded", 8 * s.trained / gpus, fewer, held=True),
-    ]
-    if s.frozen:
-        rows.append(Row("frozen vision tower, bf16, whole", 2 * s.frozen, held=True))
+    held = {"weights, gradients, AdamW's two moments: fp32, sharded": 16 * trained / gpus}
+    if policy.vision_frozen:
+        held["frozen vision tower, bf16, whole"] = 2 * (count(policy) - trained)
     if reference:
-        rows.append(Row("reference policy, bf16", 2 * s.trained / gpus, "kl = 0, or more GPUs", held=True))
+        held["reference policy, bf16, sharded (none if kl_coef = 0)"] = 2 * trained / gpus
 
     # kept from the forward pass to the backward pass
-    rows.append(Row("embeddings and head: bf16 weights and gradients, whole", 4 * s.root))
+    used = {"embeddings and head, bf16, whole": 2 * (trained - count_trained(policy.text.layers))}
     if cfg.activation_checkpointing:
-        rows.append(Row(f"inputs of {layers} blocks at {tokens} tokens", 2 * hidden * layers * tokens, shorter))
+        used[f"inputs of {layers} blocks at {tokens} tokens"] = 2 * text.hidden_size * layers * tokens
     else:
-        recompute = "policy.activation_checkpointing = true"
-        rows.append(Row(f"activations of {layers} blocks at {tokens} tokens", block * layers * tokens, recompute))
-    features = 2 * (1 + len(s.vision.deepstack_visual_indexes)) * hidden * visual_tokens
-    rows.append(Row("embeddings, final norm and visual features", 16 * hidden * tokens + features, shorter))
+        used[f"activations of {layers} blocks at {tokens} tokens"] = block * layers * tokens
+    levels = 1 + len(policy.vision.config.deepstack_visual_indexes)
+    used["visual features"] = 2 * levels * text.hidden_size * visual_tokens
 
-    # One after the other: only the larger of these two counts. (The frozen tower's moment is smaller.)
-    # A block in its backward pass: two gathered, one gradient in bf16 and one in fp32, what it computes again.
-    again = 1.5 * block * tokens if cfg.activation_checkpointing else 0
-    backward = Row("at the fullest moment: a block in its backward pass", 10 * s.layer + again, shorter)
-    # Logits: bf16 and fp32, the scaled copy, their exponentials and their gradients. The head's gradient: a chunk's in
-    # bf16, the sum in fp32.
-    chunk = 22 * min(cfg.logit_chunk, tokens) * s.text.vocab_size + 6 * s.text.vocab_size * hidden
-    logits = Row(f"at the fullest moment: logits of {cfg.logit_chunk} targets", chunk, "a smaller policy.logit_chunk")
-    rows.append(max(backward, logits, key=lambda row: row.bytes))
+    # One after the other: only the larger of these two counts. The first is a block in its backward pass: two gathered,
+    # one gradient in bf16 and one in fp32, what it computes again; and the head's gradient, which waits for the end.
+    backward = 10 * count(policy.text.layers[0]) + block * tokens + 2 * head
+    # The second: logits in fp32, their exponentials, the gradients of both; and the head's gradient in fp32.
+    logits = 16 * min(cfg.logit_chunk, tokens) * text.vocab_size + 4 * head
+    used["at the fullest moment: a block's backward pass, or logits"] = max(backward, logits)
 
-    # A guess until a GPU was seen: CUDA, NCCL and cuBLAS hold about 3 GiB that PyTorch's allocator does not count; 5 % of
-    # what it counts lies between tensors of different lengths.
-    used = sum(row.bytes for row in rows)
-    rows.append(Row("overhead: CUDA, NCCL, cuBLAS, and 5 % between tensors", 3 * GIB + 0.05 * used))
-    return Plan(f"training, each of {gpus} GPUs", rows)
+    # A guess until a GPU was seen: CUDA, NCCL and cuBLAS hold about 3 GiB that PyTorch's allocator does not count, kernels
+    # 1 GiB that it counts; and 5 % of what it counts lies between tensors of different lengths.
+    used["overhead: CUDA, NCCL, kernels, and 5 % between tensors"] = 4 * GIB + 0.05 * sum((held | used).values())
+    return Plan(f"training, each of {gpus} GPUs", held, used)
 
 
-def plan_updates(cfg, gpus: int) -> Plan:
-    """Plan an RLConfig's training: a micro-batch full of frames, or one episode that fills its context; and the engine,
-    where the ranks sample for themselves."""
-    longest = max(cfg.train_tokens, cfg.rollout.max_context)
-    plan = plan_training(cfg.policy, gpus, longest, cfg.train_tokens, reference=cfg.kl_coef > 0)
-    if not cfg.rollout.gpus and not cfg.rollout.urls:
-        s = shapes(cfg.policy)
-        cache = cfg.rollout.max_batch_tokens * kv_bytes_per_token(s.text)
-        plan.rows.append(Row("weights of the engine in this process", 2 * s.parameters, "rollout.gpus", held=True))
-        plan.rows.append(Row("its KV cache", cache, "fewer rollout.max_batch_tokens"))
+def plan_rl(cfg) -> list[Plan]:
+    """Plan an RLConfig's GPUs: those that train and, where they are others, those that sample."""
+    rollout, policy = cfg.rollout, meta_policy(cfg.policy)
+    text, weights = policy.text.config, 2 * count(policy)  # bf16
+    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim  # bytes of a token's keys and values
+    # A micro-batch full of frames, or one episode that fills its context.
+    longest = max(cfg.train_tokens, rollout.max_context)
+    training = plan_training(cfg.policy, cfg.gpus, longest, cfg.train_tokens, reference=cfg.kl_coef > 0)
+    if rollout.urls:
+        return [training]
+
+    if not rollout.gpus:  # the ranks sample for themselves
+        training.held["weights of the engine in this process"] = weights
         # A batch is read at once: gate, up and their product in bf16, the norms and what they normalise in fp32.
-        reading = cfg.rollout.max_batch_tokens * (6 * s.text.intermediate_size + 8 * s.text.hidden_size)
-        plan.rows.append(Row("its reading of a batch that shares no prompt", reading, "fewer rollout.max_batch_tokens"))
-    return plan
+        reading = 6 * text.intermediate_size + 8 * text.hidden_size
+        training.used["its KV cache and the reading of a batch"] = (kv + reading) * rollout.max_batch_tokens
+        return [training]
 
-
-def plan_engine(cfg: PolicyConfig, gpus: int, rows: int, row_tokens: int) -> Plan:
-    """Plan engines with a whole copy of the weights per GPU that hold `rows` sequences of `row_tokens` among them."""
-    s = shapes(cfg)
-    here = math.ceil(rows / gpus)
-    cache = here * row_tokens * kv_bytes_per_token(s.text)
-    uses = [
-        Row("weights, bf16", 2 * s.parameters, "a smaller model, or a larger card", held=True),
-        Row(f"KV cache of {here} x {row_tokens} tokens", cache, "fewer concurrent rollouts, or more engine GPUs"),
-        Row("CUDA graphs and activations", 6 * GIB),
-    ]
-    return Plan(f"engine, each of {gpus} GPUs", uses)
-
-
-def engine_load(cfg) -> tuple[int, int]:
-    """Return (rows, tokens of each) that the engine of an RLConfig holds."""
-    rows = min(cfg.rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size)
-    # A group shares its prompt's keys (10 more tokens a frame: its bounds and stamp); each episode has two full turns.
-    prompt = cfg.visual.overview_frames * (cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10)
-    return rows, prompt // cfg.group_size + 2 * cfg.rollout.max_new_tokens
+    # A server holds its share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a
+    # frame: its bounds and stamp).
+    rows = math.ceil(min(rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size) / len(rollout.gpus))
+    frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
+    tokens = cfg.visual.overview_frames * frame // cfg.group_size + 2 * rollout.max_new_tokens
+    held = {"weights of the engine, bf16": weights}
+    used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
+    if set(rollout.gpus) & set(range(cfg.gpus)):
+        return [Plan("training and engine on the same GPU", training.held | held, training.used | used)]
+    return [training, Plan(f"engine, each of {len(rollout.gpus)} GPUs", held, used)]
 
 
 def check_disk(cfg: PolicyConfig, keep: int, run: str) -> str:
     """Weigh what a run writes: training states (fp32 weights and two moments), `keep` of them and one that is being
     written, and the model. PlanError if the disk has no room for them (the states that are there already count as room)."""
-    s, folder = shapes(cfg), Path(run).absolute()
-    states, model = 12 * s.trained * (keep + 1) / GIB, 2 * s.parameters / GIB
+    policy, folder = meta_policy(cfg), Path(run).absolute()
+    states, model = 12 * count_trained(policy) * (keep + 1) / GIB, 2 * count(policy) / GIB
     there = sum(file.stat().st_size for file in folder.glob("state/step-*/*")) / GIB
     disk = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(disk).free / GIB
@@ -262,25 +198,13 @@ def check_disk(cfg: PolicyConfig, keep: int, run: str) -> str:
     return told
 
 
-def kv_bytes_per_token(text) -> int:
-    return 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim * 2  # K and V, bf16
-
-
-def block_bytes(text) -> int:
-    """Count what one text block keeps of one token for its backward pass, in bf16 with fp32 norms."""
-    q, kv = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
-    # 16 H: two norms and their inputs. q and kv: head norms, rotary, attention; the prompt's keys are repeated for its
-    # suffixes, here taken as 4 copies. 8 I: gate, its activation, up, and their product.
-    return 16 * text.hidden_size + 12 * q + (10 + 4 * 4) * kv + 8 * text.intermediate_size
-
-
 def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:
     """Return MFU, the useful share of the GPUs' peak, where that peak is known; nothing on a CPU."""
     if not torch.cuda.is_available():
         return {}
-    s = shapes(cfg)
+    policy = meta_policy(cfg)
     # 2 N for the forward pass of a token and 4 N for its backward pass. Attention adds little at these lengths.
-    flops = 6 * (s.trained - s.text.vocab_size * s.text.hidden_size) * tokens
+    flops = 6 * (count_trained(policy) - policy.text.embed_tokens.weight.numel()) * tokens
     name = torch.cuda.get_device_name()
     for part, tflops in PEAK_TFLOPS.items():
         if part in name:

@@ -29,7 +29,7 @@ import data
 from data import Call, Episode, Task
 from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, open_engine, opening, run_episode
 from runtime.checks import check_urls, find_checkpoint, find_tokenizer
-from runtime.config import ConfigError
+from runtime.config import ConfigError, expandable_segments
 from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.engine import Engine, EngineError, Sample
 from runtime.video import Frames, VideoError, Videos
@@ -63,6 +63,7 @@ def main() -> int:
         parser.error("--max-new-tokens must be at least 1, and --temperature not negative")
     if not doctor and args.trace and not args.trace.parent.is_dir():
         parser.error(f"--trace {args.trace}: there is no folder {args.trace.parent}; make it first")
+    expandable_segments()
     try:
         with Videos(workers=2) as videos:
             for path in args.video:
@@ -197,8 +198,7 @@ def run_doctor(args: argparse.Namespace, videos: Videos) -> int:
 def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Namespace) -> list[tuple[str, bool, str]]:
     """Return (what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
     from runtime.doctor import engine_logprobs, flaw_of, position_error, trainer_logprobs  # torch
-    from runtime.policy import load
-    from runtime.settings import PolicyConfig
+    from runtime.policy import PolicyConfig, load
 
     renderer, main, agents = stage.renderer, episode.main, episode.trajectories
     policy = load(PolicyConfig(args.model), renderer.never_sampled, train=False)

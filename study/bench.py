@@ -42,7 +42,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from data import Episode, parse_task
 from evals.tables import markdown, put_between_marks
-from grpo import token_losses
+from grpo import GRPOConfig, token_losses
 from rollout import RolloutConfig, SubagentConfig, derive, open_engine, rollout, run_all
 from runtime import config
 from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer, patchify
@@ -51,9 +51,8 @@ from runtime.distributed import device
 from runtime.engine import Engine, Sample
 from runtime.inprocess import InProcess
 from runtime.packing import best_fit
-from runtime.policy import Policy, load, recompute
+from runtime.policy import Policy, PolicyConfig, load, recompute
 from runtime.servers import SGLang
-from runtime.settings import GRPOConfig, PolicyConfig
 from runtime.video import Frames, Videos, uniform_indices, window_indices
 from study import toy
 

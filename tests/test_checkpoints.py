@@ -25,8 +25,7 @@ from runtime.distributed import (
     save_state,
     sum_over_ranks,
 )
-from runtime.policy import load, make_optimizer
-from runtime.settings import OptimConfig, PolicyConfig
+from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
 
 torch.set_num_threads(1)
 CONTRACT = VisualContract(frame_pixels=64 * 64)

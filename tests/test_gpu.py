@@ -25,8 +25,7 @@ from runtime.doctor import engine_logprobs, trainer_logprobs
 from runtime.inprocess import InProcess
 from runtime.packing import KeyLayout, Segment, group_packed_attention, pick_kernel
 from runtime.plan import PUBLISHED, plan_training, utilisation
-from runtime.policy import load, make_optimizer, optimizer_step
-from runtime.settings import OptimConfig, PolicyConfig
+from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
 from study.bench import draw_group
 
 GPU = torch.cuda.is_available()

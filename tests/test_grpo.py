@@ -20,8 +20,7 @@ from runtime import doctor
 from runtime.contract import END_OF_TURN, Bundle
 from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
-from runtime.policy import Scores, load, make_optimizer
-from runtime.settings import OptimConfig, PolicyConfig
+from runtime.policy import OptimConfig, PolicyConfig, Scores, load, make_optimizer
 from runtime.video import Frames
 from study.lab import episode_of_turns
 

@@ -256,6 +256,6 @@ def test_a_base_model_is_checked_before_it_is_trained(fork):
     assert len(re.findall(r"^ok  ", told, re.M)) == 7 and "FAIL" not in told
 
     told = fork.run(partial(on_a_large_disk, shlex.split(fork.commands[1])[1:]))
-    # 64 blocks of 487,598,336 weights, two tables of 151,936 x 5,120, a norm: 32,762,123,264, in fp32 over 8 GPUs.
-    assert re.search(r"master weights.* 15\.3 GiB", told) and re.search(r"sum .* GiB of 141", told)
+    # 64 blocks of 487,598,336 weights, two tables of 151,936 x 5,120, a norm: 32,762,123,264, of 16 bytes over 8 GPUs.
+    assert re.search(r"weights, gradients.* 61\.0 GiB", told) and re.search(r"sum .* GiB of 141", told)
     assert re.search(r"data: \d+ rows", told)

@@ -21,8 +21,15 @@ from runtime import packing
 from runtime import policy as policy_module
 from runtime.contract import Bundle
 from runtime.distributed import rank
-from runtime.policy import clip_gradients, learning_rate, load, make_optimizer, optimizer_step
-from runtime.settings import OptimConfig, PolicyConfig
+from runtime.policy import (
+    OptimConfig,
+    PolicyConfig,
+    clip_gradients,
+    learning_rate,
+    load,
+    make_optimizer,
+    optimizer_step,
+)
 
 torch.set_num_threads(1)
 CELL = 32

@@ -33,9 +33,8 @@ from runtime.dataset import Dataset
 from runtime.doctor import trainer_logprobs
 from runtime.engine import EngineError
 from runtime.plan import PlanError
-from runtime.policy import clip_gradients, load, make_optimizer
+from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
 from runtime.servers import SGLang
-from runtime.settings import PolicyConfig
 
 run = partial(start, "rl.py")
 

@@ -296,7 +296,7 @@ def test_a_dry_run_plans_the_8b_model_for_the_node_and_names_what_is_missing(cap
         sft.dry_run(cfg)
     told = capsys.readouterr().out
     assert "training, each of 8 GPUs" in told and "GiB of 80" in told
-    with pytest.raises(PlanError, match="do not fit into 12 GiB. What helps most: "):
+    with pytest.raises(PlanError, match="do not fit into 12 GiB; take more GPUs"):
         sft.dry_run(config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["gpu_gib=12"]))
 
 
