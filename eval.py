@@ -453,7 +453,7 @@ def main(cfg: EvalConfig) -> int:
             engine = open_engine(source, renderer, **where)
         try:
             config.save_run(cfg, cfg.run)
-            with Videos(cfg.decoders, quarantine=Path(cfg.run) / "bad_videos.jsonl") as videos:
+            with Videos(cfg.decoders) as videos:
                 for cell, header, records in todo:
                     dispatch = cell.arm if cfg.agentic else cfg.rollout.dispatch
                     stage = Stage(engine, renderer, videos, replace(cfg.rollout, dispatch=dispatch))

@@ -142,7 +142,7 @@ def train(cfg: RLConfig, source: Path, renderer: Renderer, snapshot: Path) -> No
         config.save_run(cfg, run)
         metrics = config.Metrics(cfg, "rl", done, SHOWN)
     dataset, held_out = Dataset(cfg.data, parse_task), held_out_tasks(cfg)
-    videos = Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl")
+    videos = Videos(cfg.decoders)
     print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.group_size} episodes")
     with videos, Sampler(cfg, dataset, engine, renderer, videos) as sampler:
         for step in range(done, cfg.steps):

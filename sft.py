@@ -108,7 +108,7 @@ def train(cfg: SFTConfig, source: Path, renderer: Renderer) -> None:
     if rank() == 0:
         config.save_run(cfg, run)
         metrics = config.Metrics(cfg, "sft", done, SHOWN)
-    with Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl") as videos, ThreadPoolExecutor(1, "batch") as ahead:
+    with Videos(cfg.decoders) as videos, ThreadPoolExecutor(1, "batch") as ahead:
         batches = Batches(cfg.data, cfg, videos, renderer)
         held_out = []
         if cfg.val:

@@ -18,14 +18,13 @@ import contextlib
 import datetime
 import errno
 import functools
-import hashlib
 import itertools
 import json
 import math
 import os
 import resource
 import shutil
-import subprocess
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +40,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
+from runtime.cleanup import MEMORY, memory_folder
 from runtime.config import DISK_FULL, leave
 from runtime.contract import VisualContract
 
@@ -302,23 +302,21 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
 @contextlib.contextmanager
 def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
     """Choose where snapshots go, the same for all ranks: into memory if two fit there (the old one stays until the new one
-    is whole), else beside the run. However the run ends, none is left."""
+    is whole), else beside the run."""
     if rank() > 0:
         yield gather(None)[0]
         return
-    run, memory = Path(run), Path("/dev/shm")
-    folder = memory / f"minparavt-weights-{hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]}"
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    shutil.rmtree(folder, ignore_errors=True)  # of a machine that went down
-    if not memory.is_dir() or shutil.disk_usage(memory).free < 2.2 * size:
-        print(f"{memory} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
-        folder = run / "snapshot"
-    # A shell waits for the end of a pipe that we hold open. That end also comes if we are killed, when nothing of ours can
-    # run any more. Ctrl-C is not for it. The process has a folder of its own, or this might sweep its successor's.
-    ours = folder / str(os.getpid())
-    sweep = ["sh", "-c", 'read -r _; rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null', "sh", str(ours)]
-    with subprocess.Popen(sweep, stdin=subprocess.PIPE, start_new_session=True):
-        yield gather(ours / "weights")[0]
+    if shutil.disk_usage(MEMORY).free > 2.2 * size:
+        folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
+        (Path(run) / "memory.txt").write_text(f"{memory_folder()}\n")  # for those who wonder whose it is
+    else:
+        print(f"{MEMORY} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
+        folder = Path(run) / "snapshot"
+    try:
+        yield gather(folder / "weights")[0]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _copy_all_but_weights(source: Path, target: Path, dtype: torch.dtype) -> None:

@@ -5,12 +5,11 @@
 
 Every response must echo exactly the ids that the trainer will learn from, and must carry the weights' current version. A
 dead server is restarted and loads the current snapshot; only lost requests run again. The servers that we start end when
-we end, even if we are killed.
+we end, even if we are killed (cleanup.py).
 
 Deliberately missing: streaming, tensor parallelism (one server per GPU), weight sync over NCCL.
 """
 
-import atexit
 import base64
 import contextlib
 import io
@@ -20,15 +19,14 @@ import logging
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
@@ -37,6 +35,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from PIL import Image
 
+from runtime.cleanup import kill_group, memory_folder, start_group
 from runtime.contract import ContractError, Renderer
 from runtime.engine import EngineError, Sample
 from runtime.video import Frames
@@ -45,10 +44,6 @@ log = logging.getLogger(__name__)
 
 # Prefixes of the variables of torchrun and of the trainer, which the servers do not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
-CLIPS = 256  # whose images are kept ready; those under way are kept in any case
-# Beside the server, a shell waits for the end of a pipe that we hold open, and then kills their process group. That end
-# also comes if we are killed, by torchrun or for memory, when nothing of ours can run any more.
-LEASH = 'exec 3<&0; (read -r _ <&3; kill -9 -$$) & exec "$@" </dev/null 3<&-'
 
 
 class _Lost(Exception):
@@ -74,10 +69,8 @@ class _Server:
 class _Images:
     """A clip as the servers take it."""
 
-    clip: Frames  # held, so that no other clip gets the id of its pixels
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while its frames are written
     sent: list[str] = field(default_factory=list)  # of each frame: the URL of a file, or a PNG in base64
-    users: int = 0  # requests under way that name it
 
 
 class SGLang:
@@ -85,7 +78,6 @@ class SGLang:
 
     timeout = 1200.0  # seconds of one `generate`: a server's restart and another attempt included
     request_timeout = 600.0  # of one attempt
-    attempts = 6
 
     def __init__(
         self,
@@ -102,11 +94,10 @@ class SGLang:
         for server in self._servers:
             server.log = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
         self._changed, self._closed = threading.Condition(), False
-        self._images: OrderedDict[int, _Images] = OrderedDict()  # by id(clip.pixels)
-        self._folder, self._numbers = image_folder(urls), itertools.count()
+        self._images: dict[int, _Images] = {}  # by id(clip.pixels), as long as the pixels live
+        self._folder, self._numbers = frames_folder(urls), itertools.count()
         self._sockets: set[socket.socket] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
-        atexit.register(self.close)
         if gpus:
             logs = ", ".join(str(server.log) for server in self._servers)
             print(f"SGLang starts on GPUs {list(gpus)}: up to {start_timeout / 60:g} minutes; logs: {logs}", flush=True)
@@ -129,21 +120,20 @@ class SGLang:
             "skip_special_tokens": False,
             "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
         }
+        images = []
+        for clip in frames:
+            images += self._shown(clip)
         payload = {
             "input_ids": self.renderer.compact(ids),
+            "image_data": images,
             "sampling_params": sampling,
             "return_logprob": True,
             "return_prompt_token_ids": True,
         }
-        with self._shown(frames) as images:
-            return self._generate(payload | {"image_data": images}, ids)
 
-    def _generate(self, payload: dict, ids: list[int]) -> Sample:
-        """Ask one server after the other, until one has answered."""
-        deadline, problem = time.monotonic() + self.timeout, None
-        for attempt in range(self.attempts):
-            if attempt:  # jitter: hundreds of requests that were lost together must not return together
-                self._pause(min(self.patience * 2 ** (attempt - 1), 30.0) * random.uniform(0.5, 1.5))
+        # Ask one server after the other, until one has answered.
+        deadline, patience, problem = time.monotonic() + self.timeout, self.patience, None
+        while True:
             # Take the healthy server that has the least to do.
             with self._changed:
                 ready = self._ready(any, deadline - time.monotonic())
@@ -160,7 +150,9 @@ class SGLang:
                 with self._changed:
                     server.busy -= 1
                     self._changed.notify_all()
-        raise EngineError(f"a request was lost {self.attempts} times, last: {problem}")
+            # Wait, each a little longer or shorter: hundreds that were lost together must not return together.
+            self._pause(patience * random.uniform(0.5, 1.5))
+            patience = min(2 * patience, 30.0)
 
     @property
     def urls(self) -> list[str]:
@@ -190,10 +182,11 @@ class SGLang:
                 sock.shutdown(socket.SHUT_RDWR)
         for server, supervisor in zip(self._servers, self._supervisors):
             supervisor.join()
-            _stop(server)
+            if server.process:
+                kill_group(server.process)
+                server.process = None
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
-        atexit.unregister(self.close)
 
     def _sample(self, reply: dict, ids: list[int], oldest: int) -> Sample:
         """Accept a reply only if it is a result, by the right weights, of the prompt that the trainer will see."""
@@ -204,40 +197,31 @@ class SGLang:
         version = _number(meta["weight_version"])
         if self.snapshot and not oldest <= version <= self.version:
             raise _Lost(f"sampled by weights {meta['weight_version']!r}, expected {oldest} ... {self.version}")
-        prompt = reply.get("prompt_token_ids")
-        if prompt is None:
-            raise ContractError("the server returns no `prompt_token_ids`, which SGLang has since 0.5.13: update it")
+        prompt = reply["prompt_token_ids"]
         if prompt != ids:
-            raise ContractError(_drift(ids, prompt))
+            at = len(os.path.commonprefix([ids, prompt]))
+            raise ContractError(
+                f"the server read another prompt than the trainer will: they differ from position {at} on, ours "
+                f"{ids[at : at + 5]}, theirs {prompt[at : at + 5]}. Compare the checkpoint's preprocessor_config.json with "
+                "the run's `visual` keys"
+            )
         logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
         if [token for _, token, _ in meta["output_token_logprobs"]] != reply["output_ids"]:
             raise ContractError("the server's output ids are not those of its log-probs")
         return Sample(reply["output_ids"], logprobs, finish, version)
 
-    @contextlib.contextmanager
-    def _shown(self, frames: Sequence[Frames]) -> Iterator[list[str]]:
-        """Give each frame a form that the servers read, once for all rollouts and turns that show it. It lasts at least
-        until the end of the `with`."""
+    def _shown(self, clip: Frames) -> list[str]:
+        """Give each frame a form that the servers read, once for all rollouts and turns that show the clip."""
+        key = id(clip.pixels)
         with self._changed:
-            clips = [self._images.setdefault(id(clip.pixels), _Images(clip)) for clip in frames]
-            for images in clips:
-                images.users += 1
-                self._images.move_to_end(id(images.clip.pixels))
-        try:
-            for images in clips:
-                with images.lock:
-                    if not images.sent:
-                        images.sent = [self._send(pixels) for pixels in images.clip.pixels]
-            yield [sent for images in clips for sent in images.sent]
-        finally:
-            with self._changed:
-                for images in clips:
-                    images.users -= 1
-                unused = [key for key, images in self._images.items() if not images.users]  # the oldest first
-                for key in unused[: max(0, len(self._images) - CLIPS)]:
-                    for sent in self._images.pop(key).sent:
-                        if sent.startswith("file://"):
-                            Path(sent.removeprefix("file://")).unlink(missing_ok=True)
+            if key not in self._images:
+                self._images[key] = _Images()
+                weakref.finalize(clip.pixels, _forget, self._images, key)  # its files go with it
+            images = self._images[key]
+        with images.lock:
+            if not images.sent:
+                images.sent = [self._send(pixels) for pixels in clip.pixels]
+        return images.sent
 
     def _send(self, pixels: np.ndarray) -> str:
         """Write a frame where servers on this machine read it, uncompressed; over a network it travels as a PNG."""
@@ -350,7 +334,7 @@ class SGLang:
             self.restarts += 1
             code = server.process.returncode
             log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpu, code, server.log)
-        _stop(server)  # its children may live on
+            kill_group(server.process)  # its children may live on
         env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[server.gpu] if visible else str(server.gpu)
@@ -358,10 +342,9 @@ class SGLang:
         # The server's cache of image embeddings outlives weight updates: a vision tower that trains would go on serving
         # its old features. Without the cache, a frozen one only encodes again what has left the KV cache.
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
-        command = ["sh", "-c", LEASH, "sh", *self._launch(int(server.url.rpartition(":")[2]))]
+        command = self._launch(int(server.url.rpartition(":")[2]))
         with open(server.log, "ab") as output:
-            pipes = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
-            server.process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+            server.process = start_group(command, env=env, stdout=output, stderr=output)
 
 
 def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra: Sequence[str] = ()) -> list[str]:
@@ -378,37 +361,19 @@ def context_flags(checkpoint: str | Path, max_context: int) -> list[str]:
     return ["--context-length", str(min(max_context + 16, text["max_position_embeddings"]))]  # 16: the end of a turn
 
 
-def _stop(server: _Server) -> None:
-    """End a server of ours and all its children."""
-    if server.process:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.process.pid, signal.SIGKILL)
-        server.process.stdin.close()
-        server.process.wait()
-        server.process = None
+def frames_folder(urls: Sequence[str]) -> Path | None:
+    """Make a folder in memory for frames, if all servers are on this machine: no request encodes or carries one then."""
+    if all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls):
+        return Path(tempfile.mkdtemp(prefix="frames-", dir=memory_folder()))
+    return None
 
 
-def image_folder(urls: Sequence[str]) -> Path | None:
-    """Make a folder in memory for the frames of this process, if all servers are on this machine: no request encodes or
-    carries an image then. A process that was killed has left its folder; the next one removes it."""
-    memory = Path("/dev/shm")
-    if not memory.is_dir() or not all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls):
-        return None
-    for old in memory.glob("minparavt-images-*-*"):
-        if not Path("/proc", old.name.split("-")[2]).exists():
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"minparavt-images-{os.getpid()}-", dir=memory))
+def _forget(images: dict[int, _Images], key: int) -> None:
+    """Remove the files of a clip that is freed. Another one may get the id of its pixels."""
+    for sent in images.pop(key).sent:
+        if sent.startswith("file://"):
+            Path(sent.removeprefix("file://")).unlink(missing_ok=True)
 
 
 def _number(version: str) -> int:
     return int(version) if version.isdigit() else 0  # a server that has loaded no snapshot says "default"
-
-
-def _drift(ours: list[int], theirs: list[int]) -> str:
-    at = 0
-    while ours[at : at + 1] == theirs[at : at + 1]:
-        at += 1
-    return (
-        f"the server read another prompt than the trainer will: they differ from position {at} on, ours {ours[at : at + 5]}, "
-        f"theirs {theirs[at : at + 5]}. Compare the checkpoint's preprocessor_config.json with the run's `visual` keys"
-    )

@@ -5,19 +5,16 @@
 
 Datasets hold files that hang or crash a decoder inside C code, out of reach of any exception. So FFmpeg runs only in
 worker processes that can be killed and replaced: a bad file costs its own question a VideoError. A file that cannot be
-opened, or takes its decoder down with it, is quarantined: never asked again.
+opened, or takes its decoder down with it, is quarantined: this process never asks for it again.
 
 Two verbs cross the pipe. `probe` reads the packets, without decoding them, into an index: the presentation time of each
 frame, and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted times come out.
-Frames are matched by presentation time, never by counting, which edit lists and open GOPs shift. Indexes of long videos
-are kept on disk for later processes, in the user's cache (~/.cache/minparavt), not in a run's folder: trainings,
-evaluations and `data.py check` read the same videos. The folder may be deleted at any time.
+Frames are matched by presentation time, never by counting, which edit lists and open GOPs shift.
 
-Deliberately missing: audio, GPU decoding, URLs, subtitles, and the choice of a frame's size (the caller's `size_rule`).
+Deliberately missing: audio, GPU decoding, URLs, subtitles, the choice of a frame's size (the caller's `size_rule`), and
+indexes that outlive the process: to index an hour takes 0.5 s, a sixth of what its overview of 64 frames takes.
 """
 
-import hashlib
-import json
 import math
 import multiprocessing
 import os
@@ -26,9 +23,7 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -97,72 +92,6 @@ def window_indices(times, start: float, end: float, fps: float, max_frames: int)
     return [first + (2 * j + 1) * m // (2 * n) for j in range(n)]  # midpoints of n equal bins of the m candidates
 
 
-# ---- indexes on disk: what one process has walked through, others read -----------------------------------------------
-
-_CACHES = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-INDEX_FOLDER = _CACHES / "minparavt" / "video_indexes" if _CACHES.is_absolute() else None  # relative: there is no home
-INDEX_FRAMES = 1000  # a video with fewer frames is walked about as fast as its index is read
-INDEX_BYTES = 1 << 30  # of the folder; an hour at a constant frame rate takes 25 KB
-INDEX_FORMAT = 1
-
-
-def _index_file(folder: Path, identity: Identity) -> Path:
-    return folder / (hashlib.sha256(os.fsencode(identity[0])).hexdigest()[:32] + ".index")
-
-
-def _index_key(identity: Identity) -> bytes:
-    """Return how an index begins: everything that it depends on."""
-    from importlib.metadata import version  # slow to import, and no worker needs it
-
-    return json.dumps([INDEX_FORMAT, version("av"), identity]).encode() + b"\n"  # another FFmpeg may read other times
-
-
-def _read_index(folder: Path, identity: Identity) -> tuple[dict, np.ndarray] | None:
-    """Return what `_probe` returned for this file; None if nobody kept it, or what is there is torn or of another file."""
-    try:
-        content = zlib.decompress(_index_file(folder, identity).read_bytes())  # has a checksum of its own
-    except (OSError, zlib.error):
-        return None
-    key = _index_key(identity)
-    if not content.startswith(key):
-        return None
-    facts, _, steps = content[len(key) :].partition(b"\n")
-    return json.loads(facts), np.frombuffer(steps, "<i8").reshape(-1, 3).cumsum(0)
-
-
-def _write_index(folder: Path, identity: Identity, facts: dict, table: np.ndarray) -> None:
-    """Keep what `_probe` returned. Another process finds the old file or the new one, never a part."""
-    steps = np.diff(table, axis=0, prepend=0).astype("<i8")  # most rows are equal, so they take little room
-    content = _index_key(identity) + json.dumps(facts).encode() + b"\n" + steps.tobytes()
-    folder.mkdir(parents=True, exist_ok=True)
-    file = _index_file(folder, identity)
-    descriptor, unfinished = tempfile.mkstemp(dir=folder, prefix=file.name)
-    try:
-        with open(descriptor, "wb") as out:
-            out.write(zlib.compress(content, 1))
-        os.replace(unfinished, file)
-    except OSError:  # the disk is full
-        os.unlink(unfinished)
-        raise
-
-
-def _prune_indexes(folder: Path) -> None:
-    """Remove the oldest indexes, and what killed processes left unfinished, until the folder keeps to its budget."""
-    found = []
-    for file in folder.glob("*.index*"):
-        try:
-            status = file.stat()
-        except FileNotFoundError:  # another process prunes, too
-            continue
-        found.append((status.st_mtime_ns, status.st_size, file))
-    total = sum(size for _, size, _ in found)
-    for _, size, file in sorted(found):
-        if total <= INDEX_BYTES:
-            break
-        file.unlink(missing_ok=True)
-        total -= size
-
-
 # ---- the worker process: the only place that runs FFmpeg -----------------------------------------------------------
 
 
@@ -184,8 +113,8 @@ def _stamp(packet) -> int | None:
     return packet.dts if packet.pts is None else packet.pts  # AVI stores no presentation times
 
 
-def _probe(path: str) -> tuple[dict, np.ndarray]:
-    """Walk over the packets once. Return the size of a frame, the unit of time and the end; and the table of VideoInfo."""
+def _probe(path: str) -> tuple:
+    """Walk over the packets once, and return the fields of VideoInfo but the path."""
     image = cut_off = None  # the first picture; the stamp of the last packet if it is incomplete
     before = latest = None  # the last two keyframes, each as (pts, dts)
     packets: dict[int, tuple] = {}  # stamp -> (duration, pts of its keyframe, dts of its keyframe), in ticks
@@ -222,9 +151,9 @@ def _probe(path: str) -> tuple[dict, np.ndarray]:
     if image.rotation % 180:
         width, height = height, width
     table = np.array([(stamp, *packets[stamp][1:]) for stamp in stamps])  # [N, 3]
-    facts = {"width": width, "height": height, "end": stamps[-1] + int(last)}
-    facts["tick"] = [tick.numerator, tick.denominator]
-    return facts, table
+    ticks = np.array([*stamps, stamps[-1] + int(last)]) - stamps[0]
+    seconds = ticks * tick.numerator / tick.denominator  # [N + 1]
+    return width, height, seconds[:-1], float(seconds[-1]), table
 
 
 def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarray:
@@ -366,14 +295,6 @@ class _Worker:
         return f"exit code {self.process.wait()}"
 
 
-def _info_of(path: str, facts: dict, table: np.ndarray) -> VideoInfo:
-    """Make a VideoInfo of what `_probe` returned."""
-    numerator, denominator = facts["tick"]  # of a second
-    ticks = np.append(table[:, 0], facts["end"]) - table[0, 0]
-    seconds = ticks * numerator / denominator  # [N + 1]
-    return VideoInfo(path, facts["width"], facts["height"], seconds[:-1], float(seconds[-1]), table)
-
-
 def _arrays(value: VideoInfo | np.ndarray) -> list[np.ndarray]:
     return [value] if isinstance(value, np.ndarray) else [value.times, value._table]
 
@@ -390,8 +311,6 @@ class Videos:
         workers: int = 2,  # decoder processes, one CPU each, started when first needed
         timeout: float = 300.0,  # seconds for one request (64 frames of an hour in 4K take minutes); then its worker is killed
         cache_bytes: int = 2 << 30,  # budget for decoded frames and indexes
-        quarantine: str | Path | None = None,  # JSONL of files that are not asked again, read at start and appended to
-        indexes: str | Path | None = INDEX_FOLDER,  # where indexes of long videos are kept; None: nowhere
     ):
         if workers < 1:  # nobody would ever answer
             raise ValueError(f"{workers=}: must be at least 1")
@@ -404,15 +323,7 @@ class Videos:
         self._closed = False
         self._cache: OrderedDict[tuple, Future] = OrderedDict()  # oldest use first; not done: somebody decodes it
         self._cached_bytes = 0
-        self._indexes = Path(indexes) if indexes else None
-        self._indexes_written = 0
-        self._indexes_refused = False  # the folder could not be written to: only the speed of later processes suffers
-        self._quarantine = Path(quarantine) if quarantine else None
         self._bad: dict[Identity, str] = {}  # file -> what is wrong with it
-        if self._quarantine and self._quarantine.exists():
-            for line in self._quarantine.read_text().splitlines():
-                row = json.loads(line)
-                self._bad[row["path"], row["size"], row["mtime_ns"]] = row["reason"]
 
     def info(self, path: str | Path) -> VideoInfo:
         return replace(self._info(path, self._identify(path)), path=str(path))
@@ -468,34 +379,7 @@ class Videos:
         return identity
 
     def _info(self, path: str | Path, identity: Identity) -> VideoInfo:
-        return self._cached((identity,), lambda: _info_of(identity[0], *self._index(path, identity)))
-
-    def _index(self, path: str | Path, identity: Identity) -> tuple[dict, np.ndarray]:
-        """Read the file's index from disk, or have a worker make it, and keep it if the video is long."""
-        if self._indexes:
-            kept = _read_index(self._indexes, identity)
-            if kept:
-                return kept
-        facts, table = self._ask(path, identity, "probe")
-        if self._indexes and len(table) >= INDEX_FRAMES and not self._indexes_refused:
-            self._keep_index(identity, facts, table)
-        return facts, table
-
-    def _keep_index(self, identity: Identity, facts: dict, table: np.ndarray) -> None:
-        try:
-            _write_index(self._indexes, identity, facts, table)
-            if self._indexes_written % 100 == 0:  # to look through the folder may take long on a network disk
-                _prune_indexes(self._indexes)
-            self._indexes_written += 1
-        except OSError as error:
-            with self._lock:
-                told, self._indexes_refused = self._indexes_refused, True
-            if not told:
-                print(
-                    f"{self._indexes}: cannot be written to ({error.strerror}), so later processes index videos again; "
-                    "make room there, or set XDG_CACHE_HOME to a folder that can be written to",
-                    file=sys.stderr,
-                )
+        return self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
 
     def _cached(self, key: tuple, make: Callable) -> VideoInfo | np.ndarray:
         """Return the value of `key`. Threads that want the same thing share one `make`."""
@@ -542,7 +426,7 @@ class Videos:
                 outside = (-signal.SIGKILL, -signal.SIGTERM)
                 killed = worker.process.returncode in outside and not worker.expired
                 if not killed and (dead or verb == "probe"):
-                    self._condemn(identity, value)
+                    self._bad[identity] = value
                 raise VideoError(str(path), value)
         return value
 
@@ -564,18 +448,6 @@ class Videos:
                 return new
         new.stop()
         raise RuntimeError("Videos is closed: make a new one")
-
-    def _condemn(self, identity: Identity, reason: str) -> None:
-        """Put the file into quarantine. The caller holds the lock."""
-        if identity in self._bad:
-            return
-        self._bad[identity] = reason
-        if self._quarantine:
-            path, size, mtime_ns = identity
-            row = {"path": path, "size": size, "mtime_ns": mtime_ns, "reason": reason}
-            self._quarantine.parent.mkdir(parents=True, exist_ok=True)
-            with self._quarantine.open("a") as file:  # one short write in append mode: ranks may share the file
-                file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":  # the parent starts each worker so

@@ -129,7 +129,7 @@ def write_file(path: Path, kind: Kind) -> None:
 
 
 def ours(path: str, indices: list[int]) -> np.ndarray:
-    with Videos(workers=1, timeout=TIMEOUT, indexes=None) as videos:
+    with Videos(workers=1, timeout=TIMEOUT) as videos:
         return videos.frames(path, indices, (WIDTH, HEIGHT)).pixels
 
 

@@ -32,7 +32,8 @@ from test_sglang import serve
 from data import THINK_PREFIX, parse_task
 from evals.tables import markdown, put_between_marks
 from rollout import RolloutConfig, SubagentConfig, rollout
-from runtime import config, servers
+from runtime import config
+from runtime.cleanup import memory_folder
 from runtime.contract import Renderer, load_tokenizer
 from runtime.dataset import DataConfig, Dataset, Source
 from runtime.servers import SGLang
@@ -41,7 +42,7 @@ from study import toy
 
 RESULT = Path(__file__).resolve().parent.parent / "results" / "soak.md"
 GROUP, STEP = 4, 40  # episodes of a task and of a step
-servers.CLIPS = 64  # fewer than the tasks show: some are dropped all the time
+CACHE = 1 << 20  # bytes of frames that stay decoded, fewer than the tasks show: some clips are dropped all the time
 
 
 def stand_ins(folder: Path, renderer: Renderer) -> SGLang:
@@ -78,7 +79,7 @@ def look() -> dict[str, float]:
         "threads": int(status.partition("Threads:")[2].split()[0]),
         "sockets": files.count("socket"),
         "other open files": len(files) - files.count("socket"),
-        "frames in /dev/shm": len(list(Path("/dev/shm").glob(f"minparavt-images-{os.getpid()}-*/*"))),
+        "frames in /dev/shm": len(list(memory_folder().glob("frames-*/*"))),
     }
 
 
@@ -103,7 +104,7 @@ def play(folder: Path, real: bool, episodes: int, every: float) -> tuple[dict, d
     answered, failed, calls = 0, Counter(), Counter()
     before, busy, rest, killed, ended = look(), [], [], [], threading.Event()
     client = serve(folder / "model", renderer, (0, 1), Calling) if real else stand_ins(folder / "model", renderer)
-    with contextlib.closing(client), Videos(workers=1) as videos:
+    with contextlib.closing(client), Videos(workers=1, cache_bytes=CACHE) as videos:
         stage = {"engine": client, "renderer": renderer, "videos": videos, "cfg": cfg, "progress": False}
         disturber = threading.Thread(target=disturb, args=(client, every, ended, busy, killed), daemon=True)
         disturber.start()

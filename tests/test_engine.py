@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,7 +16,7 @@ import requests
 import tiny
 import tiny_checkpoint
 import torch
-from scripts import REPO, alive, fake_server, wait_for
+from scripts import alive, fake_server, wait_for
 from tiny_checkpoint import MemoryVideos, noise
 
 from data import Task
@@ -378,14 +377,10 @@ def serve(checkpoint, renderer):
         client.close()
 
 
-def test_a_prompt_that_drifts_or_is_not_echoed_is_an_error(serve, prompts, renderer, monkeypatch):
+def test_a_prompt_that_drifts_is_an_error(serve, prompts, renderer):
     client, (ids, clips) = serve("drift"), prompts[2]
     first = ids.index(renderer.image_pad) + 3  # of four image tokens, the server has three
     with pytest.raises(ContractError, match=rf"differ from position {first} on"):
-        client.generate(**request(ids, clips))
-    ask = client._ask
-    monkeypatch.setattr(client, "_ask", lambda *given: ask(*given) | {"prompt_token_ids": None})
-    with pytest.raises(ContractError, match="since 0.5.13: update it"):
         client.generate(**request(ids, clips))
 
 
@@ -394,7 +389,6 @@ def test_a_lost_request_is_sent_again_and_never_a_result(serve, prompts, tmp_pat
     """Refused, aborted, or lost with its server; the new one loads the current weights before anything is sent again."""
     rows, said = [request(*prompts[i % 4], seed=i) for i in range(40)], []
     for client in (serve(*faults), serve()):
-        client.attempts = 30  # a request is aborted 6 times in a row once in 64
         client.update_weights(tmp_path, 3)
         samples = at_once(client, rows)
         assert {(sample.version, sample.finish, len(sample.ids), len(sample.logprobs)) for sample in samples} == {
@@ -419,7 +413,7 @@ def test_servers_share_the_requests_and_all_have_the_weights_that_were_pushed_la
 
 def test_stale_weights_are_an_error_and_not_a_sample(serve, prompts, tmp_path):
     client = serve("stale")
-    client.attempts = 2
+    client.timeout = 1.0
     client.update_weights(tmp_path, 5)
     with pytest.raises(EngineError, match="sampled by weights 'default', expected 5"):
         client.generate(**request(*prompts[0]))
@@ -467,27 +461,6 @@ def test_only_a_server_of_models_passes_for_one():
             check_urls([url])
 
 
-def test_servers_of_ours_end_with_a_process_that_is_killed(tmp_path):
-    """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Its own children end, too."""
-    script = f"""
-import sys, time
-from runtime.servers import SGLang
-fake = "sleep 300 & echo $! $$ > {tmp_path}/pids; exec {sys.executable} tests/fake_sglang.py $0 1 32 2"
-SGLang("", None, gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
-print("up", flush=True)
-time.sleep(300)
-"""
-    owner = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
-    try:
-        assert owner.stdout.readline().startswith("SGLang starts on GPUs [0]: ") and owner.stdout.readline() == "up\n"
-        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        assert all(map(alive, pids))
-    finally:
-        owner.kill()
-        owner.wait()
-    wait_for(lambda: not any(map(alive, pids)), seconds=5)
-
-
 def test_a_server_that_dies_unasked_is_restarted_with_the_current_weights(serve, tmp_path):
     """It was noticed only when a request of the same rank was lost; the others' waited."""
     client = serve()
@@ -520,7 +493,7 @@ def test_a_server_that_cannot_start_is_given_up_with_the_end_of_its_log(serve):
 def test_one_deadline_covers_all_attempts_of_a_request(serve, prompts, tmp_path):
     for fault in ("stale", "slow=60"):
         client = serve(fault)
-        client.attempts, client.timeout = 10**6, 1.0
+        client.timeout = 1.0
         client.update_weights(tmp_path, 5)
         started = time.monotonic()
         with pytest.raises(EngineError, match="not served within 1 s, last: .*(weights 'default'|timed out)"):

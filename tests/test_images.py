@@ -3,8 +3,6 @@
 import base64
 import io
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +12,9 @@ from PIL import Image
 from tiny_checkpoint import noise
 
 import rollout
-from runtime import servers
-from runtime.servers import SGLang, image_folder
+from runtime.cleanup import memory_folder
+from runtime.servers import SGLang
+from runtime.video import Frames
 
 
 @pytest.fixture
@@ -40,50 +39,38 @@ def pixels_of(sent: str) -> np.ndarray:
 @pytest.mark.parametrize("url", ["http://127.0.0.1:30000", "http://node7:30000"])
 def test_servers_get_the_very_pixels_once_per_clip(client, url, monkeypatch):
     local = client(url)
-    clips = [noise(3), noise(2, seed=1)]
-    with local._shown(clips) as first:
-        assert [sent.startswith("file:///dev/shm/") for sent in first] == [("127" in url)] * 5
-        shown = np.concatenate([clip.pixels for clip in clips])
-        assert all((pixels_of(sent) == pixels).all() for sent, pixels in zip(first, shown, strict=True))
-        monkeypatch.setattr(SGLang, "_send", None)  # neither a turn later nor for a sibling is a frame written again
-        with local._shown(clips[::-1]) as second:
-            assert second == first[3:] + first[:3]
+    clip = noise(3)
+    first = local._shown(clip)
+    assert [Path(sent[7:]).is_relative_to(memory_folder()) for sent in first] == [("127" in url)] * 3
+    assert all((pixels_of(sent) == pixels).all() for sent, pixels in zip(first, clip.pixels, strict=True))
+    monkeypatch.setattr(SGLang, "_send", None)  # neither a turn later nor for a sibling is a frame written again
+    assert local._shown(Frames(clip.pixels, clip.times)) == first
 
 
-def test_files_live_until_the_last_request_that_names_them_has_ended(client, monkeypatch):
-    monkeypatch.setattr(servers, "CLIPS", 1)
-    local = client("http://localhost:30000")
-    asked = noise(2)
-    with local._shown([asked]) as held:
-        for seed in range(1, 4):
-            with local._shown([noise(1, seed)]) as [passing]:
-                assert Path(passing.removeprefix("file://")).exists()
-            assert not Path(passing.removeprefix("file://")).exists()  # the place is taken by the one under way
-        assert all(Path(path.removeprefix("file://")).exists() for path in held)
+def test_a_clips_files_live_as_long_as_its_pixels(client):
+    """Another clip may then get the id of its pixels."""
+    local, kept = client("http://localhost:30000"), noise(2)
+    files = local._shown(kept)
+    for seed in range(5):
+        passing = noise(1, seed)
+        [sent] = local._shown(passing)
+        assert (pixels_of(sent) == passing.pixels[0]).all()
+        del passing
+        assert not Path(sent.removeprefix("file://")).exists()
+    assert all(Path(sent.removeprefix("file://")).exists() for sent in files)
     folder = local._folder
-    assert len(list(folder.iterdir())) == 2  # one clip may stay
+    assert len(list(folder.iterdir())) == 2
     local.close()
     assert not folder.exists()
-
-
-def test_what_a_killed_process_left_in_memory_is_removed_by_the_next(tmp_path):
-    script = "import os, signal; from runtime.servers import image_folder; print(image_folder([]), flush=True); os.kill(os.getpid(), signal.SIGKILL)"  # fmt: skip
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(servers.__file__).parent.parent)  # fmt: skip
-    left = Path(run.stdout.strip())
-    assert run.returncode < 0 and left.is_dir()
-    mine = image_folder([])
-    assert not left.exists() and mine.is_dir() and str(os.getpid()) in mine.name
-    assert image_folder(["http://127.0.0.1:1", "http://10.0.0.7:1"]) is None
-    mine.rmdir()
 
 
 def test_where_memory_is_full_frames_travel_as_images(client):
     local = client("http://127.0.0.1:30000")
     os.rmdir(local._folder)  # nothing can be written there any more
     clip = noise(2)
-    with local._shown([clip]) as sent:
-        assert all((pixels_of(image) == pixels).all() for image, pixels in zip(sent, clip.pixels, strict=True))
-        assert not any(image.startswith("file://") for image in sent)
+    sent = local._shown(clip)
+    assert all((pixels_of(image) == pixels).all() for image, pixels in zip(sent, clip.pixels, strict=True))
+    assert not any(image.startswith("file://") for image in sent)
 
 
 def test_servers_get_the_context_of_the_config_and_its_flags_after_it(monkeypatch, tmp_path):

@@ -270,7 +270,6 @@ def test_unusable_rows_cost_themselves_only(toy_dir, tmp_path, capsys):
     told = capsys.readouterr().err
     assert victim.name in told and "more than pack_tokens = 380" in told
     assert lines[-1]["bad_rows"] >= 2
-    assert victim.name in (tmp_path / "run" / "bad_videos.jsonl").read_text()
 
 
 def test_a_step_or_a_held_out_set_without_a_usable_row_has_no_loss(toy_dir, tmp_path):

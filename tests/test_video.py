@@ -1,6 +1,5 @@
 """video.py against real files, good and bad, all written here: a right frame with its true time, or a VideoError."""
 
-import json
 import os
 import signal
 import struct
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from scripts import REPO, alive, wait_for
 
 from runtime import video
-from runtime.video import VideoError, VideoInfo, Videos, uniform_indices, window_indices
+from runtime.video import VideoError, Videos, uniform_indices, window_indices
 
 WIDTH, HEIGHT = 96, 64
 # Without look-ahead x264 writes the same file each time; with it, the bits depend on how busy the machine is.
@@ -123,7 +122,7 @@ def fake_av(tmp_path, monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
-    """What workers had to do, "probe" a file or "decode" frames: no index and no cache has answered it."""
+    """What workers had to do, "probe" a file or "decode" frames, because the cache could not answer it."""
     kinds, ask = [], video._Worker.ask
 
     def note(worker, request):
@@ -228,7 +227,7 @@ def test_a_seek_finds_all_of_its_frames(tmp_path, monkeypatch, name):
     path = write(tmp_path / name, **KINDS.get(name, {}) | {"n": 300, "gop": 125})
     keys, decode_from = [], video._decode_from
     monkeypatch.setattr(video, "_decode_from", lambda *args: keys.append(args[2]) or decode_from(*args))
-    _, table = video._probe(str(path))
+    *_, table = video._probe(str(path))
     video._decode(str(path), table[5::25].tolist(), (WIDTH, HEIGHT))
     assert keys and None not in keys
 
@@ -256,7 +255,7 @@ def test_duration_comes_from_the_packets_not_from_the_header(reader, tmp_path):
 def test_an_hour_costs_bounded_memory(tmp_path):
     stamps = list(range(0, 108_000, 30))
     path = write(tmp_path / "hour.mp4", n=3600, gop=250, options={"preset": "ultrafast"}, stamps=stamps)
-    with Videos(workers=1, indexes=tmp_path) as videos:
+    with Videos(workers=1) as videos:
         frames = videos.overview(path, 64, same_size)
         assert frames.times[-1] == 3599 and [number(p) for p in frames.pixels] == list(frames.times)
         status = Path(f"/proc/{worker_pids(videos).pop()}/status").read_text()
@@ -356,31 +355,26 @@ def test_a_keyframe_that_cannot_be_read_alone_is_left_to_the_plain_pass():
 
 
 def test_damage_costs_the_frames_that_it_hits_and_no_others(tmp_path):
-    """One crop of the damaged part put the file into quarantine, for this run and all later calls of it."""
-    path, record = bad_file("overwritten", tmp_path), tmp_path / "quarantine.jsonl"
-    with Videos(workers=1, cache_bytes=0, quarantine=record) as videos:
+    """One crop of the damaged part put the file into quarantine."""
+    path = bad_file("overwritten", tmp_path)
+    with Videos(workers=1, cache_bytes=0) as videos:
         for _ in range(2):
             frames = videos.frames(path, range(0, 30, 5), (WIDTH, HEIGHT))
             assert [number(p) for p in frames.pixels] == list(range(0, 30, 5))
             with pytest.raises(VideoError, match="cannot be decoded"):
                 videos.frames(path, range(30, 100, 5), (WIDTH, HEIGHT))
-    assert not record.exists()
 
 
-def test_a_quarantined_file_fails_at_once_in_later_runs_until_it_is_replaced(tmp_path, good):
-    path, record = bad_file("text", tmp_path), tmp_path / "runs" / "quarantine.jsonl"
-    with Videos(workers=1, quarantine=record) as videos, pytest.raises(VideoError) as first:
-        videos.info(path)
-    (row,) = map(json.loads, record.read_text().splitlines())
-    assert (row["path"], row["reason"]) == (os.path.realpath(path), first.value.reason)
-    assert (row["size"], row["mtime_ns"]) == (path.stat().st_size, path.stat().st_mtime_ns)
-    with Videos(workers=1, quarantine=record) as videos:
-        with pytest.raises(VideoError) as again:
-            videos.info(path)
-        assert again.value.reason == first.value.reason and not worker_pids(videos)
+def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, good, asked):
+    path, reasons = bad_file("text", tmp_path), set()
+    with Videos(workers=1) as videos:
+        for _ in range(3):
+            with pytest.raises(VideoError) as refused:
+                videos.info(path)
+            reasons.add(refused.value.reason)
+        assert asked == ["probe"] and len(reasons) == 1
         path.write_bytes(Path(good).read_bytes())
         assert videos.info(path).n_frames == 60
-    assert len(record.read_text().splitlines()) == 1
 
 
 # ---- workers that hang, crash, age and end -------------------------------------------------------------------------
@@ -405,15 +399,15 @@ def test_a_hung_worker_is_killed_and_replaced_and_its_siblings_work_on(good, tmp
 @pytest.mark.parametrize("fatal, quarantined", [("SIGKILL", False), ("SIGSEGV", True)])
 def test_only_a_file_that_crashes_two_workers_by_itself_is_quarantined(good, tmp_path, fake_av, fatal, quarantined):
     """Past bug: two kills for want of memory, and the good file that was being read was never asked again."""
-    record, die = tmp_path / "quarantine.jsonl", f"os.kill(os.getpid(), signal.{fatal})"
+    die = f"os.kill(os.getpid(), signal.{fatal})"
     fake_av(f"import os, signal\ndef open(path, options):\n    os.unlink(__file__)\n    {die}\n")
-    with Videos(workers=1, quarantine=record) as videos:
+    with Videos(workers=1) as videos:
         assert videos.info(good).n_frames == 60  # one crash costs nothing
     (tmp_path / "fake" / "av.py").write_text(f"import os, signal\ndef open(path, options):\n    {die}\n")
-    with Videos(workers=1, quarantine=record) as videos:
+    with Videos(workers=1) as videos:
         with pytest.raises(VideoError, match=r"killed its decoder \(exit code -"):
             videos.info(good)
-        assert len(videos._bad) == record.exists() == quarantined
+        assert len(videos._bad) == quarantined
 
 
 def test_workers_that_die_while_idle_cost_no_file_and_leave_no_descriptors(good):
@@ -461,13 +455,13 @@ def test_a_worker_that_stops_in_the_middle_of_its_answer_is_killed(good, fake_av
 
 
 @pytest.mark.parametrize("decoder", ["raise ImportError('no FFmpeg here')", "import time; time.sleep(60)"])
-def test_a_worker_that_never_starts_is_our_error_and_condemns_no_file(good, tmp_path, fake_av, monkeypatch, decoder):
+def test_a_worker_that_never_starts_is_our_error_and_condemns_no_file(good, fake_av, monkeypatch, decoder):
     monkeypatch.setattr(video, "START_LIMIT", 0.5 if "sleep" in decoder else 60)
     fake_av(decoder)
-    with Videos(workers=1, quarantine=tmp_path / "quarantine.jsonl") as videos:
+    with Videos(workers=1) as videos:
         with pytest.raises(RuntimeError, match=r"took \S+ s .*import av"):
             videos.info(good)
-        assert not videos._bad and not (tmp_path / "quarantine.jsonl").exists()
+        assert not videos._bad
 
 
 def test_workers_are_recycled(good, monkeypatch):
@@ -519,140 +513,22 @@ def test_no_worker_outlives_its_parent(good, fake_av, end):
     wait_for(lambda: not alive(int(output)))
 
 
-# ---- indexes on disk -----------------------------------------------------------------------------------------------
-
-ONE_CROP = """
-import hashlib, sys
-from runtime import video
-video.INDEX_FRAMES = 1
-ask = video._Worker.ask
-video._Worker.ask = lambda worker, request: print(request[0]) or ask(worker, request)
-with video.Videos(workers=1, indexes=sys.argv[2]) as videos:
-    frames = videos.window(sys.argv[1], 1.0, 2.0, lambda width, height: (width, height), 4, 16)
-print(hashlib.sha256(frames.pixels.tobytes()).hexdigest(), frames.times)
-"""
-
-
-def one_crop(path, folder) -> subprocess.Popen:
-    command = [sys.executable, "-c", ONE_CROP, str(path), str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPO)
-
-
-@pytest.fixture
-def kept(tmp_path, monkeypatch) -> Path:
-    """The folder of the indexes, of short videos, too."""
-    monkeypatch.setattr(video, "INDEX_FRAMES", 1)
-    return tmp_path / "indexes"
-
-
-def info_of(path, folder: Path) -> VideoInfo:
-    """As a process of its own would learn it."""
-    with Videos(workers=1, indexes=folder) as videos:
-        return videos.info(path)
-
-
-def test_an_index_from_disk_is_the_index_bit_for_bit(tmp_path, kept):
-    path = write(tmp_path / "variable_rate.mp4", **KINDS["variable_rate.mp4"])
-    made = info_of(path, kept)
-    with Videos(workers=1, indexes=kept) as videos:
-        read = videos.info(path)
-        assert not worker_pids(videos)  # not even a process was needed
-    assert (read.path, read.width, read.height, read.duration) == (made.path, made.width, made.height, made.duration)
-    for mine, other in ((read.times, made.times), (read._table, made._table)):
-        assert mine.dtype == other.dtype and mine.tobytes() == other.tobytes()
-
-
-def test_a_file_that_changed_is_indexed_anew(tmp_path, kept, asked):
-    path = write(tmp_path / "v.mp4")
-    for pictures in (60, 75):
-        write(path, n=pictures)
-        assert info_of(path, kept).n_frames == info_of(path, kept).n_frames == pictures
-    assert asked.count("probe") == 2 and len(list(kept.iterdir())) == 1  # the old index is gone
-
-
-@pytest.mark.parametrize("damage", ["cut", "bit", "another file's", "another format's"])
-def test_an_index_that_is_torn_or_foreign_is_ignored_and_replaced(tmp_path, good, kept, asked, monkeypatch, damage):
-    info_of(good, kept)
-    (file,) = kept.iterdir()
-    content = bytearray(file.read_bytes())
-    if damage == "cut":
-        file.write_bytes(content[: len(content) // 2])
-    elif damage == "bit":
-        content[-3] ^= 1  # of the checksum
-        file.write_bytes(content)
-    elif damage == "another file's":
-        info_of(write(tmp_path / "longer.mp4", n=75), kept)
-        (other,) = set(kept.iterdir()) - {file}
-        other.rename(file)
-    else:
-        monkeypatch.setattr(video, "INDEX_FORMAT", 0)
-    asked.clear()
-    assert info_of(good, kept).n_frames == info_of(good, kept).n_frames == 60 and asked.count("probe") == 1
-
-
-def test_many_processes_at_once_leave_one_index_and_a_later_one_makes_no_pass_over_the_file(good, kept):
-    """A lone crop of an hour cost 1.2 s of CPU, 0.7 of them for an index that another process had made before."""
-    crops = [one_crop(good, kept) for _ in range(6)]
-    said = {crop.communicate()[0].splitlines()[-1] for crop in crops}
-    assert not any(crop.returncode for crop in crops)
-    assert [file.suffix for file in kept.iterdir()] == [".index"]
-    *asked, frames = one_crop(good, kept).communicate()[0].splitlines()
-    assert asked == ["decode"] and said == {frames}  # the same frames for all
-
-
-@pytest.mark.parametrize("obstacle", ["no folder", "full disk"])
-def test_a_folder_that_cannot_be_written_to_costs_the_speed_and_one_line(tmp_path, kept, monkeypatch, capsys, obstacle):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    if obstacle == "no folder":
-        kept.write_text("a file is in the way")
-    else:
-        monkeypatch.setattr(os, "replace", full)
-    with Videos(workers=1, indexes=kept) as videos:
-        for i in range(3):
-            assert videos.info(write(tmp_path / f"{i}.mp4", n=9)).n_frames == 9
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(kept) in line and "later processes index videos again" in line
-    assert kept.is_file() or not list(kept.iterdir())
-
-
-def test_the_folder_of_indexes_keeps_to_its_budget_and_forgets_the_oldest_first(tmp_path, kept, asked, monkeypatch):
-    kept.mkdir()
-    (kept / "notes.txt").write_bytes(bytes(10_000))  # not ours
-    (kept / "0.indexk7x").write_bytes(bytes(5_000))  # a killed process left it
-    paths = [write(tmp_path / f"{i}.mp4") for i in range(4)]
-    info_of(paths[0], kept)
-    monkeypatch.setattr(video, "INDEX_BYTES", 5 * next(kept.glob("*.index")).stat().st_size // 2)  # two and a half
-    for path in paths[1:]:
-        info_of(path, kept)
-    assert len(list(kept.glob("*.index"))) == 2 and (kept / "notes.txt").exists() and not list(kept.glob("*k7x"))
-    asked.clear()
-    info_of(paths[3], kept)
-    info_of(paths[2], kept)
-    assert not asked
-
-
-def test_short_videos_leave_nothing_on_disk(tmp_path, good):
-    info_of(good, tmp_path / "indexes")
-    assert not (tmp_path / "indexes").exists()
-
-
 # ---- threads and the cache -----------------------------------------------------------------------------------------
 
 
 def test_many_threads_get_the_same_frames_as_one_and_share_decodes_and_errors(good, tmp_path, asked):
-    bad, record = bad_file("text", tmp_path), tmp_path / "quarantine.jsonl"
+    bad = bad_file("text", tmp_path)
     asks = [([i % 11, 20 + i % 7, 59], (WIDTH, HEIGHT) if i % 3 else (48, 32)) for i in range(200)]
-    with Videos(workers=2, quarantine=record) as many, Videos(workers=1, cache_bytes=0) as one:
+    with Videos(workers=2) as many, Videos(workers=1, cache_bytes=0) as one:
         with ThreadPoolExecutor(12) as threads:
             got = list(threads.map(lambda ask: many.frames(good, *ask), asks))
             errors = [future.exception() for future in [threads.submit(many.info, bad) for _ in range(8)]]
         assert asked.count("decode") == len({(tuple(indices), size) for indices, size in asks}) < 200
+        assert asked.count("probe") < 6
         for ask, frames in zip(asks[:60], got):
             alone = one.frames(good, *ask)
             assert (frames.pixels == alone.pixels).all() and frames.times == alone.times
-        assert all(isinstance(error, VideoError) for error in errors) and len(record.read_text().splitlines()) == 1
+        assert all(isinstance(error, VideoError) for error in errors)
 
 
 def test_the_cache_is_keyed_by_everything_that_shapes_the_frames(tmp_path, asked):

@@ -1,0 +1,82 @@
+"""cleanup.py: what must not outlive this process, however it ends: its files in memory, and the servers that it starts.
+
+    folder = memory_folder()                  # /dev/shm/minparavt-x3k9a_2b, the same for every caller
+    server = start_group(command)             # a process that ends with this one, and so do its children
+
+Beside this process, a shell waits for the end of a pipe that we hold open. That end also comes if we are killed, by torchrun
+or for memory, when nothing of ours can run any more. The shell then kills the servers and removes the folder. If the shell
+was killed, too, the next process that makes a folder removes ours: a lock tells the living from the dead. Process ids
+would not, since containers may share the memory and number their processes each on its own.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+MEMORY = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
+PREFIX = "minparavt-"
+# Groups are noted as empty folders, named by their ids. `groups` is renamed before it is read: a server that starts just now
+# is either read or can no longer note itself, and then does not begin.
+END = 'read -r _; mv "$1/groups" "$1/ended"; for group in "$1/ended"/*; do kill -9 "-${group##*/}"; done; rm -rf "$1"'
+BEGIN = 'mkdir "$0/$$" && exec "$@"'
+
+
+@functools.cache
+def memory_folder() -> Path:
+    """Make this process's folder, which nobody else may enter, and remove those of the dead."""
+    for old in MEMORY.glob(PREFIX + "?" * 8):  # as mkdtemp names them
+        lock = _lock(old)
+        if lock is not None:
+            shutil.rmtree(old, ignore_errors=True)
+            os.close(lock)
+    lock = None
+    while lock is None:  # until it is locked, another process may take it for a dead one's
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY))
+        lock = _lock(folder)
+    (folder / "groups").mkdir()
+    shell = subprocess.Popen(
+        ["sh", "-c", END, "sh", str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        cwd="/", start_new_session=True,  # Ctrl-C is not for it
+        pass_fds=[lock],  # it holds the lock until it is done
+    )  # fmt: skip
+    atexit.register(shell.communicate)  # closes the pipe and waits
+    return folder
+
+
+def _lock(folder: Path) -> int | None:
+    """Return a descriptor that holds the folder's lock; None if another process has it, or has removed the folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # a link may lead anywhere
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if folder.exists():
+            return descriptor
+    except BlockingIOError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def start_group(command: list[str], **options) -> subprocess.Popen:
+    """Start a command, with the options of Popen, in a process group of its own."""
+    noted = ["sh", "-c", BEGIN, str(memory_folder() / "groups"), *command]
+    return subprocess.Popen(noted, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+
+
+def kill_group(process: subprocess.Popen) -> None:
+    """Kill a process of `start_group`, and its children, which may outlive it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    with contextlib.suppress(FileNotFoundError):  # it was killed before it could note itself
+        (memory_folder() / "groups" / str(process.pid)).rmdir()

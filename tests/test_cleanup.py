@@ -1,0 +1,108 @@
+"""What a process leaves behind: neither servers nor files in memory, however it ends; and nothing of others goes."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scripts import REPO, alive, wait_for
+
+from runtime import cleanup
+from runtime.cleanup import memory_folder
+
+OWNER = """
+import sys
+from runtime.cleanup import memory_folder
+print(memory_folder(), flush=True)
+sys.stdin.read()
+"""
+
+
+def owner(*launcher: str) -> tuple[subprocess.Popen, Path]:
+    """Start a process that has a folder and lives until its stdin is closed."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([*launcher, sys.executable, "-c", OWNER], cwd=REPO, text=True, **pipes)
+    return process, Path(process.stdout.readline().strip())
+
+
+def children(pid: int) -> list[int]:
+    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(child) for child in told.stdout.split()]
+
+
+@pytest.mark.parametrize("end", ["its end", "kill -9"])
+def test_the_folder_is_private_and_goes_with_its_process(end):
+    process, folder = owner()
+    (folder / "frame.bmp").write_bytes(b"pixels")
+    assert folder.parent == cleanup.MEMORY and folder.stat().st_mode & 0o777 == 0o700
+    if end == "its end":
+        process.communicate()
+        assert not folder.exists()
+    else:
+        process.kill()
+        process.communicate()
+        wait_for(lambda: not folder.exists(), seconds=10)
+
+
+def test_what_nobody_could_tidy_up_is_removed_by_the_next_process():
+    process, folder = owner()
+    for pid in (*children(process.pid), process.pid):  # its shell first
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    assert folder.is_dir()
+    owner()[0].communicate()
+    assert not folder.exists()
+
+
+def test_the_living_keep_their_folders_whatever_their_process_ids():
+    """Past bug: a container that shares the memory has processes of its own, and removed the folders of all others."""
+    living = memory_folder()
+    launcher = ["unshare", "--fork", "--pid", "--mount-proc"]
+    if subprocess.run([*launcher, "true"], capture_output=True).returncode:
+        pytest.skip("only root may number processes anew")
+    process, folder = owner(*launcher)
+    assert folder != living and living.is_dir()
+    owner()[0].communicate()
+    assert folder.is_dir()
+    process.communicate()
+
+
+def test_a_link_that_somebody_planted_leads_nowhere(tmp_path, monkeypatch):
+    """Past bug: the name of a snapshot could be guessed, and a link of that name was followed."""
+    monkeypatch.setattr(cleanup, "MEMORY", tmp_path)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis").touch()
+    (tmp_path / "minparavt-deadbeef").symlink_to(tmp_path / "precious")
+    (tmp_path / "minparavt-notes.txt").write_text("of somebody else")
+    (tmp_path / "minparavt-dead_one").mkdir()
+    cleanup.memory_folder.__wrapped__()
+    assert (tmp_path / "minparavt-deadbeef" / "thesis").exists() and (tmp_path / "minparavt-notes.txt").exists()
+    assert not (tmp_path / "minparavt-dead_one").exists()
+
+
+def test_servers_end_with_a_process_that_is_killed_and_so_do_their_children(tmp_path):
+    """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Also one that had been restarted."""
+    script = f"""
+import os, sys, time
+from runtime.servers import SGLang
+fake = "sleep 300 & echo $! $$ >> {tmp_path}/pids; exec {sys.executable} tests/fake_sglang.py $0 1 32 2"
+engine = SGLang("", None, gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
+os.kill(engine._servers[0].process.pid, 9)
+while not (engine.restarts and engine._servers[0].healthy):
+    time.sleep(0.01)
+print("up", flush=True)
+time.sleep(300)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
+    try:
+        assert (
+            process.stdout.readline().startswith("SGLang starts on GPUs [0]: ") and process.stdout.readline() == "up\n"
+        )
+        first, second = [list(map(int, line.split())) for line in (tmp_path / "pids").read_text().splitlines()]
+        assert not any(map(alive, first)) and all(map(alive, second))
+    finally:
+        process.kill()
+        process.communicate()
+    wait_for(lambda: not any(map(alive, second)), seconds=5)
