@@ -11,7 +11,7 @@ Two verbs cross the pipe. `probe` reads the packets, without decoding them, into
 frame, and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted times come out.
 Frames are matched by presentation time, never by counting, which edit lists and open GOPs shift. Indexes of long videos
 are kept on disk for later processes, in the user's cache (~/.cache/minparavt), not in a run's folder: trainings,
-evaluations and `data.py check` read the same videos. The folder may be deleted at any time.
+evaluations and `study.prepare check` read the same videos. The folder may be deleted at any time.
 
 Deliberately missing: audio, GPU decoding, URLs, subtitles, and the choice of a frame's size (the caller's `size_rule`).
 """

@@ -2,7 +2,7 @@
 
     python -m study.report RUN... [-o FILE]                         # no server, no network: the file holds everything
     python -m study.report RUN... --png pictures                    # and pictures/curves.png, for a README
-    python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of rollout.py's --trace
+    python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of study.ask's --trace
     episode_page(path, episodes, renderer, videos)                  # the same from Python
 
 Runs that differ in their seed alone are one line: their mean, with a band of one standard deviation. The viewer shows who

@@ -137,9 +137,9 @@ def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
     assert config.load(Run, tmp_path / "c.yaml", ["optim.lr=1"]).optim == Optim(lr=1.0, warmup=9)
 
 
-MODULES = ("study/report.py", "study/paradox.py", "study/toy.py")
+MODULES = ("study/report.py", "study/paradox.py", "study/toy.py", "study/ask.py", "study/prepare.py", "study/lab.py")
 QUICK = [
-    *((f"{script} --help", "usage:") for script in ("sft.py", "rl.py", "eval.py", "rollout.py", "data.py", *MODULES)),
+    *((f"{script} --help", "usage:") for script in ("sft.py", "rl.py", "eval.py", *MODULES)),
     ("sft.py configs/toy_sft.yaml nonsense=1", "nonsense = 1: unknown key"),
     ("rl.py configs/toy_grpo.yaml nonsense=1", "nonsense = 1: unknown key"),
     ("rl.py configs/toy_grpo.yaml steps=0", "steps = 0: must be at least 1"),
