@@ -6,22 +6,11 @@
     overview(task, k, videos, contract) -> frames; main_messages(task, frames, True) -> messages for contract.Renderer
     parse_task(RL row) -> Task;  parse_dialogue(SFT row) -> Dialogue;  encode_dialogue(dialogue, ...) -> Bundle
 
-SFT, RL, evaluation and `ask` open every agent with the functions here. runtime/dataset.py streams the rows.
-
-    python data.py check PATH|CONFIG      # schema, types, missing and corrupt videos, token lengths; exit status
-    python data.py materialize ...        # sentinel paths of the published parquets -> file:// paths
-    python data.py parallelize IN OUT     # sequential tool trajectories -> several calls in one turn
+SFT, RL, evaluation and `ask` open every agent with the functions here. runtime/dataset.py streams the rows;
+`python -m study.prepare` checks them, and makes the published ones ready.
 
 Deliberately missing: prompts in other languages, prompts per dataset.
 """
-
-import sys
-
-# The commands stand before this file's own imports, so that what is loaded as a script is not loaded a second time.
-if __name__ == "__main__":
-    from study.prepare import main
-
-    sys.exit(main())
 
 import functools
 import hashlib

@@ -5,19 +5,10 @@
 
 Only the assistant's turns are read, the forced `<think>\\n` included. Of a tool call only the fact counts (which call
 ran, with what outcome), never the text that came back. The *last* complete `<answer>` is the answer.
-
-    python rewards.py "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B     the reward lab
+`python -m study.lab` shows what any text earns.
 
 Deliberately missing: a learned reward model. The only I/O is the optional judge (runtime/judge.py).
 """
-
-import sys
-
-# The lab comes before this file's own imports, so that rewards is loaded once and not also as __main__.
-if __name__ == "__main__":
-    from study.lab import main
-
-    sys.exit(main())
 
 import collections
 import re

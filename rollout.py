@@ -3,8 +3,7 @@
     groups = rollout(tasks, ks, 8, engine=engine, renderer=renderer, videos=videos, cfg=cfg, seed=0, step=12)
     dump(episode, file, renderer); episodes = load_episodes("episodes.jsonl", videos, contract)
 
-    python rollout.py --model M --video v.mp4 "What is written on the door?"     # watch the agent work
-    python rollout.py doctor --model M --video v.mp4                             # check the invariants on this model
+`python -m study.ask` shows one agent at work.
 
 An episode, and which of its tokens are learned (mask 1):
 
@@ -21,14 +20,6 @@ context. Whatever goes wrong in a call becomes a text that the model reads and a
 Deliberately missing: rewards, and what to do with an episode. If the video or the engine fails, Episode.error is set.
 """
 
-import sys
-
-# The commands come before this file's own imports, so that rollout is loaded once and not also as __main__.
-if __name__ == "__main__":
-    from study.ask import main
-
-    sys.exit(main())
-
 import dataclasses
 import functools
 import hashlib
@@ -36,8 +27,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
@@ -47,7 +38,7 @@ from tqdm import tqdm
 import data
 from data import NO_REPORT, THINK_PREFIX, Call, Episode, Group, Task, Trajectory
 from runtime.contract import ContractError, Rendered, Renderer, VisualContract
-from runtime.engine import Engine, EngineError
+from runtime.engine import Engine, EngineError, run_all, together
 from runtime.servers import SGLang, context_flags
 from runtime.video import Frames, VideoError, Videos
 from tools import TOOLS, Look, ToolError, parse_calls, use
@@ -282,18 +273,22 @@ class Reply:
 def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int) -> list[Reply]:
     """Run the calls of one turn at the same time and return a reply to each, in call order."""
     # Calls that could not be read have their error text already; of the others, the first `allowed` run.
-    runnable = [i for i, call in enumerate(calls) if not call.error]
-    for i in runnable[allowed:]:
-        calls[i].error, calls[i].text = "over_limit", OVER_LIMIT.format(allowed)
-    runnable = runnable[:allowed]
-    jobs = [functools.partial(_run_call, stage, task, calls[i], derive(seed, i)) for i in runnable]
-    results = dict(zip(runnable, together(stage.engine, stage.callers, jobs, stage.cfg.call_timeout)))
+    jobs = {}
+    for i, call in enumerate(calls):
+        if call.error:
+            continue
+        if len(jobs) < allowed:
+            jobs[i] = functools.partial(_run_call, stage, task, call, derive(seed, i))
+        else:
+            call.error, call.text = "over_limit", OVER_LIMIT.format(allowed)
+    ended = together(stage.engine, stage.callers, jobs, stage.cfg.call_timeout)
+
     replies = []
     for i, call in enumerate(calls):
-        if results.get(i) is not None:
-            replies.append(results[i])
+        if i in ended:
+            replies.append(ended[i])
             continue
-        if i in results:  # it was given up
+        if i in jobs:  # it ran, and did not end in time
             call.error, call.text, call.seconds = "timeout", TIMEOUT, stage.cfg.call_timeout
         stage.observe("report", call)
         replies.append(Reply(call, [call.text]))
@@ -392,7 +387,7 @@ def rollout(
     return groups
 
 
-# ------------------------------------------------------------------------------------------------ engine and threads
+# ------------------------------------------------------------------------------------------------ who samples
 
 
 def open_engine(
@@ -410,66 +405,6 @@ def open_engine(
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=max_batch_tokens)
-
-
-class Expected:
-    """Counts the threads that can still call the engine, and tells it when their number changes (`engine.expect`).
-
-    The engine in this process starts a batch once so many threads wait for it. One too few, and batches depend on timing;
-    one too many, and it hangs. Each job that has not ended counts, within [at_least, at_most]."""
-
-    def __init__(self, engine: Engine, jobs: int, at_least: int, at_most: int):
-        self.engine, self.at_least, self.at_most = engine, at_least, at_most
-        self.running = set(range(jobs))
-        self.lock = threading.Lock()
-        engine.expect(self.count() - at_least)
-
-    def count(self) -> int:
-        return max(self.at_least, min(len(self.running), self.at_most))
-
-    def leave(self, jobs: Iterable[int]) -> None:
-        """Take note that these jobs have ended, or that nobody waits for them any more."""
-        with self.lock:
-            before = self.count()
-            self.running.difference_update(jobs)
-            self.engine.expect(self.count() - before)
-
-    def run(self, i: int, job: Callable[[], Any]) -> Any:
-        try:
-            return job()
-        finally:
-            self.leave([i])
-
-
-def run_all(
-    engine: Engine, jobs: Sequence[Callable[[], Any]], at_once: int, on_done: Callable[[int, Any], None]
-) -> None:
-    """Run jobs, `at_once` at a time, and call on_done(index, result) as each ends, in this thread."""
-    workers = min(at_once, len(jobs))
-    expected = Expected(engine, len(jobs), at_least=0, at_most=workers)  # a job that ends leaves its thread to the next
-    pool, running = ThreadPoolExecutor(max(1, workers), "episode"), {}
-    try:  # from the first thread on: Ctrl-C may come while one starts, and only a pool that is shut down ends it
-        for i, job in enumerate(jobs):
-            running[pool.submit(expected.run, i, job)] = i
-        for future in as_completed(running):
-            on_done(running[future], future.result())
-    finally:  # after Ctrl-C or a bug, no further job begins
-        expected.leave([i for future, i in running.items() if future.cancel()])
-        pool.shutdown(wait=False)
-
-
-def together(
-    engine: Engine, callers: ThreadPoolExecutor, jobs: Sequence[Callable[[], Any]], timeout: float
-) -> list[Any]:
-    """Run jobs at the same time and return their results in order, None for one that is given up."""
-    if not jobs:
-        return []
-    # This thread counts already. It calls nothing while it waits, so N jobs add N - 1; when all have ended it calls again.
-    expected = Expected(engine, len(jobs), at_least=1, at_most=len(jobs))
-    futures = [callers.submit(expected.run, i, job) for i, job in enumerate(jobs)]
-    finished, _ = wait(futures, timeout)
-    expected.leave(range(len(jobs)))
-    return [future.result() if future in finished else None for future in futures]
 
 
 # ------------------------------------------------------------------------------------------------ on disk

@@ -68,7 +68,7 @@ class Rows:
         self.path = Path(path)
         if not self.path.is_file():
             raise FileNotFoundError(
-                f"{path}: no such data file; `python data.py materialize` prepares the published ones, "
+                f"{path}: no such data file; `python -m study.prepare materialize` prepares the published ones, "
                 "`python -m study.toy build DIR` makes the toy's"
             )
         if self.path.suffix == ".parquet":
@@ -157,7 +157,7 @@ class Dataset:
         if len(self.bad) > self.cfg.max_bad_fraction * self._share:
             raise RowError(
                 f"{len(self.bad)} of {self._share} rows are unusable, more than max_bad_fraction = "
-                f"{self.cfg.max_bad_fraction}; the last: {origin}: {reason}. `python data.py check` lists them all."
+                f"{self.cfg.max_bad_fraction}; the last: {origin}: {reason}. `python -m study.prepare check` lists them all."
             )
 
     def _row(self, position: int) -> tuple[Source, Rows, int, int]:
@@ -203,7 +203,7 @@ def check_rows(parse: Callable, *cfgs: DataConfig | None, first: int = 64) -> No
         else:
             raise DataError(
                 f"{reasons[0]}; of the {len(reasons)} rows that are read first, none can be used. Relative paths start at "
-                f"data.video_root = {cfg.video_root!r} (empty: the data file's folder); `python data.py check` lists all"
+                f"data.video_root = {cfg.video_root!r} (empty: the data file's folder); `python -m study.prepare check` lists all"
             )
 
 

@@ -1,7 +1,7 @@
 """doctor.py: is what was sampled what will be learned? Trajectories and engine are checked against the trainer.
 
     self_check(policy, groups, temperature)     # rl.py, on every rank before its first update; raises EngineError
-    flaw_of, trainer_logprobs, ...              # `python rollout.py doctor` (study/ask.py) makes a table of them
+    flaw_of, trainer_logprobs, ...              # `python -m study.ask doctor` (study/ask.py) makes a table of them
 
 An `agent` is a data.Trajectory and a `group` a data.Group; this file stands below data.py and only reads their fields.
 """
@@ -50,7 +50,7 @@ def self_check(policy: Policy, groups: Sequence, temperature: float) -> None:
             reason = f"its log-probs are those of temperature 1, not {temperature}"
         flaws.append(
             f"trainer and engine disagree: their log-probs differ by {gap:.3f} on average, more than {GAP_LIMIT}; "
-            f"{reason}. `python rollout.py doctor` looks closer"
+            f"{reason}. `python -m study.ask doctor` looks closer"
         )
     flaws = [flaw for rank in gather(flaws[:3]) for flaw in rank]
     if flaws:

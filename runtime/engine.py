@@ -6,12 +6,19 @@
 `generate` blocks, and many threads call it, one per running agent. Both engines return exactly the sampled ids
 (the stop token included) and log softmax(masked logits / temperature) of each, where image and video tokens are masked.
 servers.py asks SGLang, inprocess.py a model in this process; rollout.open_engine picks one.
+
+    run_all(engine, jobs, 256, on_done)                          # jobs that call the engine, so many at a time
+    together(engine, pool, {name: job}, timeout) -> {name: result}
+
+Both tell the engine how many threads may still ask, because the one in this process waits for all of them.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from runtime.video import Frames
 
@@ -49,3 +56,62 @@ class Engine(Protocol):
         servers, and this one only expects them."""
 
     def close(self) -> None: ...
+
+
+class Expected:
+    """Counts the threads that can still call the engine, and tells it when their number changes (`engine.expect`).
+
+    The engine in this process starts a batch once so many threads wait for it. One too few, and batches depend on timing;
+    one too many, and it hangs. Each job that has not ended counts, within [at_least, at_most]."""
+
+    def __init__(self, engine: Engine, jobs: Iterable[Hashable], at_least: int, at_most: int):
+        self.engine, self.at_least, self.at_most = engine, at_least, at_most
+        self.running = set(jobs)
+        self.lock = threading.Lock()
+        engine.expect(self.count() - at_least)
+
+    def count(self) -> int:
+        return max(self.at_least, min(len(self.running), self.at_most))
+
+    def leave(self, jobs: Iterable[Hashable]) -> None:
+        """Take note that these jobs have ended, or that nobody waits for them any more."""
+        with self.lock:
+            before = self.count()
+            self.running.difference_update(jobs)
+            self.engine.expect(self.count() - before)
+
+    def run(self, name: Hashable, job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        finally:
+            self.leave([name])
+
+
+def run_all(
+    engine: Engine, jobs: Sequence[Callable[[], Any]], at_once: int, on_done: Callable[[int, Any], None]
+) -> None:
+    """Run jobs, `at_once` at a time, and call on_done(index, result) as each ends, in this thread."""
+    workers = min(at_once, len(jobs))
+    # A job that ends leaves its thread to the next.
+    expected = Expected(engine, range(len(jobs)), at_least=0, at_most=workers)
+    pool, running = ThreadPoolExecutor(max(1, workers), "episode"), {}
+    try:  # from the first thread on: Ctrl-C may come while one starts, and only a pool that is shut down ends it
+        for i, job in enumerate(jobs):
+            running[pool.submit(expected.run, i, job)] = i
+        for future in as_completed(running):
+            on_done(running[future], future.result())
+    finally:  # after Ctrl-C or a bug, no further job begins
+        expected.leave([i for future, i in running.items() if future.cancel()])
+        pool.shutdown(wait=False)
+
+
+def together(
+    engine: Engine, pool: ThreadPoolExecutor, jobs: dict[Hashable, Callable[[], Any]], timeout: float
+) -> dict[Hashable, Any]:
+    """Run the jobs of a thread that waits for them, all at the same time. Return the results of those that end in time."""
+    # The thread counts already. It calls nothing while it waits, so N jobs add N - 1; when all have ended it calls again.
+    expected = Expected(engine, jobs, at_least=1, at_most=len(jobs))
+    futures = {name: pool.submit(expected.run, name, job) for name, job in jobs.items()}
+    wait(futures.values(), timeout)
+    expected.leave(jobs)
+    return {name: future.result() for name, future in futures.items() if future.done()}

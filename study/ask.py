@@ -1,10 +1,10 @@
-"""ask.py: watch one agent at work, or prove that what it does is what the trainer learns. (The commands of rollout.py.)
+"""ask.py: watch one agent at work, or prove that what it does is what the trainer learns.
 
-    python rollout.py --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
-    python rollout.py doctor --model M --video v.mp4            # a table; exit status 1 if a check fails
+    python -m study.ask --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
+    python -m study.ask doctor --model M --video v.mp4          # a table; exit status 1 if a check fails
 
 The first prints the agent's thoughts turn by turn, its parallel calls on a timeline, their reports as they arrive, and
-the answer. `--trace FILE.html` draws the episode; under another name, FILE is JSON for rollout.load_episodes.
+the answer. `--trace FILE` keeps the episode as JSON, for study.report and rollout.load_episodes.
 
 The *token doctor* makes the model's own engine continue after two parallel calls that work and one that does not, and
 checks the episode against independent witnesses: the chat template, transformers' position ids, and the trainer's
@@ -14,6 +14,7 @@ Deliberately missing: a conversation with several questions.
 """
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -33,7 +34,6 @@ from runtime.config import ConfigError, expandable_segments
 from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.engine import Engine, EngineError, Sample
 from runtime.video import Frames, VideoError, Videos
-from study import report, toy
 from tools import TOOLS
 
 WIDTH = 40  # characters of the timeline
@@ -41,14 +41,16 @@ WIDTH = 40  # characters of the timeline
 
 def main() -> int:
     doctor = sys.argv[1:2] == ["doctor"]
-    name, arguments = ("rollout.py doctor", sys.argv[2:]) if doctor else ("rollout.py", sys.argv[1:])
-    parser = argparse.ArgumentParser(name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if not doctor:
+    parser = argparse.ArgumentParser(
+        "python -m study.ask", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if doctor:
+        parser.add_argument("doctor")
+    else:
         parser.add_argument("question")
         parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
-        parser.add_argument("--dispatch", choices=["parallel", "sequential", "none"], default="parallel")
         parser.add_argument("--no-think-prefix", action="store_true", help="do not open each turn with <think>")
-        parser.add_argument("--trace", type=Path, help="keep the episode: FILE.html to look at, else JSON")
+        parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the episode as JSON")
         parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", required=True, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
@@ -56,7 +58,7 @@ def main() -> int:
     parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
     parser.add_argument("--temperature", type=float, default=1.0 if doctor else 0.0)
     parser.add_argument("--max-new-tokens", type=int, default=64 if doctor else 2048, help="per turn")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     if args.k is not None and args.k < 1:
         parser.error(f"--k {args.k}: an overview has at least 1 frame")
     if args.max_new_tokens < 1 or args.temperature < 0:
@@ -92,7 +94,6 @@ def run_ask(args: argparse.Namespace, videos: Videos) -> int:
     task = Task("ask", args.question, tuple(map(os.path.abspath, args.video)), "oe", "")
     cfg = RolloutConfig(
         tools=tuple(args.tool or ["crop_video"]),
-        dispatch=args.dispatch,
         think_prefix=not args.no_think_prefix,
         temperature=args.temperature,
         max_new_tokens=args.max_new_tokens,
@@ -105,9 +106,7 @@ def run_ask(args: argparse.Namespace, videos: Videos) -> int:
     finally:
         stage.engine.close()
     screen.end(episode)
-    if args.trace and args.trace.suffix == ".html":
-        report.episode_page(args.trace, [episode], stage.renderer, videos, args.question)
-    elif args.trace:
+    if args.trace:
         with args.trace.open("w", encoding="utf-8") as file:
             dump(episode, file, stage.renderer)
     return 1 if episode.error else 0
@@ -178,7 +177,8 @@ def run_doctor(args: argparse.Namespace, videos: Videos) -> int:
     middle = videos.info(task.videos[0]).duration / 2
     said = "Let me look.\n</think>"
     for start, end in ((0, middle), (middle, 0), (middle, 2 * middle)):
-        said += f"\n{toy.call(start, end)}"
+        call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end}}
+        said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
     witness = Witness(stage.engine, [*stage.renderer.encode(said), stage.renderer.end_of_turn])
     try:
         stage = replace(stage, engine=witness)
@@ -268,3 +268,7 @@ def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
     messages += [{"role": "tool", "content": content} for content in contents]
     messages.append({"role": "assistant", "content": said[1]})
     return messages
+
+
+if __name__ == "__main__":
+    sys.exit(main())

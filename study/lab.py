@@ -1,6 +1,6 @@
 """lab.py: the reward lab: type what an assistant says, and see what every term of the reward makes of it.
 
-    python rewards.py "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B
+    python -m study.lab "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B
 
 One argument is one turn. Below the terms the text is painted: [c] is a structural character.
 """
@@ -68,3 +68,7 @@ def main() -> None:
         text = renderer.decode([token])
         print(f"[{text}]" if structural else text, end="")
     print()
+
+
+if __name__ == "__main__":
+    main()

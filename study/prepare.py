@@ -1,13 +1,11 @@
-"""prepare.py: what is done to data before training. Run as `python data.py ...`; the trainers never import it.
+"""prepare.py: what is done to data before training. The trainers never import it.
 
-python data.py check PATH|CONFIG [--model DIR] [--decode]
+python -m study.prepare check PATH|CONFIG [--model DIR] [--decode]
     every row parsed, every image read and video opened (`--decode`: the frames that its rows show decoded), token
-    lengths under the model's tokenizer; of a config, its `data` and its `val`; exit status 1 if anything is unusable
-python data.py materialize --root MEDIA --parquet-dir IN --output-dir OUT
+    lengths under the model's tokenizer, ids that rows share; of a config, its `data` and its `val`; exit status 1
+    if any row is unusable
+python -m study.prepare materialize --root MEDIA --parquet-dir IN --output-dir OUT
     sentinel paths (`longvt_source/...`, `museg/...`, `selfqa/...`) -> file://MEDIA/...; lists what is missing
-python data.py parallelize IN OUT [--summaries FILE]
-    sequential tool trajectories whose calls do not depend on each other -> all calls in one turn, all reports in the
-    next; frames in the responses give way to text: the response's own, or the summary that FILE gives
 """
 
 import argparse
@@ -16,7 +14,6 @@ import functools
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,10 +30,9 @@ from runtime.checks import find_tokenizer
 from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataConfig, RowError, Rows
 from runtime.video import Frames, VideoError, Videos
+from tools import TOOLS, parse_calls
 
 MEDIA_KEYS = ("video", "video_url", "image", "image_url", "url")
-CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.S)
-THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.S)
 
 # ------------------------------------------------------------------------------------------------ check
 
@@ -53,6 +49,7 @@ class Undecoded(Videos):
 class Looked:
     """What there is to say about a row."""
 
+    id: str = ""  # its own, or else its place
     kind: str = ""
     turns: int = 0  # of the assistant
     reopened: int = 0  # those whose opening is changed to the rollout's
@@ -63,8 +60,6 @@ class Looked:
 
 def check(target: str, model: str, decode: bool) -> int:
     """Print the truth about a data file, or about all files of a run's config."""
-    from tools import TOOLS, parse_calls
-
     # The settings of the run; of a lone file, the defaults and the model's contract.
     tree = {"data": {"sources": [{"path": target}]}}
     of_config = target.endswith((".yaml", ".yml"))
@@ -78,8 +73,7 @@ def check(target: str, model: str, decode: bool) -> int:
     else:
         contract = VisualContract.load(model)
     renderer = Renderer(load_tokenizer(find_tokenizer(model)), contract) if model else None
-    names = tree.get("tools", ["crop_video"])
-    tools = [TOOLS[name].schema for name in names]
+    tools = tree.get("tools", ["crop_video"])
     longest = math.inf
     if of_config and renderer:
         from sft import SFTConfig  # torch
@@ -99,20 +93,14 @@ def check(target: str, model: str, decode: bool) -> int:
         try:
             row = rows[i]
             parse = parse_dialogue if "messages" in row else parse_task
-            item = parse(row, f"row {i}", home)
-            found.kind = _kind(item)
-            for clip in _clips(item):
+            item = parse(row, f"row {i} of {rows.path}", home)
+            found.id = item.id
+            clips = describe(item, tools, found)
+            for clip in clips:
                 clip.frames(videos, contract)
-            if isinstance(item, Task):
-                return found
-            said = [turn["content"] for turn in item.turns if turn["role"] == "assistant"]
-            found.turns, found.reopened = len(said), item.reopened
-            for parts in said:
-                for call in parse_calls("".join(part for part in parts if isinstance(part, str))):
-                    unknown = f"unknown tool {call.name!r}" if call.name not in names else "ok"
-                    found.calls.append(call.error or unknown)
-            if renderer:
-                found.tokens = len(encode_dialogue(item, videos, renderer, tools))
+            if renderer and isinstance(item, Dialogue):
+                schemas = [TOOLS[name].schema for name in tools]
+                found.tokens = len(encode_dialogue(item, videos, renderer, schemas))
             if found.tokens > longest:
                 raise RowError(f"{found.tokens} tokens, more than pack_tokens = {longest}")
         except (RowError, VideoError) as error:
@@ -120,18 +108,51 @@ def check(target: str, model: str, decode: bool) -> int:
         return found
 
     unusable, cores = 0, os.cpu_count() or 1
+    places = collections.defaultdict(list)  # id -> the rows that have it
     with Videos(cores) if decode else Undecoded(cores) as videos, ThreadPoolExecutor(8) as pool:
         for (path, root), rows in files.items():
             look_at = functools.partial(look, videos, rows, Path(root or rows.path.parent))
             looked = list(tqdm(pool.map(look_at, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
-            print_findings(path, looked, renderer is not None)
-            unusable += sum(bool(found.flaw) for found in looked)
+            print_findings(path, looked)
+            for i, found in enumerate(looked):
+                unusable += bool(found.flaw)
+                if found.id:
+                    places[found.id].append(f"row {i} of {path}")
+
+    # Seeds, K and the report know a question by its id.
+    repeated = [name for name, rows in places.items() if len(rows) > 1]
+    if repeated:
+        print(f"repeated ids: {len(repeated)}, such as {repeated[0]!r}: {', '.join(places[repeated[0]][:3])}")
+    if not renderer:
+        print("no token lengths: name a checkpoint with --model")
     print("all rows are usable" if not unusable else f"{unusable} unusable rows")
     return int(unusable > 0)
 
 
-def print_findings(path: str, looked: list[Looked], counted: bool) -> None:
-    """Print what is true of a file; `counted`: a tokenizer was there."""
+def describe(item: Task | Dialogue, tools: Sequence[str], found: Looked) -> list[Media]:
+    """Note what a row holds, and return the videos and images that it shows."""
+    if isinstance(item, Task):
+        found.kind = item.kind
+        return [Media(path) for path in item.videos]
+    found.reopened = item.reopened
+    clips = list(item.media)
+    for turn in item.turns:
+        clips += [part for part in turn["content"] if isinstance(part, Media)]
+        if turn["role"] != "assistant":
+            continue
+        found.turns += 1
+        for call in parse_calls("".join(part for part in turn["content"] if isinstance(part, str))):
+            unknown = "ok" if call.name in tools else f"unknown tool {call.name!r}"
+            found.calls.append(call.error or unknown)
+    if item.agent != "main":
+        found.kind = f"agent {item.agent}"
+    else:
+        found.kind = "with calls" if found.calls else "without calls"
+    return clips
+
+
+def print_findings(path: str, looked: list[Looked]) -> None:
+    """Print what is true of a file."""
     print(f"\n{path}: {len(looked)} rows")
     print("  " + shares_of(found.kind for found in looked if found.kind))
     turns, reopened = sum(found.turns for found in looked), sum(found.reopened for found in looked)
@@ -144,8 +165,6 @@ def print_findings(path: str, looked: list[Looked], counted: bool) -> None:
     if lengths:
         quantiles = ", ".join(f"{q} % at most {np.percentile(lengths, q):.0f}" for q in (50, 90, 99, 100))
         print(f"  tokens per row: {quantiles}")
-    elif not counted:
-        print("  token lengths: name a checkpoint with --model")
     bad = [(i, found.flaw) for i, found in enumerate(looked) if found.flaw]
     for i, flaw in bad[:20]:
         print(f"  unusable: row {i}: {flaw}")
@@ -156,24 +175,6 @@ def print_findings(path: str, looked: list[Looked], counted: bool) -> None:
 def shares_of(names: Iterable[str]) -> str:
     """Write `with calls 62, without calls 38`."""
     return ", ".join(f"{name} {n}" for name, n in collections.Counter(names).most_common())
-
-
-def _kind(item: Task | Dialogue) -> str:
-    if isinstance(item, Task):
-        return item.kind
-    if item.agent != "main":
-        return f"agent {item.agent}"
-    calls = any("<tool_call>" in p for t in item.turns for p in t["content"] if isinstance(p, str))
-    return "with calls" if calls else "without calls"
-
-
-def _clips(item: Task | Dialogue) -> list[Media]:
-    if isinstance(item, Task):
-        return [Media(path) for path in item.videos]
-    clips = list(item.media)
-    for turn in item.turns:
-        clips += [part for part in turn["content"] if isinstance(part, Media)]
-    return clips
 
 
 # ------------------------------------------------------------------------------------------------ materialize
@@ -225,101 +226,13 @@ def materialize(root: Path, parquet_dir: Path, output_dir: Path) -> int:
     return int(bool(missing))
 
 
-# ------------------------------------------------------------------------------------------------ parallelize
-
-
-def parallelize(source: Path, target: Path, summaries: Path | None) -> int:
-    """Rewrite what can be rewritten; list every other row with the reason in TARGET.skipped.jsonl."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows, given = Rows(source), collections.defaultdict(dict)
-    for entry in Rows(summaries) if summaries else ():
-        given[entry["row"]][entry["call"]] = entry["summary"]
-    converted, skipped = [], []
-    for i in range(len(rows)):
-        try:
-            row = rows[i]
-            messages = json.loads(row["messages"]) if isinstance(row["messages"], str) else row["messages"]
-            messages = parallel_messages(messages, given[i])
-        except RowError as error:
-            skipped.append({"row": i, "reason": str(error)})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # whatever shape a foreign row may have
-            skipped.append({"row": i, "reason": f"malformed: {error!r}"})
-        else:
-            converted.append(row | {"messages": json.dumps(messages, ensure_ascii=False)})
-    if target.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(converted), target)
-    else:
-        target.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in converted))
-    listing = target.with_suffix(".skipped.jsonl")
-    listing.write_text("".join(json.dumps(entry) + "\n" for entry in skipped))
-    print(f"{len(converted)} of {len(rows)} rows -> {target}; {len(skipped)} could not be converted: {listing}")
-    return int(not converted)
-
-
-def parallel_messages(messages: list[dict], summaries: dict[int, str]) -> list[dict]:
-    """Turn [.., call, response, call, response, answer] into [.., calls, responses, answer], or raise RowError.
-
-    Calls are independent when no window lies inside an earlier one (that would be a closer look at what it showed) and
-    none is repeated. The first turn's thought stays; later ones speak of results that are not there yet, and go."""
-    roles = [message.get("role") for message in messages]
-    first = roles.index("assistant") if "assistant" in roles else len(roles)
-    if roles[first:][-1:] != ["assistant"] or "<answer>" not in _text(messages[-1]):
-        raise RowError("the last turn is not an answer")
-
-    # All calls and all responses, in their order; each turn's calls are answered before the next turn.
-    calls, responses = [], []
-    between, final = messages[first:-1], messages[-1]
-    for message in between:
-        text = _text(message)
-        if message["role"] != "assistant":
-            blocks = re.findall(r"<tool_response>\s*(.*?)\s*</tool_response>", text, re.S) or [text]
-            for block in blocks:
-                responses.append(summaries.get(len(responses), block).strip())
-            continue
-        found = CALL.findall(text)
-        if not found or len(calls) != len(responses):
-            raise RowError(f"a turn with {len(found)} calls, after {len(calls)} calls and {len(responses)} responses")
-        calls += found
-    if len(calls) < 2:
-        raise RowError(f"{len(calls)} calls: nothing to run in parallel")
-    if len(calls) != len(responses):
-        raise RowError(f"{len(calls)} calls but {len(responses)} responses")
-    if "" in responses:
-        raise RowError(f"response {responses.index('')} has no text, and no summary is given for it")
-    _assert_independent(calls)
-
-    thought = THOUGHT.match(_text(between[0]))
-    turn = f"<think>\n{thought[1].strip()}\n</think>\n" if thought and thought[1].strip() else ""
-    turn += "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
-    reports = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in responses)
-    return [*messages[:first], {"role": "assistant", "content": turn}, {"role": "user", "content": reports}, final]
-
-
-def _assert_independent(calls: list[str]) -> None:
-    windows = []
-    for call in calls:
-        try:
-            arguments = json.loads(call)["arguments"]
-            start, end = float(arguments["start_time"]), float(arguments["end_time"])
-        except (ValueError, KeyError, TypeError):
-            raise RowError(f"not a crop_video call with start_time and end_time: {call[:80]}") from None
-        for begin, stop in windows:
-            if begin <= start and end <= stop:
-                raise RowError(f"window {start:g} - {end:g} refines the earlier {begin:g} - {stop:g}")
-        windows.append((start, end))
-
-
-def _text(message: dict) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p.get("type") == "text")
+# ------------------------------------------------------------------------------------------------ the commands
 
 
 def main() -> int:
-    import data
-
-    parser = argparse.ArgumentParser(prog="data.py", description=data.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m study.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("check", help="tell the truth about a data file or a config's data")
     command.add_argument("target", metavar="PATH|CONFIG")
@@ -329,19 +242,17 @@ def main() -> int:
     command.add_argument("--root", type=Path, required=True, help="where the media archives were unpacked")
     command.add_argument("--parquet-dir", type=Path, required=True)
     command.add_argument("--output-dir", type=Path, required=True)
-    command = commands.add_parser("parallelize", help="sequential trajectories -> parallel calls")
-    command.add_argument("source", type=Path, metavar="IN")
-    command.add_argument("target", type=Path, metavar="OUT")
-    command.add_argument("--summaries", type=Path, help='JSONL of {"row": i, "call": j, "summary": text}')
     args = parser.parse_args()
     try:
         if args.command == "materialize":
             return materialize(args.root, args.parquet_dir, args.output_dir)
-        if args.command == "parallelize":
-            return parallelize(args.source, args.target, args.summaries)
         return check(args.target, args.model, args.decode)
     except (config.ConfigError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head`
         os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

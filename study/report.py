@@ -2,8 +2,7 @@
 
     python -m study.report RUN... [-o FILE]                         # no server, no network: the file holds everything
     python -m study.report RUN... --png pictures                    # and pictures/curves.png, for a README
-    python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of rollout.py's --trace
-    episode_page(path, episodes, renderer, videos)                  # the same from Python
+    python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of study.ask's --trace
 
 Runs that differ in their seed alone are one line: their mean, with a band of one standard deviation. The viewer shows who
 wrote each token, its log-prob, its advantage and whether it is structure, beside the frames that the agents saw.
@@ -35,7 +34,6 @@ import numpy as np
 from data import Call, Episode, Task, Trajectory
 from rewards import final_answer, structural_mask, turn_texts
 from rollout import episode_of
-from runtime.checks import differences
 from runtime.config import ConfigError, build, read_tree
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.video import VideoError, Videos, uniform_indices
@@ -88,7 +86,6 @@ class RunData:
     pictures: dict[str, int]  # of the page: data URI of a thumbnail -> its place
     renderer: Renderer | None = None  # for the episodes
     config: dict[str, Any] = field(default_factory=dict)  # as the run saved it
-    commit: str = ""
     metrics: list[dict[str, float]] = field(default_factory=list)  # by step
     steps: dict[int, list[dict]] = field(default_factory=dict)  # step -> groups of episodes, ready for JSON
     notes: list[str] = field(default_factory=list)  # what is missing
@@ -109,8 +106,6 @@ def read_run(path: Path, name: str, pictures: dict[str, int], most: int, model: 
     run, files = RunData(name, pictures), [path]
     if path.is_dir():
         run.config = read_tree(path / "config.yaml")
-        if (path / "run.json").exists():
-            run.commit = json.loads((path / "run.json").read_text(encoding="utf-8"))["commit"]
         run.metrics = read_metrics(path / "metrics.jsonl")
         files = sorted((path / "episodes").glob("*.jsonl"))
     if not files:
@@ -169,18 +164,21 @@ def add_episodes(run: RunData, step: int, episodes: Sequence[Episode], videos: V
     """Add the episodes of one step, by the task and K that they share."""
     groups: dict[tuple[str, int], dict] = {}
     for episode in episodes:
-        key = (episode.task.id, episode.k)
+        task, key = episode.task, (episode.task.id, episode.k)
         if key not in groups:
-            lengths = []  # seconds, of the videos that are there
-            for path in episode.task.videos:
-                try:
-                    lengths.append(videos.info(path).duration)
-                except VideoError:
-                    lengths.append(None)
-            groups[key] = dataclasses.asdict(episode.task) | {"k": episode.k, "durations": lengths, "episodes": []}
+            lengths = [duration(path, videos) for path in task.videos]
+            groups[key] = dataclasses.asdict(task) | {"k": episode.k, "durations": lengths, "episodes": []}
         groups[key]["episodes"].append(view_episode(episode, run))
     if groups:
         run.steps[step] = list(groups.values())
+
+
+def duration(path: str, videos: Videos) -> float | None:
+    """Return the seconds of a video that is there."""
+    try:
+        return videos.info(path).duration
+    except VideoError:
+        return None
 
 
 def view_episode(episode: Episode, run: RunData) -> dict:
@@ -345,53 +343,28 @@ def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
     return {"columns": columns, "rows": rows, "last": LAST}
 
 
-def differing_settings(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
-    """Return a row per setting, and one for the commit, that is not the same in all groups; a group is its first run."""
-    firsts = [runs[0] for _, runs in groups]
-    rows, keys = [], set()
-    for run in firsts:
-        keys |= differences(firsts[0].config, run.config).keys()
-    commits = [run.commit for run in firsts]
-    if len(set(commits)) > 1:
-        rows.append({"key": "commit", "values": commits})
-    for key in sorted(keys - {"run"}):
-        values = [json.dumps(run.setting(key, None), ensure_ascii=False) for run in firsts]
-        rows.append({"key": key, "values": values})
-    return rows
-
-
 # ------------------------------------------------------------------------------------------------ writing
 
 
 def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
     """Write one HTML file that needs nothing else."""
     groups = seed_groups(runs)
+    shown = []  # in the viewer
+    for run in runs:
+        if run.steps:
+            shown.append({"name": run.name, "pad": run.renderer.image_pad, "steps": sorted(run.steps.items())})
     content = {
         "notes": [note for run in runs for note in run.notes],
         "groups": [name for name, _ in groups],
         "sections": panel_sections(groups),
         "table": table(groups),
-        "settings": differing_settings(groups),
-        "runs": [
-            {"name": run.name, "pad": run.renderer.image_pad, "steps": sorted(run.steps.items())}
-            for run in runs
-            if run.steps
-        ],
+        "runs": shown,
         "pictures": list(runs[0].pictures),
     }
     # What models write holds tags: as < it cannot end the script element that carries it.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8")
     Path(path).write_text(page.replace("{{DATA}}", text), encoding="utf-8")
-
-
-def episode_page(
-    path: str | Path, episodes: Sequence[Episode], renderer: Renderer, videos: Videos, name: str = "episodes"
-) -> None:
-    """Write the viewer alone, of episodes in memory."""
-    run = RunData(name, {}, renderer)
-    add_episodes(run, 0, episodes, videos)
-    write_page(path, [run])
 
 
 @contextlib.contextmanager
@@ -441,12 +414,12 @@ def main() -> int:
     parent = Path(os.path.commonpath([path.parent for path in paths]))
     out = args.out or parent / "report.html"
     runs, pictures = [], {}
-    for path in paths:
-        name = path.relative_to(parent).as_posix()
-        try:
+    try:
+        for path in paths:
+            name = path.relative_to(parent).as_posix()
             runs.append(read_run(path, name, pictures, EPISODES // len(paths), args.model))
-        except ConfigError as error:
-            sys.exit(f"error: {error}")
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, runs)
     print(f"{out}: {len(runs)} runs, {out.stat().st_size / 2**20:.1f} MiB")

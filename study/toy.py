@@ -440,7 +440,9 @@ def main() -> int:
     parser.add_argument("--one-by-one", action="store_true", help="SFT rows with one call per turn")
     args = parser.parse_args()
     build_toy(args.dir, args.seed, args.p_tool, args.p_loose, args.one_by_one)
-    print(f"toy written to {args.dir}; next: python data.py check {args.dir}/sft.parquet --model {args.dir}/model")
+    print(
+        f"toy written to {args.dir}; next: python -m study.prepare check {args.dir}/sft.parquet --model {args.dir}/model"
+    )
     return 0
 
 

@@ -52,6 +52,9 @@ class Forked(FORKS.Process):
         try:
             if callable(self.command):
                 self.command()
+            elif self.command[0] == "-m":
+                sys.argv = self.command[1:]
+                runpy.run_module(self.command[1], run_name="__main__", alter_sys=True)
             else:
                 sys.argv = self.command
                 runpy.run_path(self.command[0], run_name="__main__")

@@ -18,21 +18,14 @@ def room_of(module: str) -> str:
     return module.partition(".")[0] if "." in module else "method"
 
 
-def is_main_guard(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-
-
-def imported(path, node=None) -> set[str]:
-    """Modules of this repository that a file imports anywhere, functions included; the main guard may hand over."""
+def imported(path) -> set[str]:
+    """Modules of this repository that a file imports anywhere: functions and the main guard included."""
     found = set()
-    for child in ast.iter_child_nodes(node or ast.parse(path.read_text(encoding="utf-8"))):
-        if is_main_guard(child):
-            continue
-        if isinstance(child, ast.Import):
-            found |= {name.name for name in child.names}
-        elif isinstance(child, ast.ImportFrom):
-            found |= {child.module, *(f"{child.module}.{name.name}" for name in child.names)}
-        found |= imported(path, child)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
     return found & MODULES
 
 

@@ -24,7 +24,7 @@ from runtime.config import ConfigError
 SFT = "sft.py configs/toy_sft.yaml policy.checkpoint=toy_data/model"
 RL = "rl.py configs/toy_paragrpo.yaml policy.checkpoint=toy_data/model"
 EVAL = "eval.py configs/eval/toy.yaml checkpoint=toy_data/model"
-ASK = 'rollout.py "Which color flashes?" --video toy_data/videos/test00000.mp4'
+ASK = 'study/ask.py "Which color flashes?" --video toy_data/videos/test00000.mp4'
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ MISTAKES = [  # and those of the page
     ("another script's run", f"{SFT} run=other", "run = 'other': this folder is of a run of the other script; choose another `run`"),
     ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl'; this code runs dense Qwen3-VL"),
     # data
-    ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python data.py materialize`"),
+    ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python -m study.prepare materialize`"),
     ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "no field `prompt`, only messages, agent: RL rows have it; rows with `messages` are for sft.py"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "greedy episodes of a group are all alike"),
@@ -98,7 +98,7 @@ MISTAKES = [  # and those of the page
     # evaluation, report, asking
     ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: there is only videomme"),
     ("a report on no run", "study/report.py holiday", "holiday/config.yaml: not a readable YAML file"),
-    ("no such video", 'rollout.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
+    ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
     ("a table of nothing", "eval.py table holiday", "no results in holiday: `python eval.py CONFIG` makes them"),
     ("a study that is not there", "study/paradox.py tables --root nowhere", "there is no study in nowhere; `python -m study.paradox study --root nowhere` makes one"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),

@@ -106,7 +106,7 @@ def test_it_quotes_materialize(tmp_path, toy_dir):
     (tmp_path / "MEDIA").mkdir()
     shutil.copy(toy_dir / "sft.parquet", tmp_path / "PARQUETS" / "paravt_sft_charades_12k4.parquet")
     command = next(command for command in COMMANDS if "materialize" in command)
-    told = finish(Forked([str(REPO / "data.py"), *shlex.split(command)[2:]], tmp_path), code=1)
+    told = finish(Forked(shlex.split(command)[1:], tmp_path), code=1)
     assert_quoted(told, "data/train/paravt_sft_charades", "... media files")
 
 

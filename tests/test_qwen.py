@@ -326,7 +326,7 @@ def test_three_steps_of_rl_agree_with_the_engine(settings, toy_dir, tmp_path):
 
 def test_the_doctor_finds_the_checkpoint_healthy(checkpoint, toy_dir):
     video = toy_dir / "videos" / "test00000.mp4"
-    command = ["rollout.py", "doctor", "--model", str(checkpoint), "--video", str(video), "--max-new-tokens", "16"]
+    command = ["-m", "study.ask", "doctor", "--model", str(checkpoint), "--video", str(video), "--max-new-tokens", "16"]
     told = finish(Forked(command))
     assert told.count("\nok  ") >= 5 and "FAIL" not in told
 
@@ -334,7 +334,7 @@ def test_the_doctor_finds_the_checkpoint_healthy(checkpoint, toy_dir):
 def test_a_cold_model_is_asked(checkpoint, toy_dir, tmp_path):
     video, trace = toy_dir / "videos" / "test00000.mp4", tmp_path / "trace.json"
     question = "Quelle couleur? e\u0301 🙂 红 <|im_end|>"
-    command = ["rollout.py", "--model", str(checkpoint), "--video", str(video), "--trace", str(trace)]
+    command = ["-m", "study.ask", "--model", str(checkpoint), "--video", str(video), "--trace", str(trace)]
     told = finish(Forked([*command, "--max-new-tokens", "16", question]))
     episode = json.loads(trace.read_text("utf-8"))
     assert "1 turns, 0 calls" in told and not episode["error"] and "couleur" in episode["main"]["text"]

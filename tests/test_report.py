@@ -1,6 +1,7 @@
 """The report's numbers against hand-computed ones, its episodes against what was said, its page in a real browser."""
 
 import base64
+import html
 import io
 import json
 import math
@@ -19,9 +20,9 @@ from tiny_checkpoint import MemoryVideos
 
 from data import Task
 from rollout import dump
-from runtime.contract import Renderer, VisualContract
+from runtime.contract import Renderer, VisualContract, load_tokenizer
 from study import report
-from study.report import RunData, differing_settings, panel_sections, read_run, seed_groups
+from study.report import RunData, panel_sections, read_run, seed_groups
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %d, "end_time": %d}}\n</tool_call>'
@@ -177,20 +178,24 @@ def test_only_struct_credit_adds_the_anchors_advantage(renderer, credit, expecte
     assert first["anchor_advantage"] == pytest.approx(expected)  # 0.5 * 0.8
 
 
-def test_the_frames_are_those_of_the_video_each_kept_once(tmp_path, toy_dir, videos):
-    renderer = Renderer(report.load_tokenizer(toy_dir / "model"), VisualContract.load(toy_dir / "model"))
+def test_a_file_of_episodes_shows_each_frame_of_the_video_once(tmp_path, toy_dir, videos):
+    renderer = Renderer(load_tokenizer(toy_dir / "model"), VisualContract.load(toy_dir / "model"))
     path = str(sorted((toy_dir / "videos").glob("*.mp4"))[0])
     played = play(renderer, videos, Task("t", "What?", (path,), "oe", "red"), group_size=3)
-    folder = write_run(tmp_path / "run", [], played, renderer)
+    with (tmp_path / "trace.jsonl").open("w") as file:
+        for episode in played:
+            dump(episode, file, renderer)
     pictures = {}
-    run = read_run(folder, "run", pictures, 200, toy_dir / "model")
-    assert not [note for note in run.notes if "without pictures" in note]
+    run = read_run(tmp_path / "trace.jsonl", "trace", pictures, 200, toy_dir / "model")
+    assert run.notes == [] and run.steps[0][0]["durations"] == [videos.info(path).duration]
     clips = [clip for agent in played[0].trajectories for clip in agent.frames]
     assert len(pictures) == len({pixels.tobytes() for clip in clips for pixels in clip.pixels})
     time, place = run.steps[0][0]["episodes"][2]["calls"][0]["agent"]["images"][3]
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(list(pictures)[place].partition(",")[2]))), int)
     seen = played[0].calls[0].agent.frames[0]
     assert time == seen.times[3] and np.abs(shown - seen.pixels[3]).mean() < 12  # what JPEG loses of the noise
+    report.write_page(tmp_path / "page.html", [run])
+    assert content(tmp_path / "page.html")["sections"] == []  # the viewer alone
 
 
 def test_the_steps_that_are_kept_are_spread_over_the_run(tmp_path, renderer, checkpoint):
@@ -207,8 +212,7 @@ def test_the_steps_that_are_kept_are_spread_over_the_run(tmp_path, renderer, che
 def page(tmp_path_factory, renderer, checkpoint):
     """Two seeds of one method and one other run; the viewer has steps 0 and 10."""
     root = tmp_path_factory.mktemp("runs")
-    constant = {"acc": 0.5, "acc/K=4": 0.5, "seconds": 2.0}
-    rows = [{"step": s, "kappa": 1.0 + s / 50, "fmt": s / 50} | constant for s in range(40)]
+    rows = [{"step": s, "kappa": 1.0 + s / 50, "fmt": s / 50, "acc": 0.5} for s in range(40)]
     struct = {"anchor": {"credit": "struct", "weight": 0.5}}
     first = write_run(root / "para-seed0", rows, play(renderer), renderer, steps=(0, 10), reward=struct)
     second = write_run(root / "para-seed1", rows, reward=struct, seed=1)
@@ -221,142 +225,48 @@ def page(tmp_path_factory, renderer, checkpoint):
 
 
 def test_the_page_needs_nothing_but_itself_and_has_a_picture_beside_it(page):
-    html = page.read_text()
+    text = page.read_text()
     template = report.TEMPLATE.read_text()
     assert not re.search(r"""https?:|//\w+\.|@import|\burl\(|<link|\bsrc=|href="[^#]""", template)
-    assert html.count("</script>") == template.count("</script>")  # what a model wrote ends no element
-    assert "<img" not in html
-    assert content(page)["runs"][0]["steps"][0][1][0]["question"] == HOSTILE
+    assert text.count("</script>") == template.count("</script>")  # what a model wrote ends no element
+    assert "<img" not in text
+    found = content(page)
+    assert found["groups"] == ["para (2 seeds)", "grpo"]
+    assert found["runs"][0]["steps"][0][1][0]["question"] == HOSTILE
     colors = {color for _, color in Image.open(page.parent / "png" / "curves.png").convert("RGB").getcolors(1 << 24)}
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colors  # of the curves for a README: both groups have a line
 
 
-def test_a_file_of_episodes_is_a_page_with_the_viewer_alone(tmp_path, renderer):
-    report.episode_page(tmp_path / "one.html", play(renderer, group_size=1), renderer, MemoryVideos(duration=75.0))
-    found = content(tmp_path / "one.html")
-    assert found["sections"] == [] and len(found["pictures"]) == 12  # 4 of the overview, 4 of each crop
-    group = found["runs"][0]["steps"][0][1][0]
-    assert len(group["episodes"]) == 1 and group["durations"] == [75.0]  # the timeline ends where the video ends
-
-
-def browse(page, place: str, script: str) -> tuple[dict, str]:
-    """What `script` notes in `seen` after the page was opened at `place`, and what the console said."""
-    acted = page.with_name(f"acted-{place or 'curves'}.html")
-    report_back = "document.title = JSON.stringify(seen);"
-    all_of = "const all = selector => [...document.querySelectorAll(selector)];"
-    added = f"<script>const seen = {{}}; {all_of} {script}; {report_back}</script>"
-    acted.write_text(page.read_text().replace("</body>", added))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
-    command = [CHROMIUM, *flags, "--dump-dom", f"{acted.as_uri()}#{place}"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    title = re.search(r"<title>(.*?)</title>", told.stdout, re.S)[1]
-    console = "\n".join(line for line in told.stderr.splitlines() if "CONSOLE" in line)
-    return json.loads(title.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")), console
-
-
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_a_browser_draws_the_curves_and_offers_them_as_csv(page):
+def test_a_browser_draws_the_curves_opens_an_episode_and_finds_others(page):
     script = """
-    seen.csv = decodeURIComponent(document.querySelector("a[download]").href.split(",").slice(1).join(","));
-    seen.rows = all("#table tr").map(row => row.textContent);
-    seen.bands = all("figure[data-key=acc] polygon").length;
-    seen.lines = all("figure[data-key=kappa] polyline[style*='1.7']").length;
-    const svg = document.querySelector("figure[data-key=kappa] svg"), box = svg.getBoundingClientRect();
-    svg.dispatchEvent(new MouseEvent("mousemove", {clientX: box.right, clientY: box.top}));
-    seen.tip = at("tip").textContent;
-    all(".key")[0].click();
-    seen.fewer = all("figure[data-key=kappa] polyline[style*='1.7']").length;
-    """
-    seen, console = browse(page, "", script)
-    assert console == ""
-    assert seen["rows"][1].startswith("para (2 seeds)400.50 ± 0.00") and seen["rows"][2].startswith("grpo400.50")
-    assert (seen["bands"], seen["lines"], seen["fewer"]) == (1, 2, 1)
-    assert seen["tip"].startswith("step 39") and "1.78 ± 0" in seen["tip"]  # 1 + 39 / 50
-    lines = seen["csv"].splitlines()
-    assert lines[0] == "run,key,step,mean,std" and any(line.startswith('"grpo","kappa",39,') for line in lines)
-    [line] = [line for line in lines if line.startswith('"para (2 seeds)","kappa",39,')]
-    assert [float(x) for x in line.split(",")[3:]] == [pytest.approx(1.78), 0.0]
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_a_browser_opens_the_episode_of_a_link_and_goes_on_to_its_sibling(page):
-    script = """
+    const all = selector => [...document.querySelectorAll(selector)];
     const text = selector => document.querySelector(selector).textContent;
     const hover = token => { token.dispatchEvent(new MouseEvent("mousemove", {bubbles: true})); return text("#tip"); };
+    seen.rows = all("#table tr").length;
+    seen.lines = all("figure[data-key=kappa] polyline[style*='1.7']").length;
+    location.hash = "run=0&step=10&group=0&episode=1";
+    render();
     seen.title = text("#question");
-    seen.first = text("#episode");
-    seen.step = document.querySelectorAll("select")[1].value;
     seen.said = all(".two > :first-child .tok.s").map(token => token.textContent).join("");
     seen.calls = all(".window").length;
-    seen.marks = all(".card .mark").map(mark => mark.textContent + mark.className).join();
-    seen.ends = text(".ends");
-    seen.structural = [];
-    for (const mode of document.querySelector("select.paint").options) {
-      document.querySelector("select.paint").value = mode.value;
-      document.querySelector("select.paint").dispatchEvent(new Event("change"));
-      seen.structural.push(getComputedStyle(document.querySelector(".two .tok.s.struct")).color);
-    }
     seen.tag = hover(document.querySelector(".two .tok.s.struct"));
     seen.word = hover(document.querySelector(".two .tok.s:not(.struct)"));
-    seen.unseen = all(".two details .tok").length;
-    all(".card")[0].click();
-    render();
-    seen.second = text("#episode");
-    seen.where = location.hash;
+    const select = document.querySelector("select.kind");
+    select.value = "wrong";
+    select.dispatchEvent(new Event("change"));
+    seen.found = text("#found");
     """
-    seen, console = browse(page, "run=0&step=10&group=0&episode=1", script)
-    assert console == ""
-    assert seen["title"] == HOSTILE and seen["step"] == "10" and seen["first"] == "Episode 2 of 2"
-    assert seen["said"] == FIRST + SECOND and seen["calls"] == 2
-    assert seen["marks"] == "✓mark right,✗mark wrong" and seen["ends"] == "0 s50.0 s, the last that was looked at"
-    written, surprise, advantage = seen["structural"]
-    assert surprise == advantage != written  # no color of its own among those of the advantage
+    report_back = f"<script>const seen = {{}}; {script}; document.title = JSON.stringify(seen);</script>"
+    acted = page.with_name("acted.html")
+    acted.write_text(page.read_text().replace("</body>", report_back))
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
+    command = [CHROMIUM, *flags, "--dump-dom", acted.as_uri()]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in told.stderr, told.stderr
+    seen = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", told.stdout, re.S)[1]))
+    assert (seen["rows"], seen["lines"], seen["calls"]) == (3, 2, 2)
+    assert seen["title"] == HOSTILE and seen["said"] == FIRST + SECOND
     assert "advantage −0.350" in seen["tag"] and "structural" in seen["tag"]  # -0.75 + 0.5 * 0.8
     assert "advantage −0.750" in seen["word"] and "log p −1.0000" in seen["word"]
-    assert seen["unseen"] == 0  # prompts are built when somebody opens them
-    assert seen["second"] == "Episode 1 of 2" and seen["where"].endswith("episode=0")
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_a_browser_finds_episodes_over_all_steps(page):
-    script = """
-    const choose = (name, value) => {
-      const select = document.querySelector(`select.${name}`);
-      select.value = value;
-      select.dispatchEvent(new Event("change"));
-    };
-    const labels = () => all(".card").filter(card => card.textContent.includes("step ")).map(card => card.textContent);
-    seen.before = labels().length;
-    choose("kind", "wrong");
-    seen.wrong = labels();
-    seen.found = at("found").textContent;
-    choose("kind", "called");
-    choose("order", "advantage");
-    seen.called = labels();
-    choose("k", "K = 4");
-    seen.same = labels().length;
-    choose("kind", "malformed");
-    seen.malformed = labels().length;
-    """
-    seen, console = browse(page, "run=0&step=0", script)
-    assert console == "" and seen["before"] == seen["malformed"] == 0
-    assert seen["wrong"] and all("✗" in label for label in seen["wrong"])
-    assert seen["found"] == f"{len(seen['wrong'])} episodes"
-    # Of two siblings one is right, and both have called.
-    assert seen["same"] == len(seen["called"]) == 2 * len(seen["wrong"])
-    right = ["✓" in label for label in seen["called"]]
-    assert right == sorted(right, reverse=True)  # its advantage is the larger one
-
-
-def test_settings_that_differ_are_listed_and_others_are_not():
-    left = run_of("a", config_of=1, rollout={"temperature": 1.0, "k": 4}, run="x")
-    right = run_of("b", config_of=1, rollout={"temperature": 0.7, "k": 4}, run="y", kl_coef=0.1)
-    left.commit, right.commit = "abc", "abc"
-    rows = differing_settings([("a", [left]), ("b", [right])])
-    assert rows == [
-        {"key": "kl_coef", "values": ["null", "0.1"]},  # it has none
-        {"key": "rollout.temperature", "values": ["1.0", "0.7"]},
-    ]
-    right.commit = "def"
-    assert differing_settings([("a", [left]), ("b", [right])])[0] == {"key": "commit", "values": ["abc", "def"]}
-    assert differing_settings([("a", [left])]) == []
+    assert seen["found"] == "2 episodes"  # the second of both steps

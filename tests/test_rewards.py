@@ -318,7 +318,7 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
 
 
 def test_the_lab_prints_every_term_and_paints_the_structure(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["rewards.py", DONE.removesuffix(END_OF_TURN), "--answer", "B"])
+    monkeypatch.setattr(sys, "argv", ["lab.py", DONE.removesuffix(END_OF_TURN), "--answer", "B"])
     lab.main()
     told = capsys.readouterr().out
     assert "acc   1.00" in told and "[<][a][n][s][w][e][r][>]B[<]" in told

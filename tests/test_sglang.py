@@ -115,7 +115,7 @@ def test_drift_and_requests_that_the_server_refuses_are_errors_at_once(client, r
 def doctor(monkeypatch, client, checkpoint, toy_dir) -> int:
     video = sorted((toy_dir / "videos").glob("*.mp4"))[0]
     given = ["--model", str(checkpoint), "--video", str(video), "--url", client.urls[0], "--k", "4"]
-    monkeypatch.setattr("sys.argv", ["rollout.py", "doctor", *given])
+    monkeypatch.setattr("sys.argv", ["ask.py", "doctor", *given])
     return ask.main()
 
 
