@@ -51,9 +51,9 @@ test-qwen: $(VENV)/.installed .qwen/.fetched
 # windows at once.
 demo: $(VENV)/.installed
 	$(BIN)/python -m study.paradox demo
-	$(BIN)/python -m study.ask --model runs/demo/seed0/paragrpo/model --video runs/demo/data/seed0-sft/videos/test00003.mp4 --k 4 "Which color flashes?"
+	$(BIN)/python -m study.ask --model runs/demo/seed0/paragrpo/model --video runs/demo/seed0/sft-toy/videos/test00003.mp4 --k 4 "Which color flashes?"
 
-# Every run of study/jobs.py (some 5 hours on two cores; goes on where it was stopped) -> results/paradox.md
+# Every run of study/paradox.py (some hours on two cores; goes on where it was stopped) -> results/paradox.md
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
 

@@ -1,17 +1,25 @@
 """paradox.py: the Tool Prior Paradox on the toy: its runs, what they show, and whether that is what the paper says.
 
     python -m study.paradox demo      # one seed: cold start, plain GRPO, PARA-GRPO; exit status 1 if it misses the point
-    python -m study.paradox study     # every run of jobs.py; the tables and pictures of results/paradox.md
+    python -m study.paradox study     # all runs; the tables and pictures of results/paradox.md
     python -m study.paradox tables    # only the tables and pictures of what has run
 
+The study has three parts: *the gate* (gate.py) says whether a cold start is sound; *the contrast* repeats plain GRPO and
+PARA-GRPO with five seeds on two numeric paths; *the rows* take the method apart. A seed draws everything: the clips, the
+initial weights, the order of the rows, the samples. All rows of a seed have the same budget, and the same cold start unless
+their name says otherwise. The reward of `grpo` and `paragrpo` is accuracy alone, that of `*_full` the paper's.
+
 Each training or evaluation is a process of its own, as a user would start it. Jobs that are done are not run again, so
-the study may be stopped at any time, and `--only` runs a part of it; the figures of all parts meet in results/paradox.json.
-f and kappa are those of samples at tau = 1 on test videos, of all rows alike.
+the study may be stopped at any time, and `--only seed0-` runs a part of it; the figures of all parts meet in
+results/paradox.json. f and kappa are those of samples at tau = 1 on test videos, of all rows alike.
+
+Deliberately missing: tuning. No row has settings of its own beyond what its name says.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,26 +29,15 @@ from pathlib import Path
 
 import yaml
 
-from evals.tables import PUBLISHED, Results, costs, executed, markdown, put_between_marks, read_results
-from runtime.config import write_whole
-from study.jobs import (
-    CONTRAST,
-    DISPATCH,
-    FAULTY,
-    GREEDY,
-    NECESSITY,
-    ROWS,
-    SAMPLED,
-    demo_jobs,
-    evaluation,
-    run_jobs,
-    select,
-    study_jobs,
-)
+from evals.tables import PUBLISHED, executed, markdown, put_between_marks, read_results
+from runtime.config import git_commit, read_tree, write_whole
 from study.report import LINE_COLORS, png_axes
 
+# A CPU rounds in its own way, and small differences grow: what holds on one path may be luck. The environment of each.
+PATHS = {"": {}, "old": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}}
+GREEDY, SAMPLED = (4, 8, 16, 32, 64), (4, 16, 64)  # K of the evaluations
 ALL = 0  # in place of a K: all of an evaluation together
-DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # the curves: neither half of the method, one, the other, both
+LIMIT = 64  # test tasks of each evaluation
 # What a cold start must be, or RL on it would measure nothing (gate.py): the least, the most.
 GATE = {
     "reports_flash": (0.97, 1.0),
@@ -52,6 +49,177 @@ GATE = {
     "kappa": (0.5, 1.0),
 }
 
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the tables: a training by RL; without a config, a cold start or the untrained model."""
+
+    name: str
+    title: str
+    config: str = ""
+    changes: tuple[str, ...] = ()  # of the config; of a cold start, the flags of `toy.py build`
+    start: str = "sft"
+    prefix: bool = True  # the think prefix, as trained
+    paper: str = ""  # its row in the paper's tables
+    seeds: int = 2
+
+    def evaluation(self, kind: str) -> str:
+        """Name the folder of an evaluation: grpo-sampled-bare."""
+        return f"{self.name}-{kind}" + "-bare" * (not self.prefix)
+
+
+VARIANTS = (
+    Variant("base", "untrained", prefix=False, paper="Qwen3-VL-8B", seeds=1),
+    Variant("sft", "cold start", prefix=False, paper="+SFT", seeds=5),
+    Variant("sft_tidy", "cold start without loose formats", changes=("--p-loose", "0"), prefix=False),
+    Variant("grpo", "GRPO, accuracy only", "toy_grpo", prefix=False, paper="SFT+GRPO", seeds=5),
+    Variant("paragrpo", "PARA-GRPO", "toy_paragrpo", paper="Full PARA-GRPO", seeds=5),
+    Variant("anchoring", "+ Exploration Anchoring", "toy_anchoring", paper="+Exploration Anchoring", seeds=5),
+    Variant("gating", "+ nFrames Gating", "toy_gating", prefix=False, paper="+nFrames Gating", seeds=5),
+    Variant("grpo_full", "GRPO, full reward", "toy_grpo_full", prefix=False, paper="SFT+GRPO"),
+    Variant("paragrpo_full", "PARA-GRPO, full reward", "toy_paragrpo_full", paper="Full PARA-GRPO"),
+    Variant("no_tool_reward", "PARA-GRPO, full reward, - R_tool", "toy_no_tool_reward", paper="-R_tool"),
+    Variant("no_gamma", "PARA-GRPO, - gamma", "toy_no_gamma", paper="-gamma penalty"),
+    Variant("prefix_only", "prefix and gating, no anchor", "toy_paragrpo", ("reward.anchor.credit=off",)),
+    Variant("anchor_only", "anchor and gating, no prefix", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
+    Variant("grpo_tidy_start", "GRPO, from the tidy start", "toy_grpo", start="sft_tidy", prefix=False),
+    Variant("paragrpo_tidy_start", "PARA-GRPO, from there", "toy_paragrpo", start="sft_tidy"),
+)  # fmt: skip
+ROWS = {row.name: row for row in VARIANTS}
+CONTRAST = (ROWS["sft"], ROWS["grpo"], ROWS["paragrpo"])
+DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # the curves: neither half of the method, one, the other, both
+NECESSITY = ("sft", "paragrpo")  # whose samples are asked for what a call is worth
+
+# ------------------------------------------------------------------------------------------------ the jobs
+
+STEPS = ("build", "start", "train", "evaluate")  # the jobs of a step run side by side, after those of the step before
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process of the study."""
+
+    step: str
+    name: str
+    command: tuple[str, ...]
+    path: str = ""  # of PATHS
+
+
+@dataclass(frozen=True)
+class Place:
+    """One seed on one numeric path: where its runs lie, and the jobs that make them."""
+
+    root: Path
+    seed: int
+    path: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"seed{self.seed}-{self.path}" if self.path else f"seed{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.name
+
+    def toy(self, start: str = "sft") -> Path:
+        """Return where the toy is that a cold start learns from. All RL and all evaluations use that of `sft`."""
+        return self.folder / f"{start}-toy"
+
+    def job(self, step: str, name: str, *command: str) -> Job:
+        return Job(step, f"{self.name}-{name}", command, self.path)
+
+    def training(self, row: Variant) -> list[Job]:
+        """Build a toy and train a cold start on it by SFT, or train from a cold start by RL."""
+        changes = [f"run={self.folder / row.name}", f"data.seed={self.seed}"]
+        if row.config:
+            changes += [f"policy.checkpoint={self.folder / row.start / 'model'}", f"seed={self.seed}"]
+            changes += [f"data.sources=[{{path: {self.toy()}/rl.parquet}}]", "val=null", *row.changes]
+            return [self.job("train", row.name, "rl.py", f"configs/{row.config}.yaml", *changes)]
+
+        toy, config = self.toy(row.name), "configs/toy_sft.yaml"
+        build = ("-m", "study.toy", "build", str(toy), "--seed", str(self.seed), *row.changes)
+        sources = read_tree(Path(config))["data"]["sources"]
+        for source in sources:
+            source["path"] = str(toy / Path(source["path"]).name)
+        changes += [f"policy.checkpoint={toy}/model", f"data.sources={json.dumps(sources)}"]
+        changes += [f"val.sources=[{{path: {toy}/sft_val.parquet}}]"]
+        return [self.job("build", toy.name, *build), self.job("start", row.name, "sft.py", config, *changes)]
+
+    def gate(self) -> Job:
+        how = ("--seed", str(self.seed), "--output", f"{self.folder}/gate.json")
+        return self.job("evaluate", "gate", "-m", "study.gate", f"{self.folder}/sft/model", str(self.toy()), *how)
+
+    def evaluation(self, row: Variant, kind: str) -> Job:
+        """Evaluate the row's model: `sampled`, as in training, or `greedy` at every K."""
+        run = self.folder / "eval" / row.evaluation(kind)
+        model = self.toy() / "model" if row.name == "base" else self.folder / row.name / "model"
+        ks, temperature = (SAMPLED, 1) if kind == "sampled" else (GREEDY, 0)
+        arms = "parallel, none" if kind == "greedy" and row.name in NECESSITY else "parallel"
+        changes = (f"run={run}", f"name={row.name}", f"checkpoint={model}", f"frames={list(ks)}", f"arms=[{arms}]")
+        changes += (f"rollout.temperature={temperature}", f"rollout.think_prefix={str(row.prefix).lower()}")
+        # The same reading of answers for every row: that of the accuracy-only reward.
+        changes += ("grading.untagged_answer=true", f"splits.toy={self.toy()}", f"limit={LIMIT}")
+        return self.job("evaluate", f"eval-{run.name}", "eval.py", "configs/eval/toy.yaml", *changes)
+
+
+def contrast_jobs(at: Place) -> list[Job]:
+    jobs = []
+    for row in CONTRAST:
+        jobs += [*at.training(row), at.evaluation(row, "sampled")]
+    return jobs
+
+
+def study_jobs(root: Path) -> list[Job]:
+    jobs = []
+    for path in PATHS:
+        for seed in range(ROWS["sft"].seeds):
+            at = Place(root, seed, path)
+            jobs += [*contrast_jobs(at), at.gate()]
+    for row in VARIANTS:
+        for seed in range(row.seeds):
+            at = Place(root, seed)
+            if row.name != "base":
+                jobs += at.training(row)
+            jobs += [at.evaluation(row, "sampled"), at.evaluation(row, "greedy")]
+    return list(dict.fromkeys(jobs))  # the contrast is among the rows, too
+
+
+def run_jobs(jobs: Sequence[Job], root: Path) -> bool:
+    """Run what is not done, step by step, one process per core, until a job fails. False if one did."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the jobs end with us, as after Ctrl-C
+    cores = len(os.sched_getaffinity(0))
+    for step in STEPS:
+        waiting = [job for job in jobs if job.step == step and not (root / "done" / job.name).exists()]
+        for i in range(0, len(waiting), cores):
+            if not run_batch(waiting[i : i + cores], root):
+                return False
+    return True
+
+
+def run_batch(batch: Sequence[Job], root: Path) -> bool:
+    """Run some jobs at the same time. False if one failed; its log says why."""
+    done, logs, running, good = root / "done", root / "logs", [], True
+    done.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(parents=True, exist_ok=True)
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    try:
+        for job in batch:
+            print(f"{job.name}: runs, and writes {logs / job.name}.log", flush=True)
+            command, environment = [sys.executable, *job.command], one_thread | PATHS[job.path]
+            with (logs / f"{job.name}.log").open("ab") as log:
+                running.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+        for job, process in zip(batch, running):
+            if process.wait() == 0:
+                (done / job.name).write_text(git_commit())
+            else:
+                good = False
+                print(f"{job.name}: failed, see {logs / job.name}.log", flush=True)
+    finally:
+        for process in running:
+            process.kill()
+    return good
+
+
 # ------------------------------------------------------------------------------------------------ the numbers
 
 BySeed = dict[str, float]  # "seed0" or "seed0-old" -> a figure, for every seed that has got so far
@@ -59,7 +227,7 @@ Figures = dict[str, dict[str, float | str]]  # "seed0/grpo-sampled/parallel/K=4"
 
 
 def read_figures(root: Path) -> Figures:
-    """Read the figures of all runs that are done: evaluations, gates, and the trainings with faults."""
+    """Read the figures of all evaluations and gates that are done."""
     found: Figures = {}
     for marker in sorted((root / "done").glob("seed*")):
         commit = {"commit": marker.read_text()}
@@ -68,83 +236,55 @@ def read_figures(root: Path) -> Figures:
             found[f"{seed}/gate"] = json.loads((root / seed / "gate.json").read_text()) | commit
         elif "-eval-" in marker.name:
             seed, _, run = marker.name.partition("-eval-")
-            pooled: dict[str, Results] = {}  # of an arm: all K together
+            pooled: dict[str, list[dict]] = {}  # arm -> the records of all K together
             for file in sorted((root / seed / "eval" / run).glob("*.jsonl")):
                 results = read_results(file)
                 arm, k = results.settings["arm"], results.settings["k"]
-                found[f"{seed}/{run}/{arm}/K={k}"] = figures_of(results) | commit
-                pooled.setdefault(arm, Results(results.settings, [])).records.extend(results.records)
-            for arm, results in pooled.items():
-                found[f"{seed}/{run}/{arm}/K={ALL}"] = figures_of(results) | commit
-    for row in (ROWS["grpo_full"], *FAULTY):
-        for marker in sorted((root / "done").glob(f"seed?-{row.name}")):
-            seed = marker.name.partition("-")[0]
-            steps = [json.loads(line) for line in (root / seed / row.name / "metrics.jsonl").read_text().splitlines()]
-            found[f"{seed}/{row.name}/training"] = {"commit": marker.read_text()} | {
-                f"{what}, {when}": statistics.fmean(step[what] for step in part)
-                for when, part in (("steps 1-5", steps[:5]), ("last 10", steps[-10:]))
-                for what in ("kappa", "fmt", "acc")
-            }
+                found[f"{seed}/{run}/{arm}/K={k}"] = figures_of(results.records) | commit
+                pooled.setdefault(arm, []).extend(results.records)
+            for arm, records in pooled.items():
+                found[f"{seed}/{run}/{arm}/K={ALL}"] = figures_of(records) | commit
     return found
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Questions to the figures."""
-
-    figures: Figures
-
-    def get(
-        self, name: str, what: str, kind: str = "sampled", k: int = ALL, arm: str = "", prefix: bool | None = None,
-        path: str = "",
-    ) -> BySeed:  # fmt: skip
-        """Return a figure by seed, on one numeric path. Arm and prefix are those of the training, unless said."""
-        row = ROWS[name]
-        run = evaluation(name, kind, row.prefix if prefix is None else prefix)
-        asked = f"/{run}/{arm or row.arm}/K={k}"
-        found = {}
-        for key, figures in self.figures.items():
-            seed = key.partition("/")[0]
-            if key == seed + asked and seed.partition("-")[2] == path and what in figures:
-                found[seed] = figures[what]
-        return found
-
-    def show(self, name: str, what: str, *how, **more) -> str:
-        return spread(self.get(name, what, *how, **more))
-
-
-def figures_of(results: Results) -> dict[str, float]:
+def figures_of(records: list[dict]) -> dict[str, float]:
     """Return the figures of some results: `fmt` is the paper's f, `calls` its kappa."""
-    found = {name: costs(results)[name] for name in ("fmt", "strict", "calls", "turns", "tokens", "seconds")}
-    found["accuracy"] = next(iter(results.figures().values())) / 100
-    called = [record["score"] for record in results.records if executed(record)]
-    skipped = [record["score"] for record in results.records if not executed(record)]
-    # Both dispatches at the same budget: episodes with exactly two calls.
-    of_two = [record["seconds"] for record in results.records if executed(record) == 2]
-    for name, values in (("accuracy_called", called), ("accuracy_skipped", skipped), ("seconds_of_two", of_two)):
-        if values:
-            found[name] = statistics.fmean(values)
-    return {name: round(value, 4) for name, value in found.items()}
+    columns = {
+        "fmt": [record["fmt"] for record in records],
+        "strict": [record["strict"] for record in records],
+        "calls": [executed(record) for record in records],
+        "accuracy": [record["score"] for record in records],
+        "accuracy_called": [record["score"] for record in records if executed(record)],
+        "accuracy_skipped": [record["score"] for record in records if not executed(record)],
+    }
+    return {name: round(statistics.fmean(values), 4) for name, values in columns.items() if values}
+
+
+def by_seed(
+    figures: Figures, name: str, what: str, k: int = ALL, kind: str = "sampled", arm: str = "parallel", path: str = ""
+) -> BySeed:
+    """Return a figure of a row by seed, on one numeric path."""
+    asked, found = f"{ROWS[name].evaluation(kind)}/{arm}/K={k}", {}
+    for key, values in figures.items():
+        seed, _, rest = key.partition("/")
+        if rest == asked and seed.partition("-")[2] == path and what in values:
+            found[seed] = values[what]
+    return found
 
 
 def deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def spread(values: BySeed) -> str:
-    """Write mean ± std over seeds."""
-    found = list(values.values())
+def show(figures: Figures, *asked) -> str:
+    """Write a figure of a row as mean ± std over seeds."""
+    found = list(by_seed(figures, *asked).values())
     if len(found) < 2:
         return "".join(f"{value:.2f}" for value in found)
     return f"{statistics.fmean(found):.2f} ± {deviation(found):.2f}"
 
 
-# ------------------------------------------------------------------------------------------------ the point
-
-
-def table_of(title: str, header: list[str], rows: list[list]) -> str:
-    """Write a table; nothing where nothing has run."""
-    return markdown(title, header, rows) if rows else ""
+# ------------------------------------------------------------------------------------------------ the claims
 
 
 @dataclass(frozen=True)
@@ -156,19 +296,18 @@ class Claim:
     less: tuple[str, str, int]
     margin: float
 
-    def gains(self, measured: Measured, path: str = "") -> BySeed:
+    def gains(self, figures: Figures, path: str = "") -> BySeed:
         """Return by how much the one exceeds the other, for every seed that has both."""
-        more, less = (measured.get(name, what, k=k, path=path) for name, what, k in (self.more, self.less))
+        more, less = by_seed(figures, *self.more, path=path), by_seed(figures, *self.less, path=path)
         return {seed: more[seed] - less[seed] for seed in more if seed in less}
 
-    def compare(self, measured: Measured) -> str:
+    def compare(self, figures: Figures) -> str:
         """Write `PARA-GRPO 0.94 > GRPO, accuracy only 0.34`."""
-        sides = [f"{ROWS[name].title} {measured.show(name, what, k=k)}" for name, what, k in (self.more, self.less)]
-        return " > ".join(sides)
+        return " > ".join(f"{ROWS[side[0]].title} {show(figures, *side)}" for side in (self.more, self.less))
 
-    def count(self, measured: Measured) -> tuple[int, int]:
+    def count(self, figures: Figures) -> tuple[int, int]:
         """Return in how many runs of the contrast it holds, and how many there are."""
-        gains = [gain for path in CONTRAST for gain in self.gains(measured, path).values()]
+        gains = [gain for path in PATHS for gain in self.gains(figures, path).values()]
         return sum(gain >= self.margin for gain in gains), len(gains)
 
 
@@ -186,135 +325,93 @@ CLAIMS = (
 )
 
 
-def judge(root: Path, recorded: Measured) -> bool:
-    """Print each claim with the numbers of one seed. Return whether all of those hold that held in every recorded run of
-    the contrast; the others are shown, and judge nothing."""
-    measured, failed = Measured(read_figures(root)), []
-    print(
-        "\nWhat the paper claims, on 64 held-out videos (kappa: calls per episode; f: format reward; K: frames seen):\n"
-    )
+def judge(figures: Figures, recorded: Figures) -> list[str]:
+    """Print each claim with the numbers of one seed. Return those that fail here and held in every recorded run of the
+    contrast; the others are shown, and judge nothing."""
+    failed = []
+    print("\nWhat the paper claims, on held-out videos (kappa: calls per episode; f: format reward; K: frames seen):\n")
     for claim in CLAIMS:
         true, runs = claim.count(recorded)
-        gain = claim.gains(measured).get("seed0")
+        gain = claim.gains(figures).get("seed0")
         holds = gain is not None and gain >= claim.margin
         if not holds and true == runs:
             failed.append(claim.text)
-        print(f"  {'holds' if holds else 'FAILS'}  {claim.text}: {claim.compare(measured)}, by {claim.margin} or more")
+        print(f"  {'holds' if holds else 'FAILS'}  {claim.text}: {claim.compare(figures)}, by {claim.margin} or more")
         print(f"         (in results/paradox.md in {true} of {runs} runs)")
-    print(f"\ncurves, and episodes token by token: {root}/report.html")
     if failed:
         print(f"\nThis run fails where every run of results/paradox.md succeeds: {'; '.join(failed)}.")
-    return not failed
-
-
-def contrast_table(measured: Measured) -> str:
-    """By how much each claim holds in each run, seed by seed."""
-    rows = []
-    for claim in CLAIMS:
-        cells = []
-        for path in CONTRAST:
-            cells.append(" ".join(f"{gain:.2f}" for _, gain in sorted(claim.gains(measured, path).items())))
-        true, runs = claim.count(measured)
-        if runs:
-            rows.append([claim.text, claim.compare(measured), claim.margin, *cells, f"{true} of {runs}"])
-    header = [
-        "claim",
-        "native path, mean ± std",
-        "margin",
-        *(f"gains, {path or 'native'}" for path in CONTRAST),
-        "holds in",
-    ]
-    return table_of("#### The contrast", header, rows)
-
-
-def gate_table(measured: Measured) -> str:
-    """One row per cold start; bits: what the path makes of a matmul and of a softmax."""
-    starts = {key.removesuffix("/gate"): value for key, value in measured.figures.items() if key.endswith("/gate")}
-    rows, sound = [], 0
-    for name in sorted(starts, key=lambda name: name.partition("-")[::-1]):
-        figures = starts[name]
-        seed, _, path = name.partition("-")
-        good = all(low <= figures[what] <= high for what, (low, high) in GATE.items())
-        sound += good
-        bits = f"{figures['matmul']}, {figures['softmax']}"
-        rows.append([path or "native", seed, bits, *(f"{figures[what]:.3f}" for what in GATE), "yes" if good else "NO"])
-    bounds = [f"{what} [{low:g}, {high:g}]" for what, (low, high) in GATE.items()]
-    title = f"#### The gate: {sound} of {len(rows)} cold starts are sound"
-    return table_of(title, ["path", "seed", "bits of matmul, softmax", *bounds, "sound"], rows)
+    return failed
 
 
 # ------------------------------------------------------------------------------------------------ the tables
 
 
-def outcome_table(measured: Measured) -> str:
-    """In samples, as in training: f, kappa (paper's values in brackets), accuracy with 4 frames; greedy accuracy by K.
+def gate_table(figures: Figures) -> str:
+    """One row per cold start; bits: what the path makes of a matmul and of a softmax."""
+    rows, sound = [], 0
+    for path in PATHS:
+        for seed in range(ROWS["sft"].seeds):
+            found = figures.get(f"{Place(Path(), seed, path).name}/gate")
+            if not found:
+                continue
+            good = all(low <= found[what] <= high for what, (low, high) in GATE.items())
+            sound += good
+            row = [path or "native", f"seed{seed}", f"{found['matmul']}, {found['softmax']}"]
+            rows.append([*row, *(f"{found[what]:.3f}" for what in GATE), "yes" if good else "NO"])
+    bounds = [f"{what} [{low:g}, {high:g}]" for what, (low, high) in GATE.items()]
+    title = f"#### The gate: {sound} of {len(rows)} cold starts are sound"
+    return markdown(title, ["path", "seed", "bits of matmul, softmax", *bounds, "sound"], rows)
 
-    Some rows are also asked with the think prefix although they were trained without, or the other way round."""
+
+def contrast_table(figures: Figures) -> str:
+    """By how much each claim holds in each run, seed by seed."""
+    rows = []
+    for claim in CLAIMS:
+        row, (true, runs) = [claim.text, claim.compare(figures), claim.margin], claim.count(figures)
+        for path in PATHS:
+            row.append(" ".join(f"{gain:.2f}" for _, gain in sorted(claim.gains(figures, path).items())))
+        if runs:
+            rows.append([*row, f"{true} of {runs}"])
+    gains = [f"gains, {path or 'native'}" for path in PATHS]
+    return markdown("#### The contrast", ["claim", "native path, mean ± std", "margin", *gains, "holds in"], rows)
+
+
+def outcome_table(figures: Figures) -> str:
+    """In samples, as in training: f, kappa (paper's values in brackets), accuracy with 4 frames; greedy accuracy by K."""
     published = yaml.safe_load(PUBLISHED.read_text())["ablations"]
     paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
-    lines = []
-    for row in ROWS.values():
-        for prefix in (row.prefix, not row.prefix):
-            title, seeds = row.title, len(measured.get(row.name, "fmt", prefix=prefix))
-            if not seeds:
-                continue
-            f, kappa = (measured.show(row.name, what, prefix=prefix) for what in ("fmt", "calls"))
-            if prefix != row.prefix:
-                title += ", asked with the prefix" if prefix else ", asked without the prefix"
-            elif row.paper in paper:
-                f, kappa = f"{f} [{paper[row.paper][0]}]", f"{kappa} [{paper[row.paper][1]}]"
-            line = [title, seeds, f, kappa, measured.show(row.name, "strict", prefix=prefix)]
-            line += [measured.show(row.name, "calls", k=k, prefix=prefix) for k in (4, 64)]
-            line.append(measured.show(row.name, "accuracy", k=4, prefix=prefix))
-            lines.append(line + [measured.show(row.name, "accuracy", "greedy", k, prefix=prefix) for k in GREEDY])
+    rows = []
+    for row in VARIANTS:
+        seeds = len(by_seed(figures, row.name, "fmt"))
+        if not seeds:
+            continue
+        f, kappa = show(figures, row.name, "fmt"), show(figures, row.name, "calls")
+        if row.paper in paper:
+            f, kappa = f"{f} [{paper[row.paper][0]}]", f"{kappa} [{paper[row.paper][1]}]"
+        cells = [row.title, seeds, f, kappa, show(figures, row.name, "strict")]
+        cells += [show(figures, row.name, what, k) for what, k in (("calls", 4), ("calls", 64), ("accuracy", 4))]
+        rows.append(cells + [show(figures, row.name, "accuracy", k, "greedy") for k in GREEDY])
     header = ["row", "seeds", "f [paper]", "kappa [paper]", "strict", "kappa K=4", "kappa K=64", "acc K=4, sampled"]
-    return table_of("#### A. Rows", header + [f"acc K={k}" for k in GREEDY], lines)
+    return markdown("#### A. Rows", header + [f"acc K={k}" for k in GREEDY], rows)
 
 
-def necessity_table(measured: Measured) -> str:
+def necessity_table(figures: Figures) -> str:
     """The Tool Necessity Gap: what calling is worth at each K, in a policy's own samples and when it cannot."""
     rows = []
     for name in NECESSITY:
         for k in SAMPLED:
-            called = measured.show(name, "accuracy_called", k=k)
-            skipped = measured.show(name, "accuracy_skipped", k=k)
-            rows.append([ROWS[name].title, k, called, skipped, measured.show(name, "accuracy", "greedy", k, "none")])
+            sampled = [show(figures, name, what, k) for what in ("accuracy_called", "accuracy_skipped")]
+            rows.append([ROWS[name].title, k, *sampled, show(figures, name, "accuracy", k, "greedy", "none")])
     header = ["row", "K", "it called", "it did not", "no tools offered (greedy)"]
-    return table_of("#### B. What a call is worth: accuracy", header, rows)
+    return markdown("#### B. What a call is worth: accuracy", header, rows)
 
 
-def dispatch_table(measured: Measured) -> str:
-    """All calls of a turn at once, or one per turn with the same number in all; one episode at a time."""
-    rows = []
-    for name, arm in DISPATCH:
-        accuracy = [measured.show(name, "accuracy", "alone", k, arm) for k in (4, 64)]
-        figures = ("calls", "turns", "tokens", "seconds", "seconds_of_two")
-        if any(accuracy):
-            rows.append(
-                [ROWS[name].title, arm, *accuracy, *(measured.show(name, what, "alone", arm=arm) for what in figures)]
-            )
-    header = ["row", "arm", "acc K=4", "acc K=64", "calls", "turns", "tokens", "seconds", "with two calls"]
-    return table_of("#### C. Dispatch (greedy, one episode at a time)", header, rows)
-
-
-def fault_table(measured: Measured) -> str:
-    """Do the released code's faults stop the calls? Means over the steps of the trainings themselves, faults and all."""
-    rows, names = [], []
-    for row in (ROWS["grpo_full"], *FAULTY):
-        for key, figures in measured.figures.items():
-            seed, _, rest = key.partition("/")
-            if rest == f"{row.name}/training":
-                names = [name for name in figures if name != "commit"]
-                rows.append([row.title, seed, *(f"{figures[name]:.2f}" for name in names)])
-    return table_of("#### D. The released code's faults, under the full reward", ["training", "seed", *names], rows)
-
-
-def draw_outcomes(measured: Measured, path: Path) -> None:
+def draw_outcomes(figures: Figures, path: Path) -> None:
     """Draw the point in two panels: accuracy and calls of sampled episodes by K, after training."""
     with png_axes(path, 2, (9, 3)) as axes:
         for axis, what, title in zip(axes, ("accuracy", "calls"), ("accuracy", "κ: calls per episode")):
             for name, color in zip((*DRAWN, "sft"), (*LINE_COLORS[: len(DRAWN)], "#777777")):
-                by_k = [list(measured.get(name, what, k=k).values()) for k in SAMPLED]
+                by_k = [list(by_seed(figures, name, what, k).values()) for k in SAMPLED]
                 if not all(by_k):  # not every K has been evaluated
                     continue
                 y, std = [statistics.fmean(values) for values in by_k], [deviation(values) for values in by_k]
@@ -323,9 +420,6 @@ def draw_outcomes(measured: Measured, path: Path) -> None:
             axis.set_title(title)
             axis.set_xticks(range(len(SAMPLED)), [f"{k} frames" for k in SAMPLED])
             axis.set_ylim(bottom=0)
-
-
-# ------------------------------------------------------------------------------------------------ the commands
 
 
 def draw_page(root: Path, written: Path) -> bool:
@@ -345,32 +439,36 @@ def write_tables(root: Path, written: Path) -> None:
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in figures.items())
     write_whole(file, f"{{\n{lines}\n}}\n")
 
-    measured = Measured(figures)
-    tables = (gate_table, contrast_table, outcome_table, necessity_table, dispatch_table, fault_table)
-    text = "\n\n".join(filter(None, (table(measured) for table in tables)))
+    text = "\n\n".join(table(figures) for table in (gate_table, contrast_table, outcome_table, necessity_table))
     print(f"\n{text}\n")
-    draw_outcomes(measured, written / "outcomes.png")
+    draw_outcomes(figures, written / "outcomes.png")
     commits = sorted({str(value["commit"]) for value in figures.values()})
     made = f"`python -m study.paradox study` at commit {', '.join(commits)}; mean ± std over seeds. All figures: [paradox.json](paradox.json)."
     put_between_marks(written / "paradox.md", "tables", "paradox.py", f"{made}\n\n{text}", "The paradox on the toy")
+
+
+# ------------------------------------------------------------------------------------------------ the command
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["demo", "study", "tables"])
     parser.add_argument("--root", type=Path, help="folder of the runs and of what is written (default: runs/demo; of the study, runs/paradox and results)")  # fmt: skip
-    parser.add_argument("--only", default="", metavar="PART", help="of the study: the jobs with this in their names, as in seed0-old, and what they need")  # fmt: skip
+    parser.add_argument("--only", default="", metavar="PART", help="of the study: the jobs with this in their names, as in seed0-old")  # fmt: skip
     args = parser.parse_args()
     os.chdir(Path(__file__).parent.parent)
     root = args.root or Path("runs/demo" if args.what == "demo" else "runs/paradox")
     written = Path("results") if root == Path("runs/paradox") else root
     if args.what == "demo":
-        good = run_jobs(demo_jobs(root), root) and draw_page(root, written)
-        recorded = Measured(json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
-        return 0 if good and judge(root, recorded) else 1
+        if not (run_jobs(contrast_jobs(Place(root, 0)), root) and draw_page(root, written)):
+            return 1
+        recorded = json.loads(Path("results/paradox.json").read_text(encoding="utf-8"))
+        failed = judge(read_figures(root), recorded)
+        print(f"\ncurves, and episodes token by token: {root}/report.html")
+        return 1 if failed else 0
     if args.what == "tables" and not written.is_dir():
         parser.error(f"there is no study in {root}; `python -m study.paradox study --root {root}` makes one")
-    good = args.what == "tables" or run_jobs(select(study_jobs(root), args.only), root)
+    good = args.what == "tables" or run_jobs([job for job in study_jobs(root) if args.only in job.name], root)
     write_tables(root, written)
     return 0 if draw_page(root, written) and good else 1
 
