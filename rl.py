@@ -15,7 +15,6 @@ first batch by the newest weights; with `staleness: 0` it is the uninterrupted r
 Deliberately missing: batches that are more than one update old, trainers that come and go.
 """
 
-import math
 import sys
 import threading
 import time
@@ -28,28 +27,26 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from data import CALL_ERRORS, Group, Task, draw_frames, parse_task
 from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
 from rewards import RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime import config
-from runtime.checks import RunConfig, check_bad_steps, check_servers, open_run
+from runtime.checks import RunConfig, check_servers, open_run
 from runtime.config import refuse_below_1
 from runtime.contract import ContractError, Renderer
-from runtime.dataset import DataError, Dataset, check_rows
+from runtime.dataset import DataError, Dataset
 from runtime.distributed import (
     barrier,
     device,
     export,
     gather,
     init_distributed,
-    load_state,
     mean_over_ranks,
-    peak_memory,
     print0,
     rank,
-    save_state,
     snapshot_folder,
     sum_over_ranks,
     world_size,
@@ -57,7 +54,8 @@ from runtime.distributed import (
 from runtime.doctor import self_check
 from runtime.engine import Engine, EngineError
 from runtime.plan import PlanError, check_disk, plan_rl, utilisation
-from runtime.policy import Policy, PolicyConfig, load, make_optimizer, optimizer_step
+from runtime.policy import Policy, load, make_optimizer, optimizer_step
+from runtime.run import Run, is_finished, try_out
 from runtime.video import Videos
 from tools import TOOLS
 
@@ -111,85 +109,78 @@ SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "ga
 
 
 def main(cfg: RLConfig) -> None:
-    """Refuse what cannot run before any weight is loaded; then train, as the only run in its folder."""
+    """Build the parts of a run, train to the last step, and export the policy. What cannot run is refused before any
+    weight is loaded."""
     init_distributed()
     with open_run(cfg, parse_task, check_hardware) as (source, renderer), snapshot_folder(cfg.run, source) as snapshot:
-        train(cfg, source, renderer, snapshot)
+        if is_finished(cfg):
+            return
+
+        # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
+        policy_cfg = replace(cfg.policy, checkpoint=str(source))
+        policy, reference = load(policy_cfg, renderer.never_sampled), None
+        if cfg.kl_coef:
+            reference = load(policy_cfg, renderer.never_sampled, train=False)
+            if policy.vision_frozen:  # one tower for both
+                reference.model.model.visual = policy.vision
+        run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
+
+        # The engine, the rows and the videos: all that samples.
+        if run.done < cfg.steps:
+            engine = shared_engine(source, renderer, cfg.rollout)
+            videos = Videos(cfg.decoders)
+            with videos, Sampler(cfg, Dataset(cfg.data, parse_task), engine, renderer, videos, snapshot) as sampler:
+                # The engine has the checkpoint's weights; servers that already run may hold those of another run.
+                if run.done or cfg.rollout.urls:
+                    sampler.publish(policy, run.done)
+                train(cfg, policy, reference, sampler, run)
+        run.export()
 
 
-def train(cfg: RLConfig, source: Path, renderer: Renderer, snapshot: Path) -> None:
-    """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
-    run, policy_cfg = Path(cfg.run), replace(cfg.policy, checkpoint=str(source))
-
-    # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
-    policy = load(policy_cfg, renderer.never_sampled)
-    reference = None
-    if cfg.kl_coef:
-        reference = load(policy_cfg, renderer.never_sampled, train=False)
-        if policy.vision_frozen:  # one tower for both
-            reference.model.model.visual = policy.vision
-    optimizer = make_optimizer(policy, cfg.optim)
-    done, counted = load_state(run / "state", policy, optimizer)
-    bad_steps = counted.get("bad_steps", 0)
-    print0(f"{run}: goes on after step {done} of {cfg.steps}" if done else f"{run}: starts anew from {source}")
-
-    # The engine starts from the checkpoint; servers that already run may hold the weights of another run.
-    engine = shared_engine(source, renderer, cfg.rollout)
-    if done or cfg.rollout.urls:
-        publish(policy, engine, cfg, source, snapshot, done)
-
-    if rank() == 0:
-        config.save_run(cfg, run)
-        metrics = config.Metrics(cfg, "rl", done, SHOWN)
-    dataset, held_out = Dataset(cfg.data, parse_task), held_out_tasks(cfg)
-    videos = Videos(cfg.decoders)
+def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sampler", run: Run) -> None:
+    """Train to the last step: sample, reward, update, sync, log, save."""
+    renderer, held_out = sampler.renderer, []
+    if cfg.val:  # this rank's share of the tasks that are evaluated
+        val = Dataset(cfg.val, parse_task)
+        draws = val.batch(0, min(cfg.val_tasks, len(val)), rank(), world_size())
+        held_out = [draw.item for draw in draws]
     print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.group_size} episodes")
-    with videos, Sampler(cfg, dataset, engine, renderer, videos) as sampler:
-        for step in range(done, cfg.steps):
-            clock = Clock()
+    for step in range(run.done, cfg.steps):
+        clock = Clock()
 
-            # Sample: this rank's groups of episodes.
-            groups, sampling_seconds = sampler.take(step)
-            clock.lap("rollout")
+        # Sample: this rank's groups of episodes.
+        groups, sampling_seconds = sampler.take(step)
+        clock.lap("rollout")
 
-            # Reward the episodes, and turn rewards into advantages.
-            lost = give_rewards(groups, renderer, cfg.reward)
-            lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
-            clock.lap("reward")
+        # Reward the episodes, and turn rewards into advantages.
+        lost = give_rewards(groups, renderer, cfg.reward)
+        lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
+        clock.lap("reward")
 
-            # Update. Before the first one: does the trainer compute the engine's log-probs?
-            if step == done:
-                self_check(policy, groups, cfg.rollout.temperature)
-            measured, bad = update(policy, reference, optimizer, lessons, cfg, step)
-            bad_steps += bad
-            clock.lap("train")
+        # Update. Before the first one: does the trainer compute the engine's log-probs?
+        if step == run.done:
+            self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
+        measured = update(policy, reference, run.optimizer, lessons, cfg, step)
+        clock.lap("train")
 
-            # Sync: the engine gets the new weights once it samples no more.
-            sampler.settle()
-            clock.lap("rollout")
-            publish(policy, engine, cfg, source, snapshot, step + 1)
-            clock.lap("publish")
+        # Sync: the engine gets the new weights once it samples no more.
+        sampler.settle()
+        clock.lap("wait")
+        sampler.publish(policy, step + 1)
+        clock.lap("publish")
 
-            # Log.
-            measured |= describe(groups, cfg.choices_of_k, step)
-            measured |= speed(groups, lessons, policy_cfg, clock, sampling_seconds)
-            measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(dataset.bad)}) | clock.seconds
-            measured |= {"bad_steps": bad_steps, "peak_memory_gib": peak_memory()}
-            last = step + 1 == cfg.steps
-            if cfg.val and (last or (step + 1) % cfg.eval_every == 0):
-                measured |= evaluate(held_out, engine, renderer, videos, cfg)
-            if rank() == 0:
-                keep_episodes(groups[: cfg.dump_groups], renderer, run / "episodes" / f"step-{step:06d}.jsonl")
-                metrics.write(step, measured)
+        # Log.
+        measured |= describe(groups, cfg.choices_of_k, step)
+        measured |= speed(groups, lessons, policy, clock, sampling_seconds)
+        measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(sampler.dataset.bad)}) | clock.seconds
+        if cfg.val and run.is_time(step, cfg.eval_every):
+            measured |= evaluate(held_out, sampler, cfg)
+        if rank() == 0:
+            keep_episodes(groups[: cfg.dump_groups], renderer, run.folder / "episodes" / f"step-{step:06d}.jsonl")
+        run.log(step, measured)
 
-            # Save.
-            check_bad_steps(bad_steps)
-            if last or (step + 1) % cfg.save_every == 0:
-                save_state(run / "state", policy, optimizer, step + 1, cfg.keep, {"bad_steps": bad_steps})
-
-    engine.close()
-    export(policy, run / "model", source, cfg.visual)
-    print0(f"done: {run}/model")
+        # Save.
+        run.save(step)
 
 
 # ------------------------------------------------------------------------------------------------ rollouts
@@ -201,9 +192,11 @@ class Sampler:
     staleness 1:  take(s) returns batch s and starts sampling batch s + 1, with the weights from before update s;
                   settle() waits for batch s + 1; only then are the weights of update s published."""
 
-    def __init__(self, cfg: RLConfig, dataset: Dataset, engine: Engine, renderer: Renderer, videos: Videos):
-        self.cfg, self.dataset, self.engine = cfg, dataset, engine
-        self.surroundings = {"engine": engine, "renderer": renderer, "videos": videos}
+    def __init__(
+        self, cfg: RLConfig, dataset: Dataset, engine: Engine, renderer: Renderer, videos: Videos, snapshot: Path
+    ):
+        self.cfg, self.dataset, self.engine, self.renderer, self.videos = cfg, dataset, engine, renderer, videos
+        self.snapshot = snapshot  # the folder through which the engine gets its weights
         self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
         self.ahead: Future | None = None  # the next batch, while it is being sampled
 
@@ -222,24 +215,41 @@ class Sampler:
     def sample(self, step: int) -> tuple[list[Group], float]:
         cfg, started = self.cfg, time.perf_counter()
         tasks, ks = [], []
-        for task, epoch, before in self.dataset.batch(step, cfg.batch_tasks, rank(), world_size()):
-            if before:  # K and all seeds are drawn by the name, so a row that the batch has twice needs two
-                task = replace(task, id=f"{task.id}#{before + 1}")
+        for task, epoch, repeat in self.dataset.batch(step, cfg.batch_tasks, rank(), world_size()):
+            if repeat:  # K and all seeds are drawn by the name, so a name that the batch has twice needs two
+                task = replace(task, id=f"{task.id}#{repeat + 1}")
             tasks.append(task)
             ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
-        groups = rollout(
-            tasks, ks, cfg.group_size, **self.surroundings, cfg=cfg.rollout,
-            seed=cfg.seed, step=step, progress=rank() == 0 and sys.stderr.isatty(), stopped=self.stopped,
-        )  # fmt: skip
+        progress = rank() == 0 and sys.stderr.isatty()
+        groups = self.play(tasks, ks, cfg.group_size, cfg.rollout, seed=cfg.seed, step=step, progress=progress)
         return groups, time.perf_counter() - started
+
+    def play(self, tasks: list[Task], ks: list[int], group_size: int, cfg: RolloutConfig, **more) -> list[Group]:
+        """Play so many episodes of every task."""
+        common = {"engine": self.engine, "renderer": self.renderer, "videos": self.videos, "stopped": self.stopped}
+        return rollout(tasks, ks, group_size, cfg=cfg, **common, **more)
+
+    def publish(self, policy: Policy, version: int) -> None:
+        """Give the policy's weights to the engines: a snapshot in safetensors, which each of them loads.
+
+        The snapshot stays until the next one, since a server that restarts reads it again."""
+        export(policy, self.snapshot, policy.cfg.checkpoint, self.cfg.visual)
+        serving = self.cfg.rollout
+        if device().index in serving.gpus:  # one GPU for both: what this process keeps for later, the server needs now
+            torch.cuda.empty_cache()
+        if rank() == 0 or not (serving.gpus or serving.urls):
+            self.engine.update_weights(self.snapshot, version)
+            barrier()
+        else:
+            barrier()  # rank 0 has loaded them into the servers, which all ranks share
+            self.engine.update_weights(self.snapshot, version, push=False)
 
     def __enter__(self) -> "Sampler":
         return self
 
-    def __exit__(self, error, *_) -> None:
+    def __exit__(self, *_) -> None:
         self.stopped.set()
-        if error:
-            self.engine.close()  # nobody waits for a batch that is not wanted: what was asked fails now
+        self.engine.close()  # nobody waits for a batch that is not wanted: what was asked fails now
         self.thread.shutdown()
 
 
@@ -254,49 +264,27 @@ def shared_engine(source: Path, renderer: Renderer, cfg: RolloutConfig) -> Engin
     return engine or open_engine(source, renderer, urls=urls)
 
 
-def publish(policy: Policy, engine: Engine, cfg: RLConfig, source: Path, snapshot: Path, version: int) -> None:
-    """Give the policy's weights to the engines: a snapshot in safetensors, which each of them loads.
-
-    The snapshot stays until the next one, since a server that restarts reads it again."""
-    export(policy, snapshot, source, cfg.visual)
-    if device().index in cfg.rollout.gpus:  # one GPU for both: what this process keeps for later, the server needs now
-        torch.cuda.empty_cache()
-    servers = bool(cfg.rollout.gpus or cfg.rollout.urls)  # which all ranks share
-    if rank() == 0 or not servers:
-        engine.update_weights(snapshot, version)
-        barrier()
-    else:
-        barrier()  # rank 0 has loaded them into the servers
-        engine.update_weights(snapshot, version, push=False)
-
-
 # ------------------------------------------------------------------------------------------------ the update
 
 
 def update(
     policy: Policy, reference: Policy | None, optimizer, lessons: list[Lesson], cfg: RLConfig, step: int
-) -> tuple[dict[str, float], bool]:
-    """Take one AdamW step per minibatch, over the lessons of all ranks. Return what was measured, and whether a gradient
-    was not finite, so that its step was skipped."""
+) -> dict[str, float]:
+    """Take one AdamW step per minibatch, over the lessons of all ranks. Return what was measured; `grad_norm` is not finite
+    if one of the gradients was not, whose step was skipped."""
     temperature = cfg.rollout.temperature
 
-    # Deal the lessons out into minibatches of micro-batches, each with its pi_prox: the policy before the first update.
-    # With one minibatch that is pi itself (None). A minibatch is empty on all ranks or on none.
+    # Deal the lessons out into minibatches of micro-batches. A minibatch is empty on all ranks or on none.
     minibatches = []
     for i in range(cfg.minibatches):
-        minibatch = []
-        for micro in micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens):
-            prox = None
-            if cfg.minibatches > 1:
-                with torch.no_grad():
-                    prox = policy(bundles(micro), temperature).logprobs
-            minibatch.append((micro, prox))
+        minibatch = micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens)
         if minibatch:
             minibatches.append(minibatch)
 
     sums, norms = {"tokens": 0.0, "loss": 0.0}, []
-    for minibatch in minibatches:
-        for micro, prox in minibatch:
+    proximal = proximal_logprobs(policy, minibatches, temperature)
+    for minibatch, prox_logprobs in zip(minibatches, proximal):
+        for micro, prox in zip(minibatch, prox_logprobs):
             # Policy and reference, at the temperature of sampling; a frozen vision tower works once for both.
             features = policy.encode(bundles(micro)) if policy.vision_frozen else None
             scores = policy(bundles(micro), temperature, features)
@@ -320,8 +308,24 @@ def update(
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
     measured = {"gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
     norm = float(np.mean(norms)) if norms else 0.0
-    measured |= {"loss": loss, "learned_tokens": tokens, "grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
-    return measured, not math.isfinite(norm)
+    return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": norm}
+
+
+def proximal_logprobs(
+    policy: Policy, minibatches: list[list[list[Lesson]]], temperature: float
+) -> list[list[Tensor | None]]:
+    """Return log pi_prox of every micro-batch, by minibatch: of the policy before the first update. With one minibatch that
+    is pi itself (None)."""
+    found = []
+    for minibatch in minibatches:
+        found.append([])
+        for micro in minibatch:
+            prox = None
+            if len(minibatches) > 1:
+                with torch.no_grad():
+                    prox = policy(bundles(micro), temperature).logprobs
+            found[-1].append(prox)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ what happened
@@ -380,7 +384,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
 
 
 def speed(
-    groups: Sequence[Group], lessons: Sequence[Lesson], policy: PolicyConfig, clock: Clock, sampling_seconds: float
+    groups: Sequence[Group], lessons: Sequence[Lesson], policy: Policy, clock: Clock, sampling_seconds: float
 ) -> dict[str, float]:
     """Return tokens per second of all ranks together; sampling may lie within the training of the last step."""
     agents = [agent for group in groups for episode in group.episodes for agent in episode.trajectories]
@@ -393,21 +397,11 @@ def speed(
         "sampling_seconds": sampling,
         "sampled_tokens_per_second": tokens["sampled"] / sampling,
         "trained_tokens_per_second": tokens["packed"] / training,
-        **utilisation(policy, int(tokens["packed"]), training, world_size()),
+        **utilisation(policy.cfg, int(tokens["packed"]), training, world_size()),
     }
 
 
-def held_out_tasks(cfg: RLConfig) -> list[Task]:
-    """Return this rank's share of the tasks that are evaluated."""
-    if not cfg.val:
-        return []
-    rows = Dataset(cfg.val, parse_task)
-    return [task for task, *_ in rows.batch(0, min(cfg.val_tasks, len(rows)), rank(), world_size())]
-
-
-def evaluate(
-    tasks: Sequence[Task], engine: Engine, renderer: Renderer, videos: Videos, cfg: RLConfig
-) -> dict[str, float]:
+def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig) -> dict[str, float]:
     """Return the greedy accuracy on held-out tasks at each K of `val_frames`: as the policy likes, and without tools."""
     asked, ks = [], []
     for task in tasks:
@@ -415,10 +409,11 @@ def evaluate(
             asked.append(task)
             ks.append(k)
     seen: dict[str, list[float]] = defaultdict(list)
+    subagents = replace(cfg.rollout.subagents, temperature=0.0)
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
-        greedy = replace(cfg.rollout, temperature=0.0, dispatch=dispatch)
-        groups = rollout(asked, ks, 1, engine=engine, renderer=renderer, videos=videos, cfg=greedy, progress=False)
-        give_rewards(groups, renderer, cfg.reward)
+        greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
+        groups = sampler.play(asked, ks, 1, greedy, progress=False)
+        give_rewards(groups, sampler.renderer, cfg.reward)
         for group in groups:
             [episode] = group.episodes
             seen[f"{name}/failed_rate"].append(bool(episode.error))
@@ -452,15 +447,7 @@ def check_hardware(cfg: RLConfig) -> None:
 
 
 def dry_run(cfg: RLConfig) -> int:
-    """Check memory, data and disk without loading weights; exit status 1 if there is no cold start yet."""
-    check_memory(cfg)
-    check_rows(parse_task, cfg.data, cfg.val)
-    print(f"data: {Dataset(cfg.data, parse_task).total} rows")
-    print(check_disk(cfg.policy, cfg.keep, cfg.run))
-    if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
-        print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
-        return 1
-    return 0
+    return try_out(cfg, parse_task, check_memory)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,10 @@ so neither packing, nor the number of micro-batches, nor the number of ranks cha
 Deliberately missing: gradient accumulation as a knob (it is what packing leaves over), loss on prompts, early stopping.
 """
 
-import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,25 +26,22 @@ import torch
 from data import Dialogue, encode_dialogue, parse_dialogue
 from rewards import TAG
 from runtime import config
-from runtime.checks import RunConfig, check_bad_steps, open_run
+from runtime.checks import RunConfig, open_run
 from runtime.config import refuse_below_1
 from runtime.contract import Bundle, ContractError, Renderer
-from runtime.dataset import DataConfig, DataError, Dataset, RowError, check_rows
+from runtime.dataset import DataConfig, DataError, Dataset, RowError
 from runtime.distributed import (
-    export,
     gather,
     init_distributed,
-    load_state,
-    peak_memory,
     print0,
     rank,
-    save_state,
     sum_over_ranks,
     world_size,
 )
 from runtime.packing import best_fit
 from runtime.plan import PlanError, check_disk, plan_training, utilisation
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
+from runtime.run import Run, is_finished, try_out
 from runtime.video import VideoError, Videos
 from tools import TOOLS
 
@@ -88,35 +83,33 @@ SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr",
 
 
 def main(cfg: SFTConfig) -> None:
-    """Refuse what cannot run before any weight is loaded; then train, as the only run in its folder."""
+    """Build the parts of a run, train to the last step, and export the policy. What cannot run is refused before any
+    weight is loaded."""
     init_distributed()
     with open_run(cfg, parse_dialogue, check_hardware) as (source, renderer):
-        train(cfg, source, renderer)
+        if is_finished(cfg):
+            return
+
+        # The policy and the optimizer, and all that the newest state has of them.
+        policy = load(replace(cfg.policy, checkpoint=str(source)), renderer.never_sampled)
+        run = Run(cfg, "sft", SHOWN, policy, make_optimizer(policy, cfg.optim))
+
+        # The rows that are learned, and those that are only looked at, each once.
+        if run.done < cfg.steps:
+            with Videos(cfg.decoders) as videos:
+                batches, held_out = Batches(cfg.data, cfg, videos, renderer), []
+                if cfg.val:
+                    val = Batches(cfg.val, cfg, videos, renderer)
+                    held_out = val.make(0, min(cfg.batch_rows, len(val.dataset)))
+                train(cfg, policy, batches, held_out, run)
+        run.export()
 
 
-def train(cfg: SFTConfig, source: Path, renderer: Renderer) -> None:
-    """Train from the newest state of the run, or from its checkpoint, to the last step; export the policy."""
-    run, policy_cfg = Path(cfg.run), replace(cfg.policy, checkpoint=str(source))
-
-    # The policy and the optimizer, and all that the newest state has of them.
-    policy = load(policy_cfg, renderer.never_sampled)
-    optimizer = make_optimizer(policy, cfg.optim)
-    done, counted = load_state(run / "state", policy, optimizer)
-    bad_steps = counted.get("bad_steps", 0)
-    print0(f"{run}: goes on after step {done} of {cfg.steps}" if done else f"{run}: starts anew from {source}")
-
-    if rank() == 0:
-        config.save_run(cfg, run)
-        metrics = config.Metrics(cfg, "sft", done, SHOWN)
-    with Videos(cfg.decoders) as videos, ThreadPoolExecutor(1, "batch") as ahead:
-        batches = Batches(cfg.data, cfg, videos, renderer)
-        held_out = []
-        if cfg.val:
-            val = Batches(cfg.val, cfg, videos, renderer)
-            held_out = val.make(0, min(cfg.batch_rows, len(val.dataset)))  # each row once
-
-        upcoming = ahead.submit(batches.make, done)
-        for step in range(done, cfg.steps):
+def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[MicroBatch]", run: Run) -> None:
+    """Train to the last step: read, forward and backward, update, log, save."""
+    with ThreadPoolExecutor(1, "batch") as ahead:
+        upcoming = ahead.submit(batches.make, run.done)
+        for step in range(run.done, cfg.steps):
             # Wait for this step's batch, and have the next one made while this one trains.
             clock = time.perf_counter()
             batch = upcoming.result()
@@ -126,33 +119,22 @@ def train(cfg: SFTConfig, source: Path, renderer: Renderer) -> None:
 
             # Forward, backward, update. A gradient that is not finite is skipped and counted.
             measured = accumulate(policy, batch)
-            norm = optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps)
-            lr = optimizer.param_groups[0]["lr"]
-            if not math.isfinite(norm):
-                bad_steps += 1
-                lr = 0.0
+            measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
             seconds = time.perf_counter() - clock
 
             # Log.
             tokens = measured["tokens"]
-            measured |= {"grad_norm": norm, "lr": lr, "bad_steps": bad_steps}
             measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": tokens / seconds}
-            measured |= {"peak_memory_gib": peak_memory()} | utilisation(policy_cfg, int(tokens), seconds, world_size())
+            measured |= utilisation(policy.cfg, int(tokens), seconds, world_size())
             measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
-            last = step + 1 == cfg.steps
-            if cfg.val and (last or (step + 1) % cfg.eval_every == 0):
+            if cfg.val and run.is_time(step, cfg.eval_every):
                 with torch.no_grad():
                     losses = accumulate(policy, held_out)
                 measured |= {f"val_{name}": value for name, value in losses.items() if name.startswith("loss")}
-            if rank() == 0:
-                metrics.write(step, measured)
+            run.log(step, measured)
 
             # Save.
-            check_bad_steps(bad_steps)
-            if last or (step + 1) % cfg.save_every == 0:
-                save_state(run / "state", policy, optimizer, step + 1, cfg.keep, {"bad_steps": bad_steps})
-    export(policy, run / "model", source, cfg.visual)
-    print0(f"done: {run}/model")
+            run.save(step)
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -214,7 +196,8 @@ class Batches:
 
     def make(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """Read this rank's share of a step's rows and pack it. Rows that cannot be used are counted and left out."""
-        dialogues = [d for d, *_ in self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())]
+        draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
+        dialogues = [draw.item for draw in draws]
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
             encoded = list(readers.map(self.encode, dialogues))
         rows = []
@@ -288,12 +271,7 @@ def check_hardware(cfg: SFTConfig) -> None:
 
 
 def dry_run(cfg: SFTConfig) -> int:
-    """Check memory, data and disk without loading weights."""
-    check_memory(cfg)
-    check_rows(parse_dialogue, cfg.data, cfg.val)
-    print(f"data: {Dataset(cfg.data, parse_dialogue).total} rows")
-    print(check_disk(cfg.policy, cfg.keep, cfg.run))
-    return 0
+    return try_out(cfg, parse_dialogue, check_memory)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -100,6 +100,14 @@ class Rows:
         return row
 
 
+class Draw(NamedTuple):
+    """A row of a batch."""
+
+    item: Any  # what `parse` made of it: a Task or a Dialogue, by its `id`
+    epoch: int
+    repeat: int  # rows of the same id that stand before it in the batch of all ranks
+
+
 class Dataset:
     """An endless, seeded shuffle of the sources' rows, read by step number."""
 
@@ -128,25 +136,29 @@ class Dataset:
         """Rows of an epoch of the mixture."""
         return sum(_draws(self._mixture))
 
-    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[tuple[Any, int, int]]:
-        """Return this rank's share of step's batch: (item, epoch, how many times the batch had this row before). Bad rows
-        leave it shorter."""
-        items, times = [], Counter()
+    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw]:
+        """Return this rank's share of a step's batch. Bad rows leave it shorter."""
+        draws, times = [], Counter()
         # A rank meets its share of the rows in the first epoch, and then others in every further one.
         self._share = min(self.total, max(self.total, (step + 1) * size) // world)
-        for i in range(size):  # of all ranks, since they count together
+        for i in range(size):
             source, rows, row, epoch = self._row(step * size + i)
             origin = f"{self._names[rows.path]}:{row}"
-            times[origin] += 1
-            if i % world != rank or origin in self.bad:
+            mine = i % world == rank
+            if mine and origin in self.bad:
                 continue
+            # The other ranks' rows are parsed, too: their names count, and only a parsed row tells its own.
             root = Path(self.cfg.video_root or rows.path.parent)
             try:
                 item = self._parse(rows[row], origin, root, source.loss_weight)
-                items.append((item, epoch, times[origin] - 1))
             except RowError as error:
-                self.reject(origin, str(error))
-        return items
+                if mine:
+                    self.reject(origin, str(error))
+                continue
+            if mine:
+                draws.append(Draw(item, epoch, times[item.id]))
+            times[item.id] += 1
+        return draws
 
     def reject(self, origin: str, reason: str) -> None:
         """Count a row as bad: named once, skipped from now on; too many stop the run."""

