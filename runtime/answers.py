@@ -102,18 +102,15 @@ OPTION_FORMS = (
 def listed_options(question: str) -> tuple[str, ...]:
     """Return the options that a question lists itself, without their letters; () if it lists none."""
     for _, form in OPTION_FORMS:
-        longest, run = [], []
-        for label in form.finditer(question):
-            if label[1] == "A":
-                run = []
-            if label[1] == LETTERS[len(run) : len(run) + 1]:  # A, B, C, ... without a gap
-                run.append(label)
-            if len(run) >= len(longest):
-                longest = list(run)
-        if len(longest) > 1:
-            ends = [label.start() for label in longest[1:]] + [len(question)]
-            texts = [question[label.end() : end].strip() for label, end in zip(longest, ends)]
-            return tuple(text.split("\n")[0].strip(" \t;,") for text in texts)
+        labels = list(form.finditer(question))
+        letters = "".join(label[1] for label in labels)
+        for count in range(len(LETTERS), 1, -1):
+            first = letters.rfind(LETTERS[:count])  # the longest A, B, C, ... without a gap
+            if first >= 0:
+                labels = labels[first : first + count]
+                ends = [label.start() for label in labels[1:]] + [len(question)]
+                texts = [question[label.end() : end].strip() for label, end in zip(labels, ends)]
+                return tuple(text.split("\n")[0].strip(" \t;,") for text in texts)
     return ()
 
 
@@ -150,7 +147,7 @@ _FACTORS = sum((factors for *_, factors in TIME_FORMS), ())
 _T = "\ua4d4"  # a letter without a lower case, which no answer holds: \W never runs over it
 _FILL = r"(?:\W|about|around|approximately|roughly|the|at|time|t|第){0,9}"
 RANGE_FORMS = (
-    ("12.5 - 20.1", rf"T\W{{0,4}}(?:[-–—−~→⇒]|=>|(?:and |up )?(?:to|until|till|through|thru)|到|至|から){_FILL}T"),
+    ("12.5 - 20.1", rf"T\W{{0,4}}(?:[-‐–—−~→⇒]|=>|(?:and |up )?(?:to|until|till|through|thru)|到|至|から){_FILL}T"),
     ("between 12.5 and 20.1", rf"between{_FILL}T\W{{0,4}}and{_FILL}T"),
     ("[12.5, 20.1]", rf"(?m)(?:[\[(:=]|^)[^\w\n]{{0,5}}T\W{{0,3}}[,;]{_FILL}T[^\w\n]{{0,5}}(?:[\])]|$)"),
     ("starts at 12.5 and ends at 20.1", r"(?<![a-z])(?:start|beg[aiu]n|from)[^T]{0,30}T[^T]{0,80}(?<![a-z])(?:end|finish|stop|until|to)[^T]{0,30}T"),
