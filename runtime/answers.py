@@ -27,8 +27,8 @@ LETTERS = "ABCDEFGHIJ"
 
 # "A" and "I" are words, not letters, where a word or a number follows, unless it goes on about a letter.
 _NO_WORD = r"(?![AIai] (?!(?i:or|and|is|as|because|since|but|not)\b)(?:[a-z\d]|[A-Z][A-Za-z]))"
-_END = r"(?![\w'’])"
-_OPEN = r"[\s:*(\"'\[]{1,5}"
+_END = r"(?![\w'’])"  # not in "B's"
+_OPEN = r"[\s:*(\"'\[]{1,5}"  # in "option (c)"
 # How a text names an option. The letters that all rows find are put together: two different ones name none.
 LETTER_FORMS = (
     ("It is B", rf"(?<![\w'’.]){_NO_WORD}([A-J])(?!\.?[\w'’])"),
@@ -36,7 +36,7 @@ LETTER_FORMS = (
     ("The answer is (b)", rf"(?i:\banswer(?: (?:is|would be|must be|should be)|:)+){_OPEN}{_NO_WORD}([A-Ja-j]){_END}"),
     ("It is:\nB) red", r"(?m)^[ \t(\[*]{0,5}([A-J])(?:[)\]:]|\.(?!\S))"),
 )
-# What is denied, or is only a reason, is not named.
+# What is denied, or is only a reason, is not named. _SOME: "option A", "A or (B)".
 _SOME = rf"(?:(?:option|choice) )?\(?(?<![\w'’.])[A-J]\)?{_END}(?: (?:or|nor|and) \(?[A-J]\)?{_END}){{0,9}}"
 DENIED_FORMS = (
     ("not A", rf"(?:\b(?:not|cannot|never|neither|without|instead of|rather than)|n['’]t|不是)(?: be)? {_SOME}"),
@@ -139,11 +139,12 @@ TIME_FORMS = (
     ("1 hour 2 minutes 5 s 500 ms", rf"(?={_N} {{0,2}}(?:{'|'.join(_UNITS)})(?![a-z])){_PARTS}", (3600, 60, 1, 0.001)),
     ("12.5", rf"({_N})(?!\.?\d| ?%|(?!to\d)[a-z])", (0,)),
 )
+# Where a number begins: not in "x264" or "1.2.3", but also in "12.5to20.1".
 _BEGIN = r"(?:(?<![a-z\d_])(?<!\d\.)|(?<=\dto))"
 _TIME = re.compile(_BEGIN + "(?:" + "|".join(pattern for _, pattern, _ in TIME_FORMS) + ")", re.I)
 _FACTORS = sum((factors for *_, factors in TIME_FORMS), ())
 
-# Explicit ranges; T stands for a time.
+# Explicit ranges: T stands for a time, and _FILL for " about the ".
 _T = "\ua4d4"  # a letter without a lower case, which no answer holds: \W never runs over it
 _FILL = r"(?:\W|about|around|approximately|roughly|the|at|time|t|第){0,9}"
 RANGE_FORMS = (
