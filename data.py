@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from runtime.answers import parse_span
+from runtime.answers import normalise, parse_span
 from runtime.contract import Bundle, Renderer, VisualContract
 from runtime.dataset import RowError, decode_json
 from runtime.video import Frames, VideoError, Videos
@@ -227,8 +227,12 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
         raise RowError("extra_info has no answer")
     if kind == "mcq" and not re.fullmatch("[A-J]", answer.strip("() .").upper()):
         raise RowError(f"answer = {answer!r}: the answer of an mcq must be a letter from A to J")
-    if kind == "tvg" and not parse_span(answer):
-        raise RowError(f"answer = {answer!r}: the answer of a tvg must be a span of seconds, as in [12.5, 20.1]")
+    if kind == "tvg":
+        start, end = parse_span(answer) or (0, 0)
+        if start == end:
+            raise RowError(f"answer = {answer!r}: the answer of a tvg must be a span of seconds, as in [12.5, 20.1]")
+    if kind == "oe" and not normalise(answer):
+        raise RowError(f"answer = {answer!r}: the answer of an open question must have a word or a number")
 
     return Task(
         id=origin if info.get("id") is None else str(info["id"]),

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from data import Task, parse_task
 from rewards import RewardConfig, accuracy, final_answer
-from runtime.answers import listed_options, normalise, parse_letter, parse_span, seconds_of
+from runtime.answers import listed_options, normalise, parse_letter, parse_span, seconds_of, spoken
 from runtime.contract import END_OF_TURN
 from runtime.dataset import DataError, RowError, Rows
 
@@ -348,15 +348,18 @@ def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig) -> 
     then anywhere, for the first letter of an option (even if it is the article "A"), for a span, or for the gold words of
     an open answer. LongVideoBench's guesses if there is none; that is left out."""
     if verdict["prediction"] is None:
-        # What was thought before, calls, and the tags themselves are no answer.
-        said = turn.replace(END_OF_TURN, "").rpartition("</think>")[2]
-        said = re.sub(r"<tool_call>.*?(?:</tool_call>|\Z)", " ", said, flags=re.S)
+        # What was thought before, calls, and the tags themselves are no answer. A thought that never ends may hold one.
+        said = spoken(turn.replace(END_OF_TURN, "").replace("<think>", ""))
         said = said.rpartition("<answer>")[2].partition("</answer>")[0]
         stated = final_answer([said], untagged=True) or ""
         texts = [stated, said]
         if item.task.kind == "mcq":
             last = LETTERS[: len(item.task.options) or None][-1]
-            texts += re.findall(rf"(?<![\w'’])[A-{last}](?![\w'’])", f"{stated}\n{said}")[:1]
+            letter = rf"(?<![\w'’])[A-{last}](?![\w'’])"
+            several = rf"({letter})(\W{{0,2}}(?:or|and|[,/&])\W{{0,2}}{letter})?"
+            first = re.search(several, f"{stated}\n{said}")
+            if first and not first[2]:  # "B or A" and "B, C" name two letters
+                texts.append(first[1])
         for text in texts:
             verdict = grade(item, text, cfg)
             if verdict["prediction"] is not None:

@@ -33,7 +33,7 @@ import numpy as np
 from data import Call, Episode, Task, Trajectory
 from rewards import ANSWER, final_answer, turn_texts
 from rollout import Stage, Stopped, append, derive, open_trajectory, opening, run_episode, sample_turn
-from runtime.answers import parse_span
+from runtime.answers import parse_span, spoken
 from runtime.config import read_tree
 from runtime.contract import ContractError, Live, Renderer, clock
 from runtime.engine import EngineError
@@ -271,7 +271,7 @@ def _one_turn(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> s
     text = speak(stage, episode.main, derive(episode.seed, 0))
     answer = final_answer([text])
     if not answer and cfg.protocol == "direct":
-        return text.strip()
+        return spoken(text) or None
     return answer
 
 

@@ -2,231 +2,186 @@
 
     parse_letter("B) Vitamin C", options) -> "B"          listed_options("Which?\\nA. red\\nB. blue") -> ("red", "blue")
     parse_span("from 12.5 to 20.1") -> (12.5, 20.1)       words_of("The red door.") -> ["red", "door"]
+    spoken("<think>A or B?</think> B") -> "B"
 
 What is read stands in tables: each row is an example of a form and its pattern. All patterns take linear time.
 """
 
 import re
 import unicodedata
-from typing import NamedTuple
+
+# Scripts without spaces between words: Thai to Khmer, kana, Han. In Hangul, too, a particle touches a letter.
+_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_TOUCHING = _UNSPACED + "\u1100-\u11ff\u3130-\u318f\uac00-\ud7af"
+
+
+def spoken(turn: str) -> str:
+    """Return what a turn says after its thoughts, without calls. A thought that never ends is no answer."""
+    said = turn.rpartition("</think>")[2]
+    return re.sub(r"<(think|tool_call)>.*?(?:</\1>|\Z)", " ", said, flags=re.S).strip()
+
 
 # ------------------------------------------------------------------------------------------------ letters
 
 LETTERS = "ABCDEFGHIJ"
 
 # "A" and "I" are words, not letters, where a word or a number follows, unless it goes on about a letter.
-_NO_WORD = r"(?!(?:A|I) (?!(?i:or|and|is|as|because|since|but|not)\b)(?:[a-z\d]|[A-Z][A-Za-z]))"
-_END = r"(?![\w'’])"
-_IS = r"(?i:\banswer(?: (?:is|would be|must be|should be)|:)+)"
-_OPEN = r"[\s:*(\"'\[]{1,5}"
-# How prose names an option. The letters that all rows find are put together: two different ones name none.
+_NO_WORD = r"(?![AIai] (?!(?i:or|and|is|as|because|since|but|not)\b)(?:[a-z\d]|[A-Z][A-Za-z]))"
+_END = r"(?![\w'’])"  # not in "B's"
+_OPEN = r"[\s:*(\"'\[]{1,5}"  # in "option (c)"
+# How a text names an option. The letters that all rows find are put together: two different ones name none.
 LETTER_FORMS = (
     ("It is B", rf"(?<![\w'’.]){_NO_WORD}([A-J])(?!\.?[\w'’])"),
     ("option c", rf"(?i:\b(?:option|choice)){_OPEN}([A-Ja-j]){_END}"),
-    ("The answer is (b)", rf"{_IS}{_OPEN}{_NO_WORD}([A-Jb-hj]){_END}"),
-    ("The answer is a.", rf"{_IS}{_OPEN}([ai])(?=[\s*.,;)\]\"']{{0,5}}$)"),
+    ("The answer is (b)", rf"(?i:\banswer(?: (?:is|would be|must be|should be)|:)+){_OPEN}{_NO_WORD}([A-Ja-j]){_END}"),
+    ("It is:\nB) red", r"(?m)^[ \t(\[*]{0,5}([A-J])(?:[)\]:]|\.(?!\S))"),
 )
-# "not A but B", "neither A nor B": what is denied is not named.
-_DENIED = re.compile(
-    r"(?i:(?:\b(?:not|never|neither|without|instead of|rather than)|n['’]t)(?: be)? (?:(?:option|choice) )?)"
-    rf"\(?[A-J]\)?{_END}(?: (?:or|nor) \(?[A-J]\)?{_END}){{0,9}}"
+# What is denied, or is only a reason, is not named. _SOME: "option A", "A or (B)".
+_SOME = rf"(?:(?:option|choice) )?\(?(?<![\w'’.])[A-J]\)?{_END}(?: (?:or|nor|and) \(?[A-J]\)?{_END}){{0,9}}"
+DENIED_FORMS = (
+    ("not A", rf"(?:\b(?:not|cannot|never|neither|without|instead of|rather than)|n['’]t|不是)(?: be)? {_SOME}"),
+    ("A is wrong", rf"{_SOME} (?:is|are|can|does|do)(?:n['’]t| ?not| wrong| incorrect| false| ruled out)\b"),
+    ("because A is later", r"(?<=\b[A-J])\W{1,3}(?:because|since)\b[^.!?\n]*"),
 )
-# "B. Vitamin C", "(B) red", "B: red", "B - red", "B\nred": a letter, and the text that it stands for.
-_LABEL = re.compile(
-    r"[\W_]{0,9}([A-Ja-j])(?:[*_]{0,3}[.)\]:][*_)\].:]{0,3}(?=\s)|[*_]{0,3}[)\]:]|\s[-–—]\s|[ \t]*\n)\s*(.*)", re.S
-)
-_ALONE = re.compile(r"[\W_]*([A-Ja-j])[\W_]*")
-# "Answer: B. Vitamin C": what may stand before a letter alone or a label.
+_DENIED = re.compile("|".join(pattern for _, pattern in DENIED_FORMS), re.I)
+# "Answer: B": what leads to a letter.
 _LEAD = re.compile(
-    r"[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is)?[\s:*_]{1,5}", re.I
+    r"\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is)?[\s:*_]{1,5}", re.I
 )
+# "(B)", "B. Vitamin C", "**B.** red", "B: red", "B、red", "B - red", "B\nred": a letter first, and what it stands for.
+# "D.C." is no label.
+_LABEL = re.compile(
+    r"[\W_]{0,9}([A-Ja-j])"
+    r"(?:[\W_]*\Z|[*_]{0,3}(?:[)\]:、]|\.(?![A-Za-z]\b))[*_)\].:]{0,3}|\s[-–—]\s|[ \t]*\n)\s*(.*)",
+    re.S,
+)
+# "A) or B)", "A. B. C.": letters that follow a label, and no text of it. "B. I" may be a numeral.
+_MORE_LETTERS = re.compile(r"[\W_]{0,5}(?:or|and)\b|(?:[\W_]*\b(?:[A-HJ]|and|or)\b)+[\W_]*\Z")
 
 
 def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
     """Return the one option that the text names, A to J, or None if it names none or several."""
     allowed = LETTERS[: len(options) or len(LETTERS)]
-    text = re.sub(r"\\(?:boxed|text)\{([^{}]*)\}", r"\1", text).strip()
     text_of = {letter: normalise(option) for letter, option in zip(allowed, options)}
+    text = unicodedata.normalize("NFKC", re.sub(r"\\(?:boxed|text)\{([^{}]*)\}", r"\1", text)).strip()
 
-    # "Answer: (B)": skip words that lead to a letter.
-    lead = _LEAD.match(text)
-    if lead and (_ALONE.fullmatch(text, lead.end()) or _LABEL.fullmatch(text, lead.end())):
-        text = text[lead.end() :]
-
-    # "(B)": the letter alone.
-    alone = _ALONE.fullmatch(text)
-    if alone and alone[1].upper() in allowed:
-        return alone[1].upper()
-
-    # "B) Vitamin C", "Vitamin C": the text of an option, with its own letter or without one.
-    label = _LABEL.fullmatch(text)
-    letter = label[1].upper() if label else ""
-    if label and text_of.get(letter) == normalise(label[2]):
+    # "(B)", "B) Vitamin C": a letter alone, or with its own text.
+    letter, words = _split_label(text)
+    if letter and letter in allowed and (not words or text_of.get(letter) == normalise(words)):
         return letter
-    same = [x for x in text_of if text_of[x] == normalise(text)]
-    if len(same) == 1 and letter != "A":  # normalise() takes the label "A" for an article
+
+    # "Vitamin C": the text of one option. normalise() would take the label "A" for an article.
+    said = (normalise(text), normalise(_LEAD.sub("", text)))
+    same = [x for x in text_of if text_of[x] in said]
+    if len(same) == 1 and letter != "A":
         return same[0]
 
-    # "B. U.S. Team A": a letter and other text, of whose letters only those count that it calls an option.
-    if label:
-        others = _named(label[2], LETTER_FORMS[1:]) - {letter}
-        others |= set(re.findall(r"(?m)^[ \t(\[*]{0,5}([A-J])(?:[)\]:]|\.(?!\S))", label[2])) - {letter}
-        only_letters = re.fullmatch(r"(?:[\W_]*\b(?:[A-J]|and|or)\b)*[\W_]*", label[2])
-        joined = re.match(r"[\W_]{0,5}(?:or|and)\b", label[2])
-        if others or only_letters or joined or letter not in allowed:
-            return None
-        return letter
-
-    # "I think it is B": prose that names one letter.
-    named = _named(text, LETTER_FORMS)
+    # "I think it is B": the letters in prose. "B. U.S. Team A": behind a label, only those that are called options.
+    text = re.sub(rf"(?<=[{_TOUCHING}])(?=[A-J])|(?<=[A-J])(?=[{_TOUCHING}])", " ", text)  # 选B
+    letter, words = _split_label(_DENIED.sub(" ", text))
+    named = {letter} if letter else set()
+    labelled = letter and not _MORE_LETTERS.match(words)
+    for _, pattern in LETTER_FORMS[1:] if labelled else LETTER_FORMS:
+        named.update(found.upper() for found in re.findall(pattern, words))
     return named.pop() if len(named) == 1 and named <= set(allowed) else None
 
 
-def _named(text: str, forms: tuple[tuple[str, str], ...]) -> set[str]:
-    prose = _DENIED.sub(" ", text)
-    letters = set()
-    for _, pattern in forms:
-        letters.update(letter.upper() for letter in re.findall(pattern, prose))
-    return letters
+def _split_label(text: str) -> tuple[str, str]:
+    """Return the letter that a text begins with, or "", and the words behind it."""
+    label = _LABEL.fullmatch(_LEAD.sub("", text))
+    return (label[1].upper(), label[2]) if label else ("", text)
 
 
 # How a question lists its options: one a line, or in one line.
 OPTION_FORMS = (
     ("A. red\nB. blue", re.compile(r"(?m)^[ \t]*[(\[]?([A-J])[)\].:]+[ \t]*(?=\S)")),
-    ("(A) red (B) blue", re.compile(r"(?<!\w)[(\[]([A-J])[)\]][ \t]*(?=\S)")),
-    ("A. red B. blue", re.compile(r"(?<![\w.])([A-J])[.):][ \t]+(?=\S)")),
+    ("(A) red (B) blue", re.compile(r"(?<![\w.])[(\[]?([A-J])(?:[)\]][ \t]*|[.:][ \t]+)(?=\S)")),
 )
 
 
 def listed_options(question: str) -> tuple[str, ...]:
     """Return the options that a question lists itself, without their letters; () if it lists none."""
     for _, form in OPTION_FORMS:
-        longest, run = [], []
-        for label in form.finditer(question):
-            if label[1] == "A":
-                run = []
-            if label[1] == LETTERS[len(run) : len(run) + 1]:  # A, B, C, ... without a gap
-                run.append(label)
-            if len(run) >= len(longest):
-                longest = list(run)
-        if len(longest) > 1:
-            ends = [label.start() for label in longest[1:]] + [len(question)]
-            texts = [question[label.end() : end].strip() for label, end in zip(longest, ends)]
-            return tuple(text.split("\n")[0].strip(" \t;,") for text in texts)
+        labels = list(form.finditer(question))
+        letters = "".join(label[1] for label in labels)
+        for count in range(len(LETTERS), 1, -1):
+            first = letters.rfind(LETTERS[:count])  # the longest A, B, C, ... without a gap
+            if first >= 0:
+                labels = labels[first : first + count]
+                ends = [label.start() for label in labels[1:]] + [len(question)]
+                texts = [question[label.end() : end].strip() for label, end in zip(labels, ends)]
+                return tuple(text.split("\n")[0].strip(" \t;,") for text in texts)
     return ()
 
 
 # ------------------------------------------------------------------------------------------------ spans
 
-_N = r"(\d{1,7}(?:\.\d{1,9})?)(?!\d)"
-_HOURS = r" {0,2}(?:hours?|hrs?|h|小时|小時|時間|时)(?![a-z])"
-_MINUTES = r" {0,2}(?:minutes?|mins?|m|分钟|分鐘|分)(?![a-z])"
-_SECONDS = r" {0,2}(?:seconds?|secs?|s|秒钟|秒)(?![a-z])"
-_AND = r"[ ,]{0,2}(?:and )?"
-# What a time looks like: the first row that fits decides. The numbers are the seconds that each group counts for; 0
-# marks a bare number: seconds, or what its partner has ("2 to 3 minutes").
-TIME_FORMS = (
-    ("01:02:05.5", r"(?:(\d{1,3}):)?(\d{1,4}):(\d{1,2}(?:\.\d{1,9}|,\d{3})?)(?![\d:])", (3600, 60, 1)),
-    ("12'30\"", r"(\d{1,4}) ?['′’] ?(\d{1,2}(?:\.\d{1,9})?)(?!\d)(?:[\"″”]|''|’’)?", (60, 1)),
-    ("1 hour 2 minutes 5 s", rf"{_N}{_HOURS}(?:{_AND}{_N}{_MINUTES})?(?:{_AND}{_N}{_SECONDS})?", (3600, 60, 1)),
-    ("2m5s", rf"{_N}{_MINUTES}(?:{_AND}{_N}{_SECONDS})?", (60, 1)),
-    ("12.5 seconds", rf"{_N}{_SECONDS}", (1,)),
-    ("1,234.5", r"(\d{1,3}(?:,\d{3}){1,2}(?:\.\d{1,9})?)(?![\d,])", (0,)),
-    ("12.5", _N, (0,)),
-)
-_TIME_FORMS = [(re.compile(pattern, re.I), factors) for _, pattern, factors in TIME_FORMS]
-# "Frames 2 and 3": numbers of things, not times.
-_COUNTED = re.compile(
-    r"(?:\b(?:frame|image|picture|figure|option|step|question)s?|\b(?:clip|segment|scene|shot|part|call|turn)s|#)[ #]{0,2}$",
-    re.I,
-)
-
-# How two times become a span. T stands for a time. The last row is believed only where no other fits.
-_T = "\ua4d4"  # a letter without a lower case, which no answer holds: \W never runs over it
-_FILL = r"\W{0,5}(?:(?:about|around|approximately|roughly|the|at|time|第)\W{1,3}|第){0,3}"
-_CUE = r"[a-z_]{0,8}\W{0,5}(?:(?:time|at|is|from|point|around|about|approximately|the)\W{1,5}){0,4}"
-SPAN_FORMS = (
-    ("12.5 - 20.1", rf"T\W{{0,4}}(?:mark )?\W{{0,4}}(?:--?>?|–|—|~|～|→|⇒|=>){_FILL}T"),
-    ("12.5 to 20.1", rf"T\W{{0,4}}(?:mark )?(?:and |up )?(?:to|until|till|through|thru|到|至|から){_FILL}T"),
-    ("between 12.5 and 20.1", rf"between{_FILL}T\W{{0,4}}and{_FILL}T"),
-    ("[12.5, 20.1]", rf"[\[(]\W{{0,3}}T\W{{0,3}}[,;]{_FILL}T\W{{0,3}}[\])]"),
-    ("Answer: 12.5, 20.1", rf"(?m)^(?:[^\nT]{{0,40}}[:=])?[^\w\n]{{0,5}}T\W{{0,3}}[,;]{_FILL}T[^\w\n]{{0,5}}$"),
-    ("from 12.5, when it opens, to 20.1", rf"(?<![a-z])from{_FILL}T[^T]{{0,80}}(?<![a-z])to{_FILL}T"),
-    ("starts at 12.5 and ends at 20.1", rf"(?<![a-z])(?:start|beg[aiu]n|from){_CUE}T[^T]{{0,200}}(?<![a-z])(?:end|finish|stop|until){_CUE}T"),
-    ("12.5 and 20.1", rf"T\W{{0,4}}(?:and|,|;){_FILL}T"),
+_N = r"\d{1,7}(?:\.\d{1,9})?"
+_THINGS = "(?:frame|image|picture|figure|option|step|question)s?|(?:clip|segment|scene|shot|part|call|turn)s"
+# Numbers that are no times, and commas: what is written instead before times are read.
+REWRITTEN = (
+    ("2024-05-06", r"(?<![\d.])\d{1,4}([-/.])\d{1,2}\1\d{1,4}(?!\.?\d)", " "),
+    ("frames 2, 3 and 4", rf"\b(?:{_THINGS})[ #]{{1,2}}\d{{1,7}}(?!\.?\d)(?:,? ?(?:and|to|[-–,]) ?\d{{1,7}}(?!\.?\d))*", " "),
+    ("1. **Start**", r"(?m)^[ \t]*\d{1,2}[.)][ \t]+(?=\W{0,3}[^\W\d])(?!to |and )", " "),
+    ("-3", rf"(?<![\w)\]>\"'″”–-])(?<!\d )(?<![\ddc ]s )[-−]{_N}", " "),  # unless it stands behind a time: "12.5s -20.1s"
+    ("00:00:02,500", r"(:\d\d),(?=\d{3})", r"\1."),
+    ("[1,240]", r"([\[(]\s?\d{1,7}),(?=\d{1,7}\s?[\])])", r"\1, "),
+    ("1,234.5", r"(?<![\d.])(\d{1,3}),(?=\d{3}(?!\d))", r"\1"),
 )  # fmt: skip
-_SPAN_FORMS = [re.compile(pattern.replace("T", _T), re.I) for _, pattern in SPAN_FORMS]
-_SENTENCE_END = re.compile(r"[.!?](?:\s|$)|[。！？]|\n")
+_REWRITTEN = [(re.compile(pattern, re.I), new) for _, pattern, new in REWRITTEN]
 
+# What a time looks like, and the seconds that each of its numbers counts for. 0 marks a bare number: seconds, or what
+# its partner has ("2 to 3 minutes").
+_UNITS = ("hours?|hrs?|h|小时|小時|時間|时", "minutes?|mins?|m|分钟|分鐘|分", "seconds?|secs?|s|秒钟|秒", "ms|毫秒")
+_PARTS = "".join(rf"(?:[ ,]{{0,2}}(?:and )?({_N}) {{0,2}}(?:{unit})(?![a-z]))?" for unit in _UNITS)
+TIME_FORMS = (
+    ("01:02:05.5", r"(?:(\d{1,3}):)?(\d{1,4})[:'′’](\d{1,2}(?:\.\d{1,9})?)(?!\.?\d|:)['’′\"″”]{0,2}", (3600, 60, 1)),
+    ("1 hour 2 minutes 5 s 500 ms", rf"(?={_N} {{0,2}}(?:{'|'.join(_UNITS)})(?![a-z])){_PARTS}", (3600, 60, 1, 0.001)),
+    ("12.5", rf"({_N})(?!\.?\d| ?%|(?!to\d)[a-z])", (0,)),
+)
+# Where a number begins: not in "x264" or "1.2.3", but also in "12.5to20.1".
+_BEGIN = r"(?:(?<![a-z\d_])(?<!\d\.)|(?<=\dto))"
+_TIME = re.compile(_BEGIN + "(?:" + "|".join(pattern for _, pattern, _ in TIME_FORMS) + ")", re.I)
+_FACTORS = sum((factors for *_, factors in TIME_FORMS), ())
 
-class Time(NamedTuple):
-    """A time that a text names, at characters [start, end)."""
-
-    start: int
-    end: int
-    seconds: float
-    unit: int  # the seconds of its only unit; 0: a bare number
+# Explicit ranges: T stands for a time, and _FILL for " about the ".
+_T = "\ua4d4"  # a letter without a lower case, which no answer holds: \W never runs over it
+_FILL = r"(?:\W|about|around|approximately|roughly|the|at|time|t|第){0,9}"
+RANGE_FORMS = (
+    ("12.5 - 20.1", rf"T\W{{0,4}}(?:[-‐–—−~→⇒]|=>|(?:and |up )?(?:to|until|till|through|thru)|到|至|から){_FILL}T"),
+    ("between 12.5 and 20.1", rf"between{_FILL}T\W{{0,4}}and{_FILL}T"),
+    ("[12.5, 20.1]", rf"(?m)(?:[\[(:=]|^)[^\w\n]{{0,5}}T\W{{0,3}}[,;]{_FILL}T[^\w\n]{{0,5}}(?:[\])]|$)"),
+    ("starts at 12.5 and ends at 20.1", r"(?<![a-z])(?:start|beg[aiu]n|from)[^T]{0,30}T[^T]{0,80}(?<![a-z])(?:end|finish|stop|until|to)[^T]{0,30}T"),
+)  # fmt: skip
+_RANGES = [re.compile(pattern.replace("T", _T), re.I) for _, pattern in RANGE_FORMS]
 
 
 def parse_span(text: str) -> tuple[float, float] | None:
-    """Return the first span of seconds in the last sentence that has one, its ends in order."""
-    text = re.sub(r"([\[(]\s?\d{1,7}),(\d{1,7}\s?[\])])", r"\1, \2", text.replace(_T, " "))  # [1,240] is no 1,240
-    times = _find_times(text)
+    """Return the span of seconds, its ends in order: the two times, if the text has two; else its last explicit range."""
+    text = unicodedata.normalize("NFKC", text).replace(_T, " ")
+    for pattern, new in _REWRITTEN:
+        text = pattern.sub(new, text)
+    times = [_seconds_and_unit(match) for match in _TIME.finditer(text)]
+    masked = _TIME.sub(_T, text)  # a mark for each time: a range is a pattern of words around marks
 
-    # Put a mark in place of each time, so that a form is a pattern of words around marks.
-    pieces, at = [], 0
-    for time in times:
-        pieces += [text[at : time.start], _T]
-        at = time.end
-    masked = "".join(pieces) + text[at:]
-
-    found = [match for form in _SPAN_FORMS[:-1] for match in form.finditer(masked)]
-    found = found or list(_SPAN_FORMS[-1].finditer(masked))
-    if not found:
-        return None
-    found.sort(key=lambda match: match.start())
-    chosen, end = found[0], found[0].end()
-    for match in found:
-        if _SENTENCE_END.search(masked, end, match.start()):
-            chosen = match
-        end = max(end, match.end())
-    first = masked.count(_T, 0, chosen.start())
-    a, b = times[first], times[first + 1]
-    start_seconds = a.seconds * b.unit if a.unit == 0 and b.unit else a.seconds
-    return min(start_seconds, b.seconds), max(start_seconds, b.seconds)
+    if len(times) == 2 and not re.search(rf"{_T} or {_T}", masked):
+        first = 0
+    else:
+        starts = [match.start() for form in _RANGES for match in form.finditer(masked)]
+        if not starts:
+            return None
+        first = masked.count(_T, 0, max(starts))
+    (start, start_unit), (end, end_unit) = times[first : first + 2]
+    if start_unit == 0 and end_unit:
+        start *= end_unit  # "2 to 3 minutes"
+    return min(start, end), max(start, end)
 
 
-def _find_times(text: str) -> list[Time]:
-    times, end, counted_until = [], 0, 0
-    for digit in re.finditer(r"(?:(?<![A-Za-z\d_.])|(?<=\dto))\d", text):
-        start = digit.start()
-        if start < end:  # a part of the time before
-            continue
-        match, factors = _read_time(text, start)
-        if match is None:
-            continue
-        end = match.end()
-        if factors == (0,):
-            # Leave out "Frames 2 and 3": the number after such a word, and those that a list joins to it.
-            in_list = counted_until and re.fullmatch(r"\W{0,2}(?:and|to|-|–|,)\W{0,2}", text[counted_until:start])
-            if _COUNTED.search(text, max(0, start - 12), start) or (in_list and "." not in match[0]):
-                counted_until = end
-                continue
-        parts = [(value, factor) for value, factor in zip(match.groups(), factors) if value]
-        seconds = 0.0
-        for value, factor in parts:
-            decimal = "." if ":" in match[0] else ""  # 00:02:05,500 of subtitles; else 1,234.5
-            seconds += float(value.replace(",", decimal)) * (factor or 1)
-        times.append(Time(start, end, seconds, parts[0][1] if len(parts) == 1 else 1))
-    return times
-
-
-def _read_time(text: str, start: int) -> tuple[re.Match | None, tuple[int, ...]]:
-    for form, factors in _TIME_FORMS:
-        match = form.match(text, start)
-        if match:
-            return match, factors
-    return None, ()
+def _seconds_and_unit(time: re.Match) -> tuple[float, float]:
+    """Return a time's seconds and the factor of its only number; 1 if it has several."""
+    parts = [(float(number), factor) for number, factor in zip(time.groups(), _FACTORS) if number]
+    seconds = sum(number * (factor or 1) for number, factor in parts)
+    return seconds, parts[0][1] if len(parts) == 1 else 1
 
 
 def seconds_of(time: str) -> float:
@@ -237,7 +192,7 @@ def seconds_of(time: str) -> float:
 # ------------------------------------------------------------------------------------------------ words
 
 _OPERATOR = r"(?:<->|->|=>|<-|<=|>=|!=|[<>→←⇒≤≥≠])"
-_SPELLED = {"→": "->", "←": "<-", "⇒": "=>", "≤": "<=", "≥": ">=", "≠": "!=", "−": "-"}
+_SPELLED = {"→": "->", "←": "<-", "⇒": "=>", "≤": "<=", "≥": ">=", "≠": "!=", "−": "-", "^": ""}
 # Signs that change what a text says; all others are dropped.
 KEPT_FORMS = (
     ("12.5", r"(?<=\d)\.(?=\d)"),
@@ -246,10 +201,6 @@ KEPT_FORMS = (
     ("x>y", rf"(?<=\w){_OPERATOR}(?=[\w-])"),
 )
 _KEPT = re.compile("(" + "|".join(pattern for _, pattern in KEPT_FORMS) + r")|[^\w\s]")
-# Scripts without spaces between words: Thai to Khmer, kana, Han.
-_UNSPACED = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
-)
 
 
 def normalise(text: str) -> str:
@@ -260,7 +211,8 @@ def normalise(text: str) -> str:
     text = re.sub(r"<([\d.]+ seconds)>", r"\1", " ".join(text.split()))  # a frame's stamp
     text = re.sub(rf"(?<=\w) ?({_OPERATOR}) ?(?=[\w-])", r"\1", text)  # "x > y" is one word, and not "y > x"
     words = _KEPT.sub(_keep, text).split()
-    return " ".join([word for word in words if word not in ("a", "an", "the")] or words)
+    text = " ".join([word for word in words if word not in ("a", "an", "the")] or words)
+    return re.sub(r"\b(\d+)(?=[^\W\d_])", r"\1 ", text)  # "0.5m" says "0.5 m"
 
 
 def _keep(sign: re.Match) -> str:
@@ -271,7 +223,4 @@ def _keep(sign: re.Match) -> str:
 
 def words_of(text: str) -> list[str]:
     """Return the words of the normalised text; where a script has no spaces, its characters."""
-    words = []
-    for word in normalise(text).split():
-        words += _UNSPACED.sub(lambda character: f" {character[0]} ", word).split()
-    return words
+    return re.sub(rf"([{_UNSPACED}])", r" \1 ", normalise(text)).split()

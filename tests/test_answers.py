@@ -8,100 +8,113 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime import answers
-from runtime.answers import listed_options, normalise, parse_letter, parse_span, words_of
+from runtime.answers import listed_options, normalise, parse_letter, parse_span, spoken, words_of
 
 # fmt: off
-LETTERS = {
-    # with the options red, blue, a green car, Vitamin C, A
-    True: {
-        # the letter alone
-        "B": "B", "(B)": "B", "B.": "B", "b": "B", "**B**": "B", "[B]": "B", " B \n": "B", "\\boxed{B}": "B", "A": "A",
-        "$\\boxed{\\text{D}}$": "D", "J": None, "AB": None, "": None, "...": None,
+# Each table: what is read -> the texts that say so.
+OPTIONS = ("red", "blue", "a green car", "Vitamin C", "A")
+LISTED = {
+    "A": ("A", "A. blue", "Option A shows the man", "The answer is a.", "The answer is A because of the light."),
+    "B": (
+        "B", "(B)", "B.", "b", "**B**", "[B]", " B \n", "\\boxed{B}", "Ｂ", "（Ｂ）", "The answer is (B).", "The answer is b.",
         # an option's text, with its letter or without it
-        "blue": "B", "Blue.": "B", "B: blue": "B", "B) blue": "B", "B. blue": "B", "d) vitamin C": "D", "(D) Vitamin C.": "D",
-        "**D.** vitamin c": "D", "D\nVitamin C": "D", "vitamin C": "D", "green car": "C", "C) green car": "C", "B - blue": "B",
-        "A. blue": "A", "E. a": "E", "red blue": None, "a red car": None, "none of them": None,
-        # prose that names one letter
-        "The answer is (B).": "B", "The answer is b.": "B", "The answer is: **B**": "B", "Answer: C": "C", "answer: c": "C",
-        "The answer is a.": "A", "The answer is a man": None, "I think it is B": "B", "A man holds B": "B", "A Ferrari": None,
-        "option c": "C", "Option A shows the man": "A", "A 3": None, "A 3-story house": None,
-        "The answer is D) Vitamin C.": "D", "Answer: C) a green car": "C", "The answer is (B)": "B", "Option C.": "C",
-        "The answer is A because of the light.": "A", "It's B's turn": None, "I am sure": None,
-        # what is denied is not named
-        "not A but B": "B", "not A": None, "It is not B": None, "neither A nor B but C": "C", "B, not A": "B",
-        "B rather than C": "B", "It isn't A or C, it is B": "B", "It can't be A, so B": "B",
-        # two letters are none
-        "The answer is B. Option C is wrong": None,  # the released code: right for both
-        "A or B": None, "B, C": None, "A) or B)": None, "A. B. C.": None, "A. red\nB. blue": None, "(A) (B)": None,
-        "B. Option A is wrong": None, "A) or perhaps B": None, "J. nothing": None,
-    },
-    # without options: any letter from A to J, and a leading label is believed
-    False: {
-        "J": "J", "K": None, "B. Vitamin C": "B", "B) Plan A": "B", "B: U.S. Team A": "B", "(B) Vitamin C": "B", "B - Plan A": "B",
-        "**B.** D.C. United": "B", "D. Both A and B": "D", "B\nVitamin C": "B", "b) a red car": "B", "D.C. United": None,
-        "Answer: B. Vitamin C": "B", "**Final answer:** B) Plan A": "B", "B because A moves": "B", "A\nB": None,
-        "I saw a man": None, "a man": None, "e.g. a man": None, "Vitamin C": "C",
-    },
+        "blue", "Blue.", "B: blue", "B) blue", "B. blue", "B - blue", "B.Blue.", "B、blue", "The answer is blue.",
+        "The answer is: **B**", "I think it is B", "A man holds B", "So the answer is (b), I think",
+        # in scripts without spaces, a letter touches its neighbours
+        "答案是B", "选B", "选项B", "正确答案为B。", "B选项", "答えはBです", "정답은 B입니다", "不是A，是B",
+        # what is denied, or only a reason, is not named
+        "not A but B", "B, not A", "B rather than C", "It isn't A or C, it is B", "It can't be A, so B", "A is wrong. It is B",
+        "D) is incorrect. B) is correct.", "B. Option A is wrong", "The answer is B. Option C is wrong",
+        "The answer is B because A is only seen later.",
+    ),
+    "C": ("C) green car", "green car", "Answer: C", "answer: c", "option c", "Option C.", "neither A nor B but C"),
+    "D": ("$\\boxed{\\text{D}}$", "d) vitamin C", "(D) Vitamin C.", "**D.** vitamin c", "D\nVitamin C", "vitamin C",
+          "The answer is D) Vitamin C.", "The answer is vitamin C.", "D.31:15-31:45"),
+    "E": ("E. a",),
+    None: (
+        "J", "AB", "", "...", "red blue", "a red car", "none of them", "The answer is a man", "A Ferrari", "A 3", "A 3-story house",
+        "It's B's turn", "I am sure", "Début", "not A", "It is not B", "J. nothing",
+        # two letters
+        "The answer is B. Option C fits, too",  # the released code: right for both
+        "A or B", "B or A", "B, C", "A、B", "选A和B", "A) or B)", "A. B. C.", "A. red\nB. blue", "(A) (B)", "A) or perhaps B",
+        "B. Option A is better",
+    ),
 }
+UNLISTED = {  # any letter from A to J, and a leading label is believed
+    "B": ("B. Vitamin C", "B) Plan A", "B: U.S. Team A", "(B) Vitamin C", "B - Plan A", "**B.** D.C. United", "B\nVitamin C",
+          "b) a red car", "Answer: B. Vitamin C", "**Final answer:** B) Plan A", "B because A moves", "B. I"),
+    "C": ("Vitamin C",), "D": ("D. Both A and B",), "J": ("J",),
+    None: ("K", "D.C. United", "A\nB", "I saw a man", "a man", "e.g. a man"),
+}
+LETTERS = {OPTIONS: LISTED, (): UNLISTED, ("yeast", "E. coli", "B or A"): {"B": ("E. coli",), "C": ("B or A", "C. B or A")}}
 SPANS = {
-    # numbers
-    "12.5 - 20.1": (12.5, 20.1), "12.5-20.1": (12.5, 20.1), "12.5–20.1": (12.5, 20.1), "12.5—20.1": (12.5, 20.1),
-    "12.5 ~ 20.1": (12.5, 20.1), "12.5 → 20.1": (12.5, 20.1), "12.5 -> 20.1": (12.5, 20.1), "12.5 to 20.1": (12.5, 20.1),
-    "12.5to20.1": (12.5, 20.1), "from 12.5 through 20.1": (12.5, 20.1), "from 12.5 until 20.1": (12.5, 20.1),
-    "between 12.5 and 20.1": (12.5, 20.1), "12.5 and 20.1": (12.5, 20.1), "12.5, 20.1": (12.5, 20.1),
-    "[12.5, 20.1]": (12.5, 20.1), "[12.5,20.1]": (12.5, 20.1), "(12.5, 20.1)": (12.5, 20.1), "[\n12.5,\n20.1\n]": (12.5, 20.1),
-    "20 - 10": (10, 20), "0 - 5": (0, 5), "[100,200]": (100, 200), "[1,240]": (1, 240), "1,234.5 - 1,240": (1234.5, 1240),
-    "from 1,200 to 1,234,567": (1200, 1234567), "12.5 to about 20.1": (12.5, 20.1), "12.5 up to 20.1": (12.5, 20.1),
-    "{\"start\": 12.5, \"end_time\": 20.1}": (12.5, 20.1),
-    # clocks
-    "00:12 to 00:20": (12, 20), "00:12-00:20": (12, 20), "01:00:05 - 01:00:09": (3605, 3609), "1:05.5 to 2:00": (65.5, 120),
-    "between 1:05.5 and 2:00": (65.5, 120), "[00:12,00:20]": (12, 20), "00:00:02,500 --> 00:00:05,000": (2.5, 5),
-    "00:12 (12 seconds) to 00:20 (20 seconds)": (12, 20), "12'30\" - 12'40\"": (750, 760), "12′30″ to 12′40.5″": (750, 760.5),
-    # units
-    "12.5s - 20.1s": (12.5, 20.1), "12.5 s to 20.1 s": (12.5, 20.1), "12.5 sec - 20.1 sec": (12.5, 20.1),
-    "from 3 seconds to 7 seconds": (3, 7), "20.1–12.5s": (12.5, 20.1), "<12.5 seconds> to <20.1 seconds>": (12.5, 20.1),
-    "<12.5 seconds> - <20.1 seconds>": (12.5, 20.1), "2m5s - 2m10s": (125, 130), "2 min - 3 min": (120, 180),
-    "2 minutes 5 seconds to 2 minutes 10 seconds": (125, 130), "2 minutes and 5 seconds to 3 minutes": (125, 180),
-    "1 hour, 2 minutes to 1h 3m 4s": (3720, 3784), "2 to 3 minutes": (120, 180), "12.5秒到20.1秒": (12.5, 20.1),
-    "从第12.5秒到第20.1秒": (12.5, 20.1), "2分5秒至2分10秒": (125, 130), "the 12 second mark to the 20 second mark": (12, 20),
-    # words around each end
-    "It starts at 12.5 s and ends at 20.1 s.": (12.5, 20.1), "Start time: 24.3 seconds\nEnd time: 30.4 seconds": (24.3, 30.4),
-    "It begins at 3, when he sits down, and finishes at 9.": (3, 9), "starts at 5 and lasts until 9": (5, 9),
-    "From 12.5 seconds, when he sits down, to 20.1": (12.5, 20.1), "It began at 3 and ended at 9": (3, 9),
-    "- Start: 0:05\n- End: 0:09": (5, 9), "start_time=12.5, end_time=20.1": (12.5, 20.1),
-    # other numbers
-    "Frames 2 and 3 show a cat that jumps from 12.5 to 20.1": (12.5, 20.1), "In frames 2-5 it jumps, 12.5 to 20.1": (12.5, 20.1),
-    "Frames 1, 2 and 3 show it: 12.5 to 20.1": (12.5, 20.1), "frames 2 and 3": None, "Frames 2, 3 and 4": None, "In frames 2, 12.5 to 20.1": (12.5, 20.1), "Step 2: 12.5 - 20.1": (12.5, 20.1),
-    "2 and 3 people come, from 12.5 to 20.1": (12.5, 20.1), "in 3 or 4 places": None, "Segments 1-2 show 5 - 9": (5, 9),
-    # the last sentence that has one
-    "I looked at 0 - 60. It happens from 00:12 to 00:20.": (12, 20), "0 - 60\n3 - 5": (3, 5), "0-60。3-5。": (3, 5),
-    "It is 12 to 20, or 30 to 40. I am sure.": (12, 20), "I looked at 0 - 60.\nAnswer: 12.5, 20.1": (12.5, 20.1),
-    # nothing
-    "5": None, "soon": None, "": None, "1,240": None, "20.1": None, "123456789 - 987654321": None, "12500 ms - 20100 ms": None,
+    (12.5, 20.1): (
+        "12.5-20.1", "12.5–20.1", "12.5—20.1", "12.5 ~ 20.1", "12.5 → 20.1", "12.5to20.1", "12.5 and 20.1", "12.5, 20.1",
+        "12.5 / 20.1", "[12.5 20.1]", "[12.5,20.1]", "(12.5, 20.1)", "[\n12.5,\n20.1\n]", "t=12.5 to t=20.1", "１２．５～２０．１",
+        "{\"start\": 12.5, \"end_time\": 20.1}", "start_time=12.5, end_time=20.1", "1. **Start**: 12.5\n2. **End**: 20.1",
+        "12.5s - 20.1s", "12.5s -20.1s", "12.5 s to 20.1 s", "12.5 sec - 20.1 sec", "20.1–12.5s", "12 s 500 ms - 20100 ms",
+        "<12.5 seconds> to <20.1 seconds>", "12.5秒到20.1秒", "从第12.5秒到第20.1秒",
+        "It opens at 12.5 seconds and closes at 20.1.", "It starts at 12.5 s and ends at 20.1 s.",
+        # numbers that are no times
+        "In frames 2-5 it jumps, 12.5, 20.1", "Frames 1, 2 and 3: 12.5, 20.1", "In frames 2, 12.5 and 20.1", "Step 2: 12.5, 20.1",
+        "2024-05-06: 12.5, 20.1", "the 2nd man, 12.5, 20.1",
+        # of more times, the last range
+        "9 men: 12.5 -> 20.1", "9 men from 12.5 through 20.1", "9 men, 12.5 up to 20.1", "9 men, 12.5 until about 20.1",
+        "9 men between 12.5 and 20.1", "9 men: [12.5, 20.1]", "9 men from 12.5 s, when he sits down, to 20.1",
+        "I looked at 0 - 60.\nAnswer: 12.5, 20.1", "It starts at 12.5 s and ends at 20.1 s, after 7.6 s.",
+        "It is 12 to 20, or 12.5 to 20.1. I am sure.", "a 2-3 second event at 12.5 - 20.1",
+    ),
+    (3, 5): ("5 - 3", "- 3 - 5", "0 - 60\n3 - 5", "0-60。3-5。", "from 3 seconds to 5 seconds", "It began at 3 and ended at 5",
+             "- Start: 0:03\n- End: 0:05", "starts at 3 and lasts until 5", "Segments 1-2 show 3 - 5"),
+    (12, 20): ("00:12 to 00:20", "00:12-00:20", "[00:12,00:20]", "00:12 (12 seconds) to 00:20 (20 seconds)",
+               "the 12 second mark to the 20 second mark", "I looked at 0 - 60. It happens from 00:12 to 00:20."),
+    (120, 180): ("2 to 3 minutes", "2 min - 3 min"), (125, 180): ("2 minutes and 5 seconds to 3 minutes",),
+    (125, 130): ("2m5s - 2m10s", "2 minutes 5 seconds to 2 minutes 10 seconds", "2分5秒至2分10秒"),
+    (65.5, 120): ("1:05.5 to 2:00", "between 1:05.5 and 2:00"), (750, 760.5): ("12'30\" - 12'40.5\"", "12′30″ to 12′40.5″"),
+    (3605, 3609): ("01:00:05 - 01:00:09",), (3720, 3784): ("1 hour, 2 minutes to 1h 3m 4s",),
+    (2.5, 5): ("00:00:02,500 --> 00:00:05,000",), (0, 5): ("0 - 5",), (1, 240): ("[1,240]",), (100, 200): ("[100,200]",),
+    (1234.5, 1234567): ("1,234.5 - 1,234,567",),
+    None: ("5", "soon", "", "1,240", "20.1", "12 s 500 ms", "123456789 - 987654321", "2024-05-06", "-3 - 5", "50% - 60%",
+           "frames 2 and 3", "Frames 2, 3 and 4", "in 3 or 4 places", "12.5 s or 20.1 s", "at 5 s, 7 s and 9 s"),
+}
+QUESTIONS = {
+    ("red", "blue", "green"): ("Which?\nA. red\nB. blue\nC. green",), ("red", "a car"): ("Which?\n(A) red\n(B) a car;\n",),
+    ("red", "blue"): ("Which? (A) red (B) blue", "What did A. Smith wear? A. red, B. blue",
+                      "A: What? B: That.\nOptions:\nA) red\nB) blue", "A. Smith\nB. Jones\nWho wins?\nA. red\nB. blue"),
+    (): ("Which color flashes?", "Who is J. D. Smith?\nA. nobody"),
 }
 WORDS = {
     "The red door.": "red door", "RED, door!": "red door", "a": "a", "The": "the", "A red car": "red car", "1.25": "1.25",
     "3. May": "3 may", "-5": "-5", "−5": "-5", "10-5": "10 5", "well-known": "well known", "x > y": "x>y", "x<y": "x<y",
     "x ≥ y": "x>=y", "a->b->c": "a->b->c", "a → b → c": "a->b->c", "AB+": "ab+", "AB-": "ab", "at <12.5 seconds>": "at 12.5 seconds",
-    "５": "5", "Café": "café", "\"no\"": "no", "कि": "कि", "don't": "don t",
+    "５": "5", "Café": "café", "\"no\"": "no", "कि": "कि", "don't": "don t", "0.5m/s": "0.5 m s", "O(n²)": "o n2", "O(n^2)": "o n2", "H2O": "h2o",
 }
+PIECES = ["1", " ", "12.5", "1,000", ":", "-", "to ", "and ", "frames ", "start ", "end ", "A", "b) ", "(", "[", "not A ",
+          "answer is ", "option ", "\n", "\\boxed{", "<", "->", "分", "_", ".", "or ", "seconds ", "a->", "\ua4d4", "between ",
+          "is wrong", "because ", "、"]
+RUNS = ["1-2 ", "1 and ", "start 1 ", "frames 1, ", "A. ", "answer: ", "x > ", "not A or ", "B because ", "A is ", "from 1 "]
 # fmt: on
-OPTIONS = ("red", "blue", "a green car", "Vitamin C", "A")
 
 
-@pytest.mark.parametrize("listed, text", [(listed, text) for listed, cases in LETTERS.items() for text in cases])
-def test_a_letter_is_read_only_where_one_option_is_named(listed, text):
-    assert parse_letter(text, OPTIONS if listed else ()) == LETTERS[listed][text]
+def pairs(table):
+    return [(reading, text) for reading, texts in table.items() for text in texts]
 
 
-def test_an_options_text_may_name_other_letters():
-    assert parse_letter("E. coli", ("yeast", "E. coli")) == "B"
-    assert parse_letter("B. Option A or C", ("red", "Option A or C", "blue")) == "B"
+@pytest.mark.parametrize("options", LETTERS)
+def test_a_letter_is_read_only_where_one_option_is_named(options):
+    for letter, text in pairs(LETTERS[options]):
+        assert parse_letter(text, options) == letter, text
 
 
-@pytest.mark.parametrize("text", SPANS)
-def test_a_span_is_read_in_every_written_form(text):
-    assert parse_span(text) == (pytest.approx(SPANS[text]) if SPANS[text] else None)
+@pytest.mark.parametrize("span, text", pairs(SPANS))
+def test_a_span_is_read_in_every_written_form(span, text):
+    assert parse_span(text) == (pytest.approx(span) if span else None)
+
+
+def test_a_thought_and_a_call_are_no_answer():
+    """Past bug: a thought that was cut off named an option, and the arguments of a call were a span."""
+    assert spoken("<think>A or C?</think> <tool_call>1, 2</tool_call> B") == spoken("A or C?</think>B") == "B"
+    assert spoken("<think>Option A says that he") == spoken("<tool_call>1 - 2") == ""
 
 
 @pytest.mark.parametrize("text", WORDS)
@@ -114,20 +127,8 @@ def test_scripts_without_spaces_are_compared_by_character():
     assert words_of("빨간 우산") == ["빨간", "우산"]  # Korean has spaces
 
 
-@pytest.mark.parametrize(
-    "question, options",
-    [
-        ("Which?\nA. red\nB. blue\nC. green", ("red", "blue", "green")),
-        ("Which?\n(A) red\n(B) a blue car;\n", ("red", "a blue car")),
-        ("Which? (A) red (B) blue", ("red", "blue")),
-        ("What did A. Smith wear? A. red, B. blue", ("red", "blue")),
-        ("A: What? B: That.\nOptions:\nA) red\nB) blue", ("red", "blue")),
-        ("A. Smith\nB. Jones\nWhich one wins?\nA. red\nB. blue", ("red", "blue")),
-        ("Which color flashes?", ()),
-        ("Who is J. D. Smith?\nA. nobody", ()),
-    ],
-)
-def test_options_are_read_from_the_question(question, options):
+@pytest.mark.parametrize("options, question", pairs(QUESTIONS))
+def test_options_are_read_from_the_question(options, question):
     assert listed_options(question) == options
 
 
@@ -136,19 +137,17 @@ def test_every_row_of_the_tables_reads_its_own_example():
         assert re.search(pattern, example) and parse_letter(example), example
     for form in answers.TIME_FORMS:
         assert next(other for other in answers.TIME_FORMS if re.fullmatch(other[1], form[0], re.I)) == form
-    for example, _ in answers.SPAN_FORMS:
-        assert parse_span(example) == (12.5, 20.1)
+    for example, pattern, new in answers.REWRITTEN:
+        assert re.sub(pattern, new, example, flags=re.I) != example
+    for example, pattern in answers.DENIED_FORMS:
+        assert re.search(pattern, f"B {example}", re.I) and parse_letter(f"B, {example}") == "B"
+    for example, _ in answers.RANGE_FORMS:
+        assert parse_span(f"2 men. {example}") == parse_span(example) == (12.5, 20.1)
     for example, form in answers.OPTION_FORMS:
         assert len(form.findall(example)) == 2 and listed_options(example) == ("red", "blue")
 
 
-PIECES = ["1", " ", "12.5", "1,000", ":", "-", "to ", "and ", "frames ", "start ", "end ", "A", "b) ", "(", "[", "not A ",
-          "answer is ", "option ", "\n", "\\boxed{", "<", "->", "分", "_", ".", "or ", "seconds ", "a->", "\ua4d4", "between "]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "unit", [*PIECES, "1-2 ", "1 and ", "start 1 ", "frames 1, ", "A. ", "answer: ", "x > ", "not A or "]
-)
+@pytest.mark.parametrize("unit", PIECES + RUNS)
 def test_ten_thousand_characters_are_read_at_once(unit):
     """A pattern that tries every way to share out what repeats takes minutes."""
     text = unit * (10_000 // len(unit))

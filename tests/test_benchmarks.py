@@ -337,17 +337,20 @@ OPEN = Item(Task("t", "What?", (), "oe", "red car"))
     [
         (MCQ, "The answer is D.<|im_end|>", "D", 1),
         (MCQ, "<think>\nA or B?\n</think>\n(D)", "D", 1),  # thoughts are no answer
-        (MCQ, "<think>\nA or B? No. D", "A", 0),  # but they are if they never end: the first letter
+        (MCQ, "<think>\nPerhaps A? No. D", "A", 0),  # but they are if they never end: the first letter
         (MCQ, "<answer>D", "D", 1),  # an open tag
         (MCQ, "A is wrong, B too. Answer: D", "D", 1),  # what is stated goes first
         (MCQ, "The answer is A, because B is blue.", "A", 0),
         (MCQ, "Perhaps D, perhaps B", "D", 1),  # the first of several
+        (MCQ, "D or A", None, 0),  # unless they are named together
+        (MCQ, "It is (D), (B)", None, 0),
         (MCQ, "A man gets in.", "A", 0),  # as the official scorers: an article
         (MCQ, "I see nothing. E", None, 0),  # no letter of its options, and never a guess
         (SPAN, "It starts at 12.0 and ends at 20.0 seconds.", "[12.0, 20.0]", 1),
         (SPAN, '<tool_call>{"name": "f", "arguments": {"start_time": 12, "end_time": 20}}</tool_call>', None, 0),
         (SPAN, '<tool_call>{"start_time": 12, "end_time": 20', None, 0),
         (OPEN, "It must be the red car there.", "It must be the red car there.", 1),
+        (replace(OPEN, task=replace(OPEN.task, answer="0.5 m/s")), "At 0.5m/s.", "At 0.5m/s.", 1),
         (OPEN, "It must be a redcar.", "It must be a redcar.", 0),  # whole words
         (OPEN, "<think>\nred car\n</think>\n", None, 0),
     ],

@@ -276,7 +276,8 @@ def test_the_question_is_the_last_user_message(video):
         ({}, {"videos": [{"path": "v.mp4"}]}, "malformed: "),
         # Past bug: a gold that no answer can match was R_acc = 0 for the whole run, without a word.
         *(({"question_type": "mcq", "answer": gold}, {}, "must be a letter") for gold in ("B. A dog", "Option B", "K", "AB")),
-        *(({"question_type": "tvg", "answer": gold}, {}, "must be a span") for gold in ("3 7", "soon")),
+        *(({"question_type": "tvg", "answer": gold}, {}, "must be a span") for gold in ("3", "soon", "[5, 5]")),
+        ({"question_type": "oe", "answer": "?"}, {}, "must have a word"),
     ],
 )  # fmt: skip
 def test_an_rl_row_that_cannot_be_learned_from_is_refused(video, info, change, says):

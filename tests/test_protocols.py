@@ -126,6 +126,7 @@ def test_protocols_of_one_turn_ask_once_and_grade_what_is_in_the_answer_tags(ask
     for said in ("The answer is B." + END, "<answer>B" + END, "<answer></answer>" + END):
         outcome, _ = ask(protocol, [said], words={})
         assert outcome.answer == (said.removesuffix(END) if protocol == "direct" else None)
+    assert ask(protocol, ["<think>Option A says that he"], words={})[0].answer is None  # a thought that was cut off
 
 
 def test_the_overview_has_the_protocols_rate_and_at_most_k_frames(ask):
