@@ -16,7 +16,9 @@ import hashlib
 import json
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -41,21 +43,21 @@ def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = ITEMS) 
 
     # perception: windows that show the flash, and windows that do not
     for name, shows in (("reports_flash", True), ("reports_none", False)):
-        right = []
-        while len(right) < items:
+        jobs = []
+        while len(jobs) < items:
             flash, width = rng.choice(flashes), rng.choice((8, 16, 24, 32))
             start = rng.randrange(flash.duration - width + 1)
             if flash.visible(toy.crop_times(flash, start, start + width)) == shows:
-                right.append(report_is_right(stage, root, flash, (start, start + width)))
-        figures[name] = fmean(right)
+                jobs.append(partial(report_is_right, stage, root, flash, (start, start + width)))
+        figures[name] = share(stage, jobs)
 
     # copying: the overview shows nothing, and the reports name a color that was drawn
-    right = []
-    while len(right) < items:
+    jobs = []
+    while len(jobs) < items:
         flash = rng.choice(flashes)
         if not flash.visible(toy.overview_times(flash, 4)):
-            right.append(copies(stage, root, flash, toy.draw_cue(rng, flash), len(right)))
-    figures["copied"] = fmean(right)
+            jobs.append(partial(copies, stage, root, flash, toy.draw_cue(rng, flash), len(jobs)))
+    figures["copied"] = share(stage, jobs)
 
     # answers, and the samples of which RL will learn
     tasks = [task_of(root, flash, toy.draw_cue(rng, flash), i) for i, flash in enumerate(rng.choices(flashes, k=items))]
@@ -67,6 +69,13 @@ def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = ITEMS) 
     figures["strict"] = fmean(parts(episode, stage)["strict"] for episode in sampled)
     figures["kappa"] = fmean(episode.executed for episode in sampled)
     return figures
+
+
+def share(stage: Stage, jobs: list[Callable[[], bool]]) -> float:
+    """Run jobs, many at a time; return the share of True."""
+    found = []
+    rollout.run_all(stage.engine, jobs, stage.cfg.concurrency, lambda _, good: found.append(good))
+    return fmean(found)
 
 
 def task_of(root: Path, flash: Flash, cue: str, i: int) -> Task:

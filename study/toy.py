@@ -1,6 +1,6 @@
 """toy.py: the embedded default: a tiny Qwen3-VL, real mp4s, and parquets in the published schemas. CPU, under a minute.
 
-    python -m study.toy build DIR [--seed 0] [--p-loose 0.6] [--p-tool 0.75] [--one-by-one]
+    python -m study.toy build DIR [--seed 0] [--p-loose 0.6]
 
     DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
     DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one colored flash
@@ -18,7 +18,6 @@ falls between the frames of a small overview, but no crop of up to 32 s misses i
 
 The *loose prior* is injected, and says so: a share `p_loose` of the turns breaks the format (unclosed think, no think,
 a call in the wrong tags, an answer without tags), as pretrained models do under sampling. `--p-loose 0` is the control.
-`--one-by-one` teaches the same calls in turns of their own: the cold start of an agent that is dispatched sequentially.
 
 The method knows nothing of the toy: it is a checkpoint, files of rows and videos like any other.
 """
@@ -54,6 +53,7 @@ DURATIONS, SHORT = (32, 48, 64), 2.5  # seconds
 CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per frame
 OVERVIEWS = (4, 8, 16, 32, 64)
 LONG_SHARE = 0.15
+P_TOOL = 0.75  # share of SFT rows that call tools
 NOTHING = "No flash."
 # Videos of each split, and the tasks on them; rows of each table on the training videos.
 SIZES = {"train": 1600, "rl": 600, "val": 64, "test": 256}
@@ -160,10 +160,7 @@ def call(start: float, end: float) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def sft_row(
-    rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main", one_by_one: bool = False,
-    k: int = 0,
-) -> dict:  # fmt: skip
+def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main", k: int = 0) -> dict:
     """A trajectory with tools, or a direct answer; each turn breaks the format with probability p_loose."""
     # Calls prevail with few frames, where the reports must be read; direct answers with many, where they are right.
     with_tools = rng.random() < p_tool
@@ -188,17 +185,16 @@ def sft_row(
         return {"messages": json.dumps(messages), "agent": agent}
 
     thought, crops = "Let me look closer.", windows(flash, cue)
-    for wanted in [[crop] for crop in crops] if one_by_one else [crops]:
-        calls = "\n".join(call(*window) for window in wanted)
-        unclosed, bare = f"<think>\n{thought}\n{calls}", f"{thought}\n{calls}"
-        tidy = f"<think>\n{thought}\n</think>\n{calls}"
-        unread = tidy.replace("tool_call>", "tool_code>")
-        say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
-        if messages[-1]["content"] == unread:  # the row ends here: a rollout says only that it could not be read
-            return {"messages": json.dumps(messages), "agent": agent}
-        reports = [told(flash, crop_times(flash, *window)) for window in wanted]
-        text = "\n".join(f"<tool_response>\n{report}\n</tool_response>" for report in reports)
-        messages.append({"role": "user", "content": text})
+    calls = "\n".join(call(*window) for window in crops)
+    unclosed, bare = f"<think>\n{thought}\n{calls}", f"{thought}\n{calls}"
+    tidy = f"<think>\n{thought}\n</think>\n{calls}"
+    unread = tidy.replace("tool_call>", "tool_code>")
+    say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
+    if messages[-1]["content"] == unread:  # the row ends here: a rollout says only that it could not be read
+        return {"messages": json.dumps(messages), "agent": agent}
+    reports = [told(flash, crop_times(flash, *window)) for window in crops]
+    text = "\n".join(f"<tool_response>\n{report}\n</tool_response>" for report in reports)
+    messages.append({"role": "user", "content": text})
     answer(f"A clip shows it.\n{shown}")
     return {"messages": json.dumps(messages), "agent": agent}
 
@@ -381,10 +377,7 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
 # ------------------------------------------------------------------------------------------------ build
 
 
-def build_toy(
-    root: Path, seed: int = 0, p_tool: float = 0.75, p_loose: float = 0.6, one_by_one: bool = False,
-    sizes: dict[str, int] = SIZES,
-) -> None:  # fmt: skip
+def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, int] = SIZES) -> None:
     """Write everything into `root`, the same bytes for the same arguments. `sizes` replaces some of SIZES."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -403,13 +396,10 @@ def build_toy(
     train, held_out = splits["train"], rng.choices(splits["val"], k=sizes["sft_val"])
     tables = {
         "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
-        "calls": [  # a start without tools gets none here, either
-            sft_row(rng, rng.choice(train), 1.0 if p_tool else 0.0, 0.0, one_by_one=one_by_one, k=4)
-            for _ in range(sizes["calls"])
-        ],  # fmt: skip
+        "calls": [sft_row(rng, rng.choice(train), 1.0, 0.0, k=4) for _ in range(sizes["calls"])],
         "direct": [sft_row(rng, rng.choice(train), 0.0, p_loose, "direct") for _ in range(sizes["direct"])],
-        "sft": [sft_row(rng, rng.choice(train), p_tool, p_loose, "main", one_by_one) for _ in range(sizes["sft"])],
-        "sft_val": [sft_row(rng, flash, p_tool, 0.0, "main", one_by_one) for flash in held_out],
+        "sft": [sft_row(rng, rng.choice(train), P_TOOL, p_loose) for _ in range(sizes["sft"])],
+        "sft_val": [sft_row(rng, flash, P_TOOL, 0.0) for flash in held_out],
         "rl": [rl_row(rng, flash) for flash in splits["rl"]],
         "val": [rl_row(rng, flash) for flash in splits["val"]],
         "test": [rl_row(rng, flash) for flash in splits["test"]],
@@ -435,11 +425,9 @@ def main() -> int:
     parser.add_argument("command", choices=["build"])
     parser.add_argument("dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--p-tool", type=float, default=0.75, help="share of SFT rows that call tools")
     parser.add_argument("--p-loose", type=float, default=0.6, help="share of SFT turns that break the format")
-    parser.add_argument("--one-by-one", action="store_true", help="SFT rows with one call per turn")
     args = parser.parse_args()
-    build_toy(args.dir, args.seed, args.p_tool, args.p_loose, args.one_by_one)
+    build_toy(args.dir, args.seed, args.p_loose)
     print(
         f"toy written to {args.dir}; next: python -m study.prepare check {args.dir}/sft.parquet --model {args.dir}/model"
     )

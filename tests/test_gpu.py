@@ -1,7 +1,6 @@
 """What only a GPU can show, in ten minutes of one; on a CPU the same parts run small, so that they are known to run.
 
 make test-gpu                          # a line of JSON per figure, printed and kept in runs/gpu.jsonl
-python -m study.bench gpu --write      # the lines of a GPU as results/gpu.md
 """
 
 import json

@@ -59,16 +59,6 @@ def test_windows_vary_and_some_tasks_need_two_at_once():
     assert 0.15 < np.mean([len(w) == 2 for w in windows]) < 0.6
 
 
-def test_one_by_one_teaches_the_same_calls_in_turns_of_their_own():
-    def calls(flash, one_by_one):  # per assistant turn
-        row = toy.sft_row(random.Random(1), flash, 1.0, 0.0, "main", one_by_one)
-        return [m["content"].count("<tool_call>") for m in json.loads(row["messages"]) if m["role"] == "assistant"]
-
-    for flash in flashes(200):
-        at_once, in_turn = calls(flash, False), calls(flash, True)
-        assert at_once in ([1, 0], [2, 0]) and in_turn == [1] * at_once[0] + [0]
-
-
 def test_a_decoded_flash_has_its_color_and_the_rest_is_grey(toy_dir, videos):
     flash = toy.draw_flash(random.Random(0), "train00000.mp4")
     frames = videos.frames(toy_dir / "videos" / flash.name, range(flash.duration * toy.FPS), (32, 32))
