@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -281,7 +281,10 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     # to_empty leaves garbage in the buffers that no checkpoint holds.
     policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(where)
     policy.vision.rotary_pos_emb = fresh_rotary(policy.vision).to(where)
-    _read_weights(policy.model, path)
+    try:
+        _read_weights(policy.model, path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
     return policy
 
 

@@ -318,6 +318,12 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"lacks 1 weights: {norm}"):
         load(PolicyConfig(str(path)))
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match="model: its weights cannot be read: .*header"):
+        load(PolicyConfig(str(path)))
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="model: its weights cannot be read: .*model.safetensors"):
+        load(PolicyConfig(str(path)))
 
 
 class RotaryOf517(torch.nn.Module):
