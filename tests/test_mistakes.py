@@ -36,7 +36,6 @@ def desk(toy_dir, tmp_path_factory) -> Path:
         (root / name).symlink_to(there)
     (root / "holiday").mkdir()
     (root / "notes.txt").write_text("milk")
-    (root / "circle.yaml").write_text("base: circle.yaml")
     shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths now lead nowhere
     for name in ("qwen25", "no_tokenizer"):
         shutil.copytree(toy_dir / "model", root / name)
@@ -85,7 +84,6 @@ MISTAKES = [  # and those of the page
     ("greedy sampling", f"{RL} rollout.temperature=0", "greedy episodes of a group are all alike"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
     ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is no folder that can be written; choose another `run`"),
-    ("a base that leads back", "sft.py circle.yaml", "circle.yaml: `base` leads back to itself"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge': needs judge.url and judge.model"),
     ("a GPU that trains already", f"{RL} rollout.gpus=[0]", "1 ranks train on GPUs 0 ... 0, so [0] would have to do both"),
     ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 group_size=2", "all 2 episodes of the first batch failed, such as: EngineError: a prompt of"),
