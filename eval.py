@@ -110,10 +110,6 @@ class EvalConfig:
         """Say if the model is asked as our own agent, which has arms and the format that the rewards speak of."""
         return self.prompting.protocol == "agent"
 
-    @property
-    def served(self) -> bool:
-        return bool(self.rollout.gpus or self.rollout.urls or self.api.url)
-
 
 # ------------------------------------------------------------------------------------------------ before it runs
 
@@ -134,7 +130,7 @@ def dry_run(cfg: EvalConfig) -> int:
     def checkpoint() -> str:
         if on_the_hub(cfg.checkpoint):
             return f"{cfg.checkpoint} is not here; the run would fetch it from the hub"
-        source = find_checkpoint(cfg.checkpoint, cfg.served)
+        source = find_checkpoint(cfg.checkpoint)
         (cfg.visual or VisualContract.load(source)).check(source)
         return str(source)
 
@@ -427,7 +423,7 @@ def main(cfg: EvalConfig) -> int:
     if cfg.api.url:
         source, weights = find_tokenizer(cfg.checkpoint), cfg.api.model
     else:
-        source = find_checkpoint(cfg.checkpoint, cfg.served)
+        source = find_checkpoint(cfg.checkpoint)
         weights = weights_digest(source)
     contract = cfg.visual or VisualContract.load(source)
     contract.check(source)

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import fcntl
 import importlib.util
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import requests
 import torch
 
-from runtime.config import ConfigError, build, read_tree, refuse_below_1
+from runtime.config import ConfigError, load, refuse_below_1
 from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataConfig, check_rows
 from runtime.distributed import checkpoint_dir, rank, rank0_first
@@ -27,7 +27,7 @@ from runtime.policy import OptimConfig, PolicyConfig, dtype_of
 MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 
 # What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps.
-# A name without a dot stands for the whole section.
+# A name without a dot stands for the whole section. Of data.sources only the paths may.
 MAY_CHANGE = {
     # how long, where, and how fast
     "run", "steps", "save_every", "keep", "decoders", "gpus", "gpu_gib", "train_tokens", "pack_tokens",
@@ -36,8 +36,8 @@ MAY_CHANGE = {
     "rollout.concurrency", "rollout.call_timeout", "rollout.max_batch_tokens",
     # what is reported
     "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to",
-    # where the data lie, and the cures for bad steps and bad rows
-    "data.sources", "data.video_root", "data.max_bad_fraction", "optim",
+    # where the videos lie, and the cures for bad steps and bad rows
+    "data.video_root", "data.max_bad_fraction", "optim",
 }  # fmt: skip
 
 
@@ -122,26 +122,26 @@ def check_run(cfg: Any) -> None:
     left = any((run / "state").glob("step-*")) or (run / "model").exists()  # else there is nothing to spoil
     if not left or not (run / "config.yaml").exists():
         return
-    was = read_tree(run / "config.yaml")
-    now = json.loads(json.dumps(dataclasses.asdict(cfg)))  # tuples are lists, as in YAML
-    if ("group_size" in was) != ("group_size" in now):
-        raise ConfigError(f"run = {cfg.run!r}: this folder is of a run of the other script; choose another `run`")
+    cure = "choose another `run`, or delete the folder"
     try:  # a setting that is younger than the run had its default there
-        was = json.loads(json.dumps(dataclasses.asdict(build(type(cfg), was, ""))))
+        before = load(type(cfg), run / "config.yaml")
     except ConfigError as error:
-        raise ConfigError(
-            f"{run} was made by another version of this code ({error}): choose another `run`, or delete the folder"
-        ) from None
+        raise ConfigError(f"{run} is of another script, or of another version of this code ({error}): {cure}") from None
     changed = []
-    for key, text in differences(was, now).items():
+    for key, text in differences(settings(before), settings(cfg)).items():
         section = key.partition(".")[0]
         if key not in MAY_CHANGE and section not in MAY_CHANGE:
             changed.append(text)
     if changed:
-        raise ConfigError(
-            f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: "
-            "choose another `run`, or delete the folder"
-        )
+        raise ConfigError(f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: {cure}")
+
+
+def settings(cfg: Any) -> dict:
+    """Return a config as nested mappings, without the paths of its data: files may move."""
+    tree = dataclasses.asdict(cfg)
+    for source in tree["data"]["sources"]:
+        del source["path"]
+    return tree
 
 
 def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
@@ -161,43 +161,21 @@ def on_the_hub(name: str | Path) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))) and not Path(name).parent.is_dir()
 
 
-def find_checkpoint(name: str | Path, served: bool = False, only: Sequence[str] | None = None) -> Path:
-    """Return the folder of a whole checkpoint; one on the hub is fetched, or `only` the files of these patterns. `served`:
-    others load its weights, so any model will do."""
+def find_checkpoint(name: str | Path, *, only: Sequence[str] | None = None) -> Path:
+    """Return the folder of a checkpoint; one on the hub is fetched, or `only` the files of these patterns."""
     folder = Path(name)
     if not folder.is_dir():
         if not on_the_hub(name):
-            raise ConfigError(
-                f"{name}: neither a folder nor a model on the hub; a training leaves its checkpoint in RUN/model when "
-                "it is done"
-            )
+            raise ConfigError(f"{name}: neither a folder nor a model on the hub; training leaves one in RUN/model")
         folder = checkpoint_dir(name, only)
-    if (folder / "config.yaml").exists() and (folder / "metrics.jsonl").exists():
-        raise ConfigError(f"{folder} is the folder of a training; its checkpoint is {folder / 'model'}")
     if not (folder / "config.json").exists():
-        raise ConfigError(f"{folder} has no config.json: it is not a Hugging Face checkpoint")
-    if served:
-        return folder
-
-    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if kind != "qwen3_vl":
-        raise ConfigError(f"{folder} is a {kind!r}; this code runs dense Qwen3-VL: 'qwen3_vl'")
-    files = {"model.safetensors"}
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    for file in sorted(files):
-        if not (folder / file).exists():
-            raise ConfigError(f"{folder} has no {file}: the checkpoint is not whole; copy it here again")
-        with open(folder / file, "rb") as weights:
-            if weights.read(20) == b"version https://git-":
-                raise ConfigError(f"{folder / file} is a Git LFS pointer, not the weights; `git lfs pull` fetches them")
+        raise ConfigError(f"{folder} has no config.json: it is no checkpoint; a training leaves its own in RUN/model")
     return folder
 
 
 def find_tokenizer(name: str | Path) -> Path:
     """Return the folder of a checkpoint whose weights are not needed; from the hub, only its small files come."""
-    return find_checkpoint(name, served=True, only=("*.json", "*.jinja", "*.txt"))
+    return find_checkpoint(name, only=("*.json", "*.jinja", "*.txt"))
 
 
 def check_servers(cfg: Any, ranks: int = 0) -> None:
@@ -208,8 +186,7 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
         if shared and not any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args):
             raise ConfigError(
                 f"rollout.gpus = {list(cfg.gpus)}: {ranks} ranks train on GPUs 0 ... {ranks - 1}, so {shared} would have to "
-                "do both; start fewer ranks (torchrun --nproc_per_node), or set rollout.server_args="
-                '[--mem-fraction-static, "0.25"] to share'
+                "do both; start fewer ranks (torchrun --nproc_per_node), or share by --mem-fraction-static in server_args"
             )
         if max(cfg.gpus) >= torch.cuda.device_count():
             raise ConfigError(f"rollout.gpus = {list(cfg.gpus)}: there are {torch.cuda.device_count()} GPUs here")
@@ -218,18 +195,13 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
 
 def check_urls(urls: Sequence[str]) -> None:
     """Refuse URLs where no server answers."""
-    import requests
-
     session = requests.Session()
     session.trust_env = False  # straight to the server, whatever http_proxy says
     for url in urls:
         try:
             session.get(url.rstrip("/") + "/model_info", timeout=10).raise_for_status()
         except requests.RequestException as error:
-            raise ConfigError(
-                f"no server answers at {url}; start it and wait until it serves, or correct the address: "
-                f"http://HOST:PORT. The error: {error}"
-            ) from None
+            raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
 
 
 def check_bad_steps(bad_steps: int) -> None:

@@ -40,10 +40,7 @@ class ConfigError(ValueError):
 
 def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -> T:
     """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`."""
-    try:
-        tree = read_tree(Path(path))
-    except RecursionError:
-        raise ConfigError(f"{path}: `base` leads back to itself") from None
+    tree = read_tree(Path(path))
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:

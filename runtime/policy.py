@@ -20,7 +20,6 @@ Shapes: L tokens of the packed sequence, N target tokens, H hidden, V vocabulary
 """
 
 import functools
-import importlib.metadata
 import json
 import math
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -41,7 +40,7 @@ from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLF
 
 from runtime.config import ConfigError
 from runtime.contract import Bundle
-from runtime.distributed import checkpoint_dir, device, print0
+from runtime.distributed import checkpoint_dir, device
 from runtime.packing import (
     KeyLayout,
     embed_by_matmul,
@@ -53,7 +52,6 @@ from runtime.packing import (
 )
 from runtime.video import Frames
 
-TESTED = {"torch": ((2, 11), (2, 13)), "transformers": ((5, 12), (5, 17))}  # the oldest and the newest version
 # Keep the inputs, compute the rest again in the backward pass; nothing here draws random numbers.
 recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -254,7 +252,6 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     """Build the policy on the meta device, shard it, then let every rank read its own rows of each weight.
 
     `train=False` holds the weights in the dtype of computation and without gradient: the reference policy."""
-    check_versions()
     path, where, dtype = checkpoint_dir(cfg.checkpoint), device(), dtype_of(cfg, train)
     # shapes and dtypes
     policy = empty(AutoConfig.from_pretrained(path), cfg, never_sampled)
@@ -281,7 +278,10 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     # to_empty leaves garbage in the buffers that no checkpoint holds.
     policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(where)
     policy.vision.rotary_pos_emb = fresh_rotary(policy.vision).to(where)
-    _read_weights(policy.model, path)
+    try:
+        _read_weights(policy.model, path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
     return policy
 
 
@@ -291,15 +291,6 @@ def fresh_rotary(vision: nn.Module) -> nn.Module:
     if hasattr(old, "dim"):
         return type(old)(old.dim)
     return type(old)(vision.config)
-
-
-def check_versions() -> None:
-    """Say which versions are untested."""
-    for name, (oldest, newest) in TESTED.items():
-        version = importlib.metadata.version(name)
-        major, minor = version.split(".")[:2]
-        if not oldest <= (int(major), int(minor)) <= newest:
-            print0(f"{name} {version} is untested: if something fails in the model, use requirements.txt")
 
 
 def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where: torch.device) -> None:

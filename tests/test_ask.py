@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollout import RolloutConfig, load_episodes
-from runtime import distributed, inprocess
+from runtime import checks, inprocess
 from runtime.contract import VisualContract
 from runtime.engine import Sample
 from runtime.video import Frames
@@ -85,7 +85,7 @@ def test_a_bug_of_ours_is_not_one_line(command, monkeypatch):
 
 def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monkeypatch):
     wanted = []
-    monkeypatch.setattr(distributed, "checkpoint_dir", lambda name, only: wanted.extend(only) or toy_dir / "model")
+    monkeypatch.setattr(checks, "checkpoint_dir", lambda name, only: wanted.extend(only) or toy_dir / "model")
     monkeypatch.setattr(ask, "check_urls", lambda urls: None)
     monkeypatch.setattr(ask, "open_engine", lambda *_, urls: None)
     ask.stage_of(argparse.Namespace(model="owner/name", url=["http://somewhere"]), None, RolloutConfig())

@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -89,6 +89,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(checkpoint, 
 
 @settings(max_examples=25, derandomize=True)
 @given(st.integers(0, 10**6), st.booleans())
+@example(7016, True)  # rows without a prompt, and suffixes of one token and of none
 def test_any_shapes_give_the_log_probs_of_padded_rows(oracle, shared, seed, images):
     """So positions are get_rope_index's, and a suffix sees neither its siblings nor other bundles."""
     bundles, rows = tiny.random_bundles(seed, images)
@@ -131,20 +132,6 @@ def test_every_pass_runs_the_tower_once_and_gives_every_parameter_a_gradient(pat
         assert len(found) == len(list(policy.parameters())) and all(g.isfinite().all() for g in found.values())
         if count == 0:
             assert not any(g.any() for g in found.values())
-
-
-def test_rows_without_a_prompt_and_suffixes_of_one_or_no_token(oracle, shared):
-    rng = np.random.default_rng(3)
-    made = [
-        tiny.bundle(rng, (0, 0), [(12, 2)]),
-        tiny.bundle(rng, (0, 0), [(1, 0)]),
-        tiny.bundle(rng, (6, 1), [(0, 0), (1, 0), (4, 0)]),
-    ]
-    made[2][0].masks[1] = [1]
-    bundles, rows = [b for b, _ in made], [r for _, r in made]
-    with torch.no_grad():
-        found, expected = shared(bundles), tiny.padded_scores(oracle, bundles, rows)
-    torch.testing.assert_close(found.logprobs, expected[0], atol=1e-5, rtol=1e-5)
 
 
 def test_bundles_that_contradict_themselves_are_refused(shared):
@@ -252,24 +239,6 @@ def test_one_varlen_call_a_layer_means_what_the_segments_and_the_frames_mean(pat
     assert policy([]).logprobs.shape == (0,)
 
 
-@pytest.mark.parametrize("kernel", ["flash", "varlen", "sdpa"])
-def test_in_bf16_every_kernel_stays_close_to_fp32_with_its_gradient(path, kernel):
-    policy = load(PolicyConfig(str(path), dtype="bf16"), tiny.NEVER_SAMPLED, train=False)
-    if kernel == "flash" and policy.kernel != "flash" or kernel == "varlen" and policy.kernel == "sdpa":
-        pytest.skip("needs a GPU (CUDA_VISIBLE_DEVICES=0), flash also FlashAttention 2")
-    policy.kernel = kernel
-    plain, (bundles, rows) = tiny.plain(path), tiny.random_bundles(4)
-    policy.text.requires_grad_(True)
-    found, expected = policy(bundles).logprobs, tiny.padded_scores(plain, bundles, rows)[0]
-    assert (found.detach().cpu() - expected).abs().mean() < 0.1
-    found.sum().backward()
-    expected.sum().backward()
-    flat = []
-    for model in (policy.model, plain):
-        flat.append(torch.cat([p.grad.float().cpu().flatten() for p in model.model.language_model.parameters()]))
-    assert F.cosine_similarity(*flat, dim=0) > 0.99
-
-
 def test_kernels_are_picked_by_device_and_dtype():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert packing.pick_kernel(cpu, torch.bfloat16) == packing.pick_kernel(gpu, torch.float32) == "sdpa"
@@ -318,6 +287,12 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"lacks 1 weights: {norm}"):
         load(PolicyConfig(str(path)))
+    (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match="model: its weights cannot be read: .*header"):
+        load(PolicyConfig(str(path)))
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="model: its weights cannot be read: .*model.safetensors"):
+        load(PolicyConfig(str(path)))
 
 
 class RotaryOf517(torch.nn.Module):
@@ -334,16 +309,6 @@ def test_the_towers_rotary_is_built_as_the_installed_transformers_builds_it(path
     assert torch.equal(policy_module.fresh_rotary(shared.vision).inv_freq, rotary.inv_freq)
     newer = types.SimpleNamespace(rotary_pos_emb=RotaryOf517(shared.vision.config), config=shared.vision.config)
     assert torch.equal(policy_module.fresh_rotary(newer).inv_freq, torch.arange(3.0))
-
-
-def test_an_untested_version_is_named(monkeypatch, capsys):
-    versions = {"torch": "2.11.0+cu130", "transformers": "5.17.0"}
-    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
-    policy_module.check_versions()
-    assert capsys.readouterr().out == ""
-    versions["torch"] = "2.14.1"
-    policy_module.check_versions()
-    assert "torch 2.14.1 is untested" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ ranks
