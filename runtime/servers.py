@@ -95,10 +95,9 @@ class SGLang:
             server.log = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
         self._changed, self._closed = threading.Condition(), False
         self._images: dict[int, _Images] = {}  # by id(clip.pixels), as long as the pixels live
-        self._folder, self._numbers = None, itertools.count()  # of the frames' files
-        if all(
-            urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls
-        ):  # else they travel in the requests
+        self._folder, self._numbers = None, itertools.count()
+        near = [urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls]
+        if all(near):  # the servers read frames from files in memory; else frames travel in the requests
             self._folder = Path(tempfile.mkdtemp(prefix="frames-", dir=memory_folder()))
         self._sockets: set[socket.socket] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
@@ -149,7 +148,8 @@ class SGLang:
             try:
                 return self._sample(self._ask(server, "/generate", left, payload), ids, oldest)
             except _Lost as error:
-                problem, server.healthy = error, False  # until its supervisor has checked it
+                problem = str(error)  # not the error, whose traceback would keep this call and its frames alive
+                server.healthy = False  # until its supervisor has checked it
             finally:
                 with self._changed:
                     server.busy -= 1

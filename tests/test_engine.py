@@ -1,5 +1,6 @@
 """The engines: the one in this process against transformers itself, and SGLang's client against a small fake server."""
 
+import gc
 import os
 import signal
 import sys
@@ -354,6 +355,20 @@ def test_a_lost_request_is_sent_again_and_never_a_result(serve, prompts, tmp_pat
         said.append([sample.ids for sample in samples])
         assert client.restarts == (len(faults) - 1 if len(said) == 1 else 0)
     assert said[0] == said[1]
+
+
+def test_a_request_that_was_lost_lets_go_of_its_frames(serve, renderer):
+    """Past bug: its error held them in a circle, so their files stayed until the next garbage collection."""
+    client, clip = serve("busy"), noise(1)
+    ids = renderer.render([{"role": "user", "content": [clip, "What?"]}], generate=True).ids
+    gc.disable()
+    try:
+        client.generate(**request(ids, [clip]))  # at the second attempt
+        assert list(client._folder.iterdir())
+        del clip
+        assert not list(client._folder.iterdir())
+    finally:
+        gc.enable()
 
 
 def test_servers_share_requests_and_all_have_the_weights_pushed_last(serve, prompts, tmp_path):
