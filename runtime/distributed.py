@@ -300,13 +300,14 @@ def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
     if rank() > 0:
         yield gather(None)[0]
         return
+    folder = Path(run) / "snapshot"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     if shutil.disk_usage(MEMORY).free > 2.2 * size:
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
         (Path(run) / "memory.txt").write_text(f"{memory_folder()}\n")  # for those who wonder whose it is
     else:
         print(f"{MEMORY} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
-        folder = Path(run) / "snapshot"
     try:
         yield gather(folder / "weights")[0]
     finally:

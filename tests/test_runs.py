@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from scripts import Forked, alive, finish, metrics, start, wait_for
+from test_cleanup import children
 from test_rl import write_config as rl_config
 from test_sft import write_config as sft_config
 
@@ -45,11 +46,6 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(toy_dir
 
 
 # ------------------------------------------------------------------------------------------------ ends
-
-
-def children(pid: int) -> set[int]:
-    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return {int(child) for child in told.stdout.split()}
 
 
 def stumble(cfg: Path) -> None:
