@@ -54,7 +54,7 @@ def memory_folder() -> Path:
 def _lock(folder: Path) -> int | None:
     """Return a descriptor that holds the folder's lock; None if another process has it, or has removed the folder."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # a link may lead anywhere
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not what a link leads to
     except OSError:
         return None
     try:

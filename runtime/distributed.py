@@ -22,7 +22,6 @@ import itertools
 import json
 import math
 import os
-import resource
 import shutil
 import tempfile
 import warnings
@@ -41,7 +40,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from runtime.cleanup import MEMORY, memory_folder
-from runtime.config import DISK_FULL, leave
+from runtime.config import leave
 from runtime.contract import VisualContract
 
 T = TypeVar("T")
@@ -147,12 +146,8 @@ def _by_name(values: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def peak_memory() -> float:
-    """Return the GiB that the most loaded rank has held so far: of its GPU, or of its process where there is none."""
-    if torch.cuda.is_available():
-        mine = torch.cuda.max_memory_allocated()
-    else:
-        mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    return max(gather(mine)) / 2**30
+    """Return the GiB that the most loaded GPU has held so far; 0 where there is none."""
+    return max(gather(torch.cuda.max_memory_allocated())) / 2**30
 
 
 # ------------------------------------------------------------------------------------------------ training state
@@ -166,8 +161,7 @@ def _writing(unfinished: Path) -> Iterator[None]:
     except (OSError, SafetensorError, CheckpointException) as error:
         if isinstance(error, CheckpointException) and rank() > 0:
             leave()  # all ranks raise it, and rank 0 looks into it
-        full = shutil.disk_usage(unfinished.parent).free < 1 << 30 or getattr(error, "errno", None) in DISK_FULL
-        if not full:
+        if shutil.disk_usage(unfinished.parent).free > 1 << 30:
             raise
         if rank() == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -306,13 +300,14 @@ def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
     if rank() > 0:
         yield gather(None)[0]
         return
+    folder = Path(run) / "snapshot"
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     if shutil.disk_usage(MEMORY).free > 2.2 * size:
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
         (Path(run) / "memory.txt").write_text(f"{memory_folder()}\n")  # for those who wonder whose it is
     else:
         print(f"{MEMORY} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
-        folder = Path(run) / "snapshot"
     try:
         yield gather(folder / "weights")[0]
     finally:

@@ -95,7 +95,10 @@ class SGLang:
             server.log = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
         self._changed, self._closed = threading.Condition(), False
         self._images: dict[int, _Images] = {}  # by id(clip.pixels), as long as the pixels live
-        self._folder, self._numbers = frames_folder(urls), itertools.count()
+        self._folder, self._numbers = None, itertools.count()
+        near = [urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls]
+        if all(near):  # the servers read frames from files in memory; else frames travel in the requests
+            self._folder = Path(tempfile.mkdtemp(prefix="frames-", dir=memory_folder()))
         self._sockets: set[socket.socket] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         if gpus:
@@ -145,7 +148,8 @@ class SGLang:
             try:
                 return self._sample(self._ask(server, "/generate", left, payload), ids, oldest)
             except _Lost as error:
-                problem, server.healthy = error, False  # until its supervisor has checked it
+                problem = str(error)  # not the error, whose traceback would keep this call and its frames alive
+                server.healthy = False  # until its supervisor has checked it
             finally:
                 with self._changed:
                     server.busy -= 1
@@ -359,13 +363,6 @@ def context_flags(checkpoint: str | Path, max_context: int) -> list[str]:
     """Return the flags that hold a server to our context: for the model's own, 262,144 tokens, SGLang reserves 2 GB."""
     text = json.loads(Path(checkpoint, "config.json").read_text(encoding="utf-8"))["text_config"]
     return ["--context-length", str(min(max_context + 16, text["max_position_embeddings"]))]  # 16: the end of a turn
-
-
-def frames_folder(urls: Sequence[str]) -> Path | None:
-    """Make a folder in memory for frames, if all servers are on this machine: no request encodes or carries one then."""
-    if all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls):
-        return Path(tempfile.mkdtemp(prefix="frames-", dir=memory_folder()))
-    return None
 
 
 def _forget(images: dict[int, _Images], key: int) -> None:

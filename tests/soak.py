@@ -42,7 +42,7 @@ from study import toy
 
 RESULT = Path(__file__).resolve().parent.parent / "results" / "soak.md"
 GROUP, STEP = 4, 40  # episodes of a task and of a step
-CACHE = 1 << 20  # bytes of frames that stay decoded, fewer than the tasks show: some clips are dropped all the time
+CACHE = 1 << 19  # bytes of frames that stay decoded, fewer than the tasks show: some clips are dropped all the time
 
 
 def stand_ins(folder: Path, renderer: Renderer) -> SGLang:
@@ -120,6 +120,7 @@ def play(folder: Path, real: bool, episodes: int, every: float) -> tuple[dict, d
                     calls.update(call.error or "reported" for call in episode.calls)
             seconds = time.monotonic() - began
             print(f"{answered} answered, {failed.total()} failed, {len(killed)} kills, {seconds:.0f} s", flush=True)
+            del group, episode  # and what they show
             time.sleep(1)  # threads end
             rest.append(look())
         ended.set()

@@ -69,20 +69,20 @@ def test_the_living_keep_their_folders_whatever_their_process_ids():
     process.communicate()
 
 
-def test_a_link_that_somebody_planted_leads_nowhere(tmp_path, monkeypatch):
+def test_only_dead_folders_of_ours_go_and_a_planted_link_leads_nowhere(tmp_path, monkeypatch):
     """Past bug: the name of a snapshot could be guessed, and a link of that name was followed."""
     monkeypatch.setattr(cleanup, "MEMORY", tmp_path)
-    (tmp_path / "precious").mkdir()
+    for name in ("minparavt-images-12-a1b2", "precious", "minparavt-dead_one"):  # the first is of an older version
+        (tmp_path / name).mkdir()
     (tmp_path / "precious" / "thesis").touch()
-    (tmp_path / "minparavt-deadbeef").symlink_to(tmp_path / "precious")
-    (tmp_path / "minparavt-notes.txt").write_text("of somebody else")
-    (tmp_path / "minparavt-dead_one").mkdir()
-    cleanup.memory_folder.__wrapped__()
-    assert (tmp_path / "minparavt-deadbeef" / "thesis").exists() and (tmp_path / "minparavt-notes.txt").exists()
-    assert not (tmp_path / "minparavt-dead_one").exists()
+    (tmp_path / "minparavt-deadlink").symlink_to(tmp_path / "precious")
+    mine = cleanup.memory_folder.__wrapped__()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"minparavt-images-12-a1b2", "precious", "minparavt-deadlink", mine.name}
+    assert (tmp_path / "precious" / "thesis").exists()
 
 
-def test_servers_end_with_a_process_that_is_killed_and_so_do_their_children(tmp_path):
+def test_servers_and_their_children_end_with_a_process_that_is_killed(tmp_path):
     """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Also one that had been restarted."""
     script = f"""
 import os, sys, time

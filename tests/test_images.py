@@ -3,6 +3,8 @@
 import base64
 import io
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,12 +41,13 @@ def pixels_of(sent: str) -> np.ndarray:
 @pytest.mark.parametrize("url", ["http://127.0.0.1:30000", "http://node7:30000"])
 def test_servers_get_the_very_pixels_once_per_clip(client, url, monkeypatch):
     local = client(url)
-    clip = noise(3)
-    first = local._shown(clip)
+    clip, written, send = noise(3), [], SGLang._send
+    monkeypatch.setattr(SGLang, "_send", lambda *given: written.append(time.sleep(0.02)) or send(*given))
+    with ThreadPoolExecutor(8) as rollouts:  # those of a group begin together
+        first, *others = rollouts.map(lambda _: local._shown(Frames(clip.pixels, clip.times)), range(8))
+    assert others == [first] * 7 and len(written) == 3 and local._shown(clip) == first
     assert [Path(sent[7:]).is_relative_to(memory_folder()) for sent in first] == [("127" in url)] * 3
     assert all((pixels_of(sent) == pixels).all() for sent, pixels in zip(first, clip.pixels, strict=True))
-    monkeypatch.setattr(SGLang, "_send", None)  # neither a turn later nor for a sibling is a frame written again
-    assert local._shown(Frames(clip.pixels, clip.times)) == first
 
 
 def test_a_clips_files_live_as_long_as_its_pixels(client):

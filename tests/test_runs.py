@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from scripts import Forked, alive, finish, metrics, start, wait_for
+from test_cleanup import children
 from test_rl import write_config as rl_config
 from test_sft import write_config as sft_config
 
 import rl
 from runtime import config
-from runtime.engine import EngineError
-from runtime.servers import SGLang
 
 
 def send(process, which: signal.Signals) -> str:
@@ -30,7 +29,7 @@ def send(process, which: signal.Signals) -> str:
 # ------------------------------------------------------------------------------------------------ two in one folder
 
 
-def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended_in_whatever_way(toy_dir, tmp_path):
+def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(toy_dir, tmp_path):
     cfg = sft_config(tmp_path / "run.yaml", toy_dir, steps=100_000, save_every=1)
     first = start("sft.py", cfg)
     wait_for(lambda: list((tmp_path / "run" / "state").glob("step-????????")), first)
@@ -47,11 +46,6 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended_in_what
 
 
 # ------------------------------------------------------------------------------------------------ ends
-
-
-def children(pid: int) -> set[int]:
-    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return {int(child) for child in told.stdout.split()}
 
 
 def stumble(cfg: Path) -> None:
@@ -87,7 +81,7 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_ctrl_c_while_a_state_is_written_is_answered_with_the_same_sentence(tmp_path, monkeypatch):
+def test_ctrl_c_while_a_state_is_written_gets_the_same_sentence(tmp_path, monkeypatch):
     """Past bug: torch wraps it in an exception that is no Exception, which came out as two pages."""
     fsync = os.fsync
 
@@ -167,15 +161,3 @@ def test_what_all_ranks_would_say_is_said_once(toy_dir, tmp_path, change, says, 
     assert told.count(says) == 1 and told.count("Traceback") == anew == told.count("ChildFailedError:")
     assert told.startswith(says) and (anew or told.count("\n") == 1)
     assert not (tmp_path / "run").exists()
-
-
-# ------------------------------------------------------------------------------------------------ what it says
-
-
-def test_a_start_of_servers_says_which_and_where_their_logs_are(tmp_path, capsys):
-    with pytest.raises(EngineError, match="died twice"):
-        SGLang(tmp_path, None, gpus=(4, 6), launch=lambda port: ["echo", "no GPU"])
-    told = capsys.readouterr().out
-    assert told.startswith("SGLang starts on GPUs [4, 6]: up to 15 minutes; logs: ")
-    logs = [Path(log) for log in told.strip().partition("logs: ")[2].split(", ")]
-    assert len(logs) == 2 and all("no GPU" in log.read_text() for log in logs)
