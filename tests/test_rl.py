@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -28,9 +29,10 @@ from rewards import RewardConfig, give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive
 from runtime import config
+from runtime.checks import check_run
 from runtime.contract import END_OF_TURN
 from runtime.dataset import Dataset
-from runtime.doctor import trainer_logprobs
+from runtime.doctor import self_check, trainer_logprobs
 from runtime.engine import EngineError
 from runtime.plan import PlanError
 from runtime.policy import clip_gradients, load, make_optimizer
@@ -113,17 +115,51 @@ def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(toy_dir,
 def test_updates_whose_gradient_is_not_finite_are_skipped_and_counted_and_end_the_run(toy_dir, tmp_path, monkeypatch):
     def clip(policy, largest):
         norms.append(clip_gradients(policy, largest))
-        return math.nan if len(norms) > 1 else norms[-1]
+        return math.nan if len(norms) in (3, 5) else norms[-1]  # the first of two minibatches
 
-    norms = []
+    norms, more = [], {"kl_coef": 0.1, "save_every": 1, "minibatches": 2, "optim": {"lr": 1e-3, "warmup": 0.5}}
     monkeypatch.setattr("runtime.policy.clip_gradients", clip)
     monkeypatch.setattr("runtime.checks.MAX_BAD_STEPS", 1)
     with pytest.raises(FloatingPointError, match="not finite in 2 steps, more than 1: lower optim.lr"):
-        train(tmp_path / "c.yaml", toy_dir, kl_coef=0.1, save_every=1)
-    assert [line["bad_steps"] for line in metrics(tmp_path / "c")] == [0, 1, 2]
+        train(tmp_path / "c.yaml", toy_dir, **more)
+    lines = metrics(tmp_path / "c")
+    assert [line["bad_steps"] for line in lines] == [0, 1, 2]
+    assert [line["lr"] for line in lines] == pytest.approx(
+        [1e-3 / 4, 2e-3 / 4, 3e-3 / 4]
+    )  # the schedule's, also of these
+    norms = [1, 2]
     with pytest.raises(FloatingPointError, match="not finite in 2 steps"):  # those of before are not forgotten
-        train(tmp_path / "c.yaml", toy_dir, kl_coef=0.1, save_every=1)
+        train(tmp_path / "c.yaml", toy_dir, **more)
     assert [line["bad_steps"] for line in metrics(tmp_path / "c")] == [0, 1, 2]
+
+
+def test_a_finished_run_stops_and_a_lost_model_is_exported_again(scripted, toy_dir, tmp_path, monkeypatch, capsys):
+    """Past bug: it started its servers and gave them weights, only to export again."""
+    path, model = tmp_path / "c.yaml", tmp_path / "c" / "model"
+
+    def start_again(steps: int) -> bool:
+        capsys.readouterr()
+        train(path, toy_dir, steps=steps)
+        return "finished: " in capsys.readouterr().out
+
+    assert not start_again(1) and start_again(1)
+    shutil.rmtree(model)
+    assert not start_again(1) and model.is_dir() and len(scripted) == 1
+    # A run that is killed while it exports leaves the model of fewer steps.
+    with monkeypatch.context() as killed, pytest.raises(ZeroDivisionError):
+        killed.setattr(rl.Run, "export", lambda run: 1 / 0)
+        train(path, toy_dir, steps=2)
+    assert not start_again(2) and start_again(2) and len(scripted) == 2
+
+
+@pytest.mark.parametrize("change", ["seed=1", "data.seed=1"])
+def test_a_run_does_not_go_on_with_another_seed(toy_dir, tmp_path, change):
+    path = write_config(tmp_path / "c.yaml", toy_dir)
+    config.save_run(config.load(RLConfig, path), tmp_path / "c")
+    (tmp_path / "c" / "state" / "step-00000001").mkdir(parents=True)
+    check_run(config.load(RLConfig, path))
+    with pytest.raises(config.ConfigError, match="seed: 0, now 1"):
+        check_run(config.load(RLConfig, path, [change]))
 
 
 # ------------------------------------------------------------------------------------------------ the loop's parts
@@ -157,13 +193,14 @@ def scripted(monkeypatch):
 
 @pytest.fixture
 def draw(toy_dir, tmp_path, toy_renderer, videos):
-    """draw(step, ...changes of the config) -> the groups that a sampler gives, and its engine."""
+    """draw(*steps, ...changes of the config) -> the groups that a sampler gives for the last step, and its engine."""
 
-    def sample(step: int, **changes):
+    def sample(*steps: int, **changes):
         cfg = config.load(RLConfig, write_config(tmp_path / "draw.yaml", toy_dir, **changes))
         engine = Scripted(toy_renderer, play)
         with rl.Sampler(cfg, Dataset(cfg.data, parse_task), engine, toy_renderer, videos, tmp_path) as sampler:
-            groups, _ = sampler.take(step)
+            for step in steps:
+                groups, _ = sampler.take(step)
         return groups, engine
 
     return sample
@@ -207,6 +244,13 @@ def test_k_and_seeds_hang_on_the_task_and_its_draw_and_on_nothing_else(draw, toy
     assert sum(len(set(found)) > 1 for found in pairs.values()) > 15
     for name, k in ks.items():
         assert [group.k for group in twice if group.task.id == name] == [k]  # the first draw is as it was
+
+
+def test_a_batch_that_is_sampled_ahead_is_that_of_its_step(draw):
+    groups, engine = draw(0, 1, 2, staleness=1, steps=3)
+    assert seeds_of(groups) == seeds_of(draw(2, steps=3)[0])
+    opened = [request for request in engine.asked if "<|im_start|>assistant" in request.prompt[-40:]]
+    assert sum(not is_subagent(request.prompt) and "<tool_response>" not in request.prompt for request in opened) == 24
 
 
 def test_the_figures_of_a_step_are_those_counted_by_hand():
@@ -269,9 +313,14 @@ def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tm
     assert re.search(r"rollout: .* [1-7]/8 ", capsys.readouterr().err)
 
 
-def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path):
+def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path, monkeypatch):
+    """Past bug: its sub-agents sampled."""
+    rewarded, agents = [], {"max_turns": 1, "subagents": {"temperature": 0.9}}
+    monkeypatch.setattr(
+        rl, "give_rewards", lambda groups, *more: rewarded.append(groups) or give_rewards(groups, *more)
+    )
     val = {"val": {"sources": [{"path": str(toy_dir / "val.parquet")}]}, "val_tasks": 3, "val_frames": [4, 16]}
-    lines = train(tmp_path / "c.yaml", toy_dir, steps=3, eval_every=2, **val)
+    lines = train(tmp_path / "c.yaml", toy_dir, steps=3, eval_every=2, rollout=agents, **val)
     assert ["eval/acc" in line for line in lines] == [False, True, True]  # every 2 steps, and at the end
     drawn = Dataset(config.load(RLConfig, tmp_path / "c.yaml").val, parse_task).batch(0, 3)
     questions = [task.question for task, *_ in drawn]
@@ -282,6 +331,11 @@ def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_
     assert sum("<tools>" in request.prompt for request in opened) == 12
     assert all(any(question in request.prompt for question in questions) for request in opened)
     last = lines[-1]
+    greedy_reports = [r for r in scripted[0].asked if is_subagent(r.prompt) and r.temperature == 0]
+    assert len(greedy_reports) == 2 * 6 * last["eval/kappa"] > 0
+    said = [scripted[0].renderer.decode(group.episodes[0].main.ids) for group in rewarded[-1]]
+    right = [f"<answer>{group.task.answer}</answer>" in text for group, text in zip(rewarded[-1], said)]
+    assert len(right) == 6 and last["eval_no_tools/acc"] == sum(right) / 6
     for part in ("acc", "strict", "kappa"):
         assert last[f"eval/{part}"] == pytest.approx((last[f"eval/{part}/K=4"] + last[f"eval/{part}/K=16"]) / 2)
     assert last["eval/strict"] == 1 and last["eval/kappa"] > 0 and "eval_no_tools/kappa" not in last
@@ -370,6 +424,42 @@ def test_frames_that_calls_returned_are_learned_with_the_episode_that_saw_them(d
         packed = policy([lesson.bundle for lesson in lessons], 0.7).logprobs
     alone = torch.cat([trainer_logprobs(policy, [episode.main], 0.7) for episode in episodes])
     assert len(packed) > 100 and torch.allclose(packed, alone, atol=1e-5)
+
+
+def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, monkeypatch):
+    """Past bug: only the shortest trajectory was looked at, usually without calls: wrong sizes of crops passed."""
+    groups, engine = draw(0)
+    policy = load(PolicyConfig(str(toy_dir / "model")), engine.renderer.never_sampled)
+    reports = []
+    for episode in [episode for group in groups for episode in group.episodes]:
+        reports += episode.subagents
+        for agent in episode.trajectories:
+            exact = trainer_logprobs(policy, [agent], 1.0).tolist()
+            agent.logprobs = [exact.pop(0) if sampled else 0.0 for sampled in agent.mask]
+    monkeypatch.setattr("runtime.doctor.GAP_LIMIT", 1e-4)
+    self_check(policy, groups, 1.0, 0.0)
+    with pytest.raises(EngineError, match="those of a sub-agent, not of its main agent"):
+        self_check(policy, groups, 1.0, 0.5)
+    for report in reports:
+        report.frames = [replace(clip, pixels=255 - clip.pixels) for clip in report.frames]
+    with pytest.raises(EngineError, match="those of a sub-agent, not of its main agent"):
+        self_check(policy, groups, 1.0, 0.0)
+
+
+def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, toy_renderer, tmp_path, monkeypatch):
+    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://shared"]}))
+    policy = load(cfg.policy, toy_renderer.never_sampled)
+    owner = SGLang("", toy_renderer, gpus=(0,), launch=lambda port: fake_server(toy_renderer, port))
+    other = SGLang("", toy_renderer, urls=owner.urls)
+    try:
+        for rank, engine in enumerate((owner, other)):
+            monkeypatch.setattr(rl, "rank", lambda rank=rank: rank)
+            rl.Sampler(cfg, None, engine, toy_renderer, None, tmp_path / "snapshot").publish(policy, 3)
+        assert owner.version == other.version == 3
+        sample = other.generate(toy_renderer.encode("Which?"), [], max_new_tokens=4, temperature=1.0, seed=0)
+        assert sample.version == 3
+    finally:
+        other.close(), owner.close()
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
