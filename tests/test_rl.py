@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -124,9 +125,7 @@ def test_updates_whose_gradient_is_not_finite_are_skipped_and_counted_and_end_th
         train(tmp_path / "c.yaml", toy_dir, **more)
     lines = metrics(tmp_path / "c")
     assert [line["bad_steps"] for line in lines] == [0, 1, 2]
-    assert [line["lr"] for line in lines] == pytest.approx(
-        [1e-3 / 4, 2e-3 / 4, 3e-3 / 4]
-    )  # the schedule's, also of these
+    assert [4e3 * line["lr"] for line in lines] == pytest.approx([1, 2, 3])  # the schedule's, skipped or not
     norms = [1, 2]
     with pytest.raises(FloatingPointError, match="not finite in 2 steps"):  # those of before are not forgotten
         train(tmp_path / "c.yaml", toy_dir, **more)
@@ -237,15 +236,11 @@ def test_k_and_seeds_hang_on_the_task_and_its_draw_and_on_nothing_else(draw, toy
         moved = {group.task.id: group.k for group in others}
         assert moved.keys() == ks.keys() and sum(moved[name] != ks[name] for name in ks) > 15
         assert not set(seeds_of(others)) & set(seeds_of(groups))
-    # The same tasks, but each drawn twice in the batch: every draw has seeds and a K of its own.
+    # The same tasks, but each drawn twice in the batch: every draw has a name, a K and seeds of its own.
     twice, _ = draw(0, **(wide | {"batch_tasks": 48}), data={"sources": [source | {"weight": 2}]})
-    assert len(set(seeds_of(twice))) == 96 and len({group.task.id for group in twice}) == 48
-    pairs = {}
-    for group in twice:
-        pairs.setdefault(group.task.question + group.task.videos[0], []).append(group.k)
-    assert sum(len(set(found)) > 1 for found in pairs.values()) > 15
-    for name, k in ks.items():
-        assert [group.k for group in twice if group.task.id == name] == [k]  # the first draw is as it was
+    drawn = {group.task.id: group.k for group in twice}
+    assert len(set(seeds_of(twice))) == 96 and drawn.items() >= ks.items()  # the first draw is as it was
+    assert sum(drawn[f"{name}#2"] != k for name, k in ks.items()) > 15
 
 
 def test_a_batch_that_is_sampled_ahead_is_that_of_its_step(draw):
@@ -306,13 +301,16 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
 
 
 def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch, capsys):
-    """An update that takes no time: sampling, half a second, is still at work when it ends. Tokens are one update old. Who
-    sits before the screen sees how far it is."""
+    """An update that takes 0.2 s: sampling, half a second, goes on meanwhile and is still at work when it ends. Tokens are
+    one update old. Who sits before the screen sees how far it is."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(rl, "update", lambda *_: {"loss": 0.0, "grad_norm": 0.0})
-    lines = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1)
-    assert [line["staleness"] for line in lines] == [0, 1, 1] and scripted[0].version == 3
+    monkeypatch.setattr(rl, "update", lambda *_: time.sleep(0.2) or {"loss": 0.0, "grad_norm": 0.0})
+    first, second, last = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1)
+    assert [line["staleness"] for line in (first, second, last)] == [0, 1, 1] and scripted[0].version == 3
     assert re.search(r"rollout: .* [1-7]/8 ", capsys.readouterr().err)
+    # The first batch has nothing to overlap with. Of the last, what is not waited for was hidden behind the update.
+    assert first["rollout_seconds"] > 0.2 > last["rollout_seconds"]
+    assert 0 < second["wait_seconds"] < last["sampling_seconds"] - 0.15
 
 
 def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path, monkeypatch):
@@ -511,30 +509,6 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
     assert same_metrics(metrics(uninterrupted), metrics(tmp_path / "run"))
 
 
-@pytest.mark.slow
-def test_sampling_overlaps_training_and_its_tokens_are_one_update_old(
-    toy_dir, cold_start, toy_renderer, tmp_path, monkeypatch
-):
-    """A server that takes its time; a KL, so that its random words are trained on."""
-    monkeypatch.setattr("runtime.doctor.GAP_LIMIT", 100)
-    owner = SGLang("", toy_renderer, gpus=(0,), launch=lambda port: fake_server(toy_renderer, port, "slow=0.6"))
-    try:
-        for staleness in (0, 1):
-            lines = train(tmp_path / f"{staleness}.yaml", toy_dir, policy={"checkpoint": str(cold_start)}, steps=4, batch_tasks=4,
-                staleness=staleness, rollout={"max_new_tokens": 8, "urls": owner.urls})  # fmt: skip
-            assert [line["staleness"] for line in lines] == [0, *[staleness] * 3]
-            # The first has nothing to overlap with, the last samples nothing ahead.
-            sampled = sum(line["sampling_seconds"] for line in (lines[2:] if staleness else lines[1:-1]))
-            trained = sum(line["train_seconds"] for line in lines[1:-1])
-            together = trained + sum(line["rollout_seconds"] + line["wait_seconds"] for line in lines[1:-1])
-            if staleness:
-                assert together < sampled + trained - 0.5 * trained
-            else:
-                assert together >= sampled + trained
-    finally:
-        owner.close()
-
-
 # ------------------------------------------------------------------------------------------------ configs
 
 
@@ -582,12 +556,10 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys, as_th
 
 
 def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys, as_the_readme_says):
-    cfg = on_node("paragrpo_2b_1gpu.yaml", toy_dir)
-    rl.dry_run(cfg)
+    with pytest.raises(PlanError, match="training and engine on the same GPU: .* do not fit into 20 GiB"):
+        rl.dry_run(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), gpu_gib=20))
     told = capsys.readouterr().out
-    assert "training and engine on the same GPU" in told and "KV cache" in told and told.count("sum") == 1
-    with pytest.raises(PlanError, match="do not fit into 20 GiB"):
-        rl.dry_run(replace(cfg, gpu_gib=20))
+    assert "KV cache" in told and told.count("sum") == 1
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.stem)
