@@ -62,6 +62,8 @@ def load(request: dict) -> tuple[int, dict]:
     state["loads"] += 1
     if not os.path.isdir(request["model_path"]) or (fault == "swap" and state["loads"] == 1):
         return 400, {"success": False, "message": "no such folder"}
+    if not request["flush_cache"]:  # a real one would go on with the keys that the old weights have left
+        return 400, {"success": False, "message": "the cache holds keys of the old weights"}
     if fault != "stale":
         state["version"] = request["weight_version"]
     return 200, {"success": True, "message": ""}

@@ -159,7 +159,8 @@ def test_the_forced_opening_is_in_every_turn_and_is_never_learned(renderer, thin
 
 def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(renderer):
     """Past mutants: one seed for all turns, siblings or steps; sub-agents at the main agent's temperature."""
-    engine = Scripted(renderer, turns("x</think>" + call() + call(20, 40) + END, "y</think>" + END))
+    calling = "x</think>" + call() + call(20, 40) + END
+    engine = Scripted(renderer, turns(calling, calling, "y</think>" + END))
     limits = {"temperature": 0.7, "max_new_tokens": 500, "subagents": SubagentConfig(max_new_tokens=9, temperature=0.3)}
     for step in range(2):
         episodes = play(renderer, None, engine=engine, tasks=tasks_named(2), group_size=2, step=step, **limits)
@@ -167,7 +168,7 @@ def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(render
     one, other = (episode.main for episode in episodes[:2])
     assert one.ids[: one.prompt_length] == other.ids[: other.prompt_length]
     assert one.frames[0].pixels is other.frames[0].pixels
-    assert len(engine.asked) == 2 * 4 * 4 == len({request.seed for request in engine.asked})
+    assert len(engine.asked) == 2 * 4 * 7 == len({request.seed for request in engine.asked})
     found = {(is_subagent(request.prompt), request.temperature, request.max_new_tokens) for request in engine.asked}
     assert found == {(False, 0.7, 500), (True, 0.3, 9)}
 

@@ -166,9 +166,12 @@ def test_the_models_path_only_picks_among_the_tasks_own_videos():
     assert choose_video(alone, {"video_path": "/etc/passwd"}) == first
 
 
-def test_the_model_may_ask_for_fewer_frames():
+def test_the_model_may_ask_for_fewer_frames_or_for_more():
+    """More than the contract's rate gives for a short window, but never more than a crop may have."""
     for wanted, shown in ((1, 1), (2, 2), (99, CONTRACT.crop_max_frames)):
         assert len(crop(start_time=0, end_time=20, num_frames=wanted).frames) == shown
+    assert len(crop(start_time=0, end_time=2).frames) == 2 * CONTRACT.crop_fps < CONTRACT.crop_max_frames
+    assert len(crop(start_time=0, end_time=2, num_frames=4).frames) == 4
 
 
 def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
