@@ -388,7 +388,7 @@ def _reply(stage: Stage, episode: Episode, cfg: Prompting, values: dict, names: 
         agent, shift = begin(stage, cfg, values, *names), len(main.ids)
         temperature = RETRY_TEMPERATURE if attempt else stage.cfg.temperature
         text = speak(stage, agent, derive(seed, attempt), temperature=temperature)
-        for column in ("ids", "mask", "logprobs", "versions", "frames"):
+        for column in ("ids", "mask", "logprobs", "versions", "prompt_frames"):
             getattr(main, column).extend(getattr(agent, column))
         main.turns += [(start + shift, end + shift) for start, end in agent.turns]
         main.prompt_length, main.finish = main.prompt_length or agent.prompt_length, agent.finish

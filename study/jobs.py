@@ -83,7 +83,6 @@ OTHERS = (
     Variant("prefix_only", "prefix and gating, no anchor", "toy_paragrpo", ("reward.anchor.credit=off",)),
     Variant("anchor_only", "anchor and gating, no prefix", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
     Variant("credit_sequence", "full reward, credit: sequence", "toy_paragrpo_full", ("reward.anchor.credit=sequence",)),
-    Variant("credit_logp", "full reward, credit: logp", "toy_paragrpo_full", ("reward.anchor.credit=logp",)),
     Variant("grpo_tidy_start", "GRPO, from the tidy start", "toy_grpo", start="sft_tidy", prefix=False),
     Variant("paragrpo_tidy_start", "PARA-GRPO, from there", "toy_paragrpo", start="sft_tidy"),
     Variant("grpo_no_tool_start", "GRPO, full reward, without tools before", "toy_grpo_full", start="sft_no_tools", prefix=False),
