@@ -111,6 +111,7 @@ from runtime.distributed import (
 )
 from runtime.doctor import self_check
 from runtime.engine import Engine, EngineError
+from runtime.judge import Judge
 from runtime.plan import Plan, PlanError, check_disk, engine_load, plan_engine, plan_updates, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.video import Videos
@@ -151,6 +152,7 @@ def train(cfg: RLConfig, source: Path, renderer: Renderer, snapshot: Path) -> No
         config.save_run(cfg, run)
         metrics = config.Metrics(cfg, "rl", done, SHOWN)
     dataset, held_out = Dataset(cfg.data, parse_task), held_out_tasks(cfg)
+    judge = Judge(cfg.reward.judge)
     videos = Videos(cfg.decoders, quarantine=run / "bad_videos.jsonl")
     print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.group_size} episodes")
     with videos, Sampler(cfg, dataset, engine, renderer, videos) as sampler:
@@ -162,7 +164,7 @@ def train(cfg: RLConfig, source: Path, renderer: Renderer, snapshot: Path) -> No
             clock.lap("rollout")
 
             # Reward the episodes, and turn rewards into advantages.
-            lost = give_rewards(groups, renderer, cfg.reward)
+            lost = give_rewards(groups, renderer, cfg.reward, judge)
             lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
             clock.lap("reward")
 
@@ -186,7 +188,7 @@ def train(cfg: RLConfig, source: Path, renderer: Renderer, snapshot: Path) -> No
             measured |= {"bad_steps": bad_steps, "peak_memory_gib": peak_memory()}
             last = step + 1 == cfg.steps
             if cfg.val and (last or (step + 1) % cfg.eval_every == 0):
-                measured |= evaluate(held_out, engine, renderer, videos, cfg)
+                measured |= evaluate(held_out, engine, renderer, videos, cfg, judge)
             if rank() == 0:
                 keep_episodes(groups[: cfg.dump_groups], renderer, run / "episodes" / f"step-{step:06d}.jsonl")
                 metrics.write(step, measured)
@@ -415,7 +417,7 @@ def held_out_tasks(cfg: RLConfig) -> list[Task]:
 
 
 def evaluate(
-    tasks: Sequence[Task], engine: Engine, renderer: Renderer, videos: Videos, cfg: RLConfig
+    tasks: Sequence[Task], engine: Engine, renderer: Renderer, videos: Videos, cfg: RLConfig, judge: Judge | None = None
 ) -> dict[str, float]:
     """Return the greedy accuracy on held-out tasks at each K of `val_frames`: as the policy likes, and without tools."""
     asked, ks = [], []
@@ -427,7 +429,7 @@ def evaluate(
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, dispatch=dispatch)
         groups = rollout(asked, ks, 1, engine=engine, renderer=renderer, videos=videos, cfg=greedy, progress=False)
-        give_rewards(groups, renderer, cfg.reward)
+        give_rewards(groups, renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
             seen[f"{name}/failed_rate"].append(bool(episode.error))
