@@ -55,11 +55,16 @@ class Trajectory:
     mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy
     logprobs: list[float] = field(default_factory=list)  # behaviour log-prob under temperature tau; 0 where mask is 0
     versions: list[int] = field(default_factory=list)  # of the weights that sampled the token; -1 where mask is 0
-    frames: list[Frames] = field(default_factory=list)  # in the order of their pads
+    prompt_frames: list[Frames] = field(default_factory=list)  # what the prompt shows; shared by a group
     prompt_length: int = 0  # ids before the first assistant turn's content; shared by a group
     turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's, [start, end) in ids with the prefix
     finish: str = ""  # why the last turn ended: stop | length
-    n_prompt_clips: int | None = None  # how many of `frames` the prompt shows, the first ones; None: all
+    call_frames: list[Frames] = field(default_factory=list)  # what its own calls showed (`tool_return: frames`)
+
+    @property
+    def frames(self) -> list[Frames]:
+        """All that the agent saw, in the order of their pads."""
+        return self.prompt_frames + self.call_frames
 
 
 CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed", "engine", "crashed")

@@ -38,7 +38,7 @@ from data import Episode
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, ask_with_subtitles, count_items, grade, grade_leniently, load_split
 from evals.protocols import Prompting, look_over, overview_indices, play
-from rewards import JudgeError, RewardConfig, final_answer, score, turn_texts
+from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import RolloutConfig, Stage, derive, dump, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
@@ -46,6 +46,7 @@ from runtime.checks import check_run, check_servers, differences, find_checkpoin
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataError
 from runtime.engine import EngineError
+from runtime.judge import Judge, JudgeError
 from runtime.video import VideoError, Videos
 
 
@@ -222,7 +223,9 @@ def time_left(cells: list["Cell"], cfg: EvalConfig) -> str:
 # ------------------------------------------------------------------------------------------------ one item
 
 
-def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, keep: Callable | None = None) -> dict[str, Any]:
+def ask(
+    item: Item, k: int, stage: Stage, cfg: EvalConfig, keep: Callable | None = None, judge: Judge | None = None
+) -> dict[str, Any]:
     """Ask one item; returns its line of the results. The episode goes to `keep`: held, its frames would fill memory."""
     task = item.task
     episode, turns, answer = None, [], None
@@ -236,8 +239,8 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, keep: Callable | None
         if not error:
             if answer is None and cfg.grading.untagged_answer:
                 answer = final_answer(turns[-1:], untagged=True)
-            verdict = grade(item, answer, cfg.grading)
-            lenient = grade_leniently(item, verdict, turns[-1], cfg.grading)
+            verdict = grade(item, answer, cfg.grading, judge)
+            lenient = grade_leniently(item, verdict, turns[-1], cfg.grading, judge)
     except (VideoError, JudgeError) as problem:
         error = f"{type(problem).__name__}: {problem}"
     if cfg.agentic and not error:
@@ -397,6 +400,7 @@ def work(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalC
     config.write_whole(cell.path, "".join(json.dumps(line) + "\n" for line in (header, *records)))
     bar = tqdm(total=len(cell.items), initial=len(scores), desc=f"{cell.split} K={cell.k} {cell.arm}", unit="item")
     keep = start_transcripts(cell, asked, stage.renderer) if cfg.transcripts else None
+    judge = Judge(cfg.grading.judge)
     with cell.path.open("a", encoding="utf-8") as file, bar:
 
         def done(_: int, record: dict) -> None:
@@ -407,7 +411,7 @@ def work(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalC
             bar.update()
 
         try:
-            jobs = [lambda item=item: ask(item, cell.k, stage, cfg, keep) for item in items]
+            jobs = [lambda item=item: ask(item, cell.k, stage, cfg, keep, judge) for item in items]
             run_all(stage.engine, jobs, cfg.rollout.concurrency, done)
         except BaseException:
             stage.stopped.set()  # nobody starts another turn

@@ -110,8 +110,14 @@ class Lesson:
     advantages: np.ndarray  # float32 [N]: A_i,t
     old_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
     weights: np.ndarray  # float32 [N]: share in the mean over the batch's tokens
-    logp_weights: np.ndarray  # float32 [N]: share in the objective of credit `logp`
-    n_prompt_clips: int | None = None  # how many of the bundle's clips the prompt shows, the first ones; None: all
+
+
+@dataclass
+class Learner:
+    """An agent that learns, and the episode whose advantage it gets."""
+
+    agent: Trajectory
+    episode: Episode
 
 
 def make_lessons(
@@ -123,25 +129,25 @@ def make_lessons(
     ran = [[episode for episode in group.episodes if not episode.error] for group in groups]
     give_advantages(ran, cfg, anchor)
 
-    # Count over all ranks what the means divide by. Groups that teach nothing count, too.
-    tokens, strict = 0, 0.0
+    # Count the tokens of all ranks, which the mean divides by. Groups that teach nothing count, too.
+    tokens = 0
     for episodes in ran:
         for episode in episodes:
             tokens += sum(sum(agent.mask) for agent in agents_that_learn(episode, subagents))
-            strict += episode.reward["strict"]
-    total = sum_over_ranks({"tokens": float(tokens), "strict": strict})
+    tokens = sum_over_ranks({"tokens": float(tokens)})["tokens"]
 
     lessons = []
     for episodes in ran:
         # Leave a group out if nothing in it can be learned: R and R_anchor are flat, and there is no KL.
         varies = any(episode.advantage or episode.anchor_advantage for episode in episodes)
-        if not (varies or cfg.kl_coef or anchor.credit == "logp"):
+        if not (varies or cfg.kl_coef):
             continue
-        rows = []
+        learners = []
         for episode in episodes:
             for agent in agents_that_learn(episode, subagents):
-                rows.append(lesson_of(agent, episode, total, renderer, anchor))
-        lessons += share_prompts(rows, cfg.train_tokens)
+                learners.append(Learner(agent, episode))
+        for part in share_prompts(learners, cfg.train_tokens):
+            lessons.append(lesson_of(part, tokens, renderer, anchor))
     return lessons
 
 
@@ -149,69 +155,49 @@ def agents_that_learn(episode: Episode, subagents: bool) -> list[Trajectory]:
     return episode.trajectories if subagents else [episode.main]
 
 
-def lesson_of(
-    agent: Trajectory, episode: Episode, total: dict[str, float], renderer: Renderer, anchor: Anchor
-) -> Lesson:
-    """Return one trajectory as a lesson: a bundle with one suffix, and arrays over its N sampled tokens."""
-    sampled = np.array(agent.mask, bool)
-    n = sampled.sum()
-    struct = np.zeros(n)  # 1[t in struct(o_i)]; sub-agents write no tags
-    if agent is episode.main:
-        struct = np.array(structural_mask(agent, renderer), float)[sampled]
-
-    # Selective Anchoring: A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]
-    advantages = episode.advantage + anchor.weight * episode.anchor_advantage * struct
-
-    # Credit `logp`: J = lambda * mean over the rollouts in strict form of (mean over struct(o_i) of log pi(o_i,t))
-    logp_weights = np.zeros(n)
-    if anchor.credit == "logp" and episode.reward["strict"] and struct.any():
-        logp_weights = anchor.weight * struct / struct.sum() / total["strict"]
-
-    p = agent.prompt_length
-    return Lesson(
-        bundle=Bundle(agent.ids[:p], [agent.ids[p:]], [agent.mask[p:]], list(agent.frames)),
-        advantages=advantages.astype(np.float32),
-        old_logprobs=np.array(agent.logprobs)[sampled].astype(np.float32),
-        weights=np.full(n, 1 / total["tokens"], np.float32),
-        logp_weights=logp_weights.astype(np.float32),
-        n_prompt_clips=agent.n_prompt_clips,
-    )
-
-
-def share_prompts(rows: Sequence[Lesson], budget: int) -> list[Lesson]:
-    """Join lessons with the same prompt, so that it is computed once, up to `budget` tokens (a single one may be
+def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner]]:
+    """Put agents with the same prompt together, so that it is computed once, up to `budget` tokens (a single one may be
     longer). What does not fit opens another lesson, which repeats the prompt."""
-    parts: list[list[Lesson]] = []
-    newest: dict[tuple, list[Lesson]] = {}  # per prompt, the part that still has room
+    parts: list[list[Learner]] = []
+    newest: dict[tuple, list[Learner]] = {}  # per prompt, the part that still has room
     length: dict[tuple, int] = {}  # its tokens
-    for row in rows:
+    for learner in learners:
+        p = learner.agent.prompt_length
         # Two clips may have the same words, stamps included, and yet other pixels.
-        prompt = (tuple(row.bundle.prompt), *(id(clip.pixels) for clip in row.bundle.frames[: row.n_prompt_clips]))
-        n = len(row.bundle.suffixes[0])
+        prompt = (tuple(learner.agent.ids[:p]), *(id(clip.pixels) for clip in learner.agent.prompt_frames))
+        n = len(learner.agent.ids) - p
         if prompt not in newest or length[prompt] + n > budget:
-            newest[prompt], length[prompt] = [], len(row.bundle.prompt)
+            newest[prompt], length[prompt] = [], p
             parts.append(newest[prompt])
-        newest[prompt].append(row)
+        newest[prompt].append(learner)
         length[prompt] += n
-    return [join(part) for part in parts]
+    return parts
 
 
-def join(rows: Sequence[Lesson]) -> Lesson:
-    """Return lessons of one prompt as one."""
-    first = rows[0].bundle
-    suffixes = [row.bundle.suffixes[0] for row in rows]
-    masks = [row.bundle.masks[0] for row in rows]
-    # The prompt's clips, then each row's own: what its calls returned (`tool_return: frames`).
-    shown = first.frames[: rows[0].n_prompt_clips]
-    own = [clip for row in rows for clip in row.bundle.frames[len(shown) :]]
-    return Lesson(
-        bundle=Bundle(first.prompt, suffixes, masks, shown + own),
-        advantages=np.concatenate([row.advantages for row in rows]),
-        old_logprobs=np.concatenate([row.old_logprobs for row in rows]),
-        weights=np.concatenate([row.weights for row in rows]),
-        logp_weights=np.concatenate([row.logp_weights for row in rows]),
-        n_prompt_clips=len(shown),
-    )
+def lesson_of(learners: Sequence[Learner], tokens: float, renderer: Renderer, anchor: Anchor) -> Lesson:
+    """Return agents of one prompt as a lesson; `tokens` are those of the whole batch."""
+    first = learners[0].agent
+    p = first.prompt_length
+    bundle = Bundle(first.ids[:p], [], [], list(first.prompt_frames))
+    advantages, old_logprobs = [], []
+    for learner in learners:
+        agent, episode = learner.agent, learner.episode
+        bundle.suffixes.append(agent.ids[p:])
+        bundle.masks.append(agent.mask[p:])
+        bundle.frames.extend(agent.call_frames)
+
+        # Of the trajectory's tokens, the N that were sampled.
+        sampled = np.array(agent.mask, bool)
+        struct = np.zeros(len(agent.ids))  # 1[t in struct(o_i)]; sub-agents write no tags
+        if agent is episode.main:
+            struct = np.array(structural_mask(agent, renderer), float)
+
+        # Selective Anchoring: A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]
+        a = episode.advantage + anchor.weight * episode.anchor_advantage * struct
+        advantages.append(a[sampled].astype(np.float32))
+        old_logprobs.append(np.array(agent.logprobs, np.float32)[sampled])
+    weights = np.full(sum(map(len, advantages)), 1 / tokens, np.float32)
+    return Lesson(bundle, np.concatenate(advantages), np.concatenate(old_logprobs), weights)
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -252,19 +238,22 @@ def lessons_loss(
     """Return the micro-batch's part of the batch's loss L, and what is worth watching per token, [N]. `prox` and
     `reference` are log-probs [N]; without `prox`, pi_prox is pi."""
     logprobs = scores.logprobs  # [N]
-
-    def column(name: str) -> Tensor:
-        if not lessons:  # a rank without lessons of its own still runs every collective, with N = 0
-            return logprobs.detach()
-        values = np.concatenate([getattr(lesson, name) for lesson in lessons])
-        return torch.from_numpy(values).to(logprobs)  # [N]
-
     if prox is None:
         prox = logprobs.detach()
-    losses, watched = token_losses(logprobs, prox, column("old_logprobs"), reference, column("advantages"), cfg)
-    # L = sum over all sampled tokens of all ranks of l_i,t / their number   [ - J under credit `logp` ]
-    loss = (column("weights") * losses).sum() - (column("logp_weights") * logprobs).sum()
+    advantages, old_logprobs, weights = collate(lessons, logprobs)
+    losses, watched = token_losses(logprobs, prox, old_logprobs, reference, advantages, cfg)
+    # L = sum over all sampled tokens of all ranks of l_i,t / their number
+    loss = (weights * losses).sum()
     return loss, watched | {"entropy": scores.entropies}
+
+
+def collate(lessons: list[Lesson], like: Tensor) -> tuple[Tensor, ...]:
+    """Return the lessons' advantages, old log-probs and weights, each [N], on the device of `like`."""
+    # A rank without lessons of its own still runs every collective, with N = 0.
+    columns = [np.zeros((3, 0), np.float32)]
+    for lesson in lessons:
+        columns.append(np.stack([lesson.advantages, lesson.old_logprobs, lesson.weights]))
+    return torch.from_numpy(np.concatenate(columns, axis=1)).to(like).unbind()
 
 
 def bundles(lessons: list[Lesson]) -> list[Bundle]:

@@ -4,10 +4,13 @@
     structural_mask(trajectory, renderer) -> [bool]          struct(o), the tokens that Selective Anchoring credits
 
 Only the assistant's turns are read, the forced `<think>\\n` included. Of a tool call only the fact counts (which call
-ran, with what outcome), never the text that came back. The *last* complete `<answer>` is the answer.
-`python -m study.lab` shows what any text earns.
+ran, with what outcome), never the text that came back. The answer is the last complete `<answer>` of the last turn, after
+its last `</think>`: what was said before the reports were read, or inside a thought, is no answer.
 
-Deliberately missing: a learned reward model. The only I/O is the optional judge (runtime/judge.py).
+    python -m study.lab TEXT --answer B                      what any text earns, term by term
+
+Deliberately missing: a learned reward model, and any I/O. Who wants open answers judged hands in a judge:
+judge(question, gold, answer) -> 1 or 0 (runtime/judge.py).
 """
 
 import collections
@@ -22,7 +25,7 @@ from typing import Literal
 from data import Episode, Group, Task, Trajectory
 from runtime.answers import LETTERS, listed_options, normalise, parse_letter, parse_span, words_of
 from runtime.contract import END_OF_TURN, Renderer
-from runtime.judge import Judge, JudgeError, ask_judge
+from runtime.judge import Judge, JudgeConfig, JudgeError
 
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)
@@ -30,7 +33,7 @@ ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
 PLAIN = r"(?:[^<]|<(?=[ =\d]))*"  # `<12.5 seconds>` and `x < 5` may be said; any other `<` is a broken tag
 NON_EMPTY = rf"<answer>(?!\s*</answer>){PLAIN}</answer>"
 PARTS = ("reward", "acc", "fmt", "paid_fmt", "tool", "anchor", "strict")
-LEAST_THOUGHT = 10  # characters; a shorter thought earns nothing
+LEAST_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
 # More of one tag in a turn is spam, and the episode earns nothing.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
 
@@ -39,10 +42,9 @@ TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
 class Anchor:
     """Selective Anchoring: R_anchor = alpha * closed + beta * flow - gamma * unclosed."""
 
-    credit: Literal["struct", "sequence", "logp", "off"] = "struct"
+    credit: Literal["struct", "sequence", "off"] = "struct"
     """struct: the advantage of R_anchor, at structural tokens only (the paper's idea). sequence: lambda * R_anchor inside
-    R_fmt, so all tokens (the released code). logp: the log-prob of structural tokens as an objective of its own (the
-    project page). off: no credit."""
+    R_fmt, so all tokens (the released code). off: no credit."""
     alpha: float = 0.4
     beta: float = 0.3
     gamma: float = 0.3
@@ -63,7 +65,7 @@ class RewardConfig:
     open_answer: Literal["f1", "exact", "judge"] = "f1"
     untagged_answer: bool = False
     """Without an <answer>, accept what follows "the answer is". The toy's accuracy-only runs need it."""
-    judge: Judge = Judge()
+    judge: JudgeConfig = JudgeConfig()
 
     def __post_init__(self):
         if self.open_answer == "judge" and not (self.judge.url and self.judge.model):
@@ -75,7 +77,7 @@ class RewardConfig:
 # ------------------------------------------------------------------------------------------------ R
 
 
-def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, float]:
+def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
     """Return all parts by name. Raise JudgeError if a judge was asked and failed.
 
     `reward` is R. `fmt` is the paper's f = R_fmt + lambda * R_anchor (1 at most), logged in every credit mode; `paid_fmt`
@@ -88,10 +90,11 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, 
             lost |= {"paid_fmt": lost["fmt"], "reward": cfg.w_fmt * lost["fmt"]}
         return dict.fromkeys(PARTS, 0.0) | lost | spam | closure(turns)
 
-    acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg)
+    acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg, judge)
     anchor = anchor_reward(turns, cfg.anchor)
-    turns_with_calls = {call.turn for call in episode.calls if call.error != "unparseable"}
-    r_fmt = format_reward(turns, turns_with_calls, cfg.answer_suffix)
+    turns_that_called = {call.turn for call in episode.calls if not call.error}
+    r_fmt = format_reward(turns, turns_that_called, cfg.answer_suffix)
+    # The cap is the release's. Under credit `sequence` a tidy answer reaches it by alpha alone, so beta adds nothing there.
     f = min(1.0, r_fmt + cfg.anchor.weight * anchor)
     paid_fmt = f if cfg.anchor.credit == "sequence" else r_fmt
     tool = tool_reward(episode, acc)
@@ -109,12 +112,12 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, 
     }
 
 
-def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig) -> int:
+def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> int:
     """Score every episode that ran. Return how many the judge failed on: they get an error, not a reward."""
 
     def give(episode: Episode) -> int:
         try:
-            episode.reward = score(episode, renderer, cfg)
+            episode.reward = score(episode, renderer, cfg, judge)
         except JudgeError as error:
             episode.error = f"JudgeError: {error}"
             return 1
@@ -139,16 +142,22 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
 
 
 def final_answer(turns: list[str], untagged: bool = False) -> str | None:
-    """Return the content of the last complete <answer>. Without one, if `untagged`: what follows the last "answer is"
-    or "answer:" of the last turn, to the end of its line."""
-    for turn in reversed(turns):
-        answers = ANSWER.findall(turn)
-        if answers:
-            return answers[-1].strip()
-    if not (untagged and turns):
+    """Return what is answered in the last turn, after its last </think>: the content of the last complete <answer>.
+    Without one, if `untagged`: what follows the last "answer is" or "answer:", to the end of its line."""
+    if not turns:
         return None
-    found = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", turns[-1].replace(END_OF_TURN, ""), re.I | re.S)
+    said = turns[-1].rpartition("</think>")[2]
+    answer = last_answer(said)
+    if answer is not None or not untagged:
+        return answer
+    found = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", said.replace(END_OF_TURN, ""), re.I | re.S)
     return found[1] if found else None
+
+
+def last_answer(text: str) -> str | None:
+    """Return the content of the last complete <answer>, wherever it stands."""
+    answers = ANSWER.findall(text)
+    return answers[-1].strip() if answers else None
 
 
 def tag_spam(turns: list[str]) -> dict[str, float]:
@@ -175,7 +184,7 @@ def closure(turns: list[str]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ R_acc
 
 
-def accuracy(answer: str | None, task: Task, cfg: RewardConfig) -> float:
+def accuracy(answer: str | None, task: Task, cfg: RewardConfig, judge: Judge | None = None) -> float:
     """Return R_acc. mcq: letters equal; tvg: temporal IoU; oe: token F1, exact match or the judge. No answer: 0."""
     if not answer:
         return 0.0
@@ -189,7 +198,7 @@ def accuracy(answer: str | None, task: Task, cfg: RewardConfig) -> float:
         span, gold = parse_span(answer), parse_span(task.answer)
         return iou(span, gold) if span and gold else 0.0
     if cfg.open_answer == "judge":
-        return ask_judge(task.question, task.answer, answer, cfg.judge)
+        return judge(task.question, task.answer, answer)
     if cfg.open_answer == "exact":
         return float(normalise(answer) == normalise(task.answer))
     return token_f1(answer, task.answer)
@@ -212,10 +221,10 @@ def token_f1(answer: str, gold: str) -> float:
 # ------------------------------------------------------------------------------------------------ R_fmt
 
 
-def format_reward(turns: list[str], turns_with_calls: set[int], answer_suffix: bool) -> float:
+def format_reward(turns: list[str], turns_that_called: set[int], answer_suffix: bool) -> float:
     """Return R_fmt without the anchor's part."""
-    # R_fmt = w_think * [every turn thinks] + w_answer * [a complete, non-empty <answer>]
-    #       + 0.3 * [a thought before the calls, in every turn that calls]
+    # R_fmt = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
+    #       + 0.3 * [a thought before the calls, in every turn whose calls ran]
     #       + 0.1 * [all tags balanced, and something earned above]                     and 1 at most
     # The released code's weights; w_answer is its weight of the opening and of the closing tag, which only a pair earns.
     # Without a call it is 0.8 at most: R_fmt, too, pays for calling.
@@ -225,7 +234,7 @@ def format_reward(turns: list[str], turns_with_calls: set[int], answer_suffix: b
         w_think, w_answer = 0.3, 0.2 + 0.1
 
     thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
-    thinks_before_calls = bool(turns_with_calls) and all(thinks_before_call(turns[i]) for i in turns_with_calls)
+    thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
     balanced = all(turn.count(f"<{tag}>") == turn.count(f"</{tag}>") for turn in turns for tag in TAG_LIMITS)
 
     value = w_think * thinks
@@ -239,8 +248,8 @@ def thought_ends(turn: str) -> list[int]:
     """Return where the turn's thoughts end: those that are closed and say something. An empty one is none."""
     ends = []
     for thought in THINK.finditer(turn):
-        said = TAG.sub("", thought[1]).strip()
-        if len(said) >= LEAST_THOUGHT:
+        said = TAG.sub("", thought[1])
+        if sum(char.isalnum() for char in said) >= LEAST_THOUGHT:  # dots and zero-width spaces say nothing
             ends.append(thought.end())
     return ends
 
@@ -291,12 +300,15 @@ def think_state(turn: str) -> str:
 
 def tool_reward(episode: Episode, acc: float) -> float:
     """Return R_tool. F1 and IoU must reach 0.5 to count as scored: answering "the whole video" would score otherwise."""
-    # R_tool = 0.1 for a call that parses, or 0.3 for one that ran; + 0.5 if one ran and the answer scored
+    # R_tool = 0.1 for a call that parses, or 0.3 for one that ran
+    #        + 0.5 if its report was read before the last turn, and the answer there scored
     parsed = any(call.error != "unparseable" for call in episode.calls)
+    if not episode.executed:
+        return 0.1 * parsed
+    answering = len(episode.main.turns) - 1
+    informed = any(call.turn < answering for call in episode.calls if not call.error)
     scored = acc > 0 if episode.task.kind == "mcq" else acc >= 0.5
-    if episode.executed:
-        return 0.3 + 0.5 * scored
-    return 0.1 * parsed
+    return 0.3 + 0.5 * (informed and scored)
 
 
 # ------------------------------------------------------------------------------------------------ struct(o)
@@ -319,23 +331,23 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
     return chosen
 
 
-def kinds_of_characters(text: str) -> str:
-    """Return one letter per character: o of an opening tag, c of a closing one, a blank, p punctuation, x all else."""
+def kinds_of_characters(text: str) -> list[str]:
+    """Return what each character is: part of an opening or a closing tag, blank, punctuation or (all else) content."""
     kinds = []
     for char in text:
         if char.isspace():
-            kinds.append(" ")
+            kinds.append("blank")
         elif char in string.punctuation or unicodedata.category(char).startswith("P"):
-            kinds.append("p")
+            kinds.append("punctuation")
         else:
-            kinds.append("x")
+            kinds.append("content")
     for tag in TAG.finditer(text):
-        kind = "c" if tag.group().startswith("</") else "o"
-        kinds[tag.start() : tag.end()] = kind * len(tag.group())
-    return "".join(kinds)
+        kind = "closing" if tag.group().startswith("</") else "opening"
+        kinds[tag.start() : tag.end()] = [kind] * len(tag.group())
+    return kinds
 
 
-def is_structural(kinds: str, first: int, last: int) -> bool:
+def is_structural(kinds: list[str], first: int, last: int) -> bool:
     """Return whether the token of characters [first, last) carries a tag and no content.
 
         yes:  </think>   >\\n   .</   ]</           no:  >B   >(   >The   and .</ where `.` is all that the tag closes
@@ -343,10 +355,19 @@ def is_structural(kinds: str, first: int, last: int) -> bool:
     White space may share its token, and so may punctuation that stands before a closing tag: in Qwen's vocabulary `.</`,
     `]</` and `。</` are single tokens, and to sample one is to decide to close. A letter or a digit may not (`>B`), nor
     the answer's first character (`>(`, `>[`)."""
-    token = kinds[first:last]
-    if re.fullmatch(" *[oc][oc ]*", token):  # a tag, and white space
-        return True
-    if not re.fullmatch("[p ]*c[oc ]*", token):
-        return False
+    tag, punctuated = "", False
+    for kind in kinds[first:last]:
+        if kind in ("opening", "closing"):
+            tag = tag or kind  # the first tag that the token touches
+        elif kind == "content" or (kind == "punctuation" and tag):
+            return False
+        elif kind == "punctuation":
+            punctuated = True
+    if not punctuated:
+        return tag != ""
+
     # Punctuation before a closing tag, unless it is the first character of what the tag closes.
-    return not kinds[:first].rstrip(" ").endswith("o")
+    before = first - 1
+    while before >= 0 and kinds[before] == "blank":
+        before -= 1
+    return tag == "closing" and (before < 0 or kinds[before] != "opening")

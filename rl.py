@@ -53,6 +53,7 @@ from runtime.distributed import (
 )
 from runtime.doctor import self_check
 from runtime.engine import Engine, EngineError
+from runtime.judge import Judge
 from runtime.plan import PlanError, check_disk, plan_rl, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.run import Run, is_finished, try_out
@@ -139,7 +140,7 @@ def main(cfg: RLConfig) -> None:
 
 def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sampler", run: Run) -> None:
     """Train to the last step: sample, reward, update, sync, log, save."""
-    renderer, held_out = sampler.renderer, []
+    renderer, judge, held_out = sampler.renderer, Judge(cfg.reward.judge), []
     if cfg.val:  # this rank's share of the tasks that are evaluated
         val = Dataset(cfg.val, parse_task)
         draws = val.batch(0, min(cfg.val_tasks, len(val)), rank(), world_size())
@@ -153,7 +154,7 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
         clock.lap("rollout")
 
         # Reward the episodes, and turn rewards into advantages.
-        lost = give_rewards(groups, renderer, cfg.reward)
+        lost = give_rewards(groups, renderer, cfg.reward, judge)
         lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
         clock.lap("reward")
 
@@ -174,7 +175,7 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
         measured |= speed(groups, lessons, policy, clock, sampling_seconds)
         measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(sampler.dataset.bad)}) | clock.seconds
         if cfg.val and run.is_time(step, cfg.eval_every):
-            measured |= evaluate(held_out, sampler, cfg)
+            measured |= evaluate(held_out, sampler, cfg, judge)
         if rank() == 0:
             keep_episodes(groups[: cfg.dump_groups], renderer, run.folder / "episodes" / f"step-{step:06d}.jsonl")
         run.log(step, measured)
@@ -401,7 +402,7 @@ def speed(
     }
 
 
-def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig) -> dict[str, float]:
+def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge | None = None) -> dict[str, float]:
     """Return the greedy accuracy on held-out tasks at each K of `val_frames`: as the policy likes, and without tools."""
     asked, ks = [], []
     for task in tasks:
@@ -413,7 +414,7 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig) -> dict[str
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
         groups = sampler.play(asked, ks, 1, greedy, progress=False)
-        give_rewards(groups, sampler.renderer, cfg.reward)
+        give_rewards(groups, sampler.renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
             seen[f"{name}/failed_rate"].append(bool(episode.error))

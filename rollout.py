@@ -192,9 +192,7 @@ def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -
 
 def open_trajectory(prompt: Rendered) -> Trajectory:
     n = len(prompt.ids)
-    return Trajectory(
-        list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), n, n_prompt_clips=len(prompt.frames)
-    )
+    return Trajectory(list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), n)
 
 
 def _extend(agent: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
@@ -216,7 +214,7 @@ def append(stage: Stage, agent: Trajectory, delta: Rendered) -> bool:
         agent.finish = "length"
         return False
     _extend(agent, ids)
-    agent.frames += delta.frames
+    agent.call_frames += delta.frames
     return True
 
 
@@ -415,12 +413,17 @@ def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
 
     def plain(agent: Trajectory) -> dict:
         text = renderer.decode(renderer.compact(agent.ids))
-        return vars(agent) | {"frames": [list(clip.times) for clip in agent.frames], "text": text}
+        shown = {"prompt_frames": times_of(agent.prompt_frames), "call_frames": times_of(agent.call_frames)}
+        return vars(agent) | shown | {"text": text}
 
     calls = [vars(call) | {"agent": call.agent and plain(call.agent)} for call in episode.calls]
     record = vars(episode) | {"task": vars(episode.task), "main": plain(episode.main), "calls": calls}
     file.write(json.dumps(record) + "\n")
     file.flush()
+
+
+def times_of(clips: Sequence[Frames]) -> list[list[float]]:
+    return [list(clip.times) for clip in clips]
 
 
 def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> None:
@@ -443,9 +446,9 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
     """Rebuild the episode of a record that `dump` wrote."""
     fields = record["task"]
     task = Task(**fields | {"videos": tuple(fields["videos"]), "options": tuple(fields["options"])})
-    seen_by_main = []
-    if videos and record["main"]["frames"]:  # it has none if its own video could not be read
-        seen_by_main += data.overview(task, record["k"], videos, contract)
+    prompt_frames, call_frames = [], []
+    if videos and record["main"]["prompt_frames"]:  # it has none if its own video could not be read
+        prompt_frames = data.overview(task, record["k"], videos, contract)
     calls = []
     for fields in record["calls"]:
         call = Call(**fields | {"window": fields["window"] and tuple(fields["window"]), "agent": None})
@@ -457,18 +460,21 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
                 clips = [look.frames]
         # They were shown to a sub-agent, or else to the main agent itself.
         if fields["agent"]:
-            call.agent = _agent_of(fields["agent"], clips, videos)
+            call.agent = _agent_of(fields["agent"], clips, [], videos)
         else:
-            seen_by_main += clips
+            call_frames += clips
         calls.append(call)
-    main = _agent_of(record["main"], seen_by_main, videos)
+    main = _agent_of(record["main"], prompt_frames, call_frames, videos)
     return Episode(**record | {"task": task, "main": main, "calls": calls})
 
 
-def _agent_of(record: dict, clips: list[Frames], videos: Videos | None) -> Trajectory:
-    times = [list(clip.times) for clip in clips]
-    if videos and times != record["frames"]:
-        raise ContractError(f"the video's frames now have other times than the {record['frames']} that were recorded")
-    fields = record | {"frames": clips, "turns": [tuple(turn) for turn in record["turns"]]}
+def _agent_of(
+    record: dict, prompt_frames: list[Frames], call_frames: list[Frames], videos: Videos | None
+) -> Trajectory:
+    recorded = record["prompt_frames"] + record["call_frames"]
+    if videos and times_of(prompt_frames + call_frames) != recorded:
+        raise ContractError(f"the video's frames now have other times than the {recorded} that were recorded")
+    turns = [tuple(turn) for turn in record["turns"]]
+    fields = record | {"prompt_frames": prompt_frames, "call_frames": call_frames, "turns": turns}
     del fields["text"]
     return Trajectory(**fields)

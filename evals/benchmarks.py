@@ -30,6 +30,7 @@ from rewards import RewardConfig, accuracy, final_answer
 from runtime.answers import listed_options, normalise, parse_letter, parse_span, seconds_of, spoken
 from runtime.contract import END_OF_TURN
 from runtime.dataset import DataError, RowError, Rows
+from runtime.judge import Judge
 
 LETTERS = tuple("ABCDEFGHIJ")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")
@@ -327,7 +328,7 @@ def _hint(name: str, root: str) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def grade(item: Item, answer: str | None, cfg: RewardConfig) -> dict:
+def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None = None) -> dict:
     """Grade the text that the protocol extracted (None: there was none). The judge, if asked, may raise JudgeError."""
     task, text = item.task, (answer or "").strip()
     if task.kind == "mcq":
@@ -340,10 +341,10 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig) -> dict:
     if read is None:
         return UNGRADED
     judged = task.kind == "oe" and cfg.open_answer == "judge"
-    return {"prediction": read, "score": accuracy(text, task, cfg), "judged": judged}
+    return {"prediction": read, "score": accuracy(text, task, cfg, judge), "judged": judged}
 
 
-def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig) -> dict:
+def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, judge: Judge | None = None) -> dict:
     """Grade the last turn as the splits' own scorers would; `verdict` is what `grade` said. They look into the tags, and
     then anywhere, for the first letter of an option (even if it is the article "A"), for a span, or for the gold words of
     an open answer. LongVideoBench's guesses if there is none; that is left out."""
@@ -361,7 +362,7 @@ def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig) -> 
             if first and not first[2]:  # "B or A" and "B, C" name two letters
                 texts.append(first[1])
         for text in texts:
-            verdict = grade(item, text, cfg)
+            verdict = grade(item, text, cfg, judge)
             if verdict["prediction"] is not None:
                 break
     open_answer = item.task.kind == "oe" and not verdict["judged"]

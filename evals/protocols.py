@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 
 from data import Call, Episode, Task, Trajectory
-from rewards import ANSWER, final_answer, turn_texts
+from rewards import ANSWER, final_answer, last_answer, turn_texts
 from rollout import Stage, Stopped, append, derive, open_trajectory, opening, run_episode, sample_turn
 from runtime.answers import parse_span, spoken
 from runtime.config import read_tree
@@ -269,7 +269,7 @@ def _agent(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str 
 def _one_turn(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
     episode.main = begin(stage, cfg, values)
     text = speak(stage, episode.main, derive(episode.seed, 0))
-    answer = final_answer([text])
+    answer = last_answer(text)
     if not answer and cfg.protocol == "direct":
         return spoken(text) or None
     return answer
@@ -292,7 +292,7 @@ def _conan(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str 
         told = fill(after, values | {"frames": found})
         if not append(stage, main, stage.renderer.continuation([told], "user")):
             break
-    return final_answer([text])
+    return last_answer(text)
 
 
 def _retrieve(stage: Stage, episode: Episode, call: Call) -> list:
@@ -388,7 +388,7 @@ def _reply(stage: Stage, episode: Episode, cfg: Prompting, values: dict, names: 
         agent, shift = begin(stage, cfg, values, *names), len(main.ids)
         temperature = RETRY_TEMPERATURE if attempt else stage.cfg.temperature
         text = speak(stage, agent, derive(seed, attempt), temperature=temperature)
-        for column in ("ids", "mask", "logprobs", "versions", "frames"):
+        for column in ("ids", "mask", "logprobs", "versions", "prompt_frames"):
             getattr(main, column).extend(getattr(agent, column))
         main.turns += [(start + shift, end + shift) for start, end in agent.turns]
         main.prompt_length, main.finish = main.prompt_length or agent.prompt_length, agent.finish
@@ -479,7 +479,7 @@ def _video_zoomer(stage: Stage, episode: Episode, cfg: Prompting, values: dict) 
             parts += fill(cfg.texts["last"], known)
         if not append(stage, main, stage.renderer.continuation([parts], "user")):
             break
-    answer = final_answer(turn_texts(main, stage.renderer))
+    answer = last_answer("\n".join(turn_texts(main, stage.renderer)))
     return boxed(answer or "") or answer
 
 

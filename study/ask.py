@@ -248,7 +248,7 @@ def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Nam
         ours = trainer_logprobs(policy, [agent], temperature, start)
         gaps += (ours - engine_logprobs([agent], start)).abs().tolist()
         black = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in agent.frames]
-        blind = trainer_logprobs(policy, [replace(agent, frames=black)], temperature, start)
+        blind = trainer_logprobs(policy, [replace(agent, prompt_frames=black, call_frames=[])], temperature, start)
         moved.append((blind - ours).abs().max().item())
     limit = 1e-3 if str(policy.dtype).endswith("float32") else 0.3
     evidence = f"mean {np.mean(gaps):.1e}, max {max(gaps):.1e} over {len(gaps)} tokens (limit {limit:g})"
@@ -260,7 +260,7 @@ def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Nam
 
 def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
     """Return the episode as the messages that it came from."""
-    messages = data.main_messages(episode.task, episode.main.frames, with_tools=True)
+    messages = data.main_messages(episode.task, episode.main.prompt_frames, with_tools=True)
     said = [renderer.decode(episode.main.ids[start:end]).removesuffix(END_OF_TURN) for start, end in episode.main.turns]
     contents = [[call.text] for call in episode.calls]
     contents[-1].append(f"\n{NO_CALLS_LEFT}")

@@ -192,7 +192,7 @@ def view_episode(episode: Episode, run: RunData) -> dict:
         # A_t = advantage + anchor_advantage * [t is structural]: the page adds them up.
         "anchor_advantage": run.setting("reward.anchor.weight", 0.0) * episode.anchor_advantage * anchored,
         "subagents_learn": run.setting("rollout.subagents.train", False),
-        "overview": [len(clip) for clip in episode.main.frames[: len(episode.task.videos)]],
+        "overview": [len(clip) for clip in episode.main.prompt_frames],
         "main": view_agent(episode.main, run, structural_mask(episode.main, run.renderer)),
         "calls": [view_call(call, episode.task, run) for call in episode.calls],
     }

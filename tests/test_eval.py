@@ -115,7 +115,7 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
     (often, many), *rest = golds.most_common()
     other, few = rest[-1]
     calls = f"I look closer.\n</think>\n{CALL}{END_OF_TURN}"
-    seen = f"I can see it.\n</think>\n<answer>{often}</answer>{END_OF_TURN}"
+    seen = f"A clip shows it.\n</think>\n<answer>{often}</answer>{END_OF_TURN}"
     unseen = f"No.\n</think>\n<answer>{other}</answer>{END_OF_TURN}"
     report = f"A flash.{END_OF_TURN}"
 

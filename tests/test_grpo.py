@@ -12,7 +12,7 @@ from tiny_checkpoint import noise
 import grpo
 import rl
 from data import Call, Group, Task, Trajectory
-from grpo import Lesson, group_advantage, make_lessons, share_prompts, token_losses
+from grpo import Learner, Lesson, group_advantage, make_lessons, share_prompts, token_losses
 from rewards import Anchor, RewardConfig, score
 from rl import RLConfig
 from rollout import RolloutConfig
@@ -24,8 +24,8 @@ from runtime.policy import OptimConfig, PolicyConfig, Scores, load, make_optimiz
 from runtime.video import Frames
 from study.lab import episode_of_turns
 
-TIDY = f"<think>\nI can see it.\n</think>\n<answer>red</answer>{END_OF_TURN}"
-LOOSE = f"<think>\nI can see it.\nThe answer is red.{END_OF_TURN}"
+TIDY = f"<think>\nA clip shows it.\n</think>\n<answer>red</answer>{END_OF_TURN}"
+LOOSE = f"<think>\nA clip shows it.\nThe answer is red.{END_OF_TURN}"
 BARE = f"The answer is red.{END_OF_TURN}"
 WRONG = TIDY.replace("red", "blue")
 
@@ -71,10 +71,6 @@ def lengths_of(one: Group) -> list[int]:
     return [sum(episode.main.mask) for episode in one.episodes]
 
 
-def sampled_tokens(one: Group) -> list[int]:
-    return [t for e in one.episodes for t, m in zip(e.main.ids, e.main.mask) if m]
-
-
 # ------------------------------------------------------------------------------------------------ advantages
 
 
@@ -107,17 +103,6 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
     assert at == len(lesson.advantages)
 
 
-def test_to_stop_after_the_answer_is_credited(toy_renderer):
-    """Only ends that came too early were structure, and a policy that babbled after </answer> until it was cut off was
-    never taught better: the tags before have the same credit in both, and the end had none."""
-    cfg = settings()
-    babble = TIDY.replace(END_OF_TURN, "red" + "." * 40)
-    one = group(toy_renderer, cfg, [TIDY, babble, TIDY, babble])
-    (lesson,) = lessons_of([one], toy_renderer, cfg)
-    stops = np.array(sampled_tokens(one)) == toy_renderer.end_of_turn
-    assert stops.sum() == 2 and (lesson.advantages[stops] > 0.1).all()
-
-
 def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
     cfg = settings("off")
     one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
@@ -127,23 +112,13 @@ def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer)
     assert not lessons_of([group(toy_renderer, cfg, [TIDY, LOOSE])], toy_renderer, cfg)  # both right: nothing to learn
 
 
-def test_the_mean_is_over_the_tokens_of_the_whole_batch_flat_groups_included(toy_renderer):
+def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_renderer, monkeypatch):
     cfg = settings("off")
     groups = [group(toy_renderer, cfg, [TIDY, WRONG], "a"), group(toy_renderer, cfg, [TIDY, TIDY], "b")]
     tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
-    (lesson,) = lessons_of(groups, toy_renderer, cfg)
-    assert lesson.weights == pytest.approx(np.full(len(lesson.weights), 1 / tokens))
-
-
-def test_the_means_are_over_the_tokens_and_the_rollouts_of_all_ranks(toy_renderer, monkeypatch):
-    """Another rank has as many of both, so each weighs half as much."""
-    cfg = settings("logp")
-    groups = [group(toy_renderer, cfg, [TIDY, WRONG])]
-    (alone,) = lessons_of(groups, toy_renderer, cfg)
     monkeypatch.setattr(grpo, "sum_over_ranks", lambda counts: {name: 2 * count for name, count in counts.items()})
-    (shared,) = lessons_of(groups, toy_renderer, cfg)
-    assert shared.weights == pytest.approx(alone.weights / 2)
-    assert shared.logp_weights == pytest.approx(alone.logp_weights / 2) and alone.logp_weights.any()
+    (lesson,) = lessons_of(groups, toy_renderer, cfg)
+    assert lesson.weights == pytest.approx(np.full(len(lesson.weights), 0.5 / tokens))  # another rank has as many
 
 
 def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(toy_renderer, monkeypatch):
@@ -183,23 +158,9 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     (report,) = [lesson for lesson in lessons if lesson.bundle.prompt == [50, 51]]
     assert report.advantages == pytest.approx(np.full(len(report.advantages), one.episodes[0].advantage))
     assert one.episodes[0].anchor_advantage > 0
+    assert sum(lesson.weights.sum() for lesson in lessons) == pytest.approx(1)  # its tokens count in the mean, too
     untrained = make_lessons([one], toy_renderer, cfg, cfg.reward.anchor, subagents=False)
     assert all(lesson.bundle.prompt != [50, 51] for lesson in untrained)
-
-
-def test_credit_logp_makes_structure_likelier(toy_renderer):
-    cfg = settings("logp")
-    (lesson,) = lessons_of([group(toy_renderer, cfg, [TIDY, TIDY])], toy_renderer, cfg)
-    logprobs = torch.full((len(lesson.advantages),), -1.0, requires_grad=True)
-    grpo.lessons_loss(Scores(logprobs, logprobs.detach()), [lesson], None, None, cfg)[0].backward()
-    assert logprobs.grad.numpy() == pytest.approx(-lesson.logp_weights) and lesson.logp_weights.max() > 0
-
-
-def test_credit_logp_is_a_mean_over_the_structure_of_rollouts_that_parse(toy_renderer):
-    cfg = settings("logp")
-    (lesson,) = lessons_of([group(toy_renderer, cfg, [TIDY, LOOSE, TIDY])], toy_renderer, cfg)
-    assert lesson.logp_weights.sum() == pytest.approx(0.5)  # lambda, shared out
-    assert not lesson.advantages.any() and np.count_nonzero(lesson.logp_weights) == 2 * 9
 
 
 def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
@@ -210,22 +171,20 @@ def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     assert len(lesson.bundle.suffixes) == 2
 
 
+def learner(suffix: int, *clips: Frames) -> Learner:
+    return Learner(Trajectory([5, 6, suffix], [0, 0, 1], prompt_frames=[*clips], prompt_length=2), None)
+
+
 def test_two_looks_with_the_same_words_are_trained_on_their_own_frames():
     """Past bug: stamps have a tenth of a second, so windows that differ by less had equal prompts, and one's frames."""
-
-    def lesson(shade: int, suffix: int) -> Lesson:
-        frames = looks.setdefault(shade, Frames(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,)))
-        return Lesson(Bundle([5, 6], [[suffix]], [[1]], [frames]), *np.zeros((4, 1), np.float32))
-
-    looks: dict[int, Frames] = {}
-    shared = share_prompts([lesson(0, 7), lesson(255, 8), lesson(0, 9)], 100)
-    assert [one.bundle.suffixes for one in shared] == [[[7], [9]], [[8]]]
-    assert [one.bundle.frames for one in shared] == [[looks[0]], [looks[255]]]
+    dark, light = (Frames(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,)) for shade in (0, 255))
+    first, other, second = learner(7, dark), learner(8, light), learner(9, dark)
+    assert share_prompts([first, other, second], 100) == [[first, second], [other]]
 
 
 def test_prompt_and_suffixes_of_a_lesson_fit_into_the_token_budget():
-    rows = [Lesson(Bundle([5, 6], [[suffix]], [[1]], []), *np.zeros((4, 1), np.float32)) for suffix in (7, 8, 9)]
-    assert [one.bundle.suffixes for one in share_prompts(rows, 4)] == [[[7], [8]], [[9]]]
+    first, second, third = learner(7), learner(8), learner(9)
+    assert share_prompts([first, second, third], 4) == [[first, second], [third]]
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -251,8 +210,8 @@ def test_the_loss_of_a_token_is_the_formula():
 def test_a_token_that_the_engine_could_not_have_sampled_leaves_the_gradient_alone():
     """Past bug: 0 * inf in the backward pass of a token that was left out."""
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
-    advantages, old, weights, logp_weights = np.float32([[1, 1], [-200, -2], [1, 1], [0, 0]])
-    lesson = Lesson(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old, weights, logp_weights)
+    advantages, old, weights = np.float32([[1, 1], [-200, -2], [1, 1]])
+    lesson = Lesson(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old, weights)
     loss, watched = grpo.lessons_loss(Scores(new, torch.zeros(2)), [lesson], None, None, settings())
     loss.backward()
     assert new.grad.tolist() == [0, -1] and watched["capped_fraction"].tolist() == [1, 0]
@@ -272,7 +231,7 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
 
     episodes = [e for g in groups for e in g.episodes]
     for episode in episodes:
-        episode.main.frames = [frames]
+        episode.main.prompt_frames = [frames]
         with torch.no_grad():  # the engine is exact, so w = 1
             episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
     lessons = lessons_of(groups, toy_renderer, cfg)

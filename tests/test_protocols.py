@@ -433,6 +433,16 @@ def test_video_zoomer_has_five_turns_and_is_told_before_the_last(ask):
     assert ask("video_zoomer", ["<answer>12 - 20</answer>" + END])[0].answer == "12 - 20"
 
 
+def test_other_models_answer_where_their_own_code_looks(ask):
+    """Our agent's answer stands in its last turn, behind its thought. Theirs may stand in a thought or before a call."""
+    thought = "<think>So <answer>B</answer></think>" + END
+    for protocol in ("think", "conan"):
+        assert ask(protocol, [thought])[0].answer == "B"
+    early = "<answer>A</answer>" + zoom(10, 12, 1)
+    assert ask("video_zoomer", [early, "<think>Nothing new.</think>" + END])[0].answer == "A"
+    assert ask("agent", [thought])[0].answer is None
+
+
 # ---- whatever happens
 
 

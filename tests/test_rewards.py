@@ -1,16 +1,18 @@
 """Rewards: hand-computed values, adversarial completions, and structural tokens that never touch content."""
 
+import subprocess
 import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripts import REPO
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import rewards
 from data import Group, Task
-from rewards import Anchor, Judge, JudgeError, RewardConfig, accuracy, iou, score, structural_mask, token_f1
+from rewards import Anchor, JudgeConfig, JudgeError, RewardConfig, accuracy, iou, score, structural_mask, token_f1
 from runtime.contract import END_OF_TURN, NEVER_SAMPLED, Renderer, VisualContract
 from study import lab
 from study.lab import Characters, episode_of_turns
@@ -21,7 +23,7 @@ DONE = f"<think>\nThe clip shows it.\n</think>\n<answer>B</answer>{END_OF_TURN}"
 EMPTY_LOOK = LOOK.replace("\nLet me look closer.\n", "")
 EMPTY_DONE = DONE.replace("\nThe clip shows it.\n", "")
 MCQ = Task("t", "Which?\nA. red\nB. blue", (), "mcq", "B", ("red", "blue"))
-PLAIN = RewardConfig(anchor=Anchor(credit="sequence"))
+PLAIN, RELEASED = RewardConfig(), RewardConfig(anchor=Anchor(credit="sequence"))
 
 
 def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
@@ -57,55 +59,60 @@ def test_token_f1_counts_shared_words():
 # ------------------------------------------------------------------------------------------------ adversarial completions
 
 CASES = {
-    # name: (turns, executed calls, acc, fmt with the anchor in it, tool, anchor)
-    "tidy direct answer": ([DONE], 0, 1, 0.2 + 0.3 + 0.2 + 0.1 + 0.5 * 0.7, 0, 0.7),
+    # name: (turns, executed calls, R_acc, R_fmt, R_tool, R_anchor)
+    "tidy direct answer": ([DONE], 0, 1, 0.2 + 0.3 + 0.2 + 0.1, 0, 0.7),
     "tidy trajectory with tools": ([LOOK, DONE], 1, 1, 1.0, 0.8, 0.7),
-    "call without execution": ([LOOK, DONE], 0, 1, 1.0, 0.1, 0.7),
+    "call without execution": ([LOOK, DONE], 0, 1, 0.8, 0.1, 0.7),
+    "an answer before the reports": ([LOOK.replace("<tool_call>", "<answer>B</answer><tool_call>"), DONE.replace("<answer>B</answer>", "ok")], 1, 0, 0.5 + 0.1, 0.3, 0.4),
+    "a call beside the answer": ([DONE.replace("<answer>", f"{CALL}<answer>")], 1, 1, 1.0, 0.3, 0.4),
+    "an answer inside the thought": ([f"<think>\nIt is blue, so <answer>B</answer>\n</think>\nok{END_OF_TURN}"], 0, 0, 0.2 + 0.1, 0, 0.4),
+    "three rounds of calls": ([LOOK, LOOK, LOOK, DONE], 3, 1, 1.0, 0.8, 0.7),
     "executed, but the answer is wrong": ([LOOK, DONE.replace("B<", "A<")], 1, 0, 1.0, 0.3, 0.7),
-    "unreadable call": ([LOOK.replace('{"name"', "{name"), DONE], 0, 1, 0.8 + 0.35, 0, 0.7),
-    "unreadable call and no answer": ([LOOK.replace('{"name"', "{name")], 0, 0, 0.2 + 0.1 + 0.2, 0, 0.4),
-    "a thought behind the call": ([f"{CALL}<think>\nLet me look closer.\n</think>{END_OF_TURN}"], 1, 0, 0.2 + 0.1 + 0.2, 0.3, 0.4),
-    "a thought behind an empty one and the call": ([LOOK.replace("<think>", f"<think></think>{CALL}<think>"), DONE], 1, 1, 0.8 + 0.35, 0.8, 0.7),
+    "unreadable call": ([LOOK.replace('{"name"', "{name"), DONE], 0, 1, 0.8, 0, 0.7),
+    "unreadable call and no answer": ([LOOK.replace('{"name"', "{name")], 0, 0, 0.2 + 0.1, 0, 0.4),
+    "a thought behind the call": ([f"{CALL}<think>\nLet me look closer.\n</think>{END_OF_TURN}"], 1, 0, 0.2 + 0.1, 0.3, 0.4),
+    "a thought behind an empty one and the call": ([LOOK.replace("<think>", f"<think></think>{CALL}<think>"), DONE], 1, 1, 0.8, 0.8, 0.7),
     "empty tags": ([f"<think></think><answer></answer>{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
     "empty thought": ([EMPTY_DONE], 0, 1, 0.5 + 0.1, 0, 0.0),
     "short thought": ([DONE.replace("The clip shows it.", "See it.")], 0, 1, 0.5 + 0.1, 0, 0.0),
-    "a thought of ten characters": ([DONE.replace("The clip shows it.", "It is blue")], 0, 1, 0.8 + 0.35, 0, 0.7),
-    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<think><think></think>")], 0, 1, 0.5 - 0.15, 0, -0.3),
-    "empty thoughts in both turns": ([EMPTY_LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
+    "a thought of ten letters": ([DONE.replace("The clip shows it.", "It is so blue")], 0, 1, 0.8, 0, 0.7),
+    "a thought of ten syllables": ([DONE.replace("The clip shows it.", "영상에서파란색이보임")], 0, 1, 0.8, 0, 0.7),
+    "a thought of dots": ([DONE.replace("The clip shows it.", 10 * "." + 10 * "\u200b")], 0, 1, 0.5 + 0.1, 0, 0.0),
+    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<think><think></think>")], 0, 1, 0.5, 0, -0.3),
     "an empty thought before the call": ([EMPTY_LOOK, DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
     "an empty thought before the answer": ([LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.3 + 0.1, 0.8, 0.0),
     "an empty thought before the second call": ([LOOK, EMPTY_LOOK, DONE], 2, 1, 0.5 + 0.1, 0.8, 0.0),
-    "the first think unclosed": ([LOOK.replace("</think>", ""), DONE], 1, 1, 0.5 - 0.15, 0.8, -0.3),
+    "the first think unclosed": ([LOOK.replace("</think>", ""), DONE], 1, 1, 0.5, 0.8, -0.3),
     "a thought closed twice": ([DONE.replace("<answer>", "</think><answer>")], 0, 1, 0.2 + 0.5, 0, 0.0),
-    "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.8 + 0.35, 0, 0.7),
-    "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5 - 0.15, 0, -0.3),
+    "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.8, 0, 0.7),
+    "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5, 0, -0.3),
     "no think": ([f"<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5 + 0.1, 0, 0.0),
-    "unclosed answer": ([f"<think>\nIt is clearly blue.\n</think>\n<answer>B{END_OF_TURN}"], 0, 0, 0.2 + 0.2, 0, 0.4),
+    "unclosed answer": ([f"<think>\nIt is clearly blue.\n</think>\n<answer>B{END_OF_TURN}"], 0, 0, 0.2, 0, 0.4),
     "prose only": ([f"The answer is B.{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
-    "answer repeated after the end": ([DONE.replace(END_OF_TURN, "B</answer>" + END_OF_TURN)], 0, 1, 0.7 + 0.2, 0, 0.4),
-    "two answers, the last counts": ([DONE.replace("<answer>B", "<answer>A</answer><answer>B")], 0, 1, 0.8 + 0.2, 0, 0.4),
-    "as many answers as are no spam": ([DONE.replace("<answer>B", 2 * "<answer>A</answer>" + "<answer>B")], 0, 1, 0.8 + 0.2, 0, 0.4),
-    "nested answers": ([DONE.replace("<answer>B", "<answer>A<answer>B")], 0, 1, 0.7 + 0.2, 0, 0.4),
-    "two letters": ([DONE.replace(">B<", ">A or B<")], 0, 0, 0.8 + 0.35, 0, 0.7),
-    "copied example": ([DONE.replace(">B<", ">...<")], 0, 0, 0.8 + 0.35, 0, 0.7),
-    "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7 - 0.15, 0, -0.3),
+    "answer repeated after the end": ([DONE.replace(END_OF_TURN, "B</answer>" + END_OF_TURN)], 0, 1, 0.7, 0, 0.4),
+    "as many answers as are no spam": ([DONE.replace("<answer>B", 2 * "<answer>A</answer>" + "<answer>B")], 0, 1, 0.8, 0, 0.4),
+    "nested answers": ([DONE.replace("<answer>B", "<answer>A<answer>B")], 0, 1, 0.7, 0, 0.4),
+    "two letters": ([DONE.replace(">B<", ">A or B<")], 0, 0, 0.8, 0, 0.7),
+    "copied example": ([DONE.replace(">B<", ">...<")], 0, 0, 0.8, 0, 0.7),
+    "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7, 0, -0.3),
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, 0.0),
-    "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2 + 0.2, 0, 0.4),
-    "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, -0.15, 0, -0.3),
-    "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> B <12.5 seconds><")], 0, 1, 0.8 + 0.35, 0, 0.7),
-    "a comparison is no tag": ([DONE.replace("shows it", "shows that 3 < 5").replace(">B<", "> B, <= 5<")], 0, 1, 0.8 + 0.35, 0, 0.7),
-    "a broken tag is not text": ([DONE.replace(">B<", ">B</answe<")], 0, 1, 0.8 + 0.2, 0, 0.4),
-    "call tags in the thought": ([f"<think>\nI could {CALL} here.\n</think>\n<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.8 + 0.35, 0.1, 0.7),
+    "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2, 0, 0.4),
+    "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
+    "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> B <12.5 seconds><")], 0, 1, 0.8, 0, 0.7),
+    "a comparison is no tag": ([DONE.replace("shows it", "shows that 3 < 5").replace(">B<", "> B, <= 5<")], 0, 1, 0.8, 0, 0.7),
+    "a broken tag is not text": ([DONE.replace(">B<", ">B</answe<")], 0, 1, 0.8, 0, 0.4),
+    "call tags in the thought": ([f"<think>\nI could {CALL} here.\n</think>\n<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.8, 0.1, 0.7),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
-    turns, executed, acc, fmt, tool, anchor = CASES[name]
+    turns, executed, acc, r_fmt, tool, anchor = CASES[name]
+    f = min(1.0, r_fmt + 0.5 * anchor)
+    expected = {"acc": acc, "paid_fmt": r_fmt, "fmt": f, "tool": tool, "anchor": anchor, "reward": acc + r_fmt + tool}
     parts = earned(turns, executed)
-    got = {key: parts[key] for key in ("acc", "fmt", "tool", "anchor", "reward")}
-    fmt = min(fmt, 1.0)
-    assert got == pytest.approx({"acc": acc, "fmt": fmt, "tool": tool, "anchor": anchor, "reward": acc + fmt + tool})
+    assert {key: parts[key] for key in expected} == pytest.approx(expected)
+    assert earned(turns, executed, cfg=RELEASED)["reward"] == pytest.approx(acc + f + tool)
 
 
 def test_options_are_read_from_the_question_where_the_row_has_none():
@@ -128,19 +135,24 @@ def test_spam_is_a_rate_over_all_episodes():
     assert [parts[f"spam_{tag}"] for parts in (tidy, spam) for tag in rewards.TAG_LIMITS] == [0, 0, 0, 1, 0, 0]
 
 
-def test_a_failed_judge_leaves_an_error_and_no_reward(monkeypatch):
-    def ask(question, gold, answer, cfg):
+def test_a_failed_judge_leaves_an_error_and_no_reward():
+    def judge(question, gold, answer):
         if answer == "B":
             raise JudgeError("gone")
         return 1.0
 
-    monkeypatch.setattr(rewards, "ask_judge", ask)
-    judged = RewardConfig(open_answer="judge", judge=Judge(url="u", model="m"))
+    judged = RewardConfig(open_answer="judge", judge=JudgeConfig(url="u", model="m"))
     open_question = Task("t", "", (), "oe", "blue")
     episodes = [episode_of_turns([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
-    assert rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged) == 1
+    assert rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge) == 1
     assert episodes[0].error == "JudgeError: gone" and not episodes[0].reward
     assert not episodes[1].error and episodes[1].reward["acc"] == 1
+
+
+def test_the_rewards_load_no_client_of_an_endpoint():
+    """Past bug: they asked the judge themselves, so who read a reward read an HTTP client, too."""
+    code = "import sys, rewards; sys.exit(sum(name in sys.modules for name in ('runtime.api', 'requests')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
 def test_closure_is_the_share_of_opened_tags_that_were_closed():
@@ -181,9 +193,6 @@ def test_accuracy_only_pays_nothing_else_and_f_is_logged_all_the_same():
     cfg = RewardConfig(w_fmt=0, w_tool=0, anchor=Anchor(credit="off"))
     parts = earned([LOOK, DONE], 1, cfg=cfg)
     assert parts["reward"] == 1 and parts["fmt"] == 1 and parts["tool"] == pytest.approx(0.8)
-    assert earned([LOOK, DONE], 1, cfg=RewardConfig())["reward"] == pytest.approx(1 + 1 + 0.8)  # R_fmt ends at 1
-    struct = earned([DONE], cfg=RewardConfig())  # struct pays the anchor through the advantage, not through R_fmt
-    assert struct["reward"] == pytest.approx(1 + 0.8) and struct["fmt"] == pytest.approx(1.0)
 
 
 def test_an_untagged_answer_counts_only_where_the_config_says_so():
@@ -192,6 +201,8 @@ def test_an_untagged_answer_counts_only_where_the_config_says_so():
     assert earned([said])["acc"] == 0 and earned([said], cfg=lenient)["acc"] == 1
     assert earned([DONE.replace("B<", "A<").replace("shows", "answer is B: shows")], cfg=lenient)["acc"] == 0
     assert earned([f"I do not know.{END_OF_TURN}"], cfg=lenient)["acc"] == 0
+    thought = f"<think>\nThe answer is B.\n</think>\nok{END_OF_TURN}"  # past bug: that was an answer
+    assert earned([thought], cfg=lenient)["acc"] == 0 == earned([said, LOOK], cfg=lenient)["acc"]
 
 
 def test_the_plain_weights_without_the_answer_suffix():
@@ -242,9 +253,7 @@ def test_structure_is_the_tags_and_nothing_of_their_content():
     "turn, paint",
     [
         (f"<think>\nIt is B.{END_OF_TURN}", f"<think>{END_OF_TURN}"),  # ended while thinking
-        (f"<think>\nIt is <answer>B</answer>{END_OF_TURN}", f"<think><answer></answer>{END_OF_TURN}"),
         (f"It is B.{END_OF_TURN}", END_OF_TURN),  # never thought
-        (f"<think>\nB\n</think>\nIt is B.{END_OF_TURN}", f"<think></think>{END_OF_TURN}"),  # neither answer nor call
         (f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}", f"<think></think><answer>{END_OF_TURN}"),
     ],
 )
@@ -261,7 +270,7 @@ def test_tags_of_several_tokens_count_whole(renderer):
 @pytest.fixture(scope="module")
 def merging() -> Renderer:
     """A byte-level vocabulary with merges that Qwen's has, too."""
-    pairs = '> B,> (,> [,< /,. </,] </,) </," </,? </,} </,} }</,> Ċ,Ġ </,B </,. <'
+    pairs = "> B,> (,> [,< /,. </,] </,) </,? </,> Ċ,Ġ </,B </,. <"
     pairs += ",ã Ģ,ãĢ Ĥ,ãĢĤ </"  # the ideographic full stop
     merges = pairs.split(",")
     merges += [f"{'answer'[:i]} {'answer'[i]}" for i in range(1, 6)]
@@ -282,14 +291,11 @@ def merging() -> Renderer:
         ("B", ["<", "answer", "</", "answer", ">"]),
         ("?", ["<", "answer", ">", "answer", ">"]),
         ("\n?", ["<", "answer", ">\n", "answer", ">"]),
-        ("a B", ["<", "answer", ">", "answer", ">"]),
         # ... and so are >( and >[; but to sample `)</` is to decide to close.
         ("(B)", ["<", "answer", ")</", "answer", ">"]),
         ("[12.5, 20.1]", ["<", "answer", "]</", "answer", ">"]),
         ("A red door.", ["<", "answer", ">", ".</", "answer", ">"]),
-        ('He said "no"', ["<", "answer", ">", '"</', "answer", ">"]),
         ("红色的门。", ["<", "answer", ">", "。</", "answer", ">"]),
-        ('{"a": {"b": 1}}', ["<", "answer", ">", "}}</", "answer", ">"]),
         ("\nB ", ["<", "answer", ">\n", " </", "answer", ">"]),
     ],
 )

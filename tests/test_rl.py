@@ -74,8 +74,8 @@ def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
 def paid_by_chance(monkeypatch):
     """A policy that has learned nothing earns nothing, and a run without rewards moves no weight: pay for its noise."""
 
-    def give(groups, renderer, cfg):
-        lost = give_rewards(groups, renderer, cfg)
+    def give(groups, renderer, cfg, judge):
+        lost = give_rewards(groups, renderer, cfg, judge)
         for episode in [episode for group in groups for episode in group.episodes]:
             episode.reward["reward"] = float(sum(episode.main.ids) % 5)
         return lost

@@ -288,16 +288,6 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
         config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["report_to=[wandb]"])
 
 
-def test_a_dry_run_plans_the_8b_model_for_the_node_and_names_what_is_missing(capsys):
-    cfg = config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml")
-    with pytest.raises(FileNotFoundError, match="paravt_sft_charades_12k4.parquet: no such data file"):
-        sft.dry_run(cfg)
-    told = capsys.readouterr().out
-    assert "training, each of 8 GPUs" in told and "GiB of 80" in told
-    with pytest.raises(PlanError, match="do not fit into 12 GiB; take more GPUs"):
-        sft.dry_run(config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["gpu_gib=12"]))
-
-
 def test_a_dry_run_of_the_toy_counts_its_rows_and_weighs_its_states(toy_dir, tmp_path, capsys):
     assert sft.dry_run(config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))) == 0
     told = capsys.readouterr().out
