@@ -196,12 +196,8 @@ def _srt(path: str) -> tuple[Cue, ...]:
             continue
         start, end, text = found.groups()
         text = " ".join(re.sub(r"<[^>]*>", " ", text).split())
-        try:
-            cue = Cue(seconds_of(start.replace(",", ".")), seconds_of(end.replace(",", ".")), text)
-        except ValueError:
-            raise DataError(f"{path}: {start} --> {end} are no times, such as 00:00:01,500; unpack it again") from None
         if text:
-            cues.append(cue)
+            cues.append(Cue(seconds_of(start.replace(",", ".")), seconds_of(end.replace(",", ".")), text))
     return tuple(sorted(cues, key=lambda cue: cue.start))
 
 
@@ -214,10 +210,9 @@ class Split:
 
     hub: str  # the dataset's name on the hub; empty: toy.py makes it
     parse: Callable[[dict, int, Files], Item]  # (row, its index, files)
-    tables: str  # glob of the files with the questions, in the root or one folder down; "this or that"
+    tables: str  # glob of the files with the questions, in the root or one folder down
     counts: tuple[int, ...] = ()  # numbers of items that it may have
     archives: str = ""  # to be unpacked
-    gigabytes: int = 0  # of the archives, where we know
     subtitled: int = 0  # how many of its videos have an .srt file
 
 
@@ -227,64 +222,45 @@ SPLITS = {
     "videomme_wsub": replace(
         _VIDEOMME, parse=_videomme_wsub, archives="videos_chunked_*.zip and subtitle.zip", subtitled=744
     ),
-    "longvideobench": Split(  # gated: its terms are accepted on its page
-        "longvideobench/LongVideoBench",
-        _longvideobench,
-        "validation-*.parquet",
-        (1337,),
-        "videos.tar.part.* (joined with cat)",
-        gigabytes=162,
+    # Gated: its terms are accepted on its page.
+    "longvideobench": Split(
+        "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,), "videos.tar.part.*, joined"
     ),
-    # The only split of this dataset is called train. Its original, THUDM/LVBench, has the questions as JSON, and links.
-    "lvbench": Split(
-        "lmms-lab/LVBench", _lvbench, "train-*.parquet or video_info.meta.jsonl", (1549,), "its video archives"
-    ),
+    # The only split of this dataset is called train.
+    "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,), "its video archives"),
     # Quoted with either number.
-    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175), "video_part_*.zip", 280),
+    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175), "video_part_*.zip"),
     "mmvu": Split("yale-nlp/MMVU", _mmvu, "validation.json", (1000,)),
-    "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,), "Charades_v1_480_part_*.zip", 16),
+    "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,), "Charades_v1_480_part_*.zip"),
     "toy": Split("", _toy, "test.parquet"),
 }
 
 
 def count_items(name: str, root: str) -> int:
-    return sum(len(_rows(table)) for table in _tables(name, root))
-
-
-def _rows(table: Path) -> Sequence[dict]:
-    """Return the rows of a table, one per question; LVBench's original has a line per video, with its questions."""
-    rows = Rows(table)
-    if table.name != "video_info.meta.jsonl":
-        return rows
-    questions = []
-    for video in rows:
-        questions += [question | {"video_path": video["key"]} for question in video.get("qa", ())]
-    return questions
+    return sum(len(Rows(table)) for table in _tables(name, root))
 
 
 def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     """Read the items of a split, in the dataset's order; with a limit, the first ones, which need no other videos. An
     incomplete dataset raises DataError."""
-    split, hint, count = SPLITS[name], _hint(name, root), count_items(name, root)
+    split, hint, places = SPLITS[name], _hint(name, root), []
+    for rows in map(Rows, _tables(name, root)):
+        places += [(rows, n) for n in range(len(rows))]
+
     files, items, missing = Files(Path(root).expanduser()), [], []
-    for table in _tables(name, root):
-        rows = _rows(table)
-        for n in range(len(rows)):
-            i = len(items) + len(missing)  # over all tables
-            if i == (limit or count):
-                break
-            try:
-                items.append(split.parse(rows[n], i, files))
-            except VideoMissing as error:
-                missing.append(str(error))
-            except (KeyError, RowError) as error:
-                reason = f"no field {error}" if isinstance(error, KeyError) else error
-                raise DataError(f"{table}: row {i}: {reason}. Another revision of the dataset? {hint}") from None
+    for i, (rows, n) in enumerate(places[: limit or None]):
+        try:
+            items.append(split.parse(rows[n], i, files))
+        except VideoMissing as error:
+            missing.append(str(error))
+        except (KeyError, RowError) as error:
+            reason = f"no field {error}" if isinstance(error, KeyError) else error
+            raise DataError(f"{rows.path}: row {n}: {reason}. Another revision of the dataset? {hint}") from None
 
     # Nothing may be missing: a score over fewer items is another score.
-    if split.counts and count not in split.counts:
+    if split.counts and len(places) not in split.counts:
         wanted = " or ".join(map(str, split.counts))
-        raise DataError(f"{root}: {name} has {wanted} items, found {count}: are shards missing? {hint}")
+        raise DataError(f"{root}: {name} has {wanted} items, found {len(places)}: are shards missing? {hint}")
     if missing:
         videos = sorted(set(missing))
         where = f"nowhere below {root} (as {', '.join(VIDEO_SUFFIXES)})"
@@ -306,23 +282,21 @@ def _tables(name: str, root: str) -> list[Path]:
     base, pattern = Path(root).expanduser(), SPLITS[name].tables
     if not base.is_dir():
         raise DataError(f"{root}: no such folder, so {name} cannot be read. {_hint(name, root)}")
-    for either in pattern.split(" or "):
-        found = sorted(base.glob(either)) or sorted(base.glob(f"*/{either}"))
-        if found:
-            return found
-    raise DataError(f"{root}: no file {pattern}, where {name} has its questions. {_hint(name, root)}")
+    found = sorted(base.glob(pattern)) or sorted(base.glob(f"*/{pattern}"))
+    if not found:
+        raise DataError(f"{root}: no file {pattern}, where {name} has its questions. {_hint(name, root)}")
+    return found
 
 
 def _hint(name: str, root: str) -> str:
     split, folder = SPLITS[name], shlex.quote(root)
     if not split.hub:
         return f"`python -m study.toy build {folder}` makes it."
-    size = f" (about {split.gigabytes} GB, and as much again unpacked)" if split.gigabytes else ""
     unpack = f"; then unpack {split.archives}, anywhere below it." if split.archives else "."
     owner, _, dataset = split.hub.partition("/")
     moved = f" If the hub has no such name: it is now lmms-eval/{dataset}." if owner == "lmms-lab" else ""
     fetch = f"`hf download {split.hub} --repo-type dataset --local-dir {folder}`"
-    return f"{fetch} fetches the dataset{size}{unpack}{moved}"
+    return f"{fetch} fetches the dataset{unpack}{moved}"
 
 
 # ------------------------------------------------------------------------------------------------ figures
