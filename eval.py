@@ -45,7 +45,7 @@ from runtime.checks import check_run, check_servers, differences, find_checkpoin
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataError
 from runtime.engine import Engine, EngineError
-from runtime.judge import JudgeError
+from runtime.judge import Judge, JudgeError
 from runtime.video import Videos
 
 USER_ERRORS = (config.ConfigError, tables.TableError, ContractError, EngineError, DataError, FileNotFoundError)

@@ -1,4 +1,4 @@
-"""The commands of `python rollout.py`, on the toy's untrained checkpoint and one of its videos."""
+"""`python -m study.ask`, on the toy's untrained checkpoint and one of its videos."""
 
 import argparse
 import json
@@ -22,58 +22,39 @@ CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": %s, "end_t
 
 @pytest.fixture
 def command(toy_dir, monkeypatch, capsys):
-    """command(*arguments) -> (exit status, what was printed), in this process."""
-    video = sorted((toy_dir / "videos").glob("*.mp4"))[0]
+    """command(*arguments) -> (exit status, what was printed), in this process and in the toy's folder."""
+    monkeypatch.chdir(toy_dir)
 
     def run(*arguments: str) -> tuple[int, str]:
-        given = ["--model", str(toy_dir / "model"), "--video", str(video)]
-        command, question = (arguments[:1], arguments[1:]) if arguments[0] == "doctor" else ((), arguments)
-        monkeypatch.setattr(sys, "argv", ["rollout.py", *command, *given, *question])
+        given = ["--model", "model", "--video", "videos/test00000.mp4", "--k", "4"]
+        monkeypatch.setattr(sys, "argv", ["ask.py", arguments[0], *given, *arguments[1:]])
         status = ask.main()
         return status, capsys.readouterr().out
 
     return run
 
 
-@pytest.fixture
-def says(monkeypatch):
-    """says(text): in its first turn, the agent says this."""
+def test_ask_shows_thoughts_windows_and_reports_and_keeps_a_trace(toy_dir, videos, command, monkeypatch, tmp_path):
+    """The trace can be read from any folder."""
+    said = "I look twice.</think>" + CALL % (0, 16) + CALL % (16, 32) + CALL % (9, 5)
+    plain, first = inprocess.InProcess.generate, [said]
 
-    def install(text: str) -> None:
-        plain = inprocess.InProcess.generate
-
-        def generate(self, ids, frames, **more):
-            if not said:
-                said.append(text)
-                new = [*self.renderer.encode(text), self.renderer.end_of_turn]
-                return Sample(new, [-1.0] * len(new), "stop", 0)
+    def generate(self, ids, frames, **more):
+        if not first:
             return plain(self, ids, frames, **more | {"max_new_tokens": 5})
+        new = [*self.renderer.encode(first.pop()), self.renderer.end_of_turn]
+        return Sample(new, [-1.0] * len(new), "stop", 0)
 
-        said = []
-        monkeypatch.setattr(inprocess.InProcess, "generate", generate)
-
-    return install
-
-
-def test_ask_shows_thoughts_windows_and_reports(command, says, tmp_path):
-    says("I look twice.</think>" + CALL % (0, 16) + CALL % (16, 32) + CALL % (9, 5))
-    status, printed = command("Which color flashes?", "--k", "4", "--trace", str(tmp_path / "t.json"))
+    monkeypatch.setattr(inprocess.InProcess, "generate", generate)
+    status, printed = command("Which color flashes?", "--trace", str(tmp_path / "t.json"))
     assert status == 0
     assert "I look twice." in printed and "<tool_call>" not in printed.split("turn 2")[0]
     for window in ("0.0–16.0 s", "16.0–32.0 s"):
         assert printed.count(window) == 2  # on the timeline, and when its report arrives
     assert "│█" in printed and "·█" in printed and "bad_arguments" in printed and "2 turns, 3 calls" in printed
-    [episode] = load_episodes(tmp_path / "t.json")
-    assert [call.window for call in episode.calls] == [(0, 16), (16, 32), None]
-
-
-def test_a_trace_can_be_read_from_any_folder(toy_dir, videos, monkeypatch, tmp_path, capsys):
-    monkeypatch.chdir(toy_dir)
-    given = ["?", "--model", "model", "--video", "videos/test00000.mp4", "--max-new-tokens", "4", "--k", "4"]
-    monkeypatch.setattr(sys, "argv", ["rollout.py", *given, "--trace", str(tmp_path / "t.json")])
-    assert ask.main() == 0
     monkeypatch.chdir(tmp_path)
     [episode] = load_episodes("t.json", videos, VisualContract.load(toy_dir / "model"))
+    assert [call.window for call in episode.calls] == [(0, 16), (16, 32), None]
     assert len(episode.main.frames[0]) == 4 and Path(episode.task.videos[0]).is_absolute()
 
 
@@ -99,7 +80,7 @@ def table(printed: str) -> dict[str, bool]:
 
 
 def test_the_doctor_finds_a_healthy_model_healthy(command):
-    status, printed = command("doctor", "--max-new-tokens", "8", "--k", "4")
+    status, printed = command("doctor", "--max-new-tokens", "8")
     assert status == 0 and len(table(printed)) == 7 and all(table(printed).values()), printed
 
 
@@ -115,7 +96,7 @@ def test_the_doctor_compares_texts_as_the_tokenizer_normalises_them(toy_dir, tmp
         return Sample([*said, self.renderer.end_of_turn], [-1.0] * (len(said) + 1), "stop", 0)
 
     monkeypatch.setattr(inprocess.InProcess, "generate", decomposed)
-    _, printed = command("doctor", "--k", "4", "--model", str(model))
+    _, printed = command("doctor", "--model", str(model))
     assert table(printed)["one conversation"], printed
 
 
@@ -130,5 +111,5 @@ def hot(self, ids, frames, plain=inprocess.InProcess.generate, **more):
 @pytest.mark.parametrize("fault", [blind, hot])
 def test_the_doctor_notices_an_engine_that_differs_from_the_trainer(command, monkeypatch, fault):
     monkeypatch.setattr(inprocess.InProcess, "generate", fault)
-    status, printed = command("doctor", "--max-new-tokens", "8", "--k", "4")
+    status, printed = command("doctor", "--max-new-tokens", "8")
     assert status == 1 and not table(printed)["engine and trainer agree"], printed

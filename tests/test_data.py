@@ -1,4 +1,4 @@
-"""Rows in, tasks and tokens out: schemas, shuffling, packing, gating, and the commands of `python data.py`."""
+"""Rows in, tasks and tokens out: schemas, shuffling, packing, gating, and `python -m study.prepare`."""
 
 import collections
 import json
@@ -434,15 +434,15 @@ def test_packing_splits_no_row_and_wastes_little(lengths):
     assert len(half_empty) <= 1  # two of them would have been one
 
 
-# ------------------------------------------------------------------------------------------------ python data.py ...
+# ------------------------------------------------------------------------------------------------ study.prepare
 
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """command(*arguments) -> what `python data.py` prints, in this process."""
+    """command(*arguments) -> what `python -m study.prepare` prints, in this process."""
 
     def run(*arguments, expect: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["data.py", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments)])
         status = prepare.main()
         told = capsys.readouterr()
         assert status == expect, told
@@ -459,20 +459,29 @@ def test_check_tells_the_truth_about_the_toy(toy_dir, command):
     assert re.search(r"\n  openings: 0 of \d+ assistant turns are changed", told)
 
 
-def test_check_counts_the_turns_whose_opening_is_changed(tmp_path, video, command):
-    rows = []
-    for opening in ("<think>", "<think>\n", ""):
-        rows.append({"messages": [user(video), {"role": "assistant", "content": f"{opening}Red."}]})
-    path = write_jsonl(tmp_path / "sft.jsonl", rows)
-    assert "openings: 1 of 3 assistant turns are changed" in command("check", path)
-
-
-def test_check_reads_calls_as_a_rollout_would(tmp_path, video, command):
+def test_check_reads_openings_and_calls_as_a_rollout_would(tmp_path, video, command):
     """`ocr_frme` and `argments` passed."""
     calls = [CALL, CALL.replace("crop_video", "ocr_frme"), CALL.replace("arguments", "argments")]
-    row = {"messages": [user(video), {"role": "assistant", "content": "".join(calls)}]}
-    told = command("check", write_jsonl(tmp_path / "sft.jsonl", [row]))
+    rows = []
+    for said in ("<think>Red.", "<think>\nRed.", "".join(calls)):
+        rows.append({"messages": [user(video), {"role": "assistant", "content": said}]})
+    told = command("check", write_jsonl(tmp_path / "sft.jsonl", rows))
+    assert "without calls 2, with calls 1" in told
+    assert "openings: 1 of 3 assistant turns are changed" in told
     assert "calls, as a rollout reads them: ok 1, unknown tool 'ocr_frme' 1, unparseable 1\n" in told
+
+
+def test_check_counts_the_ids_that_rows_share(tmp_path, video, command):
+    """Rows of one id in a batch shared K and seeds, and the report merges them."""
+    files = []
+    for name, ids in (("a", ("q1", "q2", None)), ("b", ("q2", None))):
+        rows = [rl(video, answer="x", id=i) for i in ids]
+        files.append({"path": write_jsonl(tmp_path / f"{name}.jsonl", rows)})
+    (tmp_path / "run.yaml").write_text(json.dumps({"data": {"sources": files}}))
+    told = command("check", tmp_path / "run.yaml")
+    shared = f"'q2': row 1 of {tmp_path}/a.jsonl, row 0 of {tmp_path}/b.jsonl\n"
+    assert f"repeated ids: 1, such as {shared}" in told
+    assert "repeated" not in command("check", tmp_path / "a.jsonl")
 
 
 def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path, command):
@@ -550,53 +559,3 @@ def test_materialize_makes_sentinels_absolute_and_lists_what_is_missing(tmp_path
     assert parse_task(row, "rl:0", Path("/")).videos == (url.removeprefix("file://"),)
     command("materialize", "--root", "/", "--parquet-dir", made, "--output-dir", twice)  # what is absolute stays
     assert Rows(twice / "sft.parquet")[0] == Rows(made / "sft.parquet")[0]
-
-
-def crop(start, end):
-    return f'<tool_call>\n{{"name": "crop_video", "arguments": {{"start_time": {start}, "end_time": {end}}}}}\n</tool_call>'
-
-
-def sequential(*windows, reports=None):
-    messages = [{"role": "user", "content": "Which?"}]
-    for i, window in enumerate(windows):
-        messages.append({"role": "assistant", "content": f"<think>\nThought {i}.\n</think>\n{crop(*window)}"})
-        frames = {"type": "image_url", "image_url": {"url": "f.jpg"}}
-        text = f"<tool_response>\n{(reports or ['seen'] * 9)[i]}\n</tool_response>"
-        messages.append({"role": "user", "content": [frames, {"type": "text", "text": text}]})
-    return [*messages, {"role": "assistant", "content": "<think>\nDone.\n</think>\n<answer>A</answer>"}]
-
-
-def test_parallelize_gathers_independent_calls_into_one_turn():
-    done = prepare.parallel_messages(sequential((0, 10), (20, 30), (25, 40), reports=["a", "b", "c"]), {1: "B"})
-    assert [m["role"] for m in done] == ["user", "assistant", "user", "assistant"]
-    calls = "\n".join([crop(0, 10), crop(20, 30), crop(25, 40)])
-    assert done[1]["content"] == f"<think>\nThought 0.\n</think>\n{calls}"
-    reports = [f"<tool_response>\n{text}\n</tool_response>" for text in ("a", "B", "c")]
-    assert done[2]["content"] == "\n".join(reports)  # no frames
-    assert done[3] == sequential()[-1]
-
-
-@pytest.mark.parametrize(
-    "messages, says",
-    [
-        (sequential((0, 10)), "1 calls: nothing to run in parallel"),
-        (sequential((0, 10), (2, 8)), "window 2 - 8 refines the earlier 0 - 10"),
-        (sequential((0, 10), (20, 30), reports=["a", ""]), "response 1 has no text, and no summary"),
-        (sequential((0, 10), ('"x"', 30)), "not a crop_video call"),
-        (sequential((0, 10), (20, 30))[:-1], "the last turn is not an answer"),
-        (sequential((0, 10), (20, 30))[:4] + sequential((0, 1))[-1:], "2 calls but 1 responses"),
-    ],
-)
-def test_parallelize_says_why_a_row_stays_out(messages, says):
-    with pytest.raises(RowError, match=says):
-        prepare.parallel_messages(messages, {})
-
-
-def test_parallelize_writes_what_it_can_and_lists_the_rest(tmp_path, command):
-    good, twice = sequential((0, 10), (20, 30)), sequential((0, 10), (0, 10))
-    rows = [{"messages": text} for text in (json.dumps(good), json.dumps(twice), "7", "[7]")]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet")
-    assert "1 of 4 rows" in command("parallelize", tmp_path / "in.parquet", tmp_path / "out.parquet")
-    assert json.loads(Rows(tmp_path / "out.parquet")[0]["messages"])[1]["content"].count("<tool_call>") == 2
-    skipped = [json.loads(line) for line in (tmp_path / "out.skipped.jsonl").read_text().splitlines()]
-    assert [s["row"] for s in skipped] == [1, 2, 3] and "refines the earlier 0 - 10" in skipped[0]["reason"]

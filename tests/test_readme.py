@@ -15,20 +15,23 @@ def test_every_file_of_the_tree_is_named():
     assert PATHS.keys() <= set(re.findall(r"\b\w+\.py\b", README))
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`(?:(?:runtime|evals|study)[./])?(\w+\.\w+)`", README))))
-def test_what_it_names_is_there(name):
-    """`rewards.score`: a function of that file; `protocols.yaml`: a file."""
-    module, _, attribute = name.partition(".")
-    if f"{module}.py" in PATHS and attribute not in ("py", "yaml", "md", "html"):
-        dotted = ".".join(PATHS[f"{module}.py"].relative_to(REPO).with_suffix("").parts)
-        assert hasattr(importlib.import_module(dotted), attribute) or is_key(attribute)
-    elif attribute in ("py", "yaml", "md", "html"):
-        assert next(REPO.rglob(name), None)
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+\.)+(?:py|yaml|md|html))`", README))))
+def test_the_files_that_it_names_are_there(name):
+    assert next(REPO.rglob(name), None)
 
 
-def is_key(attribute: str) -> bool:
-    """`anchor.credit`, `rollout.gpus`: a key of the configs."""
-    return any(re.search(rf"^    {attribute}:", path.read_text(encoding="utf-8"), re.M) for path in PATHS.values())
+WHERE = re.search(r"^\| term \| where \|\n(.*?)\n\n", README, re.M | re.S)[1]
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+\.)+\w+)`", WHERE))))
+def test_what_the_table_of_terms_names_is_there(name):
+    """`rl.Sampler.sample`: a method of a class of that file."""
+    module, *attributes = name.split(".")
+    found = importlib.import_module(".".join(PATHS[f"{module}.py"].relative_to(REPO).with_suffix("").parts))
+    for attribute in attributes:
+        fields = getattr(found, "__annotations__", {})  # of a dataclass, those without a default
+        assert hasattr(found, attribute) or attribute in fields, name
+        found = getattr(found, attribute, None)
 
 
 def test_every_path_that_it_names_is_there():
@@ -42,11 +45,14 @@ def test_every_config_that_it_names_is_there():
 
 
 def test_its_commands_are_commands():
-    """Scripts exist; targets are in the Makefile."""
+    """Scripts and modules exist; targets are in the Makefile."""
     makefile = (REPO / "Makefile").read_text(encoding="utf-8")
     assert all(re.search(rf"^{target}:", makefile, re.M) for target in re.findall(r"^make ([\w-]+)", README, re.M))
-    scripts = re.findall(r"(?:python|torchrun)(?: -\S+)* (\w+\.py)", README)
-    assert len(scripts) > 10 and set(scripts) <= PATHS.keys()
+    scripts = re.findall(r"(?:python|torchrun)(?: --\S+)* (\w+\.py)", README)
+    modules = re.findall(r"python -m study\.(\w+)", README)
+    assert len(scripts) > 8 and set(scripts) <= PATHS.keys()
+    assert len(modules) > 5 and {f"{module}.py" for module in modules} <= PATHS.keys()
+    assert all("def main()" in PATHS[f"{module}.py"].read_text(encoding="utf-8") for module in modules)
 
 
 def test_its_figures_are_those_of_the_results():

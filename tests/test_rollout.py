@@ -97,13 +97,6 @@ def test_the_trainer_reads_exactly_what_the_engine_was_asked_and_what_it_said(re
     assert TASK.question not in prompt and "seconds>" in prompt
 
 
-def test_a_whole_episode_reads_as_the_chat_template_writes_it(renderer):
-    """The released code spliced re-rendered turns by length: responses 2..N ended up inside an open assistant turn."""
-    first, last = "so</think>\n" + call() + "\n" + call(9, 5) + "\n" + call(20, 40), "done</think><answer>cat</answer>"
-    [episode] = play(renderer, turns(first + END, last + END))
-    assert text_of(episode, renderer) + "\n" == as_the_template_writes_it(episode, (first, last), renderer)
-
-
 def test_sampled_ids_are_kept_even_where_the_tokenizer_would_write_others(renderer):
     spelled = [i for letter in "done" for i in renderer.encode(letter)] + renderer.encode("</think>")
     assert spelled != renderer.encode("done</think>")
@@ -120,28 +113,23 @@ def ends_as_qwen(renderer, monkeypatch):
     return endoftext
 
 
-def test_a_turn_may_end_with_any_token_of_the_checkpoints_list(renderer, ends_as_qwen):
-    """Qwen's list is <|im_end|> and <|endoftext|>. After the latter the template's own end follows, which is not learned."""
-    first, last = "so</think>\n" + call() + "\n" + call(20, 40), "done</think><answer>cat</answer>"
+def test_the_template_writes_the_same_with_the_checkpoints_list_of_ends(renderer, ends_as_qwen):
+    """Qwen's list is <|im_end|> and <|endoftext|>. After the latter the template's own end follows, which is not learned.
+    (The released code spliced re-rendered turns by length: responses 2..N ended up inside an open assistant turn.)"""
+    first = "so</think>\n" + call() + "\n" + call(9, 5) + "\n" + call(20, 40)
+    last = "done</think><answer>cat</answer>"
+    reports = iter([" a cat <|endoftext|> and more", "a dog" + END])
     said = turns(first + "<|endoftext|>" + call() + END, last + "<|endoftext|>more" + END)
-    reports_of = {0: " a cat <|endoftext|> and more", 20: "a dog" + END}
-
-    def reply(prompt, seed):
-        if is_subagent(prompt):
-            return reports_of[min(20, int(float(re.findall(r"<([\d.]+) seconds>", prompt)[0])) // 20 * 20)]
-        return said(prompt, seed)
-
-    [episode] = play(renderer, reply)
-    main, im_end = episode.main, renderer.end_of_turn
-    assert [c.text for c in episode.calls] == ["a cat", "a dog"] and main.finish == "stop"
+    [episode] = play(renderer, lambda prompt, seed: next(reports) if is_subagent(prompt) else said(prompt, seed))
+    main = episode.main
+    assert {c.text for c in episode.calls if not c.error} == {"a cat", "a dog"} and main.finish == "stop"
     check_episode(episode, renderer, RolloutConfig())
-    # Each turn ends with what was sampled ...
-    assert [main.ids[end - 1] for _, end in main.turns] == [ends_as_qwen] * 2
-    assert [main.mask[end - 1] for _, end in main.turns] == [1, 1]
-    # ... and the delta closes it.
+    # Each turn ends with what was sampled, and the delta closes it.
+    for _, end in main.turns:
+        assert (main.ids[end - 1], main.mask[end - 1]) == (ends_as_qwen, 1)
     end = main.turns[0][1]
     assert renderer.decode(main.ids[end : end + 3]).startswith("<|im_end|>\n<|im_start|>")
-    assert main.ids[end] == im_end and main.mask[end] == 0 and main.logprobs[end] == 0
+    assert main.ids[end] == renderer.end_of_turn and main.mask[end] == 0 and main.logprobs[end] == 0
     # But for the sampled tokens it is one conversation of the template's.
     whole = as_the_template_writes_it(episode, (first, last), renderer)
     assert text_of(episode, renderer).replace("<|endoftext|>", "") + "<|im_end|>\n" == whole
@@ -176,23 +164,18 @@ def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(render
 # ---- 2: all calls of a turn, one answer turn
 
 
-def test_every_call_has_one_response_in_call_order_in_a_single_turn(renderer):
-    first = "x</think>" + call(0, 10) + call(50, 40) + "<tool_call>{oops</tool_call>" + call(10, 20) + END
-    described = turns(first, "y</think>" + END, report=lambda prompt: re.findall(r"<([\d.]+) seconds>", prompt)[0])
-    [episode] = play(renderer, described)
+def test_every_call_is_answered_in_call_order_or_told_over_the_limit(renderer):
+    """In a single turn. Calls that cannot be read do not use up the limit."""
+    first = "x</think>" + call(0, 10) + call(50, 40) + "<tool_call>{oops</tool_call>" * 2 + call(10, 20) + call() * 2
+    described = turns(first + END, "y</think>" + END, report=lambda prompt: re.findall(r"<([\d.]+) sec", prompt)[0])
+    [episode] = play(renderer, described, max_calls=3)
     _, answers = user_turns(episode, renderer)
     assert reports(answers) == [c.text for c in episode.calls]
-    assert [c.error for c in episode.calls] == ["", "bad_arguments", "unparseable", ""]
-    assert [float(c.text) < 10 for c in (episode.calls[0], episode.calls[3])] == [True, False]
-    assert "from 0 to 60.0 seconds" in episode.calls[1].text and "could not be read" in episode.calls[2].text
-
-
-def test_calls_over_the_limit_are_told_so_and_do_not_run(renderer):
-    """Broken calls do not use up the limit."""
-    first = "x</think>" + "<tool_call>{</tool_call>" * 3 + call() * 4 + END
-    [episode] = play(renderer, turns(first, "y</think>" + END), max_calls=2)
-    assert [c.error for c in episode.calls] == ["unparseable"] * 3 + ["", "", "over_limit", "over_limit"]
-    assert len(reports(user_turns(episode, renderer)[1])) == 7 and "at most 2" in episode.calls[-1].text
+    errors = ["", "bad_arguments", "unparseable", "unparseable", "", "over_limit", "over_limit"]
+    assert [c.error for c in episode.calls] == errors
+    assert float(episode.calls[0].text) < 10 <= float(episode.calls[4].text)
+    for i, says in ((1, "from 0 to 60.0 seconds"), (2, "could not be read"), (6, "at most 3")):
+        assert says in episode.calls[i].text
 
 
 def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
