@@ -319,13 +319,11 @@ def proximal_logprobs(
     is pi itself (None)."""
     found = []
     for minibatch in minibatches:
-        found.append([])
-        for micro in minibatch:
-            prox = None
-            if len(minibatches) > 1:
-                with torch.no_grad():
-                    prox = policy(bundles(micro), temperature).logprobs
-            found[-1].append(prox)
+        logprobs = [None] * len(minibatch)
+        if len(minibatches) > 1:
+            with torch.no_grad():
+                logprobs = [policy(bundles(micro), temperature).logprobs for micro in minibatch]
+        found.append(logprobs)
     return found
 
 

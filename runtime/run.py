@@ -37,11 +37,11 @@ def try_out(cfg: RunConfig, parse: Callable, check_memory: Callable[[RunConfig],
 
 
 def is_finished(cfg: RunConfig) -> bool:
-    """Return, and say, whether the state after the last step is there, and a model that was exported from it."""
-    state, model = Path(cfg.run) / "state" / f"step-{cfg.steps:08d}", Path(cfg.run) / "model"
-    finished = state.exists() and model.exists()
+    """Return, and say, whether the newest state is that after the last step, and the model was exported from it."""
+    model, states = Path(cfg.run) / "model", sorted(Path(cfg.run).glob("state/step-????????"))
+    finished = model.exists() and bool(states) and states[-1].name == f"step-{cfg.steps:08d}"
     if finished:  # A model that is older than the state is that of fewer steps.
-        finished = model.stat().st_mtime_ns >= state.stat().st_mtime_ns
+        finished = model.stat().st_mtime_ns >= states[-1].stat().st_mtime_ns
     finished = gather(finished)[0]
     if finished:
         print0(f"finished: {model} is the result of all {cfg.steps} steps; more `steps` would go on")
