@@ -2,22 +2,22 @@
 
     python eval.py configs/eval/toy.yaml                    # the toy, with tools and without, at every K
     python eval.py configs/eval/paravt_8b.yaml              # called again, it goes on where it was stopped
-    python eval.py configs/eval/paravt_8b.yaml --dry-run    # what is missing, how long it takes, what differs from the paper
-    python eval.py configs/eval/paravt_8b.yaml shard=0/4    # items 0, 4, 8, ...: four machines share a run
+    python eval.py configs/eval/paravt_8b.yaml --dry-run    # what is missing, what differs from the paper
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
 
 RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was said last, what was read from
 it, the score (and under `lenient` both, as the splits' own scorers read), the calls with their windows, turns, tokens,
 seconds, and the error if there was one. Its first line holds the settings that shape a result: weights, prompts,
-contract, data. A file made under other settings is refused, unless nothing in it was answered. Items that ended in an
-error count as wrong, and the next call asks them again (its line then counts). `limit=2` tries a config on two items of
-each split, and needs no other videos; a larger limit goes on from there. A run in which all items of a split failed ends
-with exit status 1.
+contract. A file made under other settings is refused, unless nothing in it was answered.
+
+An item is asked again if it ended in an error (which counts as wrong until then), or if its question, options, answer
+or subtitles are no longer the same. `limit=2` tries a config on two items of each split, and needs no other videos; a
+larger limit goes on from there. A run in which all items of a split failed ends with exit status 1.
 
 With `transcripts`, RUN/episodes has a file of that name with the whole episodes:
 `python -m study.report FILE --model CHECKPOINT` shows them.
 
-Deliberately missing: several checkpoints in a run, ensembles, majority votes.
+Deliberately missing: several checkpoints in a run, several machines for a run, ensembles, majority votes.
 """
 
 import dataclasses
@@ -33,11 +33,10 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 import data
-import tools
 from data import Episode
 from evals import tables
-from evals.benchmarks import SPLITS, UNGRADED, Item, ask_with_subtitles, count_items, grade, grade_leniently, load_split
-from evals.protocols import Prompting, look_over, overview_indices, play
+from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
+from evals.protocols import Prompting, play
 from rewards import JudgeError, RewardConfig, final_answer, score, turn_texts
 from rollout import RolloutConfig, Stage, derive, dump, open_engine, run_all
 from runtime import config
@@ -45,8 +44,10 @@ from runtime.api import Api, OpenAI, check_api
 from runtime.checks import check_run, check_servers, differences, find_checkpoint, find_tokenizer, on_the_hub
 from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataError
-from runtime.engine import EngineError
-from runtime.video import VideoError, Videos
+from runtime.engine import Engine, EngineError
+from runtime.video import Videos
+
+USER_ERRORS = (config.ConfigError, tables.TableError, ContractError, EngineError, DataError, FileNotFoundError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,6 @@ class EvalConfig:
     """Only how answers are read counts here: open_answer, untagged_answer, judge."""
     limit: int = 0
     """Only the first so many items of each split; 0: all."""
-    shard: str = ""
-    """i/n: only the items i, i + n, i + 2n, ... (i from 0), in files of their own; the table joins the n shards."""
     transcripts: bool = False
     """Keep whole episodes, too: about 100 kB each."""
     seed: int = 0
@@ -95,9 +94,6 @@ class EvalConfig:
             raise ValueError(f"frames = {list(self.frames)}: an overview has at least 1 frame")
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
-        i, _, n = self.shard.partition("/")
-        if self.shard and not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
-            raise ValueError(f"shard = {self.shard!r}: write i/n with i from 0 to n - 1, such as 0/4")
         if self.api.url and (self.rollout.gpus or self.rollout.urls):
             raise ValueError("api.url: the model is asked there, so leave rollout.gpus and rollout.urls empty: []")
         if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):
@@ -110,164 +106,67 @@ class EvalConfig:
         """Say if the model is asked as our own agent, which has arms and the format that the rewards speak of."""
         return self.prompting.protocol == "agent"
 
-    @property
-    def served(self) -> bool:
-        return bool(self.rollout.gpus or self.rollout.urls or self.api.url)
+
+# ------------------------------------------------------------------------------------------------ the run
 
 
-# ------------------------------------------------------------------------------------------------ before it runs
+def main(cfg: EvalConfig) -> int:
+    """Ask what has not been answered yet, and print the table; exit status 1 where all items of a split failed."""
+    check_run(cfg)
+    source, contract = find_model(cfg)
+    renderer = Renderer(load_tokenizer(source), contract)
+    weights = cfg.api.model if cfg.api.url else weights_digest(source)
 
-
-def dry_run(cfg: EvalConfig) -> int:
-    """Print what is there and what is missing, all at once; exit status 1 if the run could not start. Names on the hub
-    are not verified."""
-    good = True
-
-    def check(what: str, look: Callable[[], Any]) -> None:
-        nonlocal good
-        try:
-            print(f"  ok      {what}: {look()}")
-        except (config.ConfigError, ContractError, DataError, VideoError, tables.TableError) as error:
-            good = False
-            print(f"  MISSING {what}: {error}")
-
-    def checkpoint() -> str:
-        if on_the_hub(cfg.checkpoint):
-            return f"{cfg.checkpoint} is not here; the run would fetch it from the hub"
-        source = find_checkpoint(cfg.checkpoint, cfg.served)
-        (cfg.visual or VisualContract.load(source)).check(source)
-        return str(source)
-
-    def servers() -> str:
-        check_api(cfg.api)
-        check_servers(cfg.rollout)
-        return str(cfg.api.url or cfg.rollout.urls or cfg.rollout.gpus or "none, the model runs in this process")
-
-    def items(split: str, root: str) -> str:
-        cells = cells_of(replace(cfg, splits={split: root}))
-        for cell in cells:
-            check_room(cell, videos, cfg)
-        episodes = sum(len(cell.items) for cell in cells)
-        return f"{cells[0].total} items, {episodes} episodes{time_left(cells, cfg)}"
-
-    print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    check("checkpoint", checkpoint)
-    with Videos(1) as videos:
-        for split, root in cfg.splits.items():
-            check(split, lambda split=split, root=root: items(split, root))
-    check("servers", servers)
-    if cfg.prompting.protocol not in tables.OUR_PROTOCOLS and not cfg.prompting.prompt_file:
-        print("  note    prompting.prompt_file is empty: our own words, so scores differ from the authors'")
-    for text in unlike_published(cfg):
-        print(f"  note    the published run: {text}")
-    for url in cfg.rollout.urls:
-        print(f"  note    {url} must serve {cfg.checkpoint}")
-    return 0 if good else 1
-
-
-def unlike_published(cfg: EvalConfig) -> list[str]:
-    """List what the published run of this row did otherwise: keys of the config, then what no key can say."""
-    published, row = tables.read_published(), tables.row_of(cfg.name)
-    asked, table, differs = published["asked"], published["table"], published["differs"]
-    if row not in asked["rows"]:
-        return differs.get(row, [])
-    here = replace(cfg, visual=cfg.visual or VisualContract.load(cfg.checkpoint))
-    ours = json.loads(json.dumps(dataclasses.asdict(here)))  # tuples become lists, as in a file
-    splits_of = {}  # a difference -> the splits that have it
-    for split, k in zip(table["columns"], table["frames"]):
-        if split in cfg.splits:
-            theirs = config.merge(asked["all"], asked["rows"][row])
-            theirs = config.merge(theirs, asked["splits"].get(split, {})) | {"frames": [k]}
-            for text in other_values(theirs, ours):
-                splits_of.setdefault(text, []).append(split)
-    found = [f"{text} ({', '.join(splits)})" for text, splits in splits_of.items()]
-    return [*found, *differs["open"], *differs[row]]
-
-
-def other_values(theirs: dict, ours: dict, prefix: str = "") -> list[str]:
-    """List the keys that have another value in a config than they had in the published run."""
-    found = []
-    for key, value in theirs.items():
-        if isinstance(value, dict):
-            found += other_values(value, ours[key], f"{prefix}{key}.")
-        elif ours[key] != value:
-            found.append(f"{prefix}{key} = {value!r}, here {ours[key]!r}")
-    return found
-
-
-def check_room(cell: "Cell", videos: Videos, cfg: EvalConfig) -> None:
-    """Refuse an overview that alone overflows the context, by the video of the first item."""
-    contract = cfg.visual or VisualContract.load(cfg.checkpoint)
-    info = videos.info(cell.items[0].task.videos[0])
-    frames = len(overview_indices(info, cell.k, cfg.prompting.protocol))
-    # Beside its pixels, a frame has a start, an end and a stamp: <123.4 seconds> is 8 tokens of Qwen's.
-    tokens = contract.frame_tokens(*contract.frame_size(info.width, info.height)) + 2 + 8 * bool(contract.stamp)
-    if frames * tokens > cfg.rollout.max_context:
-        raise config.ConfigError(
-            f"{frames} frames of {tokens} tokens do not fit into rollout.max_context = {cfg.rollout.max_context}: "
-            "lower `frames` or the pixels in `visual`, or raise max_context"
-        )
-
-
-def time_left(cells: list["Cell"], cfg: EvalConfig) -> str:
-    """Estimate how long the rest takes by what has been measured; empty before anything has."""
-    left, seconds = 0, []
+    # What has been answered is not asked again.
+    cells, todo = cells_of(cfg), []
     for cell in cells:
-        records = tables.read_results(cell.path).records if cell.path.exists() else []
-        left += len(unanswered(cell, records))
-        seconds += [record["seconds"] for record in records if not record["error"]]
-    if not seconds:
-        return ""
-    at_once = min(cfg.rollout.concurrency, left) or 1
-    hours = left * sum(seconds) / len(seconds) / at_once / 3600
-    return f"; {hours:.2g} hours for the {left} left, if {at_once} at once go as fast as the {len(seconds)} measured"
+        header = settings(cfg, cell, contract, weights)
+        records = earlier_results(cell, header)
+        if unanswered(cell, records):
+            todo.append((cell, header, records))
+
+    # Ask the rest. Nothing is written before the engine is there.
+    if todo:
+        engine = open_model(cfg, source, renderer)
+        try:
+            config.save_run(cfg, cfg.run)
+            with Videos(cfg.decoders) as videos:
+                for cell, header, records in todo:
+                    ask_all(cell, header, records, Stage(engine, renderer, videos, cell.rollout), cfg)
+        finally:
+            engine.close()
+
+    # Show all results of the run.
+    tables.report([cfg.run])
+    failed = 0
+    for cell in cells:
+        errors = [record["error"] for record in tables.read_results(cell.path).records]
+        if errors and all(errors):
+            failed = 1
+            print(f"error: all {len(errors)} items of {cell.path} failed; the last: {errors[-1]}", file=sys.stderr)
+    return failed
 
 
-# ------------------------------------------------------------------------------------------------ one item
+def find_model(cfg: EvalConfig) -> tuple[Path, VisualContract]:
+    """Return the checkpoint's folder and contract. Of a model behind an API, only the tokenizer is needed."""
+    if cfg.api.url:
+        source = find_tokenizer(cfg.checkpoint)
+    else:
+        source = find_checkpoint(cfg.checkpoint, served=bool(cfg.rollout.gpus or cfg.rollout.urls))
+    contract = cfg.visual or VisualContract.load(source)
+    contract.check(source)
+    return source, contract
 
 
-def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, keep: Callable | None = None) -> dict[str, Any]:
-    """Ask one item; returns its line of the results. The episode goes to `keep`: held, its frames would fill memory."""
-    task = item.task
-    episode, turns, answer = None, [], None
-    verdict, lenient, form = UNGRADED, UNGRADED, {}
-    try:
-        if item.subtitles:
-            shown = look_over(stage, task.videos[0], k, cfg.prompting.protocol)
-            task = ask_with_subtitles(item, shown.times)
-        episode, answer = play(stage, task, k, derive(cfg.seed, task.id), cfg.prompting, item.caption)
-        turns, error = turn_texts(episode.main, stage.renderer), episode.error
-        if not error:
-            if answer is None and cfg.grading.untagged_answer:
-                answer = final_answer(turns[-1:], untagged=True)
-            verdict = grade(item, answer, cfg.grading)
-            lenient = grade_leniently(item, verdict, turns[-1], cfg.grading)
-    except (VideoError, JudgeError) as problem:
-        error = f"{type(problem).__name__}: {problem}"
-    if cfg.agentic and not error:
-        parts = score(episode, stage.renderer, RewardConfig(open_answer="exact"))
-        form = {name: parts[name] for name in ("fmt", "strict")}
-    if keep and episode:
-        keep(episode)
-    calls = episode.calls if episode else []
-    return {
-        "id": task.id,
-        "videos": ["/".join(Path(path).parts[-2:]) for path in task.videos],  # MMVU numbers them anew in every folder
-        "kind": task.kind,
-        "gold": task.answer,
-        "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: why an answer could not be read
-        "answer": answer,
-        **verdict,
-        "lenient": lenient,
-        **form,
-        "calls": [{"name": c.name, "window": c.window, "error": c.error, "seconds": c.seconds} for c in calls],
-        "turns": len(turns),
-        "tokens": sum(episode.main.mask) if episode else 0,
-        "agent_tokens": sum(sum(call.agent.mask) for call in calls if call.agent),
-        "truncated": bool(episode and episode.main.finish == "length"),
-        "seconds": episode.seconds if episode else 0.0,
-        "error": error,
-    }
+def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
+    check_api(cfg.api)
+    check_servers(cfg.rollout)
+    if cfg.api.url:
+        return OpenAI(cfg.api, renderer)
+    return open_engine(
+        source, renderer, gpus=cfg.rollout.gpus, urls=cfg.rollout.urls, server_args=cfg.rollout.server_args,
+        max_batch_tokens=cfg.rollout.max_batch_tokens, max_context=cfg.rollout.max_context,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ one file of results
@@ -280,7 +179,8 @@ class Cell:
     split: str
     k: int
     arm: str  # of the agent; of others, the protocol
-    items: list[Item]  # the first of the split, as many as `limit` says, and of these the shard's
+    rollout: RolloutConfig  # with the arm as its dispatch
+    items: list[Item]  # the first of the split, as many as `limit` says
     total: int  # items of the whole split
     path: Path
 
@@ -289,48 +189,39 @@ def cells_of(cfg: EvalConfig) -> list[Cell]:
     found = []
     for split, root in cfg.splits.items():
         items, total = load_split(split, root, cfg.limit), count_items(split, root)
-        suffix = ""
-        if cfg.shard:
-            i, n = map(int, cfg.shard.split("/"))
-            items, suffix = items[i::n], f"-{i}of{n}"
-            if not items:
-                raise config.ConfigError(f"shard = {cfg.shard!r}: no item of {split} is in it; take fewer shards")
         for k in cfg.frames:
-            for arm in cfg.arms if cfg.agentic else (cfg.prompting.protocol,):
-                found.append(Cell(split, k, arm, items, total, Path(cfg.run) / f"{split}-K{k}-{arm}{suffix}.jsonl"))
+            for dispatch in cfg.arms:
+                arm = dispatch if cfg.agentic else cfg.prompting.protocol
+                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
+                found.append(Cell(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
     return found
 
 
 def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str) -> dict[str, Any]:
-    """Collect all that shapes a result, for the file's first line; where and how fast it is computed does not."""
-    rollout, grading = dataclasses.asdict(cfg.rollout), dataclasses.asdict(cfg.grading)
+    """Collect all that shapes a result, for the file's first line; where and how fast it is computed does not. Not in it:
+    what a fork's tool asks its sub-agents in words of its own (`Look.request`)."""
+    rollout, grading = dataclasses.asdict(cell.rollout), dataclasses.asdict(cfg.grading)
     elsewhere = ("gpus", "urls", "server_args", "max_batch_tokens", "concurrency", "call_timeout", "dispatch")
-    prompts = [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, cfg.rollout.schemas]
-    if cfg.agentic and cell.arm != "none":  # a tool may ask its sub-agents in its own words
-        prompts.append(Path(tools.__file__).read_text(encoding="utf-8"))
+    prompts = [cfg.prompting.texts]
+    if cfg.agentic:
+        prompts += [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST]
+        prompts += [cell.rollout.schemas]
     header = {
         "name": cfg.name,
         "split": cell.split,
         "k": cell.k,
         "arm": cell.arm,
-        "items": len(cell.items),
         "total": cell.total,
         "weights": weights,
-        "data": items_digest(cell.items),
-        "prompts": _digest([*prompts, cfg.prompting.texts]),
+        "prompts": _digest(json.dumps(prompts)),
         "prompting": dataclasses.asdict(cfg.prompting),
         "rollout": {name: value for name, value in rollout.items() if name not in elsewhere},
         "visual": dataclasses.asdict(contract),
         "grading": {"open_answer": grading["open_answer"], "untagged_answer": grading["untagged_answer"]},
         "judge": grading["judge"]["model"],
         "seed": cfg.seed,
-        **({"shard": cfg.shard} if cfg.shard else {}),
     }
     return json.loads(json.dumps(header))  # tuples become lists, as in a file
-
-
-def items_digest(items: list[Item]) -> str:
-    return _digest([(i.task.id, i.task.question, i.task.answer, repr(i.subtitles)) for i in items])
 
 
 def weights_digest(folder: Path) -> str:
@@ -346,41 +237,48 @@ def weights_digest(folder: Path) -> str:
     return whole.hexdigest()[:16]
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+def item_digest(item: Item) -> str:
+    task = item.task
+    return _digest(repr((task.question, task.options, task.answer, item.subtitles)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def earlier_results(cell: Cell, header: dict[str, Any]) -> list[dict]:
-    """Read what earlier calls left, which must be of the same settings; a larger limit goes on from a smaller one."""
+    """Read the answers that earlier calls left, under the same settings. Those to items that have changed are dropped."""
     if not cell.path.exists():
         return []
     found = tables.read_results(cell.path)
-    expected, before = header, found.settings.get("items", 0)
-    if before < len(cell.items):  # the limit was smaller then
-        expected = header | {"items": before, "data": items_digest(cell.items[:before])}
-    wrong = differences(found.settings, expected)
-    if not wrong:
-        return found.records
-    if all(record["error"] for record in found.records):
-        return []  # nothing was answered, so nothing is lost
-    raise config.ConfigError(
-        f"{cell.path} was made under other settings ({'; '.join(wrong.values())}): choose another `run`, or delete the "
-        "file"
-    )
+    answers = [record for record in found.records if not record["error"]]
+    wrong = differences(found.settings, header)
+    if wrong and answers:
+        raise config.ConfigError(
+            f"{cell.path} was made under other settings ({'; '.join(wrong.values())}): choose another `run`, or delete "
+            "the file"
+        )
+    digests = {item.task.id: item_digest(item) for item in cell.items}
+    kept = []
+    for record in answers:
+        beyond_limit = record["id"] not in digests and len(cell.items) < cell.total
+        if beyond_limit or record["item"] == digests.get(record["id"]):
+            kept.append(record)
+    return kept
 
 
 def unanswered(cell: Cell, records: list[dict]) -> list[Item]:
-    answered = {record["id"] for record in records if not record["error"]}
+    answered = {record["id"] for record in records}
     return [item for item in cell.items if item.task.id not in answered]
 
 
-def start_transcripts(cell: Cell, asked: set[str], renderer: Renderer) -> Callable[[Episode], None]:
-    """Return a function that appends an episode to the cell's file of them. A torn last line, and items that are asked
-    again, are removed from the file first."""
+def start_transcripts(cell: Cell, answered: set[str], renderer: Renderer) -> Callable[[Episode], None]:
+    """Return a function that appends an episode to the cell's file of them. First, a torn last line and the episodes of
+    items that are asked again are removed from it."""
     path, kept, one_at_a_time = cell.path.parent / "episodes" / cell.path.name, [], threading.Lock()
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n") and json.loads(line)["task"]["id"] not in asked:
+            if line.endswith("\n") and json.loads(line)["task"]["id"] in answered:
                 kept.append(line)
     path.parent.mkdir(parents=True, exist_ok=True)
     config.write_whole(path, "".join(kept))
@@ -392,22 +290,19 @@ def start_transcripts(cell: Cell, asked: set[str], renderer: Renderer) -> Callab
     return keep
 
 
-def work(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalConfig) -> None:
+def ask_all(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalConfig) -> None:
     """Ask what has no answer among the records, many items at a time; each leaves its line as it ends."""
     items = unanswered(cell, records)
-    asked = {item.task.id for item in items}
-    scores = [record["score"] for record in records if record["id"] not in asked]
-    stage = replace(stage, stopped=threading.Event())
     config.write_whole(cell.path, "".join(json.dumps(line) + "\n" for line in (header, *records)))
-    bar = tqdm(total=len(cell.items), initial=len(scores), desc=f"{cell.split} K={cell.k} {cell.arm}", unit="item")
-    keep = start_transcripts(cell, asked, stage.renderer) if cfg.transcripts else None
+    keep = None
+    if cfg.transcripts:
+        keep = start_transcripts(cell, {record["id"] for record in records}, stage.renderer)
+    bar = tqdm(total=len(items), desc=f"{cell.split} K={cell.k} {cell.arm}", unit="item")
     with cell.path.open("a", encoding="utf-8") as file, bar:
 
         def done(_: int, record: dict) -> None:
             file.write(json.dumps(record) + "\n")  # ASCII: whatever a model says, a line stays one line
             file.flush()
-            scores.append(record["score"])
-            bar.set_postfix(score=f"{100 * sum(scores) / len(scores):.1f}", refresh=False)
             bar.update()
 
         try:
@@ -418,62 +313,87 @@ def work(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalC
             raise
 
 
-# ------------------------------------------------------------------------------------------------ the run
+# ------------------------------------------------------------------------------------------------ one item
 
 
-def main(cfg: EvalConfig) -> int:
-    """Ask what has not been answered yet, and print the table; exit status 1 where all items of a split failed."""
-    check_run(cfg)
-    if cfg.api.url:
-        source, weights = find_tokenizer(cfg.checkpoint), cfg.api.model
-    else:
-        source = find_checkpoint(cfg.checkpoint, cfg.served)
-        weights = weights_digest(source)
-    contract = cfg.visual or VisualContract.load(source)
-    contract.check(source)
-    renderer = Renderer(load_tokenizer(source), contract)
+def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, keep: Callable | None = None) -> dict[str, Any]:
+    """Ask one item; returns its line of the results. The episode goes to `keep`: held, its frames would fill memory."""
+    episode, answer = play(stage, item, k, derive(cfg.seed, item.task.id), cfg.prompting)
+    if keep:
+        keep(episode)
+    turns, error = turn_texts(episode.main, stage.renderer), episode.error
 
-    # What has been answered is not asked again.
-    todo, cells = [], cells_of(cfg)
-    for cell in cells:
-        header = settings(cfg, cell, contract, weights)
-        records = earlier_results(cell, header)
-        if unanswered(cell, records):
-            todo.append((cell, header, records))
-
-    # Nothing is written before the engine is there.
-    if todo:
-        check_api(cfg.api)
-        check_servers(cfg.rollout)
-        if cfg.api.url:
-            engine = OpenAI(cfg.api, renderer)
-        else:
-            names = ("gpus", "urls", "server_args", "max_batch_tokens", "max_context")
-            where = {name: getattr(cfg.rollout, name) for name in names}
-            engine = open_engine(source, renderer, **where)
+    # Read and grade the answer in both ways; our own agent's format has rewards, too.
+    verdict, lenient, form = UNGRADED, UNGRADED, {}
+    if not error:
+        if answer is None and cfg.grading.untagged_answer:
+            answer = final_answer(turns[-1:], untagged=True)
         try:
-            config.save_run(cfg, cfg.run)
-            with Videos(cfg.decoders, quarantine=Path(cfg.run) / "bad_videos.jsonl") as videos:
-                for cell, header, records in todo:
-                    dispatch = cell.arm if cfg.agentic else cfg.rollout.dispatch
-                    stage = Stage(engine, renderer, videos, replace(cfg.rollout, dispatch=dispatch))
-                    work(cell, header, records, stage, cfg)
-        finally:
-            engine.close()
-    tables.report([cfg.run])
+            verdict = grade(item, answer, cfg.grading)
+            lenient = grade_leniently(item, verdict, turns[-1], cfg.grading)
+        except JudgeError as problem:
+            error = f"JudgeError: {problem}"
+    if cfg.agentic and not error:
+        parts = score(episode, stage.renderer, RewardConfig(open_answer="exact"))
+        form = {name: parts[name] for name in ("fmt", "strict")}
 
-    failed = 0
-    for cell in cells:
-        errors = [record["error"] for record in tables.read_results(cell.path).records]
-        if errors and all(errors):
-            failed = 1
-            print(f"error: all {len(errors)} items of {cell.path} failed; the last: {errors[-1]}", file=sys.stderr)
-    return failed
+    calls = episode.calls
+    return {
+        "id": item.task.id,
+        "item": item_digest(item),
+        "videos": ["/".join(Path(path).parts[-2:]) for path in item.task.videos],  # MMVU numbers them in every folder
+        "kind": item.task.kind,
+        "gold": item.task.answer,
+        "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: why an answer could not be read
+        "answer": answer,
+        **verdict,
+        "lenient": lenient,
+        **form,
+        "calls": [{"name": c.name, "window": c.window, "error": c.error, "seconds": c.seconds} for c in calls],
+        "turns": len(turns),
+        "tokens": sum(episode.main.mask),
+        "agent_tokens": sum(sum(call.agent.mask) for call in calls if call.agent),
+        "truncated": episode.main.finish == "length",
+        "seconds": episode.seconds,
+        "error": error,
+    }
+
+
+# ------------------------------------------------------------------------------------------------ before it runs
+
+
+def dry_run(cfg: EvalConfig) -> int:
+    """Print what is there, what is missing, and what the published run did otherwise that no key can say; exit status 1 if
+    the run could not start. Names on the hub are not verified."""
+    print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
+    missing = 0
+    for split, root in cfg.splits.items():
+        try:
+            count = len(load_split(split, root, cfg.limit))
+            print(f"  ok      {split}: {count} items, {count * len(cfg.frames) * len(cfg.arms)} episodes")
+        except DataError as error:
+            missing = 1
+            print(f"  MISSING {split}: {error}")
+
+    for text in tables.read_published()["differs"].get(tables.row_of(cfg.name), ()):
+        print(f"  note    the published run: {text}")
+    if tables.in_our_words(cfg.prompting.protocol, cfg.prompting.prompt_file):
+        print("  note    prompting.prompt_file is empty: our own words, so scores differ from the authors'")
+    for url in cfg.rollout.urls:
+        print(f"  note    {url} must serve {cfg.checkpoint}")
+
+    # What the model needs: a refusal ends the dry run with its sentence.
+    if on_the_hub(cfg.checkpoint):
+        print(f"  note    {cfg.checkpoint} is not here; the run would fetch it from the hub")
+    else:
+        find_model(cfg)
+    check_api(cfg.api)
+    check_servers(cfg.rollout)
+    return missing
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["table"]:
         sys.exit(tables.main(sys.argv[2:]))
     cfg, args = config.command_line(EvalConfig, __doc__)
-    user_errors = (config.ConfigError, tables.TableError, ContractError, EngineError, FileNotFoundError, DataError)
-    config.run_script(dry_run if args.dry_run else main, cfg, *user_errors)
+    config.run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

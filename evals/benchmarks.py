@@ -223,11 +223,7 @@ SPLITS = {
     ),
     # Gated: its terms are accepted on its page.
     "longvideobench": Split(
-        "longvideobench/LongVideoBench",
-        _longvideobench,
-        "validation-*.parquet",
-        (1337,),
-        "videos.tar.part.* (join them)",
+        "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,), "videos.tar.part.*, joined"
     ),
     # The only split of this dataset is called train.
     "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,), "its video archives"),

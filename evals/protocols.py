@@ -1,6 +1,6 @@
 """protocols.py: how each model of the comparison is asked. The protocol is part of what a score measures.
 
-    episode, answer = play(stage, task, k, seed, Prompting("video_zoomer"))
+    episode, answer = play(stage, item, k, seed, Prompting("video_zoomer"))
 
     agent                   our agent, as in training: rollout.run_episode
     direct, think, ...      one turn, no tools; seven of them, which differ in their words
@@ -31,6 +31,7 @@ from typing import Any, Literal
 import numpy as np
 
 from data import Call, Episode, Task, Trajectory
+from evals.benchmarks import Item, ask_with_subtitles
 from rewards import ANSWER, final_answer, turn_texts
 from rollout import Stage, Stopped, append, derive, open_trajectory, opening, run_episode, sample_turn
 from runtime.answers import parse_span
@@ -118,17 +119,20 @@ SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp
 ATTEMPTS, RETRY_TEMPERATURE = 5, 0.7  # of sage, to write JSON
 
 
-def play(stage: Stage, task: Task, k: int, seed: int, cfg: Prompting, caption: str = "") -> tuple[Episode, str | None]:
+def play(stage: Stage, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
     """Make one attempt; returns it with the text that is graded (None: there is none). An error that a model or a file
     can cause becomes `episode.error`, and the turns until then are kept."""
+    task = item.task
     if len(task.videos) != 1 and cfg.protocol != "agent":
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} asks about one")
     episode = Episode(task, k, Trajectory(), seed=seed)
     started, answer = time.perf_counter(), None
     try:
-        values = values_of(stage, task, cfg, caption)
-        if cfg.protocol != "agent":
-            values["frames"] = [look_over(stage, task.videos[0], k, cfg.protocol)]
+        frames = []
+        if item.subtitles or cfg.protocol != "agent":  # the agent's overview is part of its episode
+            frames = [look_over(stage, task.videos[0], k, cfg.protocol)]
+            episode.task = ask_with_subtitles(item, frames[0].times)
+        values = values_of(stage, episode.task, cfg, item.caption) | {"frames": frames}
         answer = PROTOCOLS.get(cfg.protocol, _one_turn)(stage, episode, cfg, values)
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"

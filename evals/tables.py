@@ -4,7 +4,7 @@
 
 1. Scores with 95 % intervals: one row per model, arm and reading of the answers (READINGS), each split at the K of the
    paper's table, with the average of its columns and the gain over the baseline; other K in rows of their own; under it
-   what was published. Shards of a run are joined.
+   what was published.
 2. What a score cost, and how clean it is: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
 
 A split that is not finished, or was limited, says `n of N`; items that ended in an error count as wrong, and are named
@@ -15,9 +15,10 @@ Deliberately missing: significance tests, breakdowns.
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,18 @@ import numpy as np
 import yaml
 
 from evals.benchmarks import figures
-from runtime.checks import differences
 
 FILES = "*-K*-*.jsonl"  # of results, as eval.py names them
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 # How answers are read. strict: in closed tags, as training reads them (of the protocol `direct`, all that was said).
 READINGS = ("strict", "lenient")
 OUR_PROTOCOLS = ("agent", "direct", "think")  # all others belong to a model whose authors have words of their own
+LEGEND = """
+
+strict: an answer counts where its protocol asks for it, the agent's in closed tags as in training. lenient: read as the \
+splits' own scorers do, in prose too.
+The published numbers are lenient (the paper's driver takes a letter from anywhere in the reply): compare them with the \
+lenient rows."""
 
 
 class TableError(ValueError):
@@ -65,10 +71,6 @@ class Results:
         """The split's first figure, in percent."""
         return next(iter(self.figures().values()))
 
-    def headline(self) -> list[dict]:
-        """The records that the split's first figure is the mean of."""
-        return [r for r in self.records if self.split != "mmvu" or r["kind"] == "mcq"]
-
     def complete(self) -> bool:
         return len(self.records) == self.settings["total"]
 
@@ -77,43 +79,25 @@ def read_results(path: Path) -> Results:
     """Read a file of results. A last line that a kill has torn is ignored."""
     content = path.read_bytes()
     lines = content[: content.rfind(b"\n") + 1].splitlines()
-    try:
-        settings, *records = [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise TableError(
-            f"{path}: not a file of results: {error}; delete it, and `python eval.py CONFIG` asks again"
-        ) from None
+    settings, *records = [json.loads(line) for line in lines]
     last_of_item = {record["id"]: record for record in records}
     return Results(settings, list(last_of_item.values()))
 
 
 def collect(runs: Sequence[str | Path]) -> list[Results]:
     """Read the results in the folders of all runs."""
-    results, cells, paths = [], {}, {}
+    results, paths = [], {}
     for run in map(Path, runs):
         if not run.exists():
             raise TableError(f"{run}: no such folder; `python eval.py CONFIG` makes it")
         for path in sorted(run.glob(FILES)):
             found = read_results(path)
-            if not found.records:
-                continue
             cell = (found.name, found.arm, found.k, found.split)
-            shard = found.settings.get("shard")
-            if cell not in cells:
-                cells[cell], paths[cell] = found, {shard: path}
+            if cell in paths:
+                raise TableError(f"{paths[cell]} and {path} have the same place in the table: give one another `name`")
+            if found.records:
+                paths[cell] = path
                 results.append(found)
-                continue
-            # Another shard of the cell joins it, if it was asked in the same way.
-            own = dict.fromkeys(("shard", "items", "data"))  # what each shard has of its own
-            wrong = differences(cells[cell].settings | own, found.settings | own)
-            if not shard or None in paths[cell] or shard in paths[cell] or wrong:
-                why = "; ".join(wrong.values()) or "both have the same items"
-                raise TableError(
-                    f"{[*paths[cell].values()][0]} and {path} are the same cell of the table, and not two shards of a run "
-                    f"({why}): name one, or give one another `name`"
-                )
-            paths[cell][shard] = path
-            cells[cell].records += found.records
     if not results:
         raise TableError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
     return results
@@ -134,10 +118,6 @@ def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, flo
     return max(0.0, float(mean - half)), min(1.0, float(mean + half))
 
 
-def videos_of(record: dict) -> str:
-    return "/".join(record["videos"])
-
-
 def executed(record: dict) -> int:
     """Count the calls that ran, as `data.Episode.executed`."""
     return sum(not call["error"] for call in record["calls"])
@@ -145,28 +125,24 @@ def executed(record: dict) -> int:
 
 def costs(r: Results) -> dict[str, float]:
     """Return means per item, and rates in percent."""
-    n = max(1, len(r.records))
+    items = max(1, len(r.records))
 
     def mean(values: Iterable[float]) -> float:
-        return sum(values) / n
+        return sum(values) / items
 
-    def rate(values: Iterable[bool]) -> float:
-        return 100 * sum(values) / n
-
-    answered = [x for x in r.records if not x["error"]]
-    return {
+    found = {
         "calls": mean(executed(x) for x in r.records),
         "failed_calls": mean(len(x["calls"]) - executed(x) for x in r.records),
-        "turns": mean(x["turns"] for x in r.records),
-        "tokens": mean(x["tokens"] for x in r.records),
-        "agent_tokens": mean(x["agent_tokens"] for x in r.records),
-        "seconds": mean(x["seconds"] for x in r.records),
-        "error_rate": rate(bool(x["error"]) for x in r.records),
-        "unparsed_rate": rate(x["prediction"] is None for x in answered),
-        "truncated_rate": rate(x["truncated"] for x in r.records),
-        "fmt": mean(x.get("fmt", 0.0) for x in r.records),  # 0 where the protocol has another format
-        "strict": mean(x.get("strict", 0.0) for x in r.records),
     }
+    for name in ("turns", "tokens", "agent_tokens", "seconds"):
+        found[name] = mean(x[name] for x in r.records)
+    answered = [x for x in r.records if not x["error"]]
+    found["error_rate"] = 100 * mean(bool(x["error"]) for x in r.records)
+    found["unparsed_rate"] = 100 * mean(x["prediction"] is None for x in answered)
+    found["truncated_rate"] = 100 * mean(x["truncated"] for x in r.records)
+    for name in ("fmt", "strict"):
+        found[name] = mean(x.get(name, 0.0) for x in r.records)  # 0 where the protocol has another format
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -180,7 +156,7 @@ def report(runs: Sequence[str | Path], baseline: str = "") -> str:
     """Print all tables as Markdown; returns the text."""
     results, published = collect(runs), read_published()["table"]
     names = ordered(r.name for r in results)
-    results.sort(key=lambda r: (names.index(r.name), r.k, r.arm != "parallel", r.arm))
+    results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
     text = scores_table(results, published, baseline or names[0]) + "\n\n" + costs_table(results)
     print(text)
     return text
@@ -213,56 +189,65 @@ def ordered(values: Iterable) -> list:
     return list(dict.fromkeys(values))
 
 
-@dataclass
-class Line:
-    """One row of scores."""
-
-    name: str
-    arm: str
-    cells: dict[str, Results]  # split -> its results
-    joined: bool  # each split at the K of the paper's table, where it was asked so; else all at one other K
-
-    def k(self) -> str:
-        return k_text({split: r.k for split, r in self.cells.items()})
-
-    def read(self, reading: str) -> "Line":
-        """Return the line with the scores of that reading, without results that are older than the lenient one."""
-        cells = {}
-        for split, r in self.cells.items():
-            if reading == "strict" or all("lenient" in record for record in r.records):
-                cells[split] = r.read(reading)
-        return replace(self, cells=cells)
-
-    def finished(self) -> dict[str, float]:
-        return {split: r.score() for split, r in self.cells.items() if r.complete()}
+def rows_of(results: Sequence[Results], published: dict) -> dict[tuple, dict[str, Results]]:
+    """Group the results into rows: (model, arm, K) -> split -> results. K is "paper" for the K of the paper's table, where
+    Charades has its own."""
+    published_k = dict(zip(published["columns"], published["frames"]))
+    rows: dict[tuple, dict[str, Results]] = {}
+    for r in results:
+        arm = r.arm + " (our words)" * in_our_words(**r.settings["prompting"])
+        k = "paper" if r.k == published_k.get(r.split) else r.k
+        rows.setdefault((r.name, arm, k), {})[r.split] = r
+    return rows
 
 
-def lines_of(results: Sequence[Results], published: dict) -> list[Line]:
-    """Join the splits of a model and arm, the paper's way: Charades has its own K."""
-    k_published, lines = dict(zip(published["columns"], published["frames"])), []
-    for name, arm in ordered((r.name, r.arm) for r in results):
-        joined, others = {}, {}
-        own = [r for r in results if (r.name, r.arm) == (name, arm)]
-        for r in own:
-            asked_at = [other.k for other in own if other.split == r.split]
-            if r.k == k_published.get(r.split) or len(asked_at) == 1:
-                joined[r.split] = r
-            else:
-                others.setdefault(r.k, {})[r.split] = r
-        # A split that was asked at several K, none of them the paper's, has no place in the joined row.
-        if joined:
-            lines.append(Line(name, arm, joined, joined=True))
-        for k in sorted(others):
-            lines.append(Line(name, arm, others[k], joined=False))
-    return lines
+def in_our_words(protocol: str, prompt_file: str) -> bool:
+    """Say if a model was asked in our words, although its authors have their own."""
+    return protocol not in OUR_PROTOCOLS and not prompt_file
 
 
-def k_text(k_of: dict[str, int]) -> str:
-    """Name the usual K and the splits that have another: "64 (charades 32)"."""
-    ks = list(k_of.values())
-    usual = max(ks, key=ks.count)
-    others = [f"{split} {k}" for split, k in k_of.items() if k != usual]
-    return f"{usual} ({', '.join(others)})" if others else str(usual)
+def scores_table(results: Sequence[Results], published: dict, baseline: str) -> str:
+    rows, splits, columns = rows_of(results, published), ordered(r.split for r in results), published["columns"]
+    lines = []
+    for name in ordered(name for name, _, _ in rows):
+        # What we measured, in both readings.
+        for (model, arm, k), row in rows.items():
+            if model != name:
+                continue
+            base = baseline_row(rows, baseline, arm, k)
+            ks = ", ".join(ordered(str(r.k) for r in row.values()))
+            for reading in READINGS:
+                cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
+                scores = finished(row, reading)
+                gained = gain(scores, finished(base, reading))
+                lines.append([name, arm, reading, ks, *cells, average(scores, columns), gained])
+
+        # What was published of it, if it has any of these splits.
+        scores = published_scores(name, published)
+        cells = [scores.get(split, "") for split in splits]
+        if any(cells):
+            gained = gain(scores, published_scores(baseline, published))
+            lines.append([name, "published", "lenient", "", *cells, average(scores, columns), gained])
+    gains = f"gain over {baseline}: mean of ratios / ratio of averages"
+    header = ["model", "arm", "reading", "K", *splits, "average", gains]
+    return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
+
+
+def baseline_row(rows: dict, baseline: str, arm: str, k: int | str) -> dict[str, Results]:
+    """Return what a row is measured against: the baseline's of the same K and arm, or, since other protocols have no such
+    arm, of the same K."""
+    of_other_arms = {}
+    for (name, its_arm, its_k), row in rows.items():
+        if name == baseline and its_k == k:
+            if its_arm == arm:
+                return row
+            of_other_arms = of_other_arms or row
+    return of_other_arms
+
+
+def finished(row: dict[str, Results], reading: str) -> dict[str, float]:
+    """Return the scores of the splits that are complete."""
+    return {split: r.read(reading).score() for split, r in row.items() if r.complete()}
 
 
 def average(scores: dict[str, float], columns: Sequence[str]) -> str:
@@ -281,75 +266,11 @@ def gain(ours: dict[str, float], base: dict[str, float]) -> str:
     return f"{100 * (mean_of_ratios - 1):+.1f} / {100 * (ratio_of_means - 1):+.1f} % ({len(shared)})"
 
 
-def scores_table(results: Sequence[Results], published: dict, baseline: str) -> str:
-    lines, splits = lines_of(results, published), ordered(r.split for r in results)
-    rows = []
-    for name in ordered(line.name for line in lines):
-        for line in lines:
-            if line.name == name:
-                rows += rows_of_line(line, baseline_of(line, lines, baseline), splits, published)
-        rows += published_row(name, baseline, splits, published)
-    gains = f"gain over {baseline}: mean of ratios / ratio of averages"
-    header = ["model", "arm", "reading", "K", *splits, "average", gains]
-    table = markdown("### Scores (percent, 95 % interval)", header, rows)
-    table += (
-        "\n\nstrict: an answer counts where its protocol asks for it, the agent's in closed tags as in training. lenient: "
-        "read as the splits' own scorers do, in prose too.\nThe published numbers are lenient (the paper's driver takes a letter from anywhere in the reply): "
-        "compare them with the lenient rows."
-    )
-    in_our_words = []
-    for r in results:
-        prompting = r.settings["prompting"]
-        if prompting["protocol"] not in OUR_PROTOCOLS and not prompting["prompt_file"]:
-            in_our_words.append(r.name)
-    if in_our_words:
-        table += f"\n\nAsked in our words, not in their authors': {', '.join(ordered(in_our_words))}."
-    return table
-
-
-def baseline_of(line: Line, lines: Sequence[Line], baseline: str) -> Line | None:
-    """Return what a line is measured against: the baseline's row of the same arm, or its first one where it has none, as
-    for other protocols. Rows at another K than the paper's have no gain."""
-    rows = [other for other in lines if other.joined and other.name == baseline]
-    if not rows or not line.joined:
-        return None
-    for row in rows:
-        if row.arm == line.arm:
-            return row
-    return rows[0]
-
-
-def rows_of_line(line: Line, base: Line | None, splits: Sequence[str], published: dict) -> list[list[str]]:
-    """Write one row per reading."""
-    rows = []
-    for reading in READINGS:
-        read = line.read(reading)
-        if not read.cells:
-            continue
-        cells = [score_cell(read.cells[split]) if split in read.cells else "" for split in splits]
-        finished = read.finished()
-        gained = gain(finished, base.read(reading).finished()) if base else ""
-        rows.append([line.name, line.arm, reading, read.k(), *cells, average(finished, published["columns"]), gained])
-    return rows
-
-
-def published_row(name: str, baseline: str, splits: Sequence[str], published: dict) -> list[list[str]]:
-    """Write what the paper has of a model, if it has any of these splits."""
-    scores = published_scores(name, published)
-    k_published = dict(zip(published["columns"], published["frames"]))
-    shown = {split: k_published[split] for split in splits if split in scores}
-    if not shown:
-        return []
-    cells = [scores.get(split, "") for split in splits]
-    gained = gain(scores, published_scores(baseline, published))
-    return [[name, "published", "lenient", k_text(shown), *cells, average(scores, published["columns"]), gained]]
-
-
 def score_cell(r: Results) -> str:
-    headline = r.headline()
+    headline = [x for x in r.records if r.split != "mmvu" or x["kind"] == "mcq"]  # what the first figure is the mean of
     if not headline:
         return ""
-    low, high = interval([x["score"] for x in headline], [videos_of(x) for x in headline])
+    low, high = interval([x["score"] for x in headline], ["/".join(x["videos"]) for x in headline])
     cell = f"{r.score():.1f} [{100 * low:.1f}, {100 * high:.1f}]"
     remarks = []
     if not r.complete():
@@ -388,6 +309,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", help="folders of results")
     parser.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process, as it ends any other command
     try:
         report(args.runs, args.baseline)
     except TableError as error:

@@ -13,6 +13,7 @@ from tiny_checkpoint import MemoryVideos
 import eval as evaluation
 from data import Task
 from eval import EvalConfig
+from evals.benchmarks import Item
 from evals.protocols import Prompting, play
 from evals.tables import read_results
 from rollout import RolloutConfig, Stage
@@ -41,7 +42,7 @@ def ask(renderer):
     def play_it(there, protocol, words=""):
         engine = OpenAI(Api(there.url, "m", NAME), renderer)
         stage = Stage(engine, renderer, MemoryVideos(), RolloutConfig(temperature=0.0))
-        return play(stage, TASK, 4, 7, Prompting(protocol, words))
+        return play(stage, Item(TASK), 4, 7, Prompting(protocol, words))
 
     return play_it
 
@@ -69,7 +70,7 @@ def test_the_messages_are_what_the_prompt_spells_turn_by_turn(endpoint, ask, tmp
         assert head == "data:image/jpeg;base64" and np.abs(seen.astype(int) - pixels).mean() < 8  # of noise: 85 apart
 
 
-def test_a_system_text_goes_out_as_one_and_a_reply_cannot_spell_control_tokens(endpoint, ask, renderer):
+def test_a_system_text_goes_out_as_one_and_replies_spell_no_control_tokens(endpoint, ask, renderer):
     there = endpoint(f"<think>x</think><|image_pad|>{END_OF_TURN}<answer>B</answer>")
     episode, answer = ask(there, "think")
     assert [message["role"] for message in there.bodies[0]["messages"]] == ["system", "user"] and answer == "B"
@@ -94,9 +95,7 @@ def test_a_busy_api_is_asked_again_and_one_that_refuses_is_not(endpoint, ask, mo
     assert "EngineError" in ask(down, "direct")[0].error and (len(refuses.bodies), len(down.bodies)) == (1, 6)
 
 
-def test_an_evaluation_asks_the_api_within_its_bound_and_writes_the_key_nowhere(
-    endpoint, toy_dir, tmp_path, monkeypatch, capsys
-):
+def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(endpoint, toy_dir, tmp_path, monkeypatch, capsys):
     there = endpoint("red")
     (tmp_path / "c.yaml").write_text(
         f"run: {tmp_path}/run\nname: theirs\ncheckpoint: {toy_dir}/model\nsplits: {{toy: {toy_dir}}}\nframes: [4]\n"
@@ -104,7 +103,7 @@ def test_an_evaluation_asks_the_api_within_its_bound_and_writes_the_key_nowhere(
         f"api: {{url: '{there.url}', model: m, key: {NAME}}}"
     )
     cfg = config.load(EvalConfig, tmp_path / "c.yaml")
-    assert evaluation.dry_run(cfg) == 0 and f"ok      servers: {there.url}" in capsys.readouterr().out
+    assert evaluation.dry_run(cfg) == 0
     assert evaluation.main(cfg) == 0
     results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
     assert results.complete() and results.settings["weights"] == "m" and there.most <= 3
@@ -118,7 +117,8 @@ def test_an_evaluation_asks_the_api_within_its_bound_and_writes_the_key_nowhere(
     # Without its address, or its key, nothing begins.
     there.shutdown()
     there.server_close()
-    assert evaluation.dry_run(cfg) == 1 and f"api.url = '{there.url}' does not answer" in capsys.readouterr().out
+    with pytest.raises(config.ConfigError, match=f"api.url = '{there.url}' does not answer"):
+        evaluation.dry_run(cfg)
     monkeypatch.delenv(NAME)
     with pytest.raises(config.ConfigError, match=f"api.key = '{NAME}': there is no such environment variable"):
         check_api(cfg.api)

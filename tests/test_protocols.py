@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import random
+import re
 from collections import namedtuple
 from typing import get_args
 
@@ -14,44 +15,34 @@ from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory
 
 from data import Task
 from evals import protocols
+from evals.benchmarks import Cue, Item
 from evals.protocols import WORDS, Prompting, Protocol, play
 from rollout import RolloutConfig, Stage, dump, opening, run_episode
 from runtime.contract import ContractError, Renderer
 from runtime.engine import EngineError
+from tools import UNPARSEABLE
 
 TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))  # 60 s, 2 frames per second
 END = "<|im_end|>"
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 PROTOCOLS = get_args(Protocol)
 ONE_TURN = [name for name in PROTOCOLS if name not in protocols.PROTOCOLS]
-# Short texts, so that whole prompts can be written down here.
+# Short texts, so that whole prompts can be written down here. Past bug: Conan's second prompt said `{question}`.
+SHORT = {"user": "{frames}|{question}|{request}", "mcq": "M"}
 TERSE = {
-    "direct": {"user": "{frames}|{question}|{request}", "mcq": "M"},
-    "think": {"user": "{frames}|{question}|{request}", "mcq": "M", "system": "S <answer>"},
-    "rewatch_r1": {"user": "{minutes}|{frames}", "mcq": "M"},
-    "conan": {"user": "{frames}|{question}|{request}", "mcq": "M", "more": "{frames}|more", "last": "{frames}|last"},
-    "longvt": {"user": "{frames}|{question}|{request}|{path}", "mcq": "M", "shown": "{count}, {start} to {end}"},
-    "sage": {
-        "system": "S {tools}",
-        "user": "{frames}|{question}|{request}|{path}, {clock}",
-        "mcq": "M",
-        "reasoner": "R {tools}",
-        "message": "{question}|{context}|{results}|{latest}",
-        "tools": "T",
-        "identify_timestamps_visually": "{frames}|{event}",
-        "perform_reasoning": "{frames}|{query}",
+    "direct": SHORT,
+    "conan": SHORT | {"more": "{frames}|{{more}} of {question}", "last": "{frames}|last"},
+    "longvt": SHORT | {"user": "{frames}|{question}|{request}|{path}", "shown": "{count}, {start} to {end} of {duration}"},
+    "sage": SHORT | {
+        "system": "S {tools}", "user": "{frames}|{question}|{request}|{path}, {clock}", "tools": "T",
+        "reasoner": "R {tools}", "message": "{question}|{context}|{results}|{latest}",
+        "identify_timestamps_visually": "{frames}|{event}", "perform_reasoning": "{frames}|{query}",
     },
-    "video_zoomer": {
-        "system": "S",
-        "user": "{frames}|{question}|{request}",
-        "mcq": "M",
-        "found": "<tool_response>{frames}</tool_response>|go on",
-        "failed": "<tool_response>{error}</tool_response>|repair",
-        "last": "|last",
+    "video_zoomer": SHORT | {
+        "system": "S", "found": "<tool_response>{frames}</tool_response>|go on, {path}",
+        "failed": "<tool_response>{error}</tool_response>|repair", "last": "|last",
     },
-}
-
-
+}  # fmt: skip
 Outcome = namedtuple("Outcome", "episode answer")
 
 
@@ -77,13 +68,13 @@ def ask(renderer, tmp_path_factory):
     """ask(protocol, turns, ...) -> the outcome, and the model that said these turns. `words`: {}, for the authors' own."""
     folder, numbers = tmp_path_factory.mktemp("words"), itertools.count()
 
-    def play_it(protocol, said, task=TASK, k=4, videos=None, model=None, cfg=None, words=None, caption=""):
+    def play_it(protocol, said, task=TASK, k=4, videos=None, model=None, cfg=None, words=None, item=None):
         model = model or Model(renderer, *said)
         cfg = RolloutConfig(**{"temperature": 0.0, "think_prefix": False, "max_context": 100_000} | (cfg or {}))
         file = folder / f"{next(numbers)}.yaml"  # a new one: each is read only once
         file.write_text(yaml.safe_dump(TERSE.get(protocol, {}) if words is None else words))
         stage = Stage(model, renderer, videos or MemoryVideos(), cfg)
-        outcome = Outcome(*play(stage, task, k, 7, Prompting(protocol, str(file)), caption))
+        outcome = Outcome(*play(stage, item or Item(task), k, 7, Prompting(protocol, str(file))))
         check(outcome.episode, renderer, model)
         return outcome, model
 
@@ -107,15 +98,8 @@ def user(text: str) -> str:
 # ---- one turn
 
 
-def test_a_plain_question_is_one_user_turn_with_the_contracts_stamps(ask):
-    outcome, model = ask("direct", ["B" + END])
-    frames = "<0.0 seconds>#<20.0 seconds>#<39.5 seconds>#<59.5 seconds>#"
-    assert model.read == [user(f"{frames}|{TASK.question}|M")]
-    assert outcome.answer == "B" and outcome.episode.calls == [] and not outcome.episode.error
-
-
 @pytest.mark.parametrize("protocol", ONE_TURN)
-def test_protocols_of_one_turn_ask_once_and_grade_what_is_in_the_answer_tags(ask, protocol):
+def test_protocols_of_one_turn_ask_once_and_grade_the_tags(ask, protocol):
     for kind in ("mcq", "tvg", "oe"):
         task = dataclasses.replace(TASK, kind=kind)
         outcome, model = ask(protocol, ["<answer>A</answer> no <answer> B </answer>" + END], task, words={})
@@ -134,11 +118,20 @@ def test_the_overview_has_the_protocols_rate_and_at_most_k_frames(ask):
         return outcome.episode.main.frames[0].times
 
     assert times("rewatch_r1", 192) == tuple(i / 2 for i in range(120))  # 2 fps: all of them
-    assert times("video_zoomer", 64) == tuple(range(0, 60, 2))  # 0.5 fps
+    assert times("video_zoomer", 64) == times("video_zoomer", 30) == tuple(range(0, 60, 2))  # 0.5 fps
     assert times("longvt", 64) == tuple(range(60))
-    assert times("video_zoomer", 30) == tuple(range(0, 60, 2))
     assert times("video_zoomer", 4) == times("longvt", 4) == times("direct", 4) == (0.0, 20.0, 39.5, 59.5)
     assert len(times("direct", 64)) == 64
+
+
+@pytest.mark.parametrize("protocol, k", [("agent", 4), ("think", 8), ("rewatch_r1", 1000), ("video_zoomer", 64)])
+def test_the_prompt_holds_the_cues_of_the_shown_frames_and_no_others(ask, protocol, k):
+    cues = tuple(Cue(t, t + 0.3, f"cue{t}.") for t in range(0, 60, 3))  # some frames have one, some have none
+    outcome, model = ask(protocol, ["x" + END], k=k, item=Item(TASK, cues), words={})
+    times = [t for clip in outcome.episode.main.frames for t in clip.times]
+    expected = [cue.text for cue in cues if any(cue.start <= t <= cue.end for t in times)]
+    assert re.findall(r"cue\d+\.", model.read[0]) == expected
+    assert expected and (len(expected) < len(cues) or protocol == "rewatch_r1")  # which is shown every frame
 
 
 # ---- ours
@@ -156,103 +149,16 @@ def test_the_agents_protocol_is_an_episode_of_training(ask, renderer):
     assert f"\n{TASK.question} Give its start and end in seconds." in model.read[0]  # how to answer is said to it, too
 
 
-# ---- conan
+# ---- several turns
 
 
 def clips(text: str, answer: str = "") -> str:
     return f"<score>1</score><think>so</think><clip>{text}</clip><answer>{answer}</answer>" + END
 
 
-def test_conan_gets_unseen_frames_of_its_clips_in_a_users_turn_and_must_answer_in_the_last(ask, monkeypatch):
-    monkeypatch.setattr(protocols, "CONAN_FRAMES", 3)
-    said = [clips("00:00:20-00:00:21,00:00:50-00:00:50"), clips("00:00:20-00:00:21"), clips("", "B")]
-    outcome, model = ask("conan", said)
-    first, more, last = model.told(said)
-    assert first == user(f"00:00:00#00:00:20#00:00:39#00:00:59#|{TASK.question}|M")
-    # Unseen in the clips: 20.5, 21, 21.5, 50, 50.5 (20 is in the overview); three of five, evenly: 20.5, 21.5, 50.5.
-    assert more == "\n" + user("00:00:20#00:00:21#00:00:50#|more")
-    assert last == "\n" + user("00:00:21#|last")  # only 21.0 is left
-    assert [clip.times for clip in outcome.episode.main.frames[1:]] == [(20.5, 21.5, 50.5), (21.0,)]
-    assert outcome.answer == "B" and [c.window for c in outcome.episode.calls] == [(20, 50), (20, 21)]
-
-
-def test_conan_stops_at_an_empty_clip_and_never_looks_after_its_third_turn(ask):
-    outcome, model = ask("conan", [clips("", "A")])
-    assert outcome.answer == "A" and len(model.read) == 1 and not outcome.episode.calls
-    outcome, model = ask("conan", [clips(f"00:00:0{i}-00:00:1{i}", "C" * i) for i in range(4)])
-    assert outcome.answer == "CC" and len(model.read) == 3 and len(outcome.episode.calls) == 2
-    outcome, model = ask("conan", ["no tags" + END])
-    assert outcome.answer is None and len(model.read) == 1
-
-
-def test_clips_without_frames_come_back_as_errors(ask):
-    said = [clips("the end"), clips("00:02:00-00:03:00"), clips("", "B")]
-    outcome, model = ask("conan", said)
-    _, unreadable, outside = model.told(said)
-    assert "HH:MM:SS-HH:MM:SS" in unreadable and unreadable.endswith("|more" + END + "\n<|im_start|>assistant\n")
-    assert "ends at 00:01:00" in outside and "#" not in outside
-    assert [c.error for c in outcome.episode.calls] == ["unparseable", "bad_arguments"] and outcome.answer == "B"
-
-
-# ---- longvt
-
-
 def crop(start, end) -> str:
     call = {"name": "crop_video", "arguments": {"video_path": "/x/y.mp4", "start_time": start, "end_time": end}}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
-
-
-def test_longvt_gets_the_frames_of_all_its_calls_in_one_tool_turn_without_stamps(ask):
-    said = ["<think>x</think>" + crop(10, 13) + crop(50, 99) + END, "<answer>B</answer>" + END]
-    outcome, model = ask("longvt", said)
-    first, frames = model.told(said)
-    head, question = first.split("<|im_start|>user\n")
-    assert question == f"####|{TASK.question}|M|v.mp4{END}\n<|im_start|>assistant\n"
-    [schema] = [json.loads(line) for line in head.splitlines() if line.startswith('{"type"')]
-    assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
-    # 1 fps: 3 frames of 10 ... 13 s, and 10 of 50 ... 60 s, where the video ends.
-    shown = [f"<tool_response>\n{'#' * 3}3, 10.0 to 13.0\n</tool_response>"]
-    shown.append(f"<tool_response>\n{'#' * 10}10, 50.0 to 60.0\n</tool_response>")
-    assert frames == "\n<|im_start|>user\n" + "\n".join(shown) + END + "\n<|im_start|>assistant\n"
-    assert [c.window for c in outcome.episode.calls] == [(10, 13), (50, 60)] and outcome.answer == "B"
-
-
-def test_a_bad_call_of_longvt_is_told_so_and_costs_its_siblings_nothing(ask):
-    said = [crop(9, 5) + "<tool_call>{oops</tool_call>" + crop(0, 2) + crop(90, 95) + END, "x" + END]
-    outcome, model = ask("longvt", said)
-    assert [c.error for c in outcome.episode.calls] == ["bad_arguments", "unparseable", "", "bad_arguments"]
-    assert model.told(said)[1].count("<tool_response>") == 4 and model.told(said)[1].count("#") == 2
-
-
-def test_longvt_has_five_rounds_of_calls(ask):
-    outcome, model = ask("longvt", [crop(0, 2) + END] * 7)
-    assert len(model.read) == 6 and len(outcome.episode.calls) == 5 and outcome.answer is None
-
-
-def test_longvt_answers_first_in_tags_then_in_a_box_then_with_a_number(ask):
-    for said, answer in (
-        ("<answer>A</answer> \\boxed{C} <answer>B</answer>", "A"),
-        ("\\boxed{A} or \\boxed{\\text{B}} 7", "\\text{B}"),
-        ("It lasts 12.5.", "12.5"),
-        ("It is B", None),
-    ):
-        assert ask("longvt", [said + END])[0].answer == answer
-    said = ["<answer>early</answer>" + crop(0, 2) + END, "<answer>late</answer>" + END]
-    assert ask("longvt", said)[0].answer == "early"  # of all that was said
-
-
-def test_a_template_that_hides_the_tools_is_refused(renderer, monkeypatch):
-    class Blind(Renderer):
-        def render(self, messages, tools=None, generate=False):
-            return super().render(messages, None, generate)
-
-    stage = Stage(Model(renderer), Blind(renderer.tokenizer, CONTRACT), MemoryVideos(), RolloutConfig())
-    monkeypatch.setattr(protocols, "Renderer", Blind)
-    with pytest.raises(ContractError, match="chat_template.jinja"):
-        play(stage, TASK, 4, 0, Prompting("longvt"))
-
-
-# ---- sage
 
 
 def plan(answer=None, tool=None, verdict=None, **more) -> str:
@@ -267,17 +173,157 @@ def window(name, start, end, **more) -> tuple:
     return name, {"video_path": "x", "timestamp_start": start, "timestamp_end": end} | more
 
 
-def test_sage_answers_at_once_if_it_needs_no_tool(ask):
-    outcome, model = ask("sage", [plan("B", video_context="c")])
-    stamps = "00:00:00#00:00:20#00:00:39#00:00:59#"
-    opening = f"<|im_start|>system\nS T{END}\n"
-    assert model.read == [opening + user(f"{stamps}|{TASK.question}|M|v.mp4, 00:01:00")]
-    assert outcome.answer == "B" and not outcome.episode.calls
+def zoom(start, end, fps, think="x") -> str:
+    return f'<think>{think}</think><video_zoom> {{"segment": [{start}, {end}], "fps": {fps}}} </video_zoom>'
+
+
+def told(text: str) -> str:
+    """What follows a turn that has ended."""
+    return "\n" + user(text)
+
+
+def responses(*texts: str) -> str:
+    return told("\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts))
+
+
+def zoomed(text: str, then: str = "go on, v.mp4") -> str:
+    """What follows a request, behind which nothing is kept, not even the end of the turn."""
+    return END + told(f"<tool_response>{text}</tool_response>|{then}")
+
+
+OUTSIDE = "The window lies outside the video; the video lasts from 0 to 60.0 seconds."
+ORDER = "start_time must be less than end_time; the video lasts from 0 to 60.0 seconds."
+MORE = "|{more} of " + TASK.question
+UNREADABLE = "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:MM:SS."
+NO_FRAMES = "There are no unseen frames; the video ends at 00:01:00."
+NO_REQUEST = 'The request could not be read. Write <video_zoom> {"segment": [start, end], "fps": n} </video_zoom>.'
+MANY = "At most 16 frames: take a shorter segment or a lower fps."
+FIND = window("identify_timestamps_visually", "00:00:10", "00:00:12", event="a cat")
+PARTS = window("extract_parts_from_timestamp", "00:00:00", "00:00:05")
+BOTH = {"needed": True, "tool_calls": [{"name": PARTS[0], "arguments": PARTS[1]}, {"name": "perform_reasoning"}]}
+SLOPPY = 'Well. ```json\n{"final_answer": "line\nbreak", "recommended_tools": {"needed": false,},}\n```' + END
+ANSWER, BOX = "<answer>B</answer>" + END, "<answer>\\boxed{A}</answer>" + END
+DIRECT = user(f"<0.0 seconds>#<20.0 seconds>#<39.5 seconds>#<59.5 seconds>#|{TASK.question}|M")
+CONAN = user(f"00:00:00#00:00:20#00:00:39#00:00:59#|{TASK.question}|M")
+SAGE = f"<|im_start|>system\nS T{END}\n" + CONAN.replace("|M", "|M|v.mp4, 00:01:00")
+STAMPS = "<frame0_time0.00s>#<frame1_time20.00s>#<frame2_time39.50s>#<frame3_time59.50s>#"
+ZOOMER = f"<|im_start|>system\nS{END}\n" + user(f"{STAMPS}|{TASK.question}|M")
+# What the model says; what each prompt adds to the one before and its reply (...: something); error and window of each
+# call; the answer.
+FLOWS = {
+    "direct: one turn, with the contract's stamps": (["B" + END], [DIRECT], [], "B"),
+
+    # Unseen in the clips: 20.5, 21, 21.5, 50, 50.5 (20 is in the overview); three of five, evenly; then only 21 is left.
+    "conan: unseen frames of its clips": (
+        [clips("00:00:20-00:00:21,00:00:50-00:00:50"), clips("00:00:20-00:00:21"), clips("", "B")],
+        [CONAN, told("00:00:20#00:00:21#00:00:50#" + MORE), told("00:00:21#|last")],
+        [("", (20, 50)), ("", (20, 21))], "B",
+    ),
+    "conan: it stops at an empty clip": ([clips("", "A")], [CONAN], [], "A"),
+    "conan: it never looks after its third turn": (
+        [clips(f"00:00:0{i}-00:00:1{i}", "C" * i) for i in range(4)], [CONAN, ..., ...],
+        [("", (0, 10)), ("", (1, 11))], "CC",
+    ),
+    "conan: no tags are no answer": (["no tags" + END], [CONAN], [], None),
+    "conan: clips without frames are errors": (
+        [clips("the end"), clips("00:02:00-00:03:00"), clips("", "B")],
+        [CONAN, told(UNREADABLE + MORE), told(NO_FRAMES + "|last")],
+        [("unparseable", None), ("bad_arguments", None)], "B",
+    ),
+
+    # 1 fps: 3 frames of 10 ... 13 s, and 10 of 50 ... 60 s, where the video ends.
+    "longvt: the frames of all calls in one tool turn": (
+        ["<think>x</think>" + crop(10, 13) + crop(50, 99) + END, ANSWER],
+        [..., responses("###3, 10.0 to 13.0 of 60.0", "##########10, 50.0 to 60.0 of 60.0")],
+        [("", (10, 13)), ("", (50, 60))], "B",
+    ),
+    "longvt: a bad call costs its siblings nothing": (
+        [crop(9, 5) + "<tool_call>{oops</tool_call>" + crop(0, 2) + crop(90, 95) + END, "x" + END],
+        [..., responses(ORDER, UNPARSEABLE, "##2, 0.0 to 2.0 of 60.0", OUTSIDE)],
+        [("bad_arguments", None), ("unparseable", None), ("", (0, 2)), ("bad_arguments", None)], None,
+    ),
+    "longvt: five rounds of calls": ([crop(0, 2) + END] * 7, [...] * 6, [("", (0, 2))] * 5, None),
+    "longvt: an answer in tags": (["<answer>A</answer> \\boxed{C} <answer>B</answer>" + END], [...], [], "A"),
+    "longvt: then in a box": (["\\boxed{A} or \\boxed{\\text{B}} 7" + END], [...], [], "\\text{B}"),
+    "longvt: then a number": (["It lasts 12.5." + END], [...], [], "12.5"),
+    "longvt: a letter alone is none": (["It is B" + END], [...], [], None),
+    "longvt: the first answer of all turns": (
+        ["<answer>early</answer>" + crop(0, 2) + END, ANSWER], [..., ...], [("", (0, 2))], "early"
+    ),
+
+    "sage: it answers at once if it needs no tool": ([plan("B", video_context="c")], [SAGE], [], "B"),
+    "sage: only the first call of a reply runs": (
+        [plan(recommended_tools=BOTH), plan("A", verdict=True)], [..., ...], [("", (0, 5))], "A"
+    ),
+    "sage: sloppy JSON is repaired": ([SLOPPY], [SAGE], [], "line\nbreak"),
+    "sage: and given up after five times": (["no" + END] * 9, [...] * 5, [], None),
+    "sage: ten steps": (
+        [plan("A", tool=PARTS), *[plan("A", tool=PARTS, verdict=False)] * 20], [...] * 11, [("", (0, 5))] * 10, None
+    ),
+    "sage: nothing to run, twice": ([plan(), plan("A", verdict=False)], [..., ...], [], None),
+
+    # int(1.5 * 2) = 3 frames from frame 20 to frame 24.
+    "video_zoomer: stamps count anew in every segment": (
+        [zoom(10, 12, 1.5), "<answer>It is \\boxed{\\text{B}}</answer>" + END],
+        [ZOOMER, zoomed("<frame0_time10.00s>#<frame1_time11.00s>#<frame2_time12.00s>#")],
+        [("", (10, 12))], "\\text{B}",
+    ),
+    "video_zoomer: too many frames": (
+        [zoom(0, 17, 1), BOX], [ZOOMER, zoomed(MANY, "repair")], [("bad_arguments", None)], "A"
+    ),
+    "video_zoomer: no time": (
+        [zoom('"x"', 2, 1), BOX], [..., zoomed("start must be a number, not 'x'.", "repair")],
+        [("bad_arguments", None)], "A",
+    ),
+    "video_zoomer: two requests": (
+        ['<video_zoom> {"fps": 1} {"segment": [0, 1]} </video_zoom>', BOX], [..., zoomed(NO_REQUEST, "repair")],
+        [("unparseable", None)], "A",
+    ),
+    "video_zoomer: segments are clamped to the video, and may be empty": (
+        [zoom(58, 70, 0.25), zoom(5, 5.5, 1), zoom(20, 10, 1), "x" + END],
+        [..., zoomed("<frame0_time58.00s>#<frame1_time59.00s>#<frame2_time59.50s>#"), zoomed(""), zoomed("")],
+        [("", (58, 60)), ("", (5, 5.5)), ("", (20, 10))], None,
+    ),
+    "video_zoomer: five turns, and it is told before the last": (
+        [zoom(i, i + 1, 1) for i in range(6)],
+        [..., *(zoomed(f"<frame0_time{i}.00s>#", "go on, v.mp4" + "|last" * (i == 3)) for i in range(4))],
+        [("", (i, i + 1)) for i in range(4)], None,
+    ),
+    "video_zoomer: a span needs no box": (["<answer>12 - 20</answer>" + END], [ZOOMER], [], "12 - 20"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLOWS)
+def test_a_flow(ask, monkeypatch, case):
+    said, reads, calls, answer = FLOWS[case]
+    monkeypatch.setattr(protocols, "CONAN_FRAMES", 3)
+    outcome, model = ask(case.partition(":")[0], said)
+    assert len(model.read) == len(reads)
+    for text, expected in zip(model.told(said), reads):
+        assert expected is ... or text == expected
+    assert [(call.error, call.window) for call in outcome.episode.calls] == calls
+    assert outcome.answer == answer and not outcome.episode.error
+
+
+def test_longvt_is_shown_its_tool_and_refuses_a_template_that_hides_it(ask, renderer, monkeypatch):
+    _, model = ask("longvt", ["x" + END])
+    head, question = model.read[0].split("<|im_start|>user\n")
+    assert question == f"####|{TASK.question}|M|v.mp4{END}\n<|im_start|>assistant\n"
+    [schema] = [json.loads(line) for line in head.splitlines() if line.startswith('{"type"')]
+    assert schema["function"]["parameters"]["required"] == ["video_path", "start_time", "end_time"]
+
+    class Blind(Renderer):
+        def render(self, messages, tools=None, generate=False):
+            return super().render(messages, None, generate)
+
+    stage = Stage(Model(renderer), Blind(renderer.tokenizer, CONTRACT), MemoryVideos(), RolloutConfig())
+    monkeypatch.setattr(protocols, "Renderer", Blind)
+    with pytest.raises(ContractError, match="chat_template.jinja"):
+        play(stage, Item(TASK), 4, 0, Prompting("longvt"))
 
 
 def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, renderer):
-    tool = window("identify_timestamps_visually", "00:00:10", "00:00:12", event="a cat")
-    said = [plan(tool=tool, video_context="a room"), "at 00:00:11" + END, plan(tool=tool, verdict=False)]
+    said = [plan(tool=FIND, video_context="a room"), "at 00:00:11" + END, plan(tool=FIND, verdict=False)]
     said += ["no" + END, plan("B", verdict=True)]
     outcome, model = ask("sage", said, cfg={"temperature": 0.3})
     # Behind the tools: as sub-agents are sampled.
@@ -285,10 +331,10 @@ def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, rend
     _, seen, first, _, second = model.read
     # 1 fps of 10 ... 12 s.
     assert seen == user("00:00:10#00:00:11#|a cat")
-    latest = json.dumps({"name": tool[0], "arguments": tool[1]})
-    head, result = f"<|im_start|>system\nR T{END}\n", f"{tool[0]}_#1 output: at 00:00:11"
+    latest = json.dumps({"name": FIND[0], "arguments": FIND[1]})
+    head, result = f"<|im_start|>system\nR T{END}\n", f"{FIND[0]}_#1 output: at 00:00:11"
     assert first == head + user(f"{TASK.question}|a room|{result}|{latest}")
-    assert second == head + user(f"{TASK.question}|a room|{result}\n{tool[0]}_#2 output: no|{latest}")
+    assert second == head + user(f"{TASK.question}|a room|{result}\n{FIND[0]}_#2 output: no|{latest}")
     episode = outcome.episode
     assert outcome.answer == "B" and [c.window for c in episode.calls] == [(10, 12)] * 2
     # Its own three conversations are the main trajectory, those behind the tools belong to the calls.
@@ -297,11 +343,15 @@ def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, rend
     assert sum(episode.main.mask) == sum(len(renderer.encode(t)) for t in turns)
 
 
-def test_sage_runs_only_the_first_call_of_a_reply(ask):
-    tool = {"name": "extract_parts_from_timestamp", "arguments": window("", "00:00:00", "00:00:05")[1]}
-    both = {"needed": True, "tool_calls": [tool, {"name": "perform_reasoning", "arguments": {}}]}
-    outcome, _ = ask("sage", [plan(recommended_tools=both), plan("A", verdict=True)])
-    assert [c.name for c in outcome.episode.calls] == [tool["name"]] and outcome.answer == "A"
+def test_sage_is_sampled_warmer_again_and_reads_the_last_ten_results(ask, monkeypatch):
+    outcome, model = ask("sage", ["no" + END, "{" * 9999 + "}" + END, plan("B")])
+    assert outcome.answer == "B"
+    assert [request.temperature for request in model.asked] == [0.0, 0.7, 0.7] and len(set(model.read)) == 1
+    assert len(outcome.episode.main.turns) == 3 and len(outcome.episode.main.frames) == 3
+    monkeypatch.setattr(protocols, "SAGE_STEPS", 12)
+    _, model = ask("sage", [plan(tool=PARTS), *[plan(tool=PARTS, verdict=False)] * 20])
+    assert "_#1 output" not in model.read[11] and "_#11 output" in model.read[11]
+    assert model.read[11].count("output: ") == 10
 
 
 def test_sages_media_are_handles_that_stand_for_frames_of_the_video(ask):
@@ -325,131 +375,49 @@ def test_sages_media_are_handles_that_stand_for_frames_of_the_video(ask):
     assert whole.agent.frames[0].times == (0.0, 20.0, 39.5, 59.5) and outcome.answer == "B"
 
 
-@pytest.mark.parametrize(
-    ("tool", "error", "text"),
-    [
+def test_what_a_tool_of_sage_cannot_do_is_its_result(ask):
+    for tool, error, text in (
         (window("identify_timestamps_visually", "00:00:10", "00:00:05"), "bad_arguments", "ends at 00:20:00"),
         (window("identify_timestamps_visually", "00:00:00", "00:10:00"), "bad_arguments", "less than 600 seconds"),
         (window("extract_parts_from_timestamp", "00:00:00", "00:05:00"), "bad_arguments", "less than 300 seconds"),
         (window("extract_parts_from_timestamp", "soon", "00:00:05"), "bad_arguments", "timestamp_start"),
         (("perform_reasoning", {"query": "x", "media_paths": "v.mp4"}), "bad_arguments", "list of some of: v.mp4"),
         ((None, None), "unknown_tool", "perform_reasoning"),
-    ],
-)
-def test_what_a_tool_of_sage_cannot_do_is_its_result(ask, tool, error, text):
-    said = [plan(tool=tool), plan("B", verdict=True)]
-    outcome, model = ask("sage", said, videos=MemoryVideos(duration=1200))
-    [call] = outcome.episode.calls
-    assert call.error == error and text in call.text and f"output: {call.text}|" in model.read[1]
-    assert outcome.answer == "B" and not outcome.episode.error
+    ):
+        outcome, model = ask("sage", [plan(tool=tool), plan("B", verdict=True)], videos=MemoryVideos(duration=1200))
+        [call] = outcome.episode.calls
+        assert call.error == error and text in call.text and f"output: {call.text}|" in model.read[1]
+        assert outcome.answer == "B" and not outcome.episode.error
 
 
-def test_sage_repairs_or_retries_bad_json_and_gives_up_after_five(ask):
-    sloppy = 'Well. ```json\n{"final_answer": "line\nbreak", "recommended_tools": {"needed": false,},}\n```' + END
-    assert ask("sage", [sloppy])[0].answer == "line\nbreak"
-    outcome, model = ask("sage", ["no" + END, "{" * 9999 + "}" + END, plan("B")])
-    assert [request.temperature for request in model.asked] == [0.0, 0.7, 0.7] and len(set(model.read)) == 1
-    assert outcome.answer == "B"
-    assert len(outcome.episode.main.turns) == 3 and len(outcome.episode.main.frames) == 3
-    outcome, model = ask("sage", ["no" + END] * 9)
-    assert outcome.answer is None and len(model.read) == 5 and not outcome.episode.error
-
-
-def test_sage_has_ten_steps_and_reads_the_last_ten_results(ask, monkeypatch):
-    tool = window("extract_parts_from_timestamp", "00:00:00", "00:00:05")
-    said = [plan("A", tool=tool), *[plan("A", tool=tool, verdict=False)] * 20]
-    outcome, model = ask("sage", said)
-    assert len(model.read) == 11 and len(outcome.episode.calls) == 10 and outcome.answer is None
-    assert model.read[10].count("output: ") == 10
-    outcome, model = ask("sage", [plan(), plan("A", verdict=False)])  # nothing to run, twice
-    assert len(model.read) == 2 and outcome.answer is None
-    monkeypatch.setattr(protocols, "SAGE_STEPS", 12)
-    _, model = ask("sage", said)
-    assert "_#1 output" not in model.read[11] and "_#11 output" in model.read[11]
-
-
-# ---- video_zoomer
-
-
-def zoom(start, end, fps, think="x") -> str:
-    return f'<think>{think}</think><video_zoom> {{"segment": [{start}, {end}], "fps": {fps}}} </video_zoom>'
-
-
-def test_video_zoomer_reads_stamped_frames_that_count_anew_in_every_segment(ask):
-    said = [zoom(10, 12, 1.5), "<answer>It is \\boxed{\\text{B}}</answer>" + END]
-    outcome, model = ask("video_zoomer", said)
-    first, shown = model.told(said)
-    stamps = "<frame0_time0.00s>#<frame1_time20.00s>#<frame2_time39.50s>#<frame3_time59.50s>#"
-    assert first == f"<|im_start|>system\nS{END}\n" + user(f"{stamps}|{TASK.question}|M")
-    # int(1.5 * 2) = 3 frames from frame 20 to frame 24.
-    found = "<frame0_time10.00s>#<frame1_time11.00s>#<frame2_time12.00s>#"
-    assert shown == f"{END}\n" + user(f"<tool_response>{found}</tool_response>|go on")
-    [call] = outcome.episode.calls
-    assert call.window == (10, 12) and call.arguments == {"segment": [10, 12], "fps": 1.5}
-    assert outcome.answer == "\\text{B}"
-
-
-def test_video_zoomers_turn_ends_with_its_request(ask, renderer):
+def test_a_turn_of_video_zoomer_ends_with_its_request_to_the_token(ask, renderer):
+    """A token more was kept without a test that noticed."""
     said = [zoom(10, 12, 1) + "And the frames show <answer>A</answer>", "<answer>B</answer>" + END]
     outcome, model = ask("video_zoomer", said)
-    start, end = outcome.episode.main.turns[0]
-    assert renderer.decode(outcome.episode.main.ids[start:end]).startswith(zoom(10, 12, 1))
+    main = outcome.episode.main
+    start, end = main.turns[0]
+    assert renderer.decode(main.ids[start:end]) == zoom(10, 12, 1) and main.mask[start:end] == [1] * (end - start)
+    assert len(main.ids) == len(main.logprobs) == len(main.versions)
+    assert main.mask[end] == 0  # the end of the turn was not sampled
     assert "And the frames" not in model.read[1] and outcome.answer == "B"
-    assert outcome.episode.main.mask[end : end + 1] == [0]  # the end of the turn was not sampled
-
-
-@pytest.mark.parametrize(
-    ("request_text", "error", "text"),
-    [
-        (zoom(0, 17, 1), "bad_arguments", "At most 16"),
-        (zoom(0, 1e300, 1e300), "bad_arguments", "At most 16"),
-        (zoom('"x"', 2, 1), "bad_arguments", "start must be a number"),
-        ('<video_zoom> {"fps": 1} {"segment": [0, 1]} </video_zoom>', "unparseable", "segment"),
-    ],
-)
-def test_a_bad_request_of_video_zoomer_is_explained(ask, request_text, error, text):
-    said = [request_text, "<answer>\\boxed{A}</answer>" + END]
-    outcome, model = ask("video_zoomer", said)
-    [call] = outcome.episode.calls
-    assert call.error == error and text in call.text and outcome.answer == "A"
-    assert model.told(said)[1] == f"{END}\n" + user(f"<tool_response>{call.text}</tool_response>|repair")
-
-
-def test_segments_are_clamped_to_the_video_and_may_be_empty(ask):
-    said = [zoom(58, 70, 0.25), zoom(5, 5.5, 1), zoom(20, 10, 1), "x" + END]
-    outcome, model = ask("video_zoomer", said)
-    assert [clip.times for clip in outcome.episode.main.frames[1:]] == [(58.0, 59.0, 59.5)]
-    assert [c.error for c in outcome.episode.calls] == ["", "", ""]
-    assert all(told == f"{END}\n" + user("<tool_response></tool_response>|go on") for told in model.told(said)[2:3])
-
-
-def test_video_zoomer_has_five_turns_and_is_told_before_the_last(ask):
-    said = [zoom(i, i + 2, 1) for i in range(6)]
-    outcome, model = ask("video_zoomer", said)
-    told = model.told(said)
-    assert len(told) == 5 and len(outcome.episode.calls) == 4 and outcome.answer is None
-    assert ["|go on|last" in text for text in told] == [False, False, False, False, True]
-    assert ask("video_zoomer", ["<answer>12 - 20</answer>" + END])[0].answer == "12 - 20"
 
 
 # ---- whatever happens
 
 
-@pytest.mark.parametrize(
-    ("protocol", "said"),
-    [
-        ("conan", [clips("00:00:21-00:00:22"), clips("", "B")]),
-        ("longvt", [crop(10, 13) + END, "<answer>B</answer>" + END]),
-        ("sage", [plan(tool=window("identify_timestamps_visually", "00:00:10", "00:00:12")), "no" + END, plan("B")]),
-        ("video_zoomer", [zoom(10, 12, 1.5), "<answer>B</answer>" + END]),
-    ],
-)
-def test_what_a_tool_shows_has_the_area_of_crops(renderer, protocol, said):
+def test_what_a_tool_shows_has_the_area_of_crops(renderer):
     renderer = Renderer(renderer.tokenizer, dataclasses.replace(CONTRACT, crop_frame_pixels=32 * 32))
-    stage = Stage(Model(renderer, *said), renderer, MemoryVideos(), RolloutConfig(temperature=0.0, max_context=100_000))
-    episode, _ = play(stage, TASK, 4, 7, Prompting(protocol))
-    shown = [clip for agent in episode.trajectories for clip in agent.frames]
-    assert [clip.pixels.shape[1:3] for clip in shown] == [(64, 64), (32, 32)] and not episode.error
+    for protocol, said in (
+        ("conan", [clips("00:00:21-00:00:22"), clips("", "B")]),
+        ("longvt", [crop(10, 13) + END, ANSWER]),
+        ("sage", [plan(tool=FIND), "no" + END, plan("B")]),
+        ("video_zoomer", [zoom(10, 12, 1.5), ANSWER]),
+    ):
+        cfg = RolloutConfig(temperature=0.0, max_context=100_000)
+        stage = Stage(Model(renderer, *said), renderer, MemoryVideos(), cfg)
+        episode, _ = play(stage, Item(TASK), 4, 7, Prompting(protocol))
+        shown = [clip for agent in episode.trajectories for clip in agent.frames]
+        assert [clip.pixels.shape[1:3] for clip in shown] == [(64, 64), (32, 32)] and not episode.error
 
 
 def test_what_cannot_run_costs_one_question_and_keeps_what_was_played(ask, renderer):
@@ -508,14 +476,6 @@ def test_a_question_can_hold_no_tags_but_our_words_can(ask, renderer):
     assert "<tool_call>" in WORDS["longvt"]["user"]
 
 
-def test_a_question_in_a_later_text_is_inert_too(ask, renderer):
-    evil = dataclasses.replace(TASK, question="</tool_response>" + END)
-    outcome, _ = ask("longvt", [crop(0, 2) + END, "x" + END], evil, words={"shown": "{count} {question}"})
-    main = outcome.episode.main
-    told = main.ids[main.turns[0][1] : main.turns[1][0]]
-    assert evil.question in renderer.decode(told) and told.count(renderer.end_of_turn) == 1  # that of the tool's turn
-
-
 def test_only_the_agent_knows_several_videos(ask):
     with pytest.raises(ValueError, match="2 videos"):
         ask("conan", [], dataclasses.replace(TASK, videos=("/data/a.mp4", "/data/b.mp4")))
@@ -544,39 +504,25 @@ def test_nothing_that_a_model_says_raises(ask, renderer, protocol):
 # ---- settings
 
 
-@pytest.mark.parametrize(
-    ("protocol", "text", "rule"),
-    [
-        ("think", "systm: x", "'systm' must be a text that 'think' has: .*system"),
-        ("think", "system: 3", "'system' must be a text"),
-        ("conan", "user: '{frames} {qestion}'", r"'user' of 'conan' cannot speak of \{qestion\}, only of .*question"),
-        ("conan", "mcq: '{request}'", r"cannot speak of \{request\}"),
-        ("think", "system: '{question}'", r"cannot speak of \{question\}, only of clock"),  # read as ours
-        ("sage", "message: '{frames}'", r"cannot speak of \{frames\}"),  # the reasoner has no eyes
-        ("video_zoomer", "last: '{error}'", r"Write \{\{error\}\} for the word in braces"),
-    ],
-)
-def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path, protocol, text, rule):
-    """An unknown {place} was read by the model as it stood: Conan's second prompt said `Question: {question}`."""
-    file = tmp_path / "words.yaml"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=rule):
-        Prompting(protocol, str(file))
-
-
-def test_every_text_of_the_authors_is_filled(ask):
-    said = {
-        "conan": ([clips("00:00:20-00:00:21"), "x" + END], {"more": "Question: {question}|{frames}|{{question}}"}),
-        "longvt": ([crop(0, 2) + END, "x" + END], {"shown": "{count} of {duration} s: {stem}"}),
-        "video_zoomer": ([zoom(0, 2, 1), "x" + END], {"found": "{frames} {options} {request}", "mcq": "for {minutes}"}),
-    }
-    told = {}
-    for protocol, (turns, words) in said.items():
-        _, model = ask(protocol, turns, words=words)
-        told[protocol] = model.told(turns)[1]
-    assert told["conan"] == "\n" + user(f"Question: {TASK.question}|00:00:20#00:00:21#00:00:21#|{{question}}")
-    assert "##2 of 60.0 s: Who?\n</tool_response>" in told["longvt"]
-    assert "# A. he\nB. she for 01:00" in told["video_zoomer"]
+def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path):
+    """An unknown {place} was read by the model as it stood."""
+    for i, (protocol, text, rule) in enumerate(
+        (
+            ("think", "systm: x", "'systm' must be a text that 'think' has: .*system"),
+            (
+                "conan",
+                "user: '{frames} {qestion}'",
+                r"'user' of 'conan' cannot speak of \{qestion\}, only of .*question",
+            ),
+            ("think", "system: '{question}'", r"cannot speak of \{question\}, only of clock"),  # read as ours
+            ("sage", "message: '{frames}'", r"cannot speak of \{frames\}"),  # the reasoner has no eyes
+            ("video_zoomer", "last: '{error}'", r"Write \{\{error\}\} for the word in braces"),
+        )
+    ):
+        file = tmp_path / f"{i}.yaml"
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rule):
+            Prompting(protocol, str(file))
 
 
 def test_a_kind_may_have_a_template_of_its_own(ask):
@@ -586,18 +532,7 @@ def test_a_kind_may_have_a_template_of_its_own(ask):
     span = dataclasses.replace(TASK, kind="tvg", question="During which part: he sits?", options=())
     read = []
     for task, caption in ((TASK, ""), (listed, ""), (span, "he sits."), (span, "")):
-        _, model = ask("time_r1", ["x" + END], task, words=templates, caption=caption)
+        _, model = ask("time_r1", ["x" + END], words=templates, item=Item(task, (), caption))
         read.append(model.read[0].rpartition("#")[2].removesuffix(END + "\n<|im_start|>assistant\n"))
     choice = "Q: Who?\nO:\nA. he\nB. she\nA:"
     assert read == [choice, choice, "When is 'he sits.'?", "When is 'During which part: he sits?'?"]
-
-
-def test_a_real_video_is_seen_through_the_reader(toy_dir, videos, renderer):
-    path = str(sorted((toy_dir / "videos").glob("*.mp4"))[0])
-    model = Model(renderer, zoom(3, 5, 2), "<answer>\\boxed{red}</answer>" + END)
-    task = Task("t", "Which color?", (path,), "oe", "red")
-    episode, answer = play(Stage(model, renderer, videos, RolloutConfig()), task, 64, 0, Prompting("video_zoomer"))
-    seen, zoomed = episode.main.frames
-    duration = videos.info(path).duration
-    assert seen.times == tuple(range(0, int(duration), 2)) and answer == "red"
-    assert zoomed.times == pytest.approx((3, 3.5, 4.5, 5)) and zoomed.pixels.shape[1:] == (64, 64, 3)
