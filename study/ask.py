@@ -41,13 +41,9 @@ WIDTH = 40  # characters of the timeline
 
 def main() -> int:
     doctor = sys.argv[1:2] == ["doctor"]
-    parser = argparse.ArgumentParser(
-        "python -m study.ask", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    if doctor:
-        parser.add_argument("doctor")
-    else:
-        parser.add_argument("question")
+    parser = argparse.ArgumentParser("python -m study.ask", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("doctor" if doctor else "question")
+    if not doctor:
         parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
         parser.add_argument("--no-think-prefix", action="store_true", help="do not open each turn with <think>")
         parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the episode as JSON")

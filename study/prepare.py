@@ -1,9 +1,8 @@
 """prepare.py: what is done to data before training. The trainers never import it.
 
-python -m study.prepare check PATH|CONFIG [--model DIR] [--decode]
-    every row parsed, every image read and video opened (`--decode`: the frames that its rows show decoded), token
-    lengths under the model's tokenizer, ids that rows share; of a config, its `data` and its `val`; exit status 1
-    if any row is unusable
+python -m study.prepare check PATH|CONFIG [--model DIR]
+    every row parsed, every image read and video opened, token lengths under the model's tokenizer, ids that rows
+    share; of a config, its `data` and its `val`; exit status 1 if any row is unusable
 python -m study.prepare materialize --root MEDIA --parquet-dir IN --output-dir OUT
     sentinel paths (`longvt_source/...`, `museg/...`, `selfqa/...`) -> file://MEDIA/...; lists what is missing
 """
@@ -58,7 +57,7 @@ class Looked:
     flaw: str = ""  # why it cannot be used
 
 
-def check(target: str, model: str, decode: bool) -> int:
+def check(target: str, model: str) -> int:
     """Print the truth about a data file, or about all files of a run's config."""
     # The settings of the run; of a lone file, the defaults and the model's contract.
     tree = {"data": {"sources": [{"path": target}]}}
@@ -107,9 +106,9 @@ def check(target: str, model: str, decode: bool) -> int:
             found.flaw = str(error)
         return found
 
-    unusable, cores = 0, os.cpu_count() or 1
+    unusable = 0
     places = collections.defaultdict(list)  # id -> the rows that have it
-    with Videos(cores) if decode else Undecoded(cores) as videos, ThreadPoolExecutor(8) as pool:
+    with Undecoded(os.cpu_count() or 1) as videos, ThreadPoolExecutor(8) as pool:
         for (path, root), rows in files.items():
             look_at = functools.partial(look, videos, rows, Path(root or rows.path.parent))
             looked = list(tqdm(pool.map(look_at, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
@@ -230,14 +229,11 @@ def materialize(root: Path, parquet_dir: Path, output_dir: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m study.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser("python -m study.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("check", help="tell the truth about a data file or a config's data")
     command.add_argument("target", metavar="PATH|CONFIG")
     command.add_argument("--model", default="", help="checkpoint whose tokenizer counts the tokens")
-    command.add_argument("--decode", action="store_true", help="decode what the rows show, not only open the files")
     command = commands.add_parser("materialize", help="sentinel paths -> file:// paths")
     command.add_argument("--root", type=Path, required=True, help="where the media archives were unpacked")
     command.add_argument("--parquet-dir", type=Path, required=True)
@@ -246,7 +242,7 @@ def main() -> int:
     try:
         if args.command == "materialize":
             return materialize(args.root, args.parquet_dir, args.output_dir)
-        return check(args.target, args.model, args.decode)
+        return check(args.target, args.model)
     except (config.ConfigError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -515,9 +515,9 @@ def test_check_names_every_row_that_a_training_would_skip(toy_dir, tmp_path, vid
     rows = []
     for messages in ([user("good.mp4")], bad):
         rows.append({"messages": [*messages, {"role": "assistant", "content": "a"}], "agent": "sub"})
-    for kept, decode in ((rows, True), (rows, False), (rows[1:], False)):
+    for kept in (rows, rows[1:]):
         path = write_jsonl(tmp_path / "rows.jsonl", kept)
-        assert prepare.check(path, str(toy_dir / "model"), decode) == 1
+        assert prepare.check(path, str(toy_dir / "model")) == 1
         told = capsys.readouterr().out
         assert re.search(says if len(kept) == 2 else says.replace("row 1", "row 0"), told)
         assert "1 unusable rows" in told and ("tokens per row" in told) == (len(kept) == 2)
