@@ -109,7 +109,7 @@ def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
     assert before - 1 < lines[1]["time"] < time.time() + 1
 
 
-def test_trackers_get_the_figures_of_the_metrics_and_only_if_they_are_named(tmp_path, monkeypatch):
+def test_trackers_get_the_figures_of_the_metrics_if_they_are_named(tmp_path, monkeypatch):
     """Stand-ins with the calls that the libraries' documentation names."""
     board, wandb, run = MagicMock(), MagicMock(), SimpleNamespace(run=str(tmp_path), steps=9, report_to=())
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)

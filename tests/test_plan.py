@@ -87,7 +87,7 @@ def rl_plans(**changes):
     return plan_rl(SimpleNamespace(policy=EIGHT, visual=visual, rollout=SimpleNamespace(**rollout), **sizes))
 
 
-def test_an_episode_that_fills_its_context_and_an_engine_in_the_trainer_are_planned_for():
+def test_a_full_context_and_an_engine_in_the_trainer_are_planned_for():
     """Past bug: the plan was for train_tokens, which a single episode may exceed."""
     [beside], [shorter], [within] = (
         rl_plans(urls=("http://x",)),

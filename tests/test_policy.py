@@ -116,7 +116,7 @@ def test_temperature_and_banned_ids_shape_the_softmax(path, oracle, shared, temp
 # ------------------------------------------------------------------------------------------------ edges
 
 
-def test_every_pass_runs_the_tower_once_and_gives_every_parameter_a_gradient(path):
+def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path):
     """Invariant 10: under FSDP2 a parameter that is left out is a collective that other ranks wait for."""
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
     calls = []
@@ -214,7 +214,7 @@ def torch_2_11_varlen(q, k, *args, window_size, scale):
 
 
 @pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen, torch_2_11_varlen])
-def test_one_varlen_call_a_layer_means_what_the_segments_and_the_frames_mean(path, shared, monkeypatch, attend):
+def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, monkeypatch, attend):
     """The kernels need a GPU; with their definition in their place, the rest of their path runs here."""
     calls = []
 
@@ -304,7 +304,7 @@ class RotaryOf517(torch.nn.Module):
         self.register_buffer("inv_freq", torch.arange(3.0), persistent=False)
 
 
-def test_the_towers_rotary_is_built_as_the_installed_transformers_builds_it(path, shared):
+def test_the_towers_rotary_is_built_as_the_installed_transformers_does(path, shared):
     rotary = shared.vision.rotary_pos_emb
     assert torch.equal(policy_module.fresh_rotary(shared.vision).inv_freq, rotary.inv_freq)
     newer = types.SimpleNamespace(rotary_pos_emb=RotaryOf517(shared.vision.config), config=shared.vision.config)
