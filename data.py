@@ -1,9 +1,9 @@
 """data.py: the nouns of the project, what the agents are told, and how rows become tasks and dialogues.
 
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G of them, one K)
-    contract.Bundle (one prompt, the suffixes that continue it): the unit of training for SFT and RL alike
+    render.Bundle (one prompt, the suffixes that continue it): the unit of training for SFT and RL alike
 
-    overview(task, k, videos, contract) -> frames; main_messages(task, frames, True) -> messages for contract.Renderer
+    overview(task, k, videos, contract) -> frames; main_messages(task, frames, True) -> messages for render.Renderer
     parse_task(RL row) -> Task;  parse_dialogue(SFT row) -> Dialogue;  encode_dialogue(dialogue, ...) -> Bundle
 
 SFT, RL, evaluation and `ask` open every agent with the functions here. runtime/dataset.py streams the rows;
@@ -28,9 +28,10 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from runtime.answers import normalise, parse_span
-from runtime.contract import Bundle, Renderer, VisualContract
 from runtime.dataset import RowError, decode_json
+from runtime.render import Bundle, Renderer
 from runtime.video import Frames, VideoError, Videos
+from runtime.visual import VisualContract
 
 # ------------------------------------------------------------------------------------------------ the nouns
 

@@ -42,11 +42,12 @@ from rollout import RolloutConfig, Stage, derive, dump, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
 from runtime.checks import check_run, check_servers, differences, find_checkpoint, find_tokenizer, on_the_hub
-from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataError
 from runtime.engine import Engine, EngineError
 from runtime.judge import Judge, JudgeError
+from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
+from runtime.visual import ContractError, VisualContract
 
 USER_ERRORS = (config.ConfigError, tables.TableError, ContractError, EngineError, DataError, FileNotFoundError)
 

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from data import Episode, Group, Trajectory
 from rewards import Anchor, structural_mask
-from runtime.contract import Bundle, Renderer
 from runtime.distributed import gather, sum_over_ranks
 from runtime.packing import best_fit
 from runtime.policy import Scores
+from runtime.render import Bundle, Renderer
 
 
 @dataclass(frozen=True, kw_only=True)

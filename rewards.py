@@ -24,8 +24,8 @@ from typing import Literal
 
 from data import Episode, Group, Task, Trajectory
 from runtime.answers import LETTERS, listed_options, normalise, parse_letter, parse_span, words_of
-from runtime.contract import END_OF_TURN, Renderer
 from runtime.judge import Judge, JudgeConfig, JudgeError
+from runtime.render import END_OF_TURN, Renderer
 
 TAG = re.compile(r"</?(?:think|tool_call|answer)>")
 THINK = re.compile(r"<think>(.*?)</think>", re.S)

@@ -36,7 +36,6 @@ from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime import config
 from runtime.checks import RunConfig, check_servers, open_run
 from runtime.config import refuse_below_1
-from runtime.contract import ContractError, Renderer
 from runtime.dataset import DataError, Dataset
 from runtime.distributed import (
     barrier,
@@ -56,8 +55,10 @@ from runtime.engine import Engine, EngineError
 from runtime.judge import Judge
 from runtime.plan import PlanError, check_disk, plan_rl, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
+from runtime.render import Renderer
 from runtime.run import Run, is_finished, try_out
 from runtime.video import Videos
+from runtime.visual import ContractError
 from tools import TOOLS
 
 

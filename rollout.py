@@ -37,10 +37,11 @@ from tqdm import tqdm
 
 import data
 from data import NO_REPORT, THINK_PREFIX, Call, Episode, Group, Task, Trajectory
-from runtime.contract import ContractError, Rendered, Renderer, VisualContract
 from runtime.engine import Engine, EngineError, run_all, together
+from runtime.render import Rendered, Renderer
 from runtime.servers import SGLang, context_flags
 from runtime.video import Frames, VideoError, Videos
+from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, Look, ToolError, parse_calls, use
 
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."

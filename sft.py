@@ -28,7 +28,6 @@ from rewards import TAG
 from runtime import config
 from runtime.checks import RunConfig, open_run
 from runtime.config import refuse_below_1
-from runtime.contract import Bundle, ContractError, Renderer
 from runtime.dataset import DataConfig, DataError, Dataset, RowError
 from runtime.distributed import (
     gather,
@@ -41,8 +40,10 @@ from runtime.distributed import (
 from runtime.packing import best_fit
 from runtime.plan import PlanError, check_disk, plan_training, utilisation
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
+from runtime.render import Bundle, Renderer
 from runtime.run import Run, is_finished, try_out
 from runtime.video import VideoError, Videos
+from runtime.visual import ContractError
 from tools import TOOLS
 
 # What a character of the assistant's text is, by the first group of these; all others are prose.

@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from data import SUBAGENT_REQUEST, SUBAGENT_SYSTEM, Call, Task
-from runtime.contract import VisualContract
 from runtime.video import Frames, VideoError, Videos
+from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
 MAX_CALL_CHARS, MAX_BRACKETS = 4096, 64  # a call has about 100 characters and 2 brackets; beyond this nobody parses

@@ -28,9 +28,9 @@ from pathlib import Path
 from data import Task, parse_task
 from rewards import RewardConfig, accuracy, final_answer
 from runtime.answers import listed_options, normalise, parse_letter, parse_span, seconds_of, spoken
-from runtime.contract import END_OF_TURN
 from runtime.dataset import DataError, RowError, Rows
 from runtime.judge import Judge
+from runtime.render import END_OF_TURN
 
 LETTERS = tuple("ABCDEFGHIJ")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")

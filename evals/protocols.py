@@ -36,9 +36,10 @@ from rewards import ANSWER, final_answer, last_answer, turn_texts
 from rollout import Stage, Stopped, append, derive, open_trajectory, opening, run_episode, sample_turn
 from runtime.answers import parse_span, spoken
 from runtime.config import read_tree
-from runtime.contract import ContractError, Live, Renderer, clock
 from runtime.engine import EngineError
+from runtime.render import Live, Renderer, clock
 from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
+from runtime.visual import ContractError
 from tools import ToolError, parse_calls, read_number, read_time, use
 
 # ------------------------------------------------------------------------------------------------ settings

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from runtime.config import ConfigError
-from runtime.contract import END_OF_TURN, IMAGE_PAD, VISION_END, VISION_START, Renderer
 from runtime.engine import EngineError, Sample
+from runtime.render import END_OF_TURN, IMAGE_PAD, VISION_END, VISION_START, Renderer
 from runtime.video import Frames
 
 CONTROL = ("<|im_start|>", END_OF_TURN, IMAGE_PAD, VISION_START, VISION_END)  # what divides a prompt

@@ -19,10 +19,11 @@ import requests
 import torch
 
 from runtime.config import ConfigError, load, refuse_below_1
-from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataConfig, check_rows
 from runtime.distributed import checkpoint_dir, rank, rank0_first
 from runtime.policy import OptimConfig, PolicyConfig, dtype_of
+from runtime.render import Renderer, load_tokenizer
+from runtime.visual import VisualContract
 
 MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 
 from runtime.cleanup import MEMORY, memory_folder
 from runtime.config import leave
-from runtime.contract import VisualContract
+from runtime.visual import VisualContract
 
 T = TypeVar("T")
 

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.contract import Bundle, Renderer, patchify
 from runtime.distributed import gather, print0
 from runtime.engine import EngineError
 from runtime.packing import rope_positions
 from runtime.policy import Policy
+from runtime.render import Bundle, Renderer
+from runtime.visual import patchify
 
 # Largest mean |trainer's - engine's log-prob| of a batch. Rounding is far below it, a wrong image above.
 GAP_LIMIT = 0.5

@@ -33,7 +33,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AttentionInterface, DynamicCache, Qwen3VLForConditionalGeneration
 
-from runtime.contract import Bundle, Renderer
 from runtime.engine import EngineError, Sample
 from runtime.packing import (
     KeyLayout,
@@ -44,6 +43,7 @@ from runtime.packing import (
     pack_bundles,
     pick_kernel,
 )
+from runtime.render import Bundle, Renderer
 from runtime.video import Frames
 
 

@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from runtime.contract import Bundle, patchify
+from runtime.render import Bundle
 from runtime.video import Frames
+from runtime.visual import patchify
 
 # ------------------------------------------------------------------------------------------------ layout
 

@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from runtime.config import ConfigError
-from runtime.contract import Bundle
 from runtime.distributed import checkpoint_dir, device
 from runtime.packing import (
     KeyLayout,
@@ -50,6 +49,7 @@ from runtime.packing import (
     pack_bundles,
     pick_kernel,
 )
+from runtime.render import Bundle
 from runtime.video import Frames
 
 # Keep the inputs, compute the rest again in the backward pass; nothing here draws random numbers.

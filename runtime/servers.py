@@ -36,9 +36,10 @@ import numpy as np
 from PIL import Image
 
 from runtime.cleanup import kill_group, memory_folder, start_group
-from runtime.contract import ContractError, Renderer
 from runtime.engine import EngineError, Sample
+from runtime.render import Renderer
 from runtime.video import Frames
+from runtime.visual import ContractError
 
 log = logging.getLogger(__name__)
 

@@ -31,9 +31,10 @@ from data import Call, Episode, Task
 from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, open_engine, opening, run_episode
 from runtime.checks import check_urls, find_checkpoint, find_tokenizer
 from runtime.config import ConfigError, expandable_segments
-from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract, load_tokenizer
 from runtime.engine import Engine, EngineError, Sample
+from runtime.render import END_OF_TURN, Renderer, load_tokenizer
 from runtime.video import Frames, VideoError, Videos
+from runtime.visual import ContractError, VisualContract
 from tools import TOOLS
 
 WIDTH = 40  # characters of the timeline

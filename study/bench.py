@@ -34,12 +34,13 @@ from evals.tables import markdown
 from grpo import GRPOConfig, token_losses
 from rollout import RolloutConfig, SubagentConfig, derive, rollout, run_all
 from runtime.config import git_commit
-from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer, patchify
 from runtime.distributed import device
 from runtime.engine import Sample
 from runtime.inprocess import InProcess
 from runtime.policy import PolicyConfig, load, recompute
+from runtime.render import Bundle, Renderer, load_tokenizer
 from runtime.video import Frames, Videos, uniform_indices
+from runtime.visual import VisualContract, patchify
 from study import toy
 
 REPO = Path(__file__).resolve().parent.parent

@@ -27,8 +27,9 @@ from data import THINK_PREFIX, Episode, Task
 from rewards import RewardConfig, accuracy, final_answer, score
 from rollout import RolloutConfig, Stage, ask_subagent, open_engine, open_trajectory, opening
 from runtime.checks import find_checkpoint
-from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
+from runtime.visual import VisualContract
 from study import toy
 from study.toy import Flash
 from tools import Look

@@ -9,7 +9,7 @@ import argparse
 
 from data import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
-from runtime.contract import END_OF_TURN
+from runtime.render import END_OF_TURN
 from tools import parse_calls
 
 

@@ -26,9 +26,10 @@ from tqdm import tqdm
 from data import Dialogue, Media, Task, encode_dialogue, parse_dialogue, parse_task
 from runtime import config
 from runtime.checks import find_tokenizer
-from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.dataset import DataConfig, RowError, Rows
+from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, VideoError, Videos
+from runtime.visual import VisualContract
 from tools import TOOLS, parse_calls
 
 MEDIA_KEYS = ("video", "video_url", "image", "image_url", "url")

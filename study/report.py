@@ -35,8 +35,9 @@ from data import Call, Episode, Task, Trajectory
 from rewards import final_answer, structural_mask, turn_texts
 from rollout import episode_of
 from runtime.config import ConfigError, build, read_tree
-from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer
+from runtime.render import Renderer, load_tokenizer
 from runtime.video import VideoError, Videos, uniform_indices
+from runtime.visual import ContractError, VisualContract
 from tools import ToolError, choose_video
 
 TEMPLATE = Path(__file__).with_name("report.html")

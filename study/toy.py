@@ -33,8 +33,8 @@ from pathlib import Path
 import numpy as np
 
 import data
-from runtime.contract import VisualContract
 from runtime.video import uniform_indices, window_indices
+from runtime.visual import VisualContract
 from tools import TOOLS
 
 COLORS = {

@@ -18,8 +18,9 @@ os.environ |= scripts.ONE_THREAD  # before torch is imported: the workers share 
 
 import tiny_checkpoint
 
-from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
+from runtime.visual import VisualContract
 from study import toy
 from tools import TOOLS
 

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
 
-from runtime.contract import VisualContract
+from runtime.visual import VisualContract
 from study import toy
 
 PACKAGES = REPO / ".qwen"

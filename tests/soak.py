@@ -34,8 +34,8 @@ from evals.tables import markdown, put_between_marks
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.cleanup import memory_folder
-from runtime.contract import Renderer, load_tokenizer
 from runtime.dataset import DataConfig, Dataset, Source
+from runtime.render import Renderer, load_tokenizer
 from runtime.servers import SGLang
 from runtime.video import Videos
 from study import toy

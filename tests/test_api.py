@@ -21,8 +21,8 @@ from evals.tables import read_results
 from rollout import RolloutConfig, Stage
 from runtime import api, config, judge
 from runtime.api import Api, OpenAI, check_api
-from runtime.contract import END_OF_TURN
 from runtime.judge import Judge, JudgeConfig, JudgeError
+from runtime.render import END_OF_TURN
 
 KEY, NAME = "sk-of-a-test", "KEY_OF_A_TEST"
 TASK = Task("t1", f"Who?{END_OF_TURN}\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))

@@ -12,9 +12,9 @@ import pytest
 
 from rollout import RolloutConfig, load_episodes
 from runtime import checks, inprocess
-from runtime.contract import VisualContract
 from runtime.engine import Sample
 from runtime.video import Frames
+from runtime.visual import VisualContract
 from study import ask
 
 CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}</tool_call>'

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from runtime.contract import VisualContract
 from runtime.distributed import (
     export,
     gather,
@@ -24,6 +23,7 @@ from runtime.distributed import (
     sum_over_ranks,
 )
 from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
+from runtime.visual import VisualContract
 
 torch.set_num_threads(1)
 CONTRACT = VisualContract(frame_pixels=64 * 64)

@@ -18,7 +18,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from data import Media, Task, overview
-from runtime.contract import ContractError, Renderer, VisualContract, load_tokenizer, patchify
+from runtime.render import Renderer, load_tokenizer
+from runtime.visual import ContractError, VisualContract, patchify
 from tools import crop_video
 
 # ------------------------------------------------------------------------------------------------ pixels

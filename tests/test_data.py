@@ -20,9 +20,10 @@ from tiny_checkpoint import Scripted
 
 from data import Media, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
 from rollout import RolloutConfig, Stage, ask_subagent
-from runtime.contract import Renderer, VisualContract
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source
 from runtime.packing import best_fit
+from runtime.render import Renderer
+from runtime.visual import VisualContract
 from study import prepare
 from tools import Look
 

@@ -21,10 +21,10 @@ from tiny_checkpoint import noise
 
 from runtime.checks import check_urls
 from runtime.config import ConfigError
-from runtime.contract import ContractError
 from runtime.engine import EngineError, Sample
 from runtime.inprocess import InProcess, _Batch, _Request, draw
 from runtime.servers import SGLang
+from runtime.visual import ContractError
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,9 @@ from evals.benchmarks import load_split
 from evals.tables import TableError, interval, read_results
 from rollout import derive, load_episodes
 from runtime import config, judge
-from runtime.contract import END_OF_TURN, ContractError, Renderer, VisualContract
 from runtime.engine import EngineError
+from runtime.render import END_OF_TURN, Renderer
+from runtime.visual import ContractError, VisualContract
 from study.report import read_run
 from study.toy import DURATIONS
 

@@ -18,13 +18,13 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from data import Trajectory
 from rollout import run_all
-from runtime.contract import VisualContract
 from runtime.distributed import checkpoint_dir, export, load_state, peak_memory, save_state
 from runtime.doctor import engine_logprobs, trainer_logprobs
 from runtime.inprocess import InProcess
 from runtime.packing import KeyLayout, Segment, group_packed_attention, pick_kernel
 from runtime.plan import PUBLISHED, plan_training, utilisation
 from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
+from runtime.visual import VisualContract
 from study.bench import draw_group
 
 GPU = torch.cuda.is_available()

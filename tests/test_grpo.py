@@ -17,10 +17,10 @@ from rewards import Anchor, RewardConfig, score
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import doctor
-from runtime.contract import END_OF_TURN, Bundle
 from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
 from runtime.policy import OptimConfig, PolicyConfig, Scores, load, make_optimizer
+from runtime.render import END_OF_TURN, Bundle
 from runtime.video import Frames
 from study.lab import episode_of_turns
 

@@ -80,7 +80,8 @@ def a_call_runs_beside_its_siblings() -> None:
 
     from rollout import RolloutConfig
     from runtime import config
-    from runtime.contract import Renderer, VisualContract, load_tokenizer
+    from runtime.render import Renderer, load_tokenizer
+    from runtime.visual import VisualContract
 
     arguments = [{"start_time": 0, "end_time": 8}, {"time": "0:10", "x": 0.5, "y": 0}, {"time": 10, "x": 1.5, "y": 0}]
     calls = [json.dumps({"name": "zoom_frame" if "x" in a else "crop_video", "arguments": a}) for a in arguments]
@@ -154,7 +155,7 @@ def brevity_is_paid_and_logged() -> None:
     from rewards import score
     from rl import RLConfig, describe
     from runtime import config
-    from runtime.contract import END_OF_TURN
+    from runtime.render import END_OF_TURN
     from study.lab import Characters, episode_of_turns
 
     cfg, renderer = config.load(RLConfig, "configs/toy_brief.yaml").reward, Characters()

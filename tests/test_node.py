@@ -19,8 +19,9 @@ import rl
 import sft
 from eval import EvalConfig
 from runtime import config, distributed, doctor, servers
-from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.engine import EngineError
+from runtime.render import Renderer, load_tokenizer
+from runtime.visual import VisualContract
 
 PAGE = (REPO / "docs" / "node.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)\n```$", PAGE, re.M | re.S)

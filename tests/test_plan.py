@@ -11,7 +11,6 @@ from scripts import REPO
 
 from rl import RLConfig
 from runtime import config
-from runtime.contract import Bundle, VisualContract
 from runtime.plan import (
     GIB,
     PlanError,
@@ -24,6 +23,8 @@ from runtime.plan import (
     plan_training,
 )
 from runtime.policy import PolicyConfig, load
+from runtime.render import Bundle
+from runtime.visual import VisualContract
 from sft import SFTConfig
 
 EIGHT = PolicyConfig("Qwen/Qwen3-VL-8B-Instruct")

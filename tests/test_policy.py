@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from runtime import packing
 from runtime import policy as policy_module
-from runtime.contract import Bundle
 from runtime.distributed import rank
 from runtime.policy import (
     OptimConfig,
@@ -30,6 +29,7 @@ from runtime.policy import (
     make_optimizer,
     optimizer_step,
 )
+from runtime.render import Bundle
 
 torch.set_num_threads(1)
 CELL = 32

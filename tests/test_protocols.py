@@ -18,8 +18,9 @@ from evals import protocols
 from evals.benchmarks import Cue, Item
 from evals.protocols import WORDS, Prompting, Protocol, play
 from rollout import RolloutConfig, Stage, dump, opening, run_episode
-from runtime.contract import ContractError, Renderer
 from runtime.engine import EngineError
+from runtime.render import Renderer
+from runtime.visual import ContractError
 from tools import UNPARSEABLE
 
 TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))  # 60 s, 2 frames per second

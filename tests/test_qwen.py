@@ -16,7 +16,7 @@ from tiny_checkpoint import Scripted, is_subagent, noise
 from data import Episode, Task, Trajectory, encode_dialogue, parse_dialogue
 from rewards import RewardConfig, score, structural_mask
 from rollout import THINK_PREFIX, RolloutConfig, rollout
-from runtime.contract import Bundle, Live, Renderer, load_tokenizer
+from runtime.render import Bundle, Live, Renderer, load_tokenizer
 from sft import KINDS, target_kinds
 
 pytestmark = pytest.mark.qwen

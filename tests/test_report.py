@@ -20,7 +20,8 @@ from tiny_checkpoint import MemoryVideos
 
 from data import Task
 from rollout import dump
-from runtime.contract import Renderer, VisualContract, load_tokenizer
+from runtime.render import Renderer, load_tokenizer
+from runtime.visual import VisualContract
 from study import report
 from study.report import RunData, panel_sections, read_run, seed_groups
 

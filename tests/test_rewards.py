@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 import rewards
 from data import Group, Task
 from rewards import Anchor, JudgeConfig, JudgeError, RewardConfig, accuracy, iou, score, structural_mask, token_f1
-from runtime.contract import END_OF_TURN, NEVER_SAMPLED, Renderer, VisualContract
+from runtime.render import END_OF_TURN, NEVER_SAMPLED, Renderer
+from runtime.visual import VisualContract
 from study import lab
 from study.lab import Characters, episode_of_turns
 

@@ -31,12 +31,12 @@ from rl import RLConfig
 from rollout import RolloutConfig, derive
 from runtime import config
 from runtime.checks import check_run
-from runtime.contract import END_OF_TURN
 from runtime.dataset import Dataset
 from runtime.doctor import self_check, trainer_logprobs
 from runtime.engine import EngineError
 from runtime.plan import PlanError
 from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
+from runtime.render import END_OF_TURN
 from runtime.servers import SGLang
 
 run = partial(start, "rl.py")

@@ -14,8 +14,9 @@ from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory, 
 import data
 from data import Episode, Task
 from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load_episodes, rollout
-from runtime.contract import IMAGE_PAD, ContractError
 from runtime.engine import EngineError
+from runtime.render import IMAGE_PAD
+from runtime.visual import ContractError
 from tools import TOOLS, ToolError
 
 TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")

@@ -18,9 +18,10 @@ import sft
 from data import main_messages, overview, parse_task
 from rollout import open_engine
 from runtime import config
-from runtime.contract import Bundle, Renderer, VisualContract, load_tokenizer
 from runtime.dataset import Rows
 from runtime.policy import Scores, load
+from runtime.render import Bundle, Renderer, load_tokenizer
+from runtime.visual import VisualContract
 from sft import KINDS, SFTConfig, accumulate, target_kinds
 
 run = partial(start, "sft.py")

@@ -23,9 +23,9 @@ import rl
 from data import Task
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
-from runtime.contract import ContractError
 from runtime.engine import EngineError
 from runtime.servers import SGLang, server_command
+from runtime.visual import ContractError
 from study import ask
 
 HERE = Path(__file__).resolve().parent

@@ -13,8 +13,8 @@ from tiny_checkpoint import Scripted, is_subagent
 
 from data import parse_dialogue, parse_task
 from rollout import RolloutConfig, Stage
-from runtime.contract import END_OF_TURN, Renderer
 from runtime.dataset import Rows
+from runtime.render import END_OF_TURN, Renderer
 from study import gate, toy
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from runtime.contract import Bundle, patchify
 from runtime.distributed import init_distributed, rank, world_size
+from runtime.render import Bundle
 from runtime.video import Frames
+from runtime.visual import patchify
 
 # An odd vocabulary: two ranks hold different numbers of its rows.
 VOCABULARY, IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 129, 120, 121, 122, 123

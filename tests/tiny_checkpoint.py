@@ -11,9 +11,10 @@ import numpy as np
 
 import data
 from data import Trajectory
-from runtime.contract import Renderer, VisualContract, load_tokenizer
 from runtime.engine import Sample
+from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
+from runtime.visual import VisualContract
 from study import toy
 from tools import TOOLS
 

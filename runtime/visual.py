@@ -1,0 +1,192 @@
+"""visual.py: what a frame is to the model, the same for training, sampling and evaluation.
+
+    contract = VisualContract()                    # frames of about 65,536 pixels, 64 tokens if square; stamped images
+    contract.frame_size(1280, 720)                 # (352, 192): the size at which such a video's frames are decoded
+    contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another one
+    pixel_values, grid = patchify(frames)          # tensors: float32 [patches, 1536], int64 [frames, 3]
+
+Deliberately missing: the video channel of Qwen3-VL (frame pairs), torchvision, the Hugging Face processor classes.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.video import Frames
+
+TEMPORAL_PATCH = 2  # an image is one temporal slot: the frame stands in it twice
+
+
+class ContractError(ValueError):
+    """Two parts of the system would show the model different things."""
+
+
+@dataclass(frozen=True)
+class VisualContract:
+    """How a video becomes model input. Saved into every checkpoint as visual.json; a mismatch refuses to run."""
+
+    frame_pixels: int = 65_536
+    """Least area of a frame. 65,536 = 64 tokens: the smallest image that Qwen3-VL's processor does not enlarge."""
+    max_frame_pixels: int | None = None
+    """Largest area of a frame: one that is neither too small nor too large keeps its size, as in Qwen's processors
+    (min_pixels, max_pixels). null: every frame is scaled to `frame_pixels`, whatever its source."""
+    crop_frame_pixels: int | None = None
+    """Frames of a crop are scaled to this area. null: they are as large as those of the overview."""
+    patch: int = 16
+    """Side of a vision patch in pixels (14 for Qwen2.5-VL)."""
+    merge: int = 2
+    """merge x merge patches become one token."""
+    stamp: str = "<{:.1f} seconds>"
+    """The text before each frame: the true time of the decoded frame. Other models read `{clock}` (HH:MM:SS) or `{i}`
+    (the frame's place in its clip); empty: no stamps."""
+    overview_frames: int = 64
+    """K: frames of the overview unless gating draws another number."""
+    crop_fps: float = 1.0
+    crop_max_frames: int = 16
+
+    def __post_init__(self):
+        for name in ("frame_pixels", "crop_frame_pixels"):
+            area = getattr(self, name)
+            if area is not None and area < self.cell**2:
+                raise ValueError(f"{name} = {area}: at least one token, {self.cell**2} pixels")
+        if self.max_frame_pixels is not None and self.max_frame_pixels < self.frame_pixels:
+            raise ValueError(
+                f"max_frame_pixels = {self.max_frame_pixels}: at least frame_pixels = {self.frame_pixels}; null scales "
+                "every frame to frame_pixels"
+            )
+        for name in ("overview_frames", "crop_fps", "crop_max_frames"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+
+    @property
+    def cell(self) -> int:
+        return self.patch * self.merge  # pixels: the side of the square that becomes one token
+
+    def frame_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return (width, height) to decode at: every later resize (transformers', SGLang's) is the identity."""
+        if self.max_frame_pixels is None:
+            return self._scale_to(self.frame_pixels, width, height)
+        # Between two areas, as Qwen's smart_resize, bit for bit: each side is rounded to whole tokens. Too large a frame
+        # shrinks, and its sides are rounded down; too small a one grows, and they are rounded up.
+        columns, rows = round(width / self.cell), round(height / self.cell)
+        area = columns * rows * self.cell**2
+        if area > self.max_frame_pixels:
+            factor = math.sqrt(width * height / self.max_frame_pixels)
+            columns = max(1, math.floor(width / factor / self.cell))
+            rows = max(1, math.floor(height / factor / self.cell))
+        elif area < self.frame_pixels:
+            factor = math.sqrt(self.frame_pixels / (width * height))
+            columns = math.ceil(width * factor / self.cell)
+            rows = math.ceil(height * factor / self.cell)
+        return columns * self.cell, rows * self.cell
+
+    def crop_size(self, width: int, height: int) -> tuple[int, int]:
+        """Return (width, height) to decode a crop's frames at."""
+        if self.crop_frame_pixels is None:
+            return self.frame_size(width, height)
+        return self._scale_to(self.crop_frame_pixels, width, height)
+
+    def _scale_to(self, area: int, width: int, height: int) -> tuple[int, int]:
+        """Return the smallest size in whole tokens that covers the area in this shape."""
+        scale = math.sqrt(area / (width * height))
+        # The epsilon keeps an exact fit (256 x 256) from rounding up to one cell more.
+        columns = max(1, math.ceil(width * scale / self.cell - 1e-9))
+        rows = max(1, math.ceil(height * scale / self.cell - 1e-9))
+        return columns * self.cell, rows * self.cell
+
+    def frame_tokens(self, width: int, height: int) -> int:
+        return (width // self.cell) * (height // self.cell)
+
+    def processor_size(self) -> dict[str, int]:
+        """Return the image processor's limits under which our frames pass unchanged (Qwen names areas "edges")."""
+        smallest, largest = self.frame_pixels, max(16_777_216, self.frame_pixels, self.max_frame_pixels or 0)
+        if self.max_frame_pixels or self.crop_frame_pixels:
+            smallest = self.cell**2  # a frame that was rounded down, or of a crop, may be below frame_pixels
+        return {"shortest_edge": smallest, "longest_edge": largest}
+
+    @classmethod
+    def load(cls, checkpoint: str | Path) -> "VisualContract":
+        """Read the contract that a checkpoint carries; a stock checkpoint gets the default one."""
+        path = Path(checkpoint) / "visual.json"
+        saved = read_json(path) or {}
+        try:
+            return cls(**saved)
+        except (TypeError, ValueError) as error:  # a key of another version, an impossible value
+            raise ContractError(f"{path}: {error}") from None
+
+    def save(self, checkpoint: str | Path) -> None:
+        """Write the contract beside the weights, and the same limits where transformers and SGLang read them."""
+        checkpoint = Path(checkpoint)
+        (checkpoint / "visual.json").write_text(json.dumps(dataclasses.asdict(self), indent=1))
+        path = checkpoint / "preprocessor_config.json"
+        stock = {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor"}
+        processor = (read_json(path) or stock) | self._processor_constants() | {"size": self.processor_size()}
+        path.write_text(json.dumps(processor, indent=1))
+
+    def check(self, checkpoint: str | Path) -> None:
+        """Raise ContractError if the checkpoint was made for other pixels. A stock checkpoint has no visual.json: then
+        only its processor's constants must agree (its size limits are overridden when SGLang is started)."""
+        saved = None
+        if (Path(checkpoint) / "visual.json").exists():
+            saved = dataclasses.asdict(self.load(checkpoint))
+        processor = read_json(Path(checkpoint) / "preprocessor_config.json")
+        constants = self._processor_constants()
+        if saved is not None:
+            constants["size"] = self.processor_size()
+        wrong = []
+        for expected, found in ((dataclasses.asdict(self), saved), (constants, processor)):
+            for key, value in expected.items():
+                if found is not None and found.get(key) != value:
+                    wrong.append(f"{key}: this run has {value!r}, the checkpoint {found.get(key)!r}")
+        if wrong:
+            raise ContractError(
+                f"{checkpoint} was made under another visual contract ({'; '.join(wrong)}). "
+                "Set the run's `visual` keys to the checkpoint's values, or train a checkpoint under the new ones."
+            )
+
+    def _processor_constants(self) -> dict[str, Any]:
+        constants = {"patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": TEMPORAL_PATCH}
+        if self.patch == 16:  # Qwen2.5-VL (patch 14) has other means, but is only ever served
+            constants |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}  # what `patchify` works with
+        return constants
+
+
+def read_json(path: Path) -> dict | None:
+    """Read a JSON file; None if it is not there."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise ContractError(f"{path}: not readable: {error}; copy the checkpoint here again") from None
+
+
+# 0 ... 255 -> [-1, 1], rounded exactly as transformers' PIL image processor rounds (rescale in float64, then float32).
+_NORMALISED = ((np.arange(256) * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)
+
+
+def patchify(frames: Sequence[Frames], patch: int = 16, merge: int = 2, device="cpu"):
+    """Return two tensors: pixel_values float32 [patches, 3 * 2 * patch * patch], on the device, and grid int64 [frames, 3] =
+    (1, rows, columns), on the host.
+
+    Patches of one token stand together (merge x merge blocks, row by row), as Qwen's vision tower expects them."""
+    import torch  # what reads contracts alone needs no torch
+
+    cut, grid = [np.zeros((0, 3 * patch * patch), np.uint8)], []
+    for clip in frames:
+        n, height, width, _ = clip.pixels.shape
+        rows, columns = height // patch, width // patch
+        x = clip.pixels.reshape(n, rows // merge, merge, patch, columns // merge, merge, patch, 3)
+        x = x.transpose(0, 1, 4, 2, 5, 7, 3, 6)  # [n, rows/m, columns/m, m, m, 3, patch, patch]
+        cut.append(x.reshape(n * rows * columns, 3 * patch * patch))
+        grid += [[1, rows, columns]] * n
+    # Only bytes are moved on the CPU and sent: the frames of one full micro-batch are 48 MiB, their values 384 MiB.
+    x = torch.from_numpy(np.concatenate(cut)).to(device)
+    x = torch.from_numpy(_NORMALISED).to(device)[x.int()]  # [P, 3 * patch * patch]
+    x = x.view(len(x), 3, 1, patch * patch).expand(-1, -1, TEMPORAL_PATCH, -1)
+    x = x.reshape(len(x), 3 * TEMPORAL_PATCH * patch * patch)
+    return x, torch.tensor(grid, dtype=torch.int64).view(len(grid), 3)
