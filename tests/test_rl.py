@@ -440,7 +440,7 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
     with pytest.raises(EngineError, match="those of a sub-agent, not of its main agent"):
         self_check(policy, groups, 1.0, 0.5)
     for report in reports:
-        report.frames = [replace(clip, pixels=255 - clip.pixels) for clip in report.frames]
+        report.prompt_frames = [replace(clip, pixels=255 - clip.pixels) for clip in report.frames]
     with pytest.raises(EngineError, match="those of a sub-agent, not of its main agent"):
         self_check(policy, groups, 1.0, 0.0)
 
