@@ -1,6 +1,6 @@
 """distributed.py: what the processes of a run do together: start, talk, save and resume, publish weights.
 
-    rank, world = init_distributed()                          # under torchrun, or as a single process
+    init_distributed()                                        # under torchrun, or as a single process
     means = mean_over_ranks({"turns": [2, 3, 2]})             # over all values of all ranks; a rank may lack names
     save_state(run / "state", policy, optimizer, step)        # everything that training needs to go on
     step, extra = load_state(run / "state", policy, optimizer)      # (0, {}) at the start of a run
@@ -18,16 +18,16 @@ import contextlib
 import datetime
 import errno
 import functools
-import itertools
 import json
 import math
 import os
 import shutil
 import tempfile
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,27 +43,22 @@ from runtime.cleanup import MEMORY, memory_folder
 from runtime.config import leave
 from runtime.visual import VisualContract
 
-T = TypeVar("T")
-
 # ------------------------------------------------------------------------------------------------ ranks
-
 
 TIMEOUT = datetime.timedelta(hours=2)  # an episode may wait for a server's restart, rank 0 for a download
 
 
 def init_distributed() -> None:
-    """Join torchrun's ranks. A lone GPU makes a group of one, since mixed precision lives in FSDP2; a lone CPU process
-    needs none."""
-    cuda, torchrun = torch.cuda.is_available(), "RANK" in os.environ
-    if not dist.is_initialized() and (cuda or torchrun):
-        if cuda:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        if torchrun:
-            dist.init_process_group(backend, timeout=TIMEOUT)
-        else:
-            dist.init_process_group(backend, timeout=TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
-        _gloo()
+    """Join torchrun's ranks. A lone GPU makes a group of one, since mixed precision lives in FSDP2; a lone CPU, none."""
+    cuda = torch.cuda.is_available()
+    if dist.is_initialized() or not (cuda or "RANK" in os.environ):
+        return
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    alone = {}
+    if "RANK" not in os.environ:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, **alone)
 
 
 @functools.cache
@@ -106,43 +101,36 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def rank0_first(work: Callable[[], T]) -> T:
+def rank0_first(work: Callable[[], Any]) -> Any:
     """Return work(), which rank 0 does before the others. If it fails there, the others end without a word."""
-    result, error = None, None
     if rank() == 0:
         try:
             result = work()
-        except Exception as problem:
-            error = problem
-    failed = gather(error is not None)[0]
-    if error is not None:
-        raise error
-    if failed:
+        except Exception:
+            gather("failed")
+            raise
+        gather("done")
+        return result
+    if gather(None)[0] == "failed":
         leave()
-    return result if rank() == 0 else work()
+    return work()
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Sum by name; a rank may lack names."""
-    return {name: math.fsum(found) for name, found in _by_name(values).items()}
+    sums = Counter()
+    for theirs in gather(values):
+        sums.update(theirs)
+    return dict(sums)
 
 
 def mean_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
     """Return the mean by name, over all values that all ranks have of it."""
-    means = {}
-    for name, lists in _by_name(values).items():
-        pooled = list(itertools.chain(*lists))
-        if pooled:
-            means[name] = math.fsum(pooled) / len(pooled)
-    return means
-
-
-def _by_name(values: dict[str, Any]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
+    pooled = defaultdict(list)
     for theirs in gather(values):
-        for name, value in theirs.items():
-            found.setdefault(name, []).append(value)
-    return found
+        for name, found in theirs.items():
+            pooled[name] += found
+    return {name: math.fsum(found) / len(found) for name, found in pooled.items() if found}
 
 
 def peak_memory() -> float:
@@ -168,9 +156,7 @@ def _writing(unfinished: Path) -> Iterator[None]:
         raise OSError(errno.ENOSPC, "the disk is full", str(unfinished.with_suffix(""))) from None
 
 
-def save_state(
-    folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict[str, Any] | None = None
-) -> None:
+def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict | None = None) -> None:
     """Save weights that train, AdamW's moments, the step (data, learning rate and random draws are functions of it) and
     `extra` (JSON). The `keep` newest states stay."""
     folder = Path(folder)
@@ -183,8 +169,7 @@ def save_state(
         barrier()
         with warnings.catch_warnings(action="ignore"):  # "a single process": yes, it may be
             dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, no_dist=world_size() == 1)
-        barrier()
-        if rank() == 0:
+        if rank() == 0:  # whose call returns when all ranks have written
             (unfinished / "run.json").write_text(json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
         unfinished.rename(target)
@@ -218,12 +203,8 @@ def _state(policy, optimizer) -> dict[str, dict[str, Any]]:
         if not p.requires_grad:
             continue
         if not optimizer.state[p]:  # no step so far; the optimizer itself would begin with the same
-            where = p.device if optimizer.defaults["fused"] else "cpu"  # AdamW's own choice
-            optimizer.state[p] = {
-                "step": torch.zeros((), device=where),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+            step = torch.zeros((), device=p.device if optimizer.defaults["fused"] else "cpu")  # AdamW's own choice
+            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         weights[name], adamw[name] = p.detach(), optimizer.state[p]
     return {"weights": weights, "adamw": adamw}
 
@@ -234,8 +215,7 @@ NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) -> Path:
-    """Return a checkpoint's folder; a name that is no folder is fetched from the Hugging Face hub. `only`: patterns of the
-    files that are wanted."""
+    """Return a checkpoint's folder; of a model on the Hugging Face hub, fetch the files that fit the patterns `only`."""
     if Path(checkpoint).is_dir():
         return Path(checkpoint)
     try:  # by all ranks: the hub's cache locks each file, so it is downloaded once
@@ -272,10 +252,9 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
                     weight = weight.full_tensor()
                 if i - first == rank():
                     mine[member] = weight
-        if mine:  # copied to the host by all ranks at the same time, not between two gathers
-            on_host = {member: weight.cpu().contiguous() for member, weight in mine.items()}
+        if mine:  # copied to the host and written by all ranks at the same time, not between two gathers
             with _writing(unfinished):
-                save_file(on_host, unfinished / files[first + rank()], metadata={"format": "pt"})
+                save_file(mine, unfinished / files[first + rank()], metadata={"format": "pt"})
     barrier()
 
     # what stands beside the weights; then the names change
@@ -283,7 +262,13 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        _copy_all_but_weights(Path(source), unfinished, dtype)
+        for path in Path(source).iterdir():
+            if path.is_file() and path.suffix not in NOT_COPIED and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, unfinished / path.name)
+        config = json.loads((unfinished / "config.json").read_text())
+        for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
+            part["dtype"] = str(dtype).removeprefix("torch.")
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2))
         contract.save(unfinished)
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
@@ -295,8 +280,7 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
 
 @contextlib.contextmanager
 def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
-    """Choose where snapshots go, the same for all ranks: into memory if two fit there (the old one stays until the new one
-    is whole), else beside the run."""
+    """Choose where snapshots go: into memory if two fit there, the old one and the one being written, else into the run."""
     if rank() > 0:
         yield gather(None)[0]
         return
@@ -312,13 +296,3 @@ def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
         yield gather(folder / "weights")[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _copy_all_but_weights(source: Path, target: Path, dtype: torch.dtype) -> None:
-    for path in source.iterdir():
-        if path.is_file() and path.suffix not in NOT_COPIED and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, target / path.name)
-    config = json.loads((target / "config.json").read_text())
-    for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
-        part["dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2))

@@ -3,9 +3,8 @@
     engine = SGLang(checkpoint, renderer, gpus=(6, 7))      # starts one server per GPU
     engine = SGLang(checkpoint, renderer, urls=(...,))      # servers that already run
 
-Every response must echo exactly the ids that the trainer will learn from, and must carry the weights' current version. A
-dead server is restarted and loads the current snapshot; only lost requests run again. The servers that we start end when
-we end, even if we are killed (cleanup.py).
+Every response must echo the ids that the trainer will learn from, and carry the current weights' version. A dead server is
+restarted and loads the current snapshot; only lost requests run again. Our servers end when we end, even by kill -9.
 
 Deliberately missing: streaming, tensor parallelism (one server per GPU), weight sync over NCCL.
 """
@@ -27,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,7 +35,7 @@ import numpy as np
 from PIL import Image
 
 from runtime.cleanup import kill_group, memory_folder, start_group
-from runtime.engine import EngineError, Sample
+from runtime.engine import Engine, EngineError, Sample
 from runtime.render import Renderer
 from runtime.video import Frames
 from runtime.visual import ContractError
@@ -56,25 +55,17 @@ class _Server:
     url: str
     gpu: int | None = None  # None: somebody else started it
     process: subprocess.Popen | None = None
-    log: Path | None = None
     busy: int = 0  # requests under way
     healthy: bool = False  # it answers, with the current weights
     failed: str = ""  # why it was given up
     ours: bool = False  # it has loaded a snapshot of this run; another run's may have the same number
 
-    def dead(self) -> bool:
-        return self.gpu is not None and (self.process is None or self.process.poll() is not None)
+    @property
+    def log(self) -> Path:
+        return Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{self.gpu}.log"
 
 
-@dataclass
-class _Images:
-    """A clip as the servers take it."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held while its frames are written
-    sent: list[str] = field(default_factory=list)  # of each frame: the URL of a file, or a PNG in base64
-
-
-class SGLang:
+class SGLang(Engine):
     """Client and supervisor of SGLang servers."""
 
     timeout = 1200.0  # seconds of one `generate`: a server's restart and another attempt included
@@ -86,21 +77,19 @@ class SGLang:
         server_args: Sequence[str] = (),
         launch: Callable[[int], list[str]] | None = None,  # port -> command; tests start something smaller
         start_timeout: float = 900.0,  # seconds of a server's start
-        patience: float = 1.0,  # seconds before the second attempt; doubles
+        patience: float = 2.0,  # seconds between attempts
     ):  # fmt: skip
         self.version, self.snapshot, self.restarts = 0, None, 0
         self.renderer, self.start_timeout, self.patience = renderer, start_timeout, patience
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, server_args))
         self._servers = [_Server(url.rstrip("/")) for url in urls] + [_Server("", gpu) for gpu in gpus]
-        for server in self._servers:
-            server.log = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
         self._changed, self._closed = threading.Condition(), False
-        self._images: dict[int, _Images] = {}  # by id(clip.pixels), as long as the pixels live
-        self._folder, self._numbers = None, itertools.count()
+        self._images: dict[int, list[str]] = {}  # id(clip.pixels) -> its frames as sent; as long as the pixels live
+        self._writing, self._folder, self._numbers = threading.Lock(), None, itertools.count()
         near = [urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls]
         if all(near):  # the servers read frames from files in memory; else frames travel in the requests
             self._folder = Path(tempfile.mkdtemp(prefix="frames-", dir=memory_folder()))
-        self._sockets: set[socket.socket] = set()  # of requests under way
+        self._connections: set[HTTPConnection] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         if gpus:
             logs = ", ".join(str(server.log) for server in self._servers)
@@ -114,29 +103,28 @@ class SGLang:
             raise
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
-        sampling = {
-            "temperature": temperature,
-            "top_p": 1.0,  # log-probs are not renormalised for truncated sampling
-            "top_k": -1,
-            "sampling_seed": seed % 2**31,
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": list(stop),
-            "skip_special_tokens": False,
-            "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
-        }
         images = []
         for clip in frames:
             images += self._shown(clip)
         payload = {
             "input_ids": self.renderer.compact(ids),
             "image_data": images,
-            "sampling_params": sampling,
+            "sampling_params": {
+                "temperature": temperature,
+                "top_p": 1.0,  # log-probs are not renormalised for truncated sampling
+                "top_k": -1,
+                "sampling_seed": seed % 2**31,
+                "max_new_tokens": max_new_tokens,
+                "stop_token_ids": list(stop),
+                "skip_special_tokens": False,
+                "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
+            },
             "return_logprob": True,
             "return_prompt_token_ids": True,
         }
 
         # Ask one server after the other, until one has answered.
-        deadline, patience, problem = time.monotonic() + self.timeout, self.patience, None
+        deadline, problem = time.monotonic() + self.timeout, None
         while True:
             # Take the healthy server that has the least to do.
             with self._changed:
@@ -156,24 +144,18 @@ class SGLang:
                     server.busy -= 1
                     self._changed.notify_all()
             # Wait, each a little longer or shorter: hundreds that were lost together must not return together.
-            self._pause(patience * random.uniform(0.5, 1.5))
-            patience = min(2 * patience, 30.0)
+            self._pause(self.patience * random.uniform(0.5, 1.5))
 
     @property
     def urls(self) -> list[str]:
         return [server.url for server in self._servers]
 
-    def expect(self, change: int) -> None:
-        """Servers batch on their own."""
-
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
         with self._changed:
             self.snapshot, self.version = str(path), version
             for server in self._servers:
-                if push:
-                    server.healthy = False  # until it has loaded them
-                else:
-                    server.ours = True  # another rank pushes
+                server.healthy = False  # until it has loaded them, be it because another rank pushes
+                server.ours |= not push
             self._changed.notify_all()
         self._ready(all)
 
@@ -182,9 +164,9 @@ class SGLang:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for sock in list(self._sockets):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+        for connection in list(self._connections):
+            with contextlib.suppress(OSError, AttributeError):  # it has just ended
+                connection.sock.shutdown(socket.SHUT_RDWR)
         for server, supervisor in zip(self._servers, self._supervisors):
             supervisor.join()
             if server.process:
@@ -199,16 +181,16 @@ class SGLang:
         finish = meta["finish_reason"]["type"]
         if finish not in ("stop", "length"):
             raise _Lost(f"finish reason {meta['finish_reason']}")
-        version = _number(meta["weight_version"])
+        said = meta["weight_version"]
+        version = int(said) if said.isdigit() else 0  # a server that has loaded no snapshot says "default"
         if self.snapshot and not oldest <= version <= self.version:
-            raise _Lost(f"sampled by weights {meta['weight_version']!r}, expected {oldest} ... {self.version}")
+            raise _Lost(f"sampled by weights {said!r}, expected {oldest} ... {self.version}")
         prompt = reply["prompt_token_ids"]
         if prompt != ids:
             at = len(os.path.commonprefix([ids, prompt]))
             raise ContractError(
-                f"the server read another prompt than the trainer will: they differ from position {at} on, ours "
-                f"{ids[at : at + 5]}, theirs {prompt[at : at + 5]}. Compare the checkpoint's preprocessor_config.json with "
-                "the run's `visual` keys"
+                f"the server and the trainer read prompts that differ from position {at} on: {prompt[at : at + 5]}, "
+                f"{ids[at : at + 5]}. Compare the checkpoint's preprocessor_config.json with the run's `visual` keys"
             )
         logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
         if [token for _, token, _ in meta["output_token_logprobs"]] != reply["output_ids"]:
@@ -218,15 +200,11 @@ class SGLang:
     def _shown(self, clip: Frames) -> list[str]:
         """Give each frame a form that the servers read, once for all rollouts and turns that show the clip."""
         key = id(clip.pixels)
-        with self._changed:
+        with self._writing:  # the rollouts of a group begin together
             if key not in self._images:
-                self._images[key] = _Images()
+                self._images[key] = [self._send(pixels) for pixels in clip.pixels]
                 weakref.finalize(clip.pixels, _forget, self._images, key)  # its files go with it
-            images = self._images[key]
-        with images.lock:
-            if not images.sent:
-                images.sent = [self._send(pixels) for pixels in clip.pixels]
-        return images.sent
+            return self._images[key]
 
     def _send(self, pixels: np.ndarray) -> str:
         """Write a frame where servers on this machine read it, uncompressed; over a network it travels as a PNG."""
@@ -257,8 +235,7 @@ class SGLang:
         with self._changed:  # its lock is re-entrant, and waiting in _pause releases it whole
             self._pause(seconds, lambda: enough(server.healthy for server in self._servers) or not possible())
             if not possible():
-                failures = [server.failed for server in self._servers if server.failed]
-                raise EngineError(failures[0])
+                raise EngineError(next(server.failed for server in self._servers if server.failed))
             return [server for server in self._servers if server.healthy]
 
     def _ask(self, server: _Server, route: str, timeout: float, payload: dict | None = None) -> dict:
@@ -266,12 +243,10 @@ class SGLang:
         address = urlsplit(server.url)
         connection = (HTTPSConnection if address.scheme == "https" else HTTPConnection)(address.netloc, timeout=10)
         method, body = ("GET", None) if payload is None else ("POST", json.dumps(payload))
-        sock = None
         try:
             connection.connect()
-            sock = connection.sock
-            sock.settimeout(timeout)
-            self._sockets.add(sock)
+            connection.sock.settimeout(timeout)
+            self._connections.add(connection)
             self._pause(0)  # raises if `close` has come too early to break it off
             connection.request(method, address.path + route, body, {"Content-Type": "application/json"})
             reply = connection.getresponse()
@@ -284,7 +259,7 @@ class SGLang:
         except (OSError, HTTPException, json.JSONDecodeError) as error:
             raise _Lost(f"{server.url}{route}: {error!r}") from None
         finally:
-            self._sockets.discard(sock)
+            self._connections.discard(connection)
             connection.close()
 
     def _supervise(self, server: _Server) -> None:
@@ -292,7 +267,7 @@ class SGLang:
         starts, deadline = 0, time.monotonic() + self.start_timeout
         try:
             while True:
-                if server.dead():
+                if server.gpu is not None and (server.process is None or server.process.poll() is not None):
                     server.healthy, starts = False, starts + 1
                     self._start(server, starts)
                 try:
@@ -300,9 +275,9 @@ class SGLang:
                         self._bring_up_to_date(server)
                     self._pause(2.0, lambda: not server.healthy)  # one that dies unasked is noticed after 2 s
                     starts, deadline = 0, time.monotonic() + self.start_timeout
-                except _Lost as error:
+                except (_Lost, EngineError) as error:  # the next snapshot may just be taking this one's place
                     if time.monotonic() > deadline:
-                        raise EngineError(f"no answer for {self.start_timeout:g} s: {error}") from None
+                        raise EngineError(f"not ready for {self.start_timeout:g} s: {error}") from None
                     self._pause(0.5)
         except Exception as error:  # whatever it is, it belongs to the threads that wait for the server
             if not self._closed:
@@ -315,13 +290,9 @@ class SGLang:
         info = self._ask(server, "/model_info", 10)
         with self._changed:
             snapshot, version = self.snapshot, self.version
-        if snapshot and not (server.ours and _number(info["weight_version"]) == version):
+        if snapshot and not (server.ours and info["weight_version"] == str(version)):
             load = {"model_path": snapshot, "weight_version": str(version), "flush_cache": True}
-            try:
-                self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
-            except EngineError:  # the next snapshot may just be taking this one's place
-                self._pause(2.0)
-                self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
+            self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
             server.ours = True
         with self._changed:
             server.healthy = version == self.version  # else still newer weights have come meanwhile
@@ -366,12 +337,8 @@ def context_flags(checkpoint: str | Path, max_context: int) -> list[str]:
     return ["--context-length", str(min(max_context + 16, text["max_position_embeddings"]))]  # 16: the end of a turn
 
 
-def _forget(images: dict[int, _Images], key: int) -> None:
+def _forget(images: dict[int, list[str]], key: int) -> None:
     """Remove the files of a clip that is freed. Another one may get the id of its pixels."""
-    for sent in images.pop(key).sent:
+    for sent in images.pop(key):
         if sent.startswith("file://"):
             Path(sent.removeprefix("file://")).unlink(missing_ok=True)
-
-
-def _number(version: str) -> int:
-    return int(version) if version.isdigit() else 0  # a server that has loaded no snapshot says "default"

@@ -11,8 +11,7 @@ Two verbs cross the pipe. `probe` reads the packets, without decoding them, into
 frame, and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted times come out.
 Frames are matched by presentation time, never by counting, which edit lists and open GOPs shift.
 
-Deliberately missing: audio, GPU decoding, URLs, subtitles, the choice of a frame's size (the caller's `size_rule`), and
-indexes that outlive the process: to index an hour takes 0.5 s, a sixth of what its overview of 64 frames takes.
+Deliberately missing: audio, GPU decoding, URLs, subtitles, the choice of a frame's size (the caller's `size_rule`).
 """
 
 import math
@@ -27,7 +26,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -40,14 +40,13 @@ Identity = tuple[str, int, int]  # (real path, bytes, mtime in ns): a replaced f
 class VideoError(Exception):
     """A file that cannot give the frames asked for."""
 
-    def __init__(self, path: str, reason: str):
+    def __init__(self, path: str | Path, reason: str):
         super().__init__(f"{path}: {reason}")
-        self.path, self.reason = path, reason
 
 
 @dataclass(frozen=True, eq=False)
 class VideoInfo:
-    path: str
+    path: str  # of the file itself, where it was asked for by a link
     width: int  # pixels as displayed: after the rotation and the pixel aspect ratio that the file asks for
     height: int
     times: np.ndarray  # [N] float64 seconds, read-only, strictly increasing, the first frame is at 0
@@ -58,6 +57,10 @@ class VideoInfo:
     @property
     def n_frames(self) -> int:
         return len(self.times)
+
+    @property
+    def nbytes(self) -> int:
+        return self.times.nbytes + self._table.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,9 +105,6 @@ def _open(path: str):
     stream = container.streams.best("video")
     if stream is None:
         raise ValueError("it has no video stream")
-    for other in container.streams:
-        if other.index != stream.index:
-            other.discard = av.stream.Discard.all  # nobody reads its packets
     stream.codec_context.thread_count = 1  # the pool is the parallelism, and frame threads would delay skip_frame
     return container, stream
 
@@ -141,10 +141,8 @@ def _probe(path: str) -> tuple:
             cut_off = stamp if packet.is_corrupt else None
         tick, aspect = stream.time_base, stream.sample_aspect_ratio or 1
     packets.pop(cut_off, None)  # the file ends in the middle of its last packet
-    if image is None:
-        raise ValueError("none of its frames can be decoded")
-    if not packets:
-        raise ValueError("it has no keyframe with a time, or an edit list hides all of its frames")
+    if image is None or not packets:
+        raise ValueError("it has no frame that can be decoded and is shown")
     stamps = sorted(packets)  # [N] in presentation order
     last = packets[stamps[-1]][0] or np.median(np.diff(stamps, prepend=stamps[0]))
     width, height = round(image.width * aspect), image.height
@@ -168,7 +166,7 @@ def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarr
             container.seek(key[1], stream=stream)
             found |= _decode_from(container, stream, key[0], stamps, size)
     lost = {row[0] for row in rows} - found.keys()
-    if lost:  # a container that seeks badly, or a keyframe that cannot be read alone: one plain pass from the start
+    if lost:  # a container that seeks badly: one plain pass from the start
         container, stream = _open(path)
         with container:
             found |= _decode_from(container, stream, None, lost, size)
@@ -189,10 +187,8 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
     for packet in container.demux(stream):
         stamp = _stamp(packet)
         if begun is None:
-            if not packet.is_keyframe or stamp is None or (key is not None and stamp < key):
+            if not packet.is_keyframe or stamp is None or key not in (None, stamp):
                 continue
-            if key is not None and stamp > key:
-                break  # the seek went too far
             begun = latest = stamp
         # A frame that no other frame refers to is decoded only if wanted. Saves up to half, changes no bit of the rest.
         # Not with dav1d: it applies the flag to frames that it still holds back, and would drop wanted ones.
@@ -206,10 +202,6 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
             if image.pts < latest:  # FFmpeg's guesses for a container that stores none: H.264 with B-frames in AVI
                 raise ValueError("its stamps contradict the order of its pictures")
             latest = image.pts
-            if image.is_corrupt and key is not None and image.pts == begun:
-                # The keyframe itself, where the seek led. H.264 in 4:4:4 by an old x264 can be read only after the first
-                # packet of the file, which names the encoder and its bug: the plain pass will tell.
-                return found
             if image.is_corrupt:  # FFmpeg invents what it cannot read, and later frames build on that
                 raise ValueError(f"the frame at {image.time:.2f} s (clock of the file) is damaged")
             if image.pts in wanted:
@@ -225,7 +217,6 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
 def _serve(fd: int, timeout: float) -> None:
     """Answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone: a worker's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     import av  # noqa: F401 (before "ready": a missing decoder is our error, not that of the first video)
 
     pipe, verbs = Connection(fd), {"probe": _probe, "decode": _decode}
@@ -295,15 +286,7 @@ class _Worker:
         return f"exit code {self.process.wait()}"
 
 
-def _arrays(value: VideoInfo | np.ndarray) -> list[np.ndarray]:
-    return [value] if isinstance(value, np.ndarray) else [value.times, value._table]
-
-
-def _nbytes(value: VideoInfo | np.ndarray) -> int:
-    return sum(array.nbytes for array in _arrays(value))
-
-
-class Videos:
+class Videos(AbstractContextManager):
     """Frames of many videos for many threads at once: killable workers behind a cache and a quarantine list."""
 
     def __init__(
@@ -326,17 +309,20 @@ class Videos:
         self._bad: dict[Identity, str] = {}  # file -> what is wrong with it
 
     def info(self, path: str | Path) -> VideoInfo:
-        return replace(self._info(path, self._identify(path)), path=str(path))
+        identity = self._identify(path)
+        info = self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
+        info.times.flags.writeable = False
+        return info
 
     def frames(self, path: str | Path, indices: Iterable[int], size: tuple[int, int]) -> Frames:
         """Return the frames at these indices, in this order, scaled by the decoder to size = (width, height)."""
         indices = tuple(int(i) for i in indices)
-        identity = self._identify(path)
-        info = self._info(path, identity)
+        identity, info = self._identify(path), self.info(path)
         if not indices or min(indices) < 0 or max(indices) >= info.n_frames:
             raise ValueError(f"indices {indices} of {path}: must be some of 0..{info.n_frames - 1}")
         rows = info._table[list(indices)].tolist()
         pixels = self._cached((identity, indices, size), lambda: self._ask(path, identity, "decode", rows, size))
+        pixels.flags.writeable = False
         return Frames(pixels, tuple(info.times[list(indices)].tolist()))
 
     def overview(self, path: str | Path, k: int, size_rule: SizeRule) -> Frames:
@@ -358,9 +344,6 @@ class Videos:
             for worker in self._workers:
                 worker.stop()
 
-    def __enter__(self) -> "Videos":
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
@@ -368,18 +351,13 @@ class Videos:
         try:
             status = os.stat(path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            raise VideoError(str(path), f"cannot be opened ({error}); check the path") from None
+            raise VideoError(path, f"cannot be opened ({error}); check the path") from None
         if not stat.S_ISREG(status.st_mode):  # opening a FIFO or a device may block for ever
-            raise VideoError(str(path), "is not a regular file; pass the path of a video file")
-        if not os.access(path, os.R_OK):
-            raise VideoError(str(path), "is not readable by this user; change its permissions")
+            raise VideoError(path, "is not a regular file; pass the path of a video file")
         identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns)
         if identity in self._bad:
-            raise VideoError(str(path), self._bad[identity])
+            raise VideoError(path, self._bad[identity])
         return identity
-
-    def _info(self, path: str | Path, identity: Identity) -> VideoInfo:
-        return self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
 
     def _cached(self, key: tuple, make: Callable) -> VideoInfo | np.ndarray:
         """Return the value of `key`. Threads that want the same thing share one `make`."""
@@ -391,8 +369,6 @@ class Videos:
             return future.result()
         try:
             value = make()
-            for array in _arrays(value):
-                array.flags.writeable = False
         except BaseException as error:  # raised here and in the threads that wait for this value
             with self._lock:
                 del self._cache[key]
@@ -400,10 +376,10 @@ class Videos:
             raise
         with self._lock:
             future.set_result(value)
-            self._cached_bytes += _nbytes(value)
+            self._cached_bytes += value.nbytes
             while self._cached_bytes > self._cache_bytes:
                 oldest = next(key for key, future in self._cache.items() if future.done())
-                self._cached_bytes -= _nbytes(self._cache.pop(oldest).result())
+                self._cached_bytes -= self._cache.pop(oldest).result().nbytes
         return value
 
     def _ask(self, path: str | Path, identity: Identity, verb: str, *arguments) -> tuple | np.ndarray:
@@ -417,17 +393,15 @@ class Videos:
                     break
         finally:
             self._idle.put(worker)
-        with self._lock:
-            if self._closed:  # close() killed the worker: no fault of the file
-                raise RuntimeError("Videos was closed while it decoded: close it after its users are done")
-            if not good:
-                # Killed from outside, the worker says nothing about the file. If it answered while decoding, the file
-                # is damaged in one place, and elsewhere good.
-                outside = (-signal.SIGKILL, -signal.SIGTERM)
-                killed = worker.process.returncode in outside and not worker.expired
-                if not killed and (dead or verb == "probe"):
-                    self._bad[identity] = value
-                raise VideoError(str(path), value)
+        if self._closed:  # close() killed the worker: no fault of the file
+            raise RuntimeError("Videos is closed: close it after its users are done")
+        if not good:
+            # Killed from outside, a worker says nothing about the file. If it answered while decoding, the file is
+            # damaged in one place, and elsewhere good.
+            outside = worker.process.returncode in (-signal.SIGKILL, -signal.SIGTERM) and not worker.expired
+            if not outside and (dead or verb == "probe"):
+                self._bad[identity] = value
+            raise VideoError(path, value)
         return value
 
     def _fit(self, worker: _Worker | None) -> _Worker:
@@ -437,17 +411,13 @@ class Videos:
         if worker:
             worker.stop()
             worker.pipe.close()
-        try:  # outside the lock, which nobody shall hold for so long
-            new = _Worker(self._timeout)
-        except RuntimeError:  # something may have killed it while it started: once more
-            new = _Worker(self._timeout)
+        new = _Worker(self._timeout)  # outside the lock, which nobody shall hold for so long
         with self._lock:  # close() must know every worker
             self._workers.discard(worker)
-            if not self._closed:
-                self._workers.add(new)
-                return new
-        new.stop()
-        raise RuntimeError("Videos is closed: make a new one")
+            self._workers.add(new)
+            if self._closed:
+                new.stop()
+        return new
 
 
 if __name__ == "__main__":  # the parent starts each worker so

@@ -10,7 +10,6 @@ import wave
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import av
 import numpy as np
@@ -161,7 +160,6 @@ def test_window_frames_lie_in_the_window_and_number_as_asked(times, start, span,
 
 def test_window_frames_are_the_middles_of_equal_bins():
     assert window_indices(np.arange(100) / 10, 0, 9.9, 1, 4) == [12, 37, 62, 87]
-    assert window_indices(np.arange(100) / 10, 2.0, 2.4, 1, 16) == [22]
 
 
 def test_windows_and_indices_out_of_range_are_our_bugs(reader, good):
@@ -232,14 +230,6 @@ def test_a_seek_finds_all_of_its_frames(tmp_path, monkeypatch, name):
     assert keys and None not in keys
 
 
-@pytest.mark.parametrize("name", ["sound.mp4", "sound.ts"])
-def test_sound_is_skipped_while_packets_are_read(tmp_path, name):
-    container, _ = video._open(str(write(tmp_path / name, **KINDS[name])))
-    with container:
-        kinds = [packet.stream.type for packet in container.demux() if packet.size]
-    assert kinds.count("video") == 130 and kinds.count("audio") <= 1  # that which was read to open the file
-
-
 def test_non_square_pixels_widen_the_display_size(reader, tmp_path):
     info = reader.info(write(tmp_path / "dvd.mkv", n=3, aspect=Fraction(4, 3)))
     assert (info.width, info.height) == (128, 64)
@@ -306,8 +296,8 @@ def test_a_bad_file_is_a_clear_error_and_costs_nobody_else(reader, good, tmp_pat
     before = len(reader._bad)
     with pytest.raises(VideoError) as caught:
         reader.overview(path, 60, same_size)
-    assert caught.value.path == str(path) and str(path) in str(caught.value)
-    assert reason in caught.value.reason and len(reader._bad) - before == quarantined
+    assert str(caught.value).startswith(f"{path}: ") and reason in str(caught.value)
+    assert len(reader._bad) - before == quarantined
     assert number(reader.frames(good, [17], (WIDTH, HEIGHT)).pixels[0]) == 17
 
 
@@ -342,18 +332,6 @@ def test_damage_is_never_passed_off_as_frames(tmp_path):
     assert errors >= 34
 
 
-def test_a_keyframe_that_cannot_be_read_alone_is_left_to_the_plain_pass():
-    """Past bug: of 280 frames of a 4:4:4 file by x264 142, 204 were refused as damaged. Its first packet names the
-    encoder, whose bug FFmpeg then works around; behind a seek it does not know. No encoder of today writes such a file."""
-    packet = SimpleNamespace(pts=5, dts=5, is_keyframe=True, is_corrupt=False)
-    image = SimpleNamespace(pts=5, time=0.2, is_corrupt=True)
-    container = SimpleNamespace(demux=lambda stream: [packet])
-    stream = SimpleNamespace(codec_context=SimpleNamespace(name="h264", decode=lambda packet: [image]))
-    assert video._decode_from(container, stream, 5, {5}, (32, 32)) == {}
-    with pytest.raises(ValueError, match="damaged"):  # the plain pass has no such excuse
-        video._decode_from(container, stream, None, {5}, (32, 32))
-
-
 def test_damage_costs_the_frames_that_it_hits_and_no_others(tmp_path):
     """One crop of the damaged part put the file into quarantine."""
     path = bad_file("overwritten", tmp_path)
@@ -371,7 +349,7 @@ def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, go
         for _ in range(3):
             with pytest.raises(VideoError) as refused:
                 videos.info(path)
-            reasons.add(refused.value.reason)
+            reasons.add(str(refused.value))
         assert asked == ["probe"] and len(reasons) == 1
         path.write_bytes(Path(good).read_bytes())
         assert videos.info(path).n_frames == 60
@@ -410,27 +388,6 @@ def test_only_a_file_that_crashes_two_workers_by_itself_is_quarantined(good, tmp
         assert len(videos._bad) == quarantined
 
 
-def test_workers_that_die_while_idle_cost_no_file_and_leave_no_descriptors(good):
-    """Past bug: a storm of kills took 99 descriptors, since only the garbage collector closed the pipes."""
-    with Videos(workers=1, cache_bytes=0) as videos:
-        counts = set()
-        for i in range(6):
-            videos.frames(good, [i], (32, 32))
-            counts.add(len(os.listdir("/proc/self/fd")))
-            (worker,) = videos._workers
-            worker.process.kill()
-            worker.process.wait()
-        assert len(counts) == 1
-
-
-def test_a_worker_that_is_killed_while_it_starts_is_started_again(good, tmp_path, fake_av):
-    once = "import os, signal, sys\nos.unlink(__file__)\nos.kill(os.getpid(), signal.SIGKILL)"
-    fake_av(once)
-    with Videos(workers=1) as videos:
-        assert videos.info(good).n_frames == 60
-    assert not (tmp_path / "fake" / "av.py").exists()
-
-
 def test_a_worker_that_starts_slowly_holds_up_nobody(good, fake_av):
     """It started under the lock that every hit of the cache takes, too, and for as long as it liked."""
     with Videos(workers=2) as videos, ThreadPoolExecutor(2) as threads:
@@ -464,14 +421,21 @@ def test_a_worker_that_never_starts_is_our_error_and_condemns_no_file(good, fake
         assert not videos._bad
 
 
-def test_workers_are_recycled(good, monkeypatch):
+def test_workers_that_age_or_die_idle_are_replaced_and_leave_no_descriptors(good, monkeypatch):
+    """Past bug: a storm of kills took 99 descriptors, since only the garbage collector closed the pipes."""
     monkeypatch.setattr(video, "TASKS_PER_WORKER", 3)
     with Videos(workers=1) as videos:
-        seen = set()
+        seen, descriptors = set(), set()
         for i in range(8):  # with the probe: nine requests
             videos.frames(good, [i], (32, 32))
             seen |= worker_pids(videos)
-        assert len(seen) == 3 and len(worker_pids(videos)) == 1 and sum(map(alive, seen)) == 1
+            descriptors.add(len(os.listdir("/proc/self/fd")))
+            if i == 3:  # in the middle of a worker's share
+                (worker,) = videos._workers
+                worker.process.kill()
+                worker.process.wait()
+        assert len(seen) == 4 and len(worker_pids(videos)) == 1 and sum(map(alive, seen)) == 1
+        assert len(descriptors) == 1
 
 
 def test_close_ends_every_worker_busy_or_idle(good):
@@ -543,9 +507,8 @@ def test_the_cache_is_keyed_by_everything_that_shapes_the_frames(tmp_path, asked
         assert videos.window(path, 1.0, 2.0, same_size, 4, 16).pixels is second.pixels
         assert asked.count("decode") == 3
         link = tmp_path / "link.mp4"
-        link.symlink_to(path)  # another name of the same file shares its frames, and is named as asked
+        link.symlink_to(path)  # another name of the same file shares its frames
         assert videos.window(link, 1.0, 2.0, same_size, 4, 16).pixels is second.pixels
-        assert videos.info(link).path == str(link) and videos.info(path).path == str(path)
         write(path, n=75, options={"crf": "30"})
         assert videos.info(path).n_frames == 75
         assert (videos.window(path, 1.0, 2.0, same_size, 4, 16).pixels != second.pixels).any()
