@@ -283,7 +283,6 @@ class Dialogue:
     media: tuple[Media, ...]
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
     weight: float = 1.0
-    reopened: int = 0  # assistant turns that began otherwise than a rollout's
     request: str = SUBAGENT_REQUEST  # of a sub-agent, as a tool's Look has them
     system: str = SUBAGENT_SYSTEM
 
@@ -304,7 +303,6 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
 
     # One turn per message, and one per tool response, as a rollout writes them.
     turns: list[dict] = []
-    reopened = 0
     for message in messages:
         role, parts = message.get("role"), _parts(message, root)
         if role == "system":
@@ -317,9 +315,7 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         if role == "tool":
             parts = _strip_report(parts)
         elif role == "assistant" and all(isinstance(part, str) for part in parts):
-            written = "".join(parts)
-            parts = [_open_turn(written)]
-            reopened += parts != [written]
+            parts = [_open_turn("".join(parts))]
         turns.append({"role": role, "content": parts})
 
     # The user opens, the assistant closes, and answers every user.
@@ -341,7 +337,6 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         media=tuple(part for part in opening if isinstance(part, Media)),
         turns=tuple(turns[1:]),
         weight=weight,
-        reopened=reopened,
         request=str(row.get("request") or SUBAGENT_REQUEST),
         system=str(row.get("system") or SUBAGENT_SYSTEM),
     )

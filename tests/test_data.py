@@ -142,7 +142,6 @@ def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_render
             assert mask[start : start + forced] == [1] * forced
             mask[start : start + forced] = [0] * forced
         assert mask[: len(main.ids)] == main.mask
-        assert dialogue.reopened == (0 if opening == "<think>\n" else 2)
         assert np.array_equal(bundle.frames[0].pixels, main.frames[0].pixels)
 
 
@@ -457,10 +456,9 @@ def test_check_tells_the_truth_about_the_toy(toy_dir, command):
     assert "300 rows" in told and "all rows are usable" in told
     assert re.search(r"tokens per row: 50 % at most \d+, 90 % at most \d+, .* 100 % at most \d+\n", told)
     assert "oe 8" in command("check", toy_dir / "kinds.parquet")
-    assert re.search(r"\n  openings: 0 of \d+ assistant turns are changed", told)
 
 
-def test_check_reads_openings_and_calls_as_a_rollout_would(tmp_path, video, command):
+def test_check_reads_calls_as_a_rollout_would(tmp_path, video, command):
     """`ocr_frme` and `argments` passed."""
     calls = [CALL, CALL.replace("crop_video", "ocr_frme"), CALL.replace("arguments", "argments")]
     rows = []
@@ -468,21 +466,7 @@ def test_check_reads_openings_and_calls_as_a_rollout_would(tmp_path, video, comm
         rows.append({"messages": [user(video), {"role": "assistant", "content": said}]})
     told = command("check", write_jsonl(tmp_path / "sft.jsonl", rows))
     assert "without calls 2, with calls 1" in told
-    assert "openings: 1 of 3 assistant turns are changed" in told
     assert "calls, as a rollout reads them: ok 1, unknown tool 'ocr_frme' 1, unparseable 1\n" in told
-
-
-def test_check_counts_the_ids_that_rows_share(tmp_path, video, command):
-    """Rows of one id in a batch shared K and seeds, and the report merges them."""
-    files = []
-    for name, ids in (("a", ("q1", "q2", None)), ("b", ("q2", None))):
-        rows = [rl(video, answer="x", id=i) for i in ids]
-        files.append({"path": write_jsonl(tmp_path / f"{name}.jsonl", rows)})
-    (tmp_path / "run.yaml").write_text(json.dumps({"data": {"sources": files}}))
-    told = command("check", tmp_path / "run.yaml")
-    shared = f"'q2': row 1 of {tmp_path}/a.jsonl, row 0 of {tmp_path}/b.jsonl\n"
-    assert f"repeated ids: 1, such as {shared}" in told
-    assert "repeated" not in command("check", tmp_path / "a.jsonl")
 
 
 def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path, command):
