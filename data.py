@@ -7,15 +7,12 @@
     parse_task(RL row) -> Task;  parse_dialogue(SFT row) -> Dialogue;  encode_dialogue(dialogue, ...) -> Bundle
 
 SFT, RL, evaluation and `ask` open every agent with the functions here. runtime/dataset.py streams the rows;
-`python -m study.prepare` checks them, and makes the published ones ready.
-
-Deliberately missing: prompts in other languages, prompts per dataset.
+`python -m study.prepare` checks them, and makes the published ones ready. Deliberately missing: prompts per dataset.
 """
 
 import functools
 import hashlib
 import itertools
-import json
 import math
 import os
 import re
@@ -25,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from runtime.answers import normalise, parse_span
 from runtime.dataset import RowError, decode_json
@@ -203,9 +200,7 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     """Read `prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
     info = decode_json(row.get("extra_info") or {}, "extra_info")
     if "prompt" not in row:
-        raise RowError(
-            f"no field `prompt`, only {', '.join(row)}: RL rows have it; rows with `messages` are for sft.py"
-        )
+        raise RowError("no field `prompt`, as RL rows have it; rows with `messages` are for sft.py")
 
     # The question: the text of the last user message.
     messages = decode_json(row["prompt"], "prompt")
@@ -283,7 +278,6 @@ class Dialogue:
     media: tuple[Media, ...]
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
     weight: float = 1.0
-    reopened: int = 0  # assistant turns that began otherwise than a rollout's
     request: str = SUBAGENT_REQUEST  # of a sub-agent, as a tool's Look has them
     system: str = SUBAGENT_SYSTEM
 
@@ -295,16 +289,13 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
     The row's system prompt is dropped: SFT, RL and evaluation share one. The optional column `agent` marks rows that
     teach another agent than the main one; `request` and `system` are a sub-agent's prompts, if its tool has its own."""
     if "messages" not in row:
-        raise RowError(
-            f"no field `messages`, only {', '.join(row)}: SFT rows have it; rows with `prompt` are for rl.py"
-        )
+        raise RowError("no field `messages`, as SFT rows have it; rows with `prompt` are for rl.py")
     messages = decode_json(row["messages"], "messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise RowError("`messages` is not a list of messages")
 
     # One turn per message, and one per tool response, as a rollout writes them.
     turns: list[dict] = []
-    reopened = 0
     for message in messages:
         role, parts = message.get("role"), _parts(message, root)
         if role == "system":
@@ -317,9 +308,7 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         if role == "tool":
             parts = _strip_report(parts)
         elif role == "assistant" and all(isinstance(part, str) for part in parts):
-            written = "".join(parts)
-            parts = [_open_turn(written)]
-            reopened += parts != [written]
+            parts = [_open_turn("".join(parts))]
         turns.append({"role": role, "content": parts})
 
     # The user opens, the assistant closes, and answers every user.
@@ -341,7 +330,6 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         media=tuple(part for part in opening if isinstance(part, Media)),
         turns=tuple(turns[1:]),
         weight=weight,
-        reopened=reopened,
         request=str(row.get("request") or SUBAGENT_REQUEST),
         system=str(row.get("system") or SUBAGENT_SYSTEM),
     )
@@ -368,13 +356,13 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
         messages.append({"role": turn["role"], "content": content})
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
-    if 1 not in rendered.mask:
-        raise RowError("no assistant token to learn")
     return Bundle([], [rendered.ids], [rendered.mask], rendered.frames, dialogue.weight)
 
 
 def _parts(message: dict, root: Path) -> list[str | Media]:
-    """Return a message's texts and clips; calls in a `tool_calls` field become the text that a model writes."""
+    """Return a message's texts and clips."""
+    if message.get("tool_calls"):
+        raise RowError("calls in a field `tool_calls`: write them into the content, as <tool_call>...</tool_call>")
     content = message.get("content")
     if isinstance(content, str):
         content = [content]
@@ -386,12 +374,6 @@ def _parts(message: dict, root: Path) -> list[str | Media]:
             parts.append(part["text"])
         else:
             parts.append(_clip(part, root))
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", call)
-        arguments = decode_json(function.get("arguments", {}), "arguments")
-        body = json.dumps({"name": function.get("name"), "arguments": arguments}, ensure_ascii=False)
-        text = f"<tool_call>\n{body}\n</tool_call>"
-        parts.append("\n" + text if parts else text)
     return parts
 
 
@@ -407,9 +389,7 @@ def _clip(part: dict, root: Path) -> Media:
     if not os.path.exists(path):
         raise RowError(f"{path}: no such file")
     nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
-    if (start is None) != (end is None):
-        raise RowError(f"{path}: video_start and video_end come together")
-    if start is not None and not -math.inf < start <= end < math.inf:
+    if (start, end) != (None, None) and not -math.inf < start <= end < math.inf:
         raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, the start before the end")
     if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
         raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
@@ -417,10 +397,8 @@ def _clip(part: dict, root: Path) -> Media:
 
 
 def _open_turn(text: str) -> str:
-    """Let an assistant's turn begin as in a rollout, where `<think>\\n` is forced and the thought follows.
-
-    Published rows begin `<think>Thought` or `<think>\\n\\n`, which would teach another first token than the one that the
-    model is asked for. A turn without <think> keeps its words; only the line breaks before them go."""
+    """Let an assistant's turn begin as in a rollout, where `<think>\\n` is forced: published rows have `<think>Thought` or
+    `<think>\\n\\n`, which would teach another first token than the one that the model is asked for."""
     text = text.lstrip()
     if text.startswith("<think>"):
         text = THINK_PREFIX + text.removeprefix("<think>").lstrip()
@@ -429,10 +407,8 @@ def _open_turn(text: str) -> str:
 
 def _strip_report(parts: list[str | Media]) -> list[str | Media]:
     """Take the white space from a report's edges, as a rollout does."""
-    if all(isinstance(part, str) for part in parts):
-        return ["".join(parts).strip() or NO_REPORT]
     stripped = [part.strip() if isinstance(part, str) else part for part in parts]
-    return [part for part in stripped if part != ""]
+    return [part for part in stripped if part != ""] or [NO_REPORT]
 
 
 def _responses(parts: list[str | Media]) -> list[list[str | Media]]:
@@ -458,7 +434,7 @@ def _still(path: str, contract: VisualContract) -> Frames:
         with Image.open(path) as image:
             size = contract.frame_size(*image.size)
             pixels = np.array(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise VideoError(path, f"not a readable image: {error}") from None
     return Frames(pixels[None], (None,))
 

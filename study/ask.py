@@ -9,8 +9,6 @@ the answer. `--trace FILE` keeps the episode as JSON, for study.report and rollo
 The *token doctor* makes the model's own engine continue after two parallel calls that work and one that does not, and
 checks the episode against independent witnesses: the chat template, transformers' position ids, and the trainer's
 log-probs. Run it on every new checkpoint, SGLang version or contract: it finds what training would only show as noise.
-
-Deliberately missing: a conversation with several questions.
 """
 
 import argparse
@@ -48,7 +46,6 @@ def main() -> int:
         parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
         parser.add_argument("--no-think-prefix", action="store_true", help="do not open each turn with <think>")
         parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the episode as JSON")
-        parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", required=True, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
@@ -56,57 +53,54 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=1.0 if doctor else 0.0)
     parser.add_argument("--max-new-tokens", type=int, default=64 if doctor else 2048, help="per turn")
     args = parser.parse_args()
-    if args.k is not None and args.k < 1:
-        parser.error(f"--k {args.k}: an overview has at least 1 frame")
-    if args.max_new_tokens < 1 or args.temperature < 0:
-        parser.error("--max-new-tokens must be at least 1, and --temperature not negative")
-    if not doctor and args.trace and not args.trace.parent.is_dir():
-        parser.error(f"--trace {args.trace}: there is no folder {args.trace.parent}; make it first")
+    cfg = RolloutConfig(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+    if doctor:
+        cfg = replace(cfg, max_turns=1)
+    else:
+        cfg = replace(cfg, tools=tuple(args.tool or cfg.tools), think_prefix=not args.no_think_prefix)
     expandable_segments()
     try:
         with Videos(workers=2) as videos:
             for path in args.video:
                 videos.info(path)
-            return run_doctor(args, videos) if doctor else run_ask(args, videos)
+            stage = stage_of(args, videos, cfg)
+            try:
+                return run_doctor(args, stage) if doctor else run_ask(args, stage)
+            finally:
+                stage.engine.close()
     except (VideoError, EngineError, FileNotFoundError, ConfigError, ContractError) as error:
         sys.exit(f"error: {error}")
 
 
-def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig, **more) -> Stage:
+def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> Stage:
     """Return everything an agent needs, from the checkpoint's own contract."""
     source = find_tokenizer(args.model) if args.url else find_checkpoint(args.model)
     check_urls(args.url)
     contract = VisualContract.load(source)
     contract.check(source)
     renderer = Renderer(load_tokenizer(source), contract)
-    engine = open_engine(source, renderer, urls=args.url)
-    return Stage(engine, renderer, videos, cfg, **more)
+    return Stage(open_engine(source, renderer, urls=args.url), renderer, videos, cfg)
+
+
+def play(stage: Stage, question: str, args: argparse.Namespace) -> Episode:
+    """Play one episode about the videos of the command line."""
+    task = Task("ask", question, tuple(map(os.path.abspath, args.video)), "oe", "")
+    k = args.k or stage.renderer.contract.overview_frames
+    return run_episode(stage, task, k, opening(task, k, stage), 0)
 
 
 # ------------------------------------------------------------------------------------------------ ask
 
 
-def run_ask(args: argparse.Namespace, videos: Videos) -> int:
+def run_ask(args: argparse.Namespace, stage: Stage) -> int:
     """Play one episode before the user's eyes."""
-    task = Task("ask", args.question, tuple(map(os.path.abspath, args.video)), "oe", "")
-    cfg = RolloutConfig(
-        tools=tuple(args.tool or ["crop_video"]),
-        think_prefix=not args.no_think_prefix,
-        temperature=args.temperature,
-        max_new_tokens=args.max_new_tokens,
-    )
-    screen = Screen(videos.info(task.videos[0]).duration)
-    stage = stage_of(args, videos, cfg, observe=screen.show)
-    try:
-        k = args.k or stage.renderer.contract.overview_frames
-        episode = run_episode(stage, task, k, opening(task, k, stage), args.seed)
-    finally:
-        stage.engine.close()
-    screen.end(episode)
+    screen = Screen(stage.videos.info(args.video[0]).duration)
+    episode = play(replace(stage, observe=screen.show), args.question, args)
+    print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
     if args.trace:
         with args.trace.open("w", encoding="utf-8") as file:
             dump(episode, file, stage.renderer)
-    return 1 if episode.error else 0
+    return int(bool(episode.error))
 
 
 class Screen:
@@ -128,17 +122,10 @@ class Screen:
                 print(f"  ↳ {_window(what)} {outcome}  ({what.seconds:.1f} s)", flush=True)
 
     def timeline(self, call: Call) -> str:
-        first, last = (int(WIDTH * min(1, t / max(self.duration, 1e-9))) for t in call.window)
-        first = min(first, WIDTH - 1)
-        last = max(last, first + 1)
+        start, end = call.window
+        first = min(int(WIDTH * start / self.duration), WIDTH - 1)
+        last = min(max(int(WIDTH * end / self.duration), first + 1), WIDTH)
         return "│" + "·" * first + "█" * (last - first) + "·" * (WIDTH - last) + "│"
-
-    def end(self, episode: Episode) -> None:
-        tokens = sum(sum(agent.mask) for agent in episode.trajectories)
-        turns, calls = len(episode.main.turns), len(episode.calls)
-        print(f"\n{turns} turns, {calls} calls, {tokens} tokens, {episode.seconds:.1f} s")
-        if episode.error:
-            print(f"failed: {episode.error}")
 
 
 def _window(call: Call) -> str:
@@ -155,7 +142,7 @@ class Witness:
     def __init__(self, engine: Engine, first: list[int]):
         self.engine, self.first, self.version = engine, first, engine.version
         self.asked: list[tuple[list[int], Sample]] = []
-        self.expect, self.close = engine.expect, engine.close
+        self.expect = engine.expect
 
     def generate(self, ids: list[int], frames: Sequence[Frames], **more) -> Sample:
         if self.asked:
@@ -166,30 +153,22 @@ class Witness:
         return sample
 
 
-def run_doctor(args: argparse.Namespace, videos: Videos) -> int:
+def run_doctor(args: argparse.Namespace, stage: Stage) -> int:
     """Play an episode with two calls that work and one that does not; print what holds of it."""
-    task = Task("doctor", "What happens in this video?", (args.video[0],), "oe", "")
-    cfg = RolloutConfig(temperature=args.temperature, max_turns=1, max_new_tokens=args.max_new_tokens)
-    stage = stage_of(args, videos, cfg)
-    middle = videos.info(task.videos[0]).duration / 2
+    middle = stage.videos.info(args.video[0]).duration / 2
     said = "Let me look.\n</think>"
     for start, end in ((0, middle), (middle, 0), (middle, 2 * middle)):
         call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end}}
         said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
     witness = Witness(stage.engine, [*stage.renderer.encode(said), stage.renderer.end_of_turn])
-    try:
-        stage = replace(stage, engine=witness)
-        k = args.k or stage.renderer.contract.overview_frames
-        episode = run_episode(stage, task, k, opening(task, k, stage), seed=0)
-        if episode.error:
-            raise EngineError(episode.error)
-        rows = examine(stage, episode, witness, args)
-    finally:
-        stage.engine.close()
+    episode = play(replace(stage, engine=witness), "What happens in this video?", args)
+    if episode.error:
+        raise EngineError(episode.error)
+    rows = examine(stage, episode, witness, args)
     width = max(len(name) for name, _, _ in rows)
     for name, good, detail in rows:
         print(f"{'ok  ' if good else 'FAIL'}  {name:{width}}  {detail}")
-    return 0 if all(good for _, good, _ in rows) else 1
+    return int(not all(good for _, good, _ in rows))
 
 
 def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Namespace) -> list[tuple[str, bool, str]]:
@@ -212,11 +191,10 @@ def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Nam
     # The trajectory grew by deltas; the chat template writes the same text at once. Qwen's tokenizer normalises what it
     # reads (NFC) and not what it says, so the two texts are compared after that.
     template = renderer.render(_messages(episode, renderer), stage.cfg.schemas).ids
-    grown, whole = (
-        unicodedata.normalize("NFC", renderer.decode(renderer.compact(ids))) for ids in (main.ids, template)
-    )
-    same = whole.startswith(grown)
-    rows.append(("one conversation", same, "it reads as the chat template writes it in one piece"))
+    texts = [renderer.decode(renderer.compact(ids)) for ids in (main.ids, template)]
+    grown, whole = (unicodedata.normalize("NFC", text) for text in texts)
+    evidence = "it reads as the chat template writes it in one piece"
+    rows.append(("one conversation", whole.startswith(grown), evidence))
 
     # Three calls, three responses in one turn; only the second is an error.
     delta = renderer.decode(main.ids[main.turns[0][1] : main.turns[1][0]])

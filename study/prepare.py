@@ -1,8 +1,8 @@
 """prepare.py: what is done to data before training. The trainers never import it.
 
 python -m study.prepare check PATH|CONFIG [--model DIR]
-    every row parsed, every image read and video opened, token lengths under the model's tokenizer, ids that rows
-    share; of a config, its `data` and its `val`; exit status 1 if any row is unusable
+    every row parsed, every image read and video opened, calls read as a rollout reads them, token lengths under the
+    model's tokenizer; of a config, its `data` and its `val`; exit status 1 if any row is unusable
 python -m study.prepare materialize --root MEDIA --parquet-dir IN --output-dir OUT
     sentinel paths (`longvt_source/...`, `museg/...`, `selfqa/...`) -> file://MEDIA/...; lists what is missing
 """
@@ -49,10 +49,7 @@ class Undecoded(Videos):
 class Looked:
     """What there is to say about a row."""
 
-    id: str = ""  # its own, or else its place
     kind: str = ""
-    turns: int = 0  # of the assistant
-    reopened: int = 0  # those whose opening is changed to the rollout's
     calls: list[str] = field(default_factory=list)  # "ok", or why a rollout could not run it
     tokens: int = 0  # 0: nobody counted
     flaw: str = ""  # why it cannot be used
@@ -74,11 +71,7 @@ def check(target: str, model: str) -> int:
         contract = VisualContract.load(model)
     renderer = Renderer(load_tokenizer(find_tokenizer(model)), contract) if model else None
     tools = tree.get("tools", ["crop_video"])
-    longest = math.inf
-    if of_config and renderer:
-        from sft import SFTConfig  # torch
-
-        longest = tree.get("pack_tokens", SFTConfig.pack_tokens)
+    longest = tree.get("pack_tokens", math.inf)
 
     # Each file once.
     files = {}
@@ -94,9 +87,7 @@ def check(target: str, model: str) -> int:
             row = rows[i]
             parse = parse_dialogue if "messages" in row else parse_task
             item = parse(row, f"row {i} of {rows.path}", home)
-            found.id = item.id
-            clips = describe(item, tools, found)
-            for clip in clips:
+            for clip in describe(item, tools, found):
                 clip.frames(videos, contract)
             if renderer and isinstance(item, Dialogue):
                 schemas = [TOOLS[name].schema for name in tools]
@@ -108,21 +99,11 @@ def check(target: str, model: str) -> int:
         return found
 
     unusable = 0
-    places = collections.defaultdict(list)  # id -> the rows that have it
     with Undecoded(os.cpu_count() or 1) as videos, ThreadPoolExecutor(8) as pool:
         for (path, root), rows in files.items():
             look_at = functools.partial(look, videos, rows, Path(root or rows.path.parent))
             looked = list(tqdm(pool.map(look_at, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
-            print_findings(path, looked)
-            for i, found in enumerate(looked):
-                unusable += bool(found.flaw)
-                if found.id:
-                    places[found.id].append(f"row {i} of {path}")
-
-    # Seeds, K and the report know a question by its id.
-    repeated = [name for name, rows in places.items() if len(rows) > 1]
-    if repeated:
-        print(f"repeated ids: {len(repeated)}, such as {repeated[0]!r}: {', '.join(places[repeated[0]][:3])}")
+            unusable += print_findings(path, looked)
     if not renderer:
         print("no token lengths: name a checkpoint with --model")
     print("all rows are usable" if not unusable else f"{unusable} unusable rows")
@@ -134,14 +115,11 @@ def describe(item: Task | Dialogue, tools: Sequence[str], found: Looked) -> list
     if isinstance(item, Task):
         found.kind = item.kind
         return [Media(path) for path in item.videos]
-    found.reopened = item.reopened
     clips = list(item.media)
     for turn in item.turns:
         clips += [part for part in turn["content"] if isinstance(part, Media)]
-        if turn["role"] != "assistant":
-            continue
-        found.turns += 1
-        for call in parse_calls("".join(part for part in turn["content"] if isinstance(part, str))):
+        text = "".join(part for part in turn["content"] if isinstance(part, str))
+        for call in parse_calls(text) if turn["role"] == "assistant" else []:
             unknown = "ok" if call.name in tools else f"unknown tool {call.name!r}"
             found.calls.append(call.error or unknown)
     if item.agent != "main":
@@ -151,13 +129,10 @@ def describe(item: Task | Dialogue, tools: Sequence[str], found: Looked) -> list
     return clips
 
 
-def print_findings(path: str, looked: list[Looked]) -> None:
-    """Print what is true of a file."""
+def print_findings(path: str, looked: list[Looked]) -> int:
+    """Print what is true of a file, and return how many of its rows are unusable."""
     print(f"\n{path}: {len(looked)} rows")
     print("  " + shares_of(found.kind for found in looked if found.kind))
-    turns, reopened = sum(found.turns for found in looked), sum(found.reopened for found in looked)
-    if turns:
-        print(f"  openings: {reopened} of {turns} assistant turns are changed to begin as a rollout does")
     calls = [outcome for found in looked for outcome in found.calls]
     if calls:
         print(f"  calls, as a rollout reads them: {shares_of(calls)}")
@@ -170,6 +145,7 @@ def print_findings(path: str, looked: list[Looked]) -> None:
         print(f"  unusable: row {i}: {flaw}")
     if len(bad) > 20:
         print(f"  ... and {len(bad) - 20} more")
+    return len(bad)
 
 
 def shares_of(names: Iterable[str]) -> str:
@@ -247,8 +223,6 @@ def main() -> int:
     except (config.ConfigError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `| head`
-        os._exit(1)
 
 
 if __name__ == "__main__":

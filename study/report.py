@@ -1,23 +1,18 @@
 """report.py: what runs did, as one HTML file: curves, a table, and the kept episodes token by token.
 
-    python -m study.report RUN... [-o FILE]                         # no server, no network: the file holds everything
-    python -m study.report RUN... --png pictures                    # and pictures/curves.png, for a README
+    python -m study.report RUN... [-o FILE] [--png DIR]             # no server, no network: the file holds everything
     python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of study.ask's --trace
 
 Runs that differ in their seed alone are one line: their mean, with a band of one standard deviation. The viewer shows who
 wrote each token, its log-prob, its advantage and whether it is structure, beside the frames that the agents saw.
-report.html is the page without its data.
-
-Deliberately missing: live updates, statistics beyond mean and standard deviation.
+report.html is the page without its data. Deliberately missing: live updates, statistics beyond mean and deviation.
 """
 
 import argparse
 import base64
 import contextlib
-import dataclasses
 import fnmatch
 import io
-import itertools
 import json
 import math
 import os
@@ -30,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from data import Call, Episode, Task, Trajectory
 from rewards import final_answer, structural_mask, turn_texts
@@ -44,12 +40,10 @@ TEMPLATE = Path(__file__).with_name("report.html")
 LAST = 10  # steps that the table averages
 EPISODES = 200  # in the viewer, of all runs, about
 STYLE = {  # of PNGs
-    "backend": "Agg", "savefig.dpi": 160, "font.size": 9, "legend.frameon": False, "lines.linewidth": 1.6, "lines.markersize": 4,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left", "axes.titlesize": 10,
-    "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.6,
+    "backend": "Agg", "savefig.dpi": 160, "font.size": 9, "axes.titlelocation": "left", "axes.titlesize": 10,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25,
 }  # fmt: skip
-# Of the curves, as on the page.
-LINE_COLORS = ["#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777"]
+LINE_COLORS = ["#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777"]  # as on the page
 SIDE = 96  # pixels: longest side of a thumbnail
 
 # The panels: keys of metrics.jsonl or patterns of them. A panel whose key no run has is left out.
@@ -63,15 +57,11 @@ SECTIONS = {
     "Seconds": "seconds *_seconds",
     "More": "*",
 }
-TITLES = {  # of the keys that do not speak for themselves; {} is what comes after the last slash
+TITLES = {  # of the keys that do not speak for themselves
     "acc": "accuracy, at the K that is drawn",
-    "acc/K=*[0-9]": "accuracy, {}",
     "fmt": "format reward f",
     "strict": "strictly well-formed",
     "kappa": "κ: executed calls per episode",
-    "closure/*": "<{}>: share that is closed",
-    "eval/*": "held out, greedy: {}",
-    "eval_no_tools/*": "held out, greedy, no tools: {}",
     "kl": "KL to the reference",
     "gap": "log-prob gap between trainer and engine",
 }
@@ -91,13 +81,6 @@ class RunData:
     steps: dict[int, list[dict]] = field(default_factory=dict)  # step -> groups of episodes, ready for JSON
     notes: list[str] = field(default_factory=list)  # what is missing
 
-    def setting(self, key: str, default: Any) -> Any:
-        """config["a"]["b"] for "a.b"."""
-        value = self.config
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        return default if value is None else value
-
 
 # ------------------------------------------------------------------------------------------------ reading
 
@@ -111,9 +94,9 @@ def read_run(path: Path, name: str, pictures: dict[str, int], most: int, model: 
         files = sorted((path / "episodes").glob("*.jsonl"))
     if not files:
         return run
-    for place in (model, path / "model", run.setting("policy.checkpoint", None)):
+    for place in (model, path / "model", run.config.get("policy", {}).get("checkpoint")):
         if place and (Path(place) / "tokenizer_config.json").exists():
-            visual = run.setting("visual", None)
+            visual = run.config.get("visual")
             contract = build(VisualContract, visual, "visual.") if visual else VisualContract.load(place)
             run.renderer = Renderer(load_tokenizer(place), contract)
             read_episodes(run, files, most)
@@ -140,8 +123,6 @@ def read_episodes(run: RunData, files: list[Path], most: int) -> None:
     """Fill run.steps from the files of a run, or from some of them, evenly spread."""
     each = max(1, len(read_lines(files[0])))
     chosen = [files[i] for i in uniform_indices(len(files), max(1, most // each))]
-    if len(chosen) < len(files):
-        run.notes.append(f"{run.name}: the viewer has {len(chosen)} of {len(files)} steps")
     bare = []  # why episodes have no pictures
     with Videos(workers=1) as videos:
         for file in chosen:
@@ -167,32 +148,29 @@ def add_episodes(run: RunData, step: int, episodes: Sequence[Episode], videos: V
     for episode in episodes:
         task, key = episode.task, (episode.task.id, episode.k)
         if key not in groups:
-            lengths = [duration(path, videos) for path in task.videos]
-            groups[key] = dataclasses.asdict(task) | {"k": episode.k, "durations": lengths, "episodes": []}
+            groups[key] = vars(task) | {"k": episode.k, "durations": [], "episodes": []}
+            for path in task.videos:
+                try:
+                    groups[key]["durations"].append(videos.info(path).duration)
+                except VideoError:  # it is gone
+                    groups[key]["durations"].append(None)
         groups[key]["episodes"].append(view_episode(episode, run))
     if groups:
         run.steps[step] = list(groups.values())
 
 
-def duration(path: str, videos: Videos) -> float | None:
-    """Return the seconds of a video that is there."""
-    try:
-        return videos.info(path).duration
-    except VideoError:
-        return None
-
-
 def view_episode(episode: Episode, run: RunData) -> dict:
     """Return an episode as the page shows it."""
-    turns = turn_texts(episode.main, run.renderer)
-    anchored = run.setting("reward.anchor.credit", "off") == "struct"
+    reward = run.config.get("reward", {})
+    anchor = reward.get("anchor", {})
+    weight = anchor["weight"] if anchor.get("credit") == "struct" else 0.0
     shown = {name: getattr(episode, name) for name in ("error", "seconds", "reward", "advantage")}
     return shown | {
-        "answer": final_answer(turns, run.setting("reward.untagged_answer", False)),
+        "answer": final_answer(turn_texts(episode.main, run.renderer), reward.get("untagged_answer", False)),
         "kappa": episode.executed,
         # A_t = advantage + anchor_advantage * [t is structural]: the page adds them up.
-        "anchor_advantage": run.setting("reward.anchor.weight", 0.0) * episode.anchor_advantage * anchored,
-        "subagents_learn": run.setting("rollout.subagents.train", False),
+        "anchor_advantage": weight * episode.anchor_advantage,
+        "subagents_learn": run.config.get("rollout", {}).get("subagents", {}).get("train", False),
         "overview": [len(clip) for clip in episode.main.prompt_frames],
         "main": view_agent(episode.main, run, structural_mask(episode.main, run.renderer)),
         "calls": [view_call(call, episode.task, run) for call in episode.calls],
@@ -249,8 +227,6 @@ def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ())
 
 def picture(pixels: np.ndarray, run: RunData) -> int:
     """Return the place of a frame ([H, W, 3] uint8) among the page's thumbnails."""
-    from PIL import Image
-
     image, file = Image.fromarray(pixels), io.BytesIO()
     image.thumbnail((SIDE, SIDE))
     image.save(file, "JPEG", quality=80, subsampling=0)
@@ -277,20 +253,22 @@ def seed_groups(runs: Sequence[RunData]) -> list[tuple[str, list[RunData]]]:
     return named
 
 
-def curve(runs: Sequence[RunData], key: str) -> dict[str, list] | None:
-    """Return {x: steps, y: mean, std} over the runs that have the key at that step; the std is the sample's (n - 1)."""
-    values: dict[int, list[float]] = {}
-    for run in runs:
-        for row in run.metrics:
-            if key in row:
-                values.setdefault(int(row["step"]), []).append(row[key])
-    if not values:
-        return None
-    x = sorted(values)
-    found = {"x": x, "y": [statistics.fmean(values[s]) for s in x]}
-    if len(runs) > 1:
-        found["std"] = [statistics.stdev(values[s]) if len(values[s]) > 1 else 0.0 for s in x]
-    return found
+def curves(groups: Sequence[tuple[str, list[RunData]]], key: str) -> list[dict[str, Any]]:
+    """Return a line per group that has the key: x: steps, y: mean over the runs that have it there, and std (n - 1)."""
+    lines = []
+    for g, (_, runs) in enumerate(groups):
+        values: dict[int, list[float]] = {}
+        for run in runs:
+            for row in run.metrics:
+                if key in row:
+                    values.setdefault(int(row["step"]), []).append(row[key])
+        x = sorted(values)
+        line = {"group": g, "x": x, "y": [statistics.fmean(values[s]) for s in x]}
+        if len(runs) > 1:
+            line["std"] = [statistics.stdev(values[s]) if len(values[s]) > 1 else 0.0 for s in x]
+        if values:
+            lines.append(line)
+    return lines
 
 
 def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
@@ -305,15 +283,7 @@ def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
             found.sort(key=lambda key: re.sub(r"\d+", lambda digits: digits[0].zfill(6), key))  # K=8 before K=16
             keys -= set(found)
             for key in found:
-                title = key.replace("_", " ")
-                if pattern in TITLES:
-                    title = TITLES[pattern].format(key.rpartition("/")[2])
-                lines = []
-                for g, (_, runs) in enumerate(groups):
-                    line = curve(runs, key)
-                    if line:
-                        lines.append(line | {"group": g})
-                panels.append({"key": key, "title": title, "lines": lines})
+                panels.append({"key": key, "title": TITLES.get(key, key), "lines": curves(groups, key)})
         if panels:
             shown.append({"title": section, "panels": panels})
     return shown
@@ -321,13 +291,10 @@ def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
 
 def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
     """Return a row per group: the mean of each run's last steps, then [mean, std] of these over the runs.
-
-    Accuracy stands by K. Over all K that a run draws it is not comparable: with nFrames gating many questions come with
-    few frames."""
+    Accuracy stands by K: over all K that a run draws it is not comparable."""
     keys = {key for _, runs in groups for run in runs for row in run.metrics for key in row}
     by_k = [key for key in keys if re.fullmatch(r"acc/K=\d+", key)]
-    by_k.sort(key=lambda key: int(key.removeprefix("acc/K=")))
-    columns = [*by_k, *COLUMNS]
+    columns = [*sorted(by_k, key=lambda key: int(key.removeprefix("acc/K="))), *COLUMNS]
     rows = []
     for g, (_, runs) in enumerate(groups):
         cells = []
@@ -387,18 +354,14 @@ def draw_png(path: Path, runs: Sequence[RunData]) -> None:
     shown, groups = ("fmt", "strict", "kappa", "acc"), seed_groups(runs)
     with png_axes(path, len(shown), (11, 2.7)) as axes:
         for axis, key in zip(axes, shown):
-            lowest = 0.0
-            for (name, members), color in zip(groups, itertools.cycle(LINE_COLORS)):
-                line = curve(members, key)
-                if line:
-                    x, y, std = line["x"], np.array(line["y"]), np.array(line.get("std", 0.0))
-                    axis.fill_between(x, y - std, y + std, color=color, alpha=0.18, linewidth=0)
-                    axis.plot(x, y, color=color, label=name)
-                    lowest = min(lowest, y.min() - 0.03)
-            # Not comparable across runs: with gating many episodes have few frames, where only a call helps.
+            for line in curves(groups, key):
+                x, y, std = line["x"], np.array(line["y"]), np.array(line.get("std", 0.0))
+                color = LINE_COLORS[line["group"] % len(LINE_COLORS)]
+                axis.fill_between(x, y - std, y + std, color=color, alpha=0.18, linewidth=0)
+                axis.plot(x, y, color=color, label=groups[line["group"]][0])
             axis.set_title(TITLES[key])
             axis.set_xlabel("step")
-            axis.set_ylim(bottom=lowest, top=None if key == "kappa" else 1.03)
+            axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]), top=None if key == "kappa" else 1.03)
 
 
 def main() -> int:

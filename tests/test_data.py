@@ -100,15 +100,13 @@ def test_messages_come_as_a_json_string_or_as_a_list(video):
 
 
 def test_every_way_to_write_a_tool_round_gives_the_same_tokens(video, encode, toy_renderer):
-    """Text tags in one user turn, one user turn per response, `tool` messages, and OpenAI's tool_calls field."""
+    """Text tags in one user turn, one user turn per response, and `tool` messages."""
     responses = [f"<tool_response>\n{t}\n</tool_response>" for t in ("a red flash", "nothing")]
-    arguments = json.dumps({"start_time": 0, "end_time": 4})
     said = {"role": "assistant", "content": f"Look.\n{CALL}\n{CALL}"}
-    field = {"role": "assistant", "content": "Look.", "tool_calls": [{"function": {"name": "crop_video", "arguments": arguments}}] * 2}  # fmt: skip
     rounds = [
         [said, {"role": "user", "content": "\n".join(responses)}],
         [said, *({"role": "user", "content": r} for r in responses)],
-        [field, {"role": "tool", "content": "a red flash"}, {"role": "tool", "content": "nothing"}],
+        [said, {"role": "tool", "content": "a red flash"}, {"role": "tool", "content": "nothing"}],
     ]
     last = {"role": "assistant", "content": "Red."}
     first, *others = (encode([user(video, nframes=4), *turns, last]) for turns in rounds)
@@ -142,20 +140,17 @@ def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_render
             assert mask[start : start + forced] == [1] * forced
             mask[start : start + forced] = [0] * forced
         assert mask[: len(main.ids)] == main.mask
-        assert dialogue.reopened == (0 if opening == "<think>\n" else 2)
         assert np.array_equal(bundle.frames[0].pixels, main.frames[0].pixels)
 
 
 def test_a_turn_without_think_keeps_its_words_and_an_empty_report_says_so(video):
     empty = {"role": "user", "content": "<tool_response>\n \r\n</tool_response>"}
-    field = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "crop_video", "arguments": "{}"}}],
-    }
-    turns = parse([user(video), field, empty, {"role": "assistant", "content": "\nRed. <think>?"}]).turns
-    assert turns[0]["content"][0].startswith("<tool_call>")
-    assert [turn["content"] for turn in turns[1:]] == [["(empty report)"], ["Red. <think>?"]]
+    called, red = ({"role": "assistant", "content": said} for said in (CALL, "\nRed. <think>?"))
+    assert [turn["content"] for turn in parse([user(video), called, empty, red]).turns] == [
+        [CALL],
+        ["(empty report)"],
+        ["Red. <think>?"],
+    ]
 
 
 def test_a_sub_agents_row_gets_the_sub_agents_prompt_and_window(video, encode, toy_renderer):
@@ -227,6 +222,7 @@ ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         # Past bugs: the rest ended the run, some only when the row was encoded.
         ([user(__file__, video_start=9.0, video_end=4.0)], "video_start = 9.0, video_end = 4.0: must be seconds"),
         ([user(__file__, video_start=0, video_end=float("inf"))], "video_end = inf: must be seconds"),
+        ([*ASKED[:1], ASKED[1] | {"tool_calls": [{"function": {}}]}], "calls in a field `tool_calls`: write them into"),
         ([user(__file__, nframes=0)], "nframes = 0: must be a whole number above 0"),
         ([{"role": "user", "content": [{"type": "video_url", "video_url": {"path": "x"}}]}], "malformed: KeyError"),
         ([{"role": "user", "content": [None]}], "malformed: AttributeError"),
@@ -457,10 +453,9 @@ def test_check_tells_the_truth_about_the_toy(toy_dir, command):
     assert "300 rows" in told and "all rows are usable" in told
     assert re.search(r"tokens per row: 50 % at most \d+, 90 % at most \d+, .* 100 % at most \d+\n", told)
     assert "oe 8" in command("check", toy_dir / "kinds.parquet")
-    assert re.search(r"\n  openings: 0 of \d+ assistant turns are changed", told)
 
 
-def test_check_reads_openings_and_calls_as_a_rollout_would(tmp_path, video, command):
+def test_check_reads_calls_as_a_rollout_would(tmp_path, video, command):
     """`ocr_frme` and `argments` passed."""
     calls = [CALL, CALL.replace("crop_video", "ocr_frme"), CALL.replace("arguments", "argments")]
     rows = []
@@ -468,21 +463,7 @@ def test_check_reads_openings_and_calls_as_a_rollout_would(tmp_path, video, comm
         rows.append({"messages": [user(video), {"role": "assistant", "content": said}]})
     told = command("check", write_jsonl(tmp_path / "sft.jsonl", rows))
     assert "without calls 2, with calls 1" in told
-    assert "openings: 1 of 3 assistant turns are changed" in told
     assert "calls, as a rollout reads them: ok 1, unknown tool 'ocr_frme' 1, unparseable 1\n" in told
-
-
-def test_check_counts_the_ids_that_rows_share(tmp_path, video, command):
-    """Rows of one id in a batch shared K and seeds, and the report merges them."""
-    files = []
-    for name, ids in (("a", ("q1", "q2", None)), ("b", ("q2", None))):
-        rows = [rl(video, answer="x", id=i) for i in ids]
-        files.append({"path": write_jsonl(tmp_path / f"{name}.jsonl", rows)})
-    (tmp_path / "run.yaml").write_text(json.dumps({"data": {"sources": files}}))
-    told = command("check", tmp_path / "run.yaml")
-    shared = f"'q2': row 1 of {tmp_path}/a.jsonl, row 0 of {tmp_path}/b.jsonl\n"
-    assert f"repeated ids: 1, such as {shared}" in told
-    assert "repeated" not in command("check", tmp_path / "a.jsonl")
 
 
 def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path, command):

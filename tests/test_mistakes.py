@@ -78,7 +78,7 @@ MISTAKES = [  # and those of the page
     ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl', this code runs dense Qwen3-VL"),
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python -m study.prepare materialize`"),
-    ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "no field `prompt`, only messages, agent: RL rows have it; rows with `messages` are for sft.py"),
+    ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "no field `prompt`, as RL rows have it; rows with `messages` are for sft.py"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "greedy episodes of a group are all alike"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
