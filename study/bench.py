@@ -1,26 +1,26 @@
 """bench.py: the claims of speed, each as two sides that do the same work, measured in one run.
 
-    python -m study.bench                            # everything (a quarter of an hour on two cores); on a GPU where there is one
-    python -m study.bench update decode --write      # some of it, appended to results/bench.md
+    python -m study.bench                                       # everything (ten minutes on two cores); on a GPU where there is one
+    python -m study.bench update decode >> results/bench.md     # some of it
 
 The sides take turns (A B A B ...). Before the clock runs, both have run once and their results were compared: gradient for
 gradient, token for token, frame for frame. A difference ends the program. A gain is the median over pairs of neighbours,
 since what else the machine does hits neighbours alike.
 
-Deliberately missing: memory, other frameworks, the speed of SGLang itself, several GPUs, the optimizer's step.
+Deliberately missing: memory, other frameworks, the speed of SGLang itself, several GPUs, the optimizer's step; what our
+Python adds to an episode, which commit 73b2e4e measured.
 """
 
 import argparse
 import functools
 import inspect
-import math
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import av
 import numpy as np
@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from data import Episode, Task
+from data import Task
 from evals.tables import markdown
 from grpo import GRPOConfig, token_losses
-from rollout import RolloutConfig, SubagentConfig, derive, rollout, run_all
+from rollout import RolloutConfig, Stage, opening, run_all, run_episode
 from runtime.config import git_commit
 from runtime.distributed import device
 from runtime.engine import Sample
@@ -43,11 +43,8 @@ from runtime.video import Frames, Videos, uniform_indices
 from runtime.visual import VisualContract, patchify
 from study import toy
 
-REPO = Path(__file__).resolve().parent.parent
-CACHE = REPO / "runs" / "bench"  # what is made once
+CACHE = Path("runs/bench")  # what is made once
 Plain = Qwen3VLForConditionalGeneration
-# A text model that a CPU trains in seconds; the toy's other sizes stay.
-SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
 
 
 def versus(what: str, plain: Callable, ours: Callable, repeats: int) -> list[str]:
@@ -65,22 +62,19 @@ def versus(what: str, plain: Callable, ours: Callable, repeats: int) -> list[str
     return [what, *medians, f"{median(gains):.3g}x ({min(gains):.3g} - {max(gains):.3g})"]
 
 
-# ------------------------------------------------------------------------------------------------ what is measured on
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """Return a file or folder of the cache, which is made if it is not there."""
+    path, unfinished = CACHE / name, CACHE / f"unfinished-{name}"
+    if not path.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        make(unfinished)
+        unfinished.rename(path)
+    return path
 
 
 def toy_folder() -> Path:
-    """Build a small toy once: videos, and the tokenizer of all models here."""
-    folder, unfinished = CACHE / "toy", CACHE / "toy.tmp"
-    if not folder.exists():
-        toy.build_toy(unfinished, sizes=dict.fromkeys(toy.SIZES, 64))
-        unfinished.rename(folder)
-    return folder
-
-
-def checkpoint(name: str, contract: VisualContract, seed: int = 0, **sizes) -> Path:
-    """Write random weights of the real class, with all that stands beside them."""
-    toy.write_checkpoint(CACHE / name, load_tokenizer(toy_folder() / "model"), contract, seed, **sizes)
-    return CACHE / name
+    """Build a small toy: videos, and the tokenizer of all models here."""
+    return made_once("toy", functools.partial(toy.build_toy, sizes=dict.fromkeys(toy.SIZES, 64)))
 
 
 def plain_inputs(model: Plain, ids: Tensor, clips: list[Frames]) -> dict[str, Tensor]:
@@ -92,19 +86,16 @@ def plain_inputs(model: Plain, ids: Tensor, clips: list[Frames]) -> dict[str, Te
 def draw_group(c: Qwen3VLConfig, frames: int, side: int, suffixes: Sequence[int], seed: int = 0) -> Bundle:
     """Draw random tokens: a prompt that shows square frames of `side` pixels, and rollouts of so many tokens."""
     rng = np.random.default_rng(seed)
-    marks = [c.image_token_id, c.video_token_id, c.vision_start_token_id, c.vision_end_token_id]
-    words = np.setdiff1d(np.arange(2, c.text_config.vocab_size), marks)
     image = [c.vision_start_token_id, *[c.image_token_id] * (side // 32) ** 2, c.vision_end_token_id]
     prompt = []
     for _ in range(frames):
-        prompt += [*rng.choice(words, 5).tolist(), *image]
-    prompt += rng.choice(words, 60).tolist()
-    said = [rng.choice(words, length).tolist() for length in suffixes]
+        prompt += [*rng.integers(20, 120, 5).tolist(), *image]  # ordinary tokens of every vocabulary
+    said = [rng.integers(20, 120, length).tolist() for length in suffixes]
     clip = Frames(rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8), (0.0,) * frames)
     return Bundle(prompt, said, [[1] * len(ids) for ids in said], [clip])
 
 
-# ------------------------------------------------------------------------------------------------ training
+# ------------------------------------------------------------------------------------------------ the benches
 
 
 def plain_logprobs(model: Plain, group: Bundle, suffix: list[int]) -> Tensor:
@@ -115,15 +106,11 @@ def plain_logprobs(model: Plain, group: Bundle, suffix: list[int]) -> Tensor:
     return -F.cross_entropy(logits, ids[0, start:], reduction="none")
 
 
-def backward(logprobs: Tensor, ref_logprobs: Tensor, total: int) -> None:
-    """Add the gradient of the first update of a batch of `total` tokens, whose advantages are some function of the token."""
+def backward(logprobs: Tensor, ref_logprobs: Tensor) -> None:
+    """Add the gradient of a first update, whose advantages are some function of the token."""
     old_logprobs = logprobs.detach()  # pi_prox's and the engine's
     losses, _ = token_losses(logprobs, old_logprobs, old_logprobs, ref_logprobs, old_logprobs.cos(), GRPOConfig())
-    (losses.sum() / total).backward()
-
-
-def gradient(model: torch.nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    losses.sum().backward()
 
 
 def update(repeats: int = 3, frames: int = 64, side: int = 256, suffixes=range(200, 601, 57)) -> Iterator[list[str]]:
@@ -131,7 +118,9 @@ def update(repeats: int = 3, frames: int = 64, side: int = 256, suffixes=range(2
     64 frames x 64 tokens, G = 8, suffixes of 200 to 600 tokens; 2 layers, hidden 256, fp32,
     frozen vision tower, blocks recomputed in the backward pass; the reference has the policy's weights, as in the first step.
     Gradients equal to 1e-4."""
-    folder = checkpoint("update", VisualContract(), **SMALL)
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
+    tokenizer, folder = load_tokenizer(toy_folder() / "model"), CACHE / "update"
+    toy.write_checkpoint(folder, tokenizer, VisualContract(), **sizes)
     # Not with train=True: on a GPU that means fp32 master weights in FSDP2, which the plain side has not.
     policy = load(PolicyConfig(str(folder), dtype="fp32"), train=False)
     plain = Plain.from_pretrained(folder, dtype=policy.dtype, attn_implementation="sdpa").to(device())
@@ -140,132 +129,86 @@ def update(repeats: int = 3, frames: int = 64, side: int = 256, suffixes=range(2
         for block in model.model.language_model.layers:
             block.forward = functools.partial(recompute, block.forward)
     group = draw_group(policy.model.config, frames, side, suffixes)
-    total = sum(map(len, group.suffixes))
 
-    def one_by_one() -> None:
+    def one_by_one() -> Tensor:
         plain.zero_grad()
         for suffix in group.suffixes:
             with torch.no_grad():
                 ref_logprobs = plain_logprobs(plain, group, suffix)
-            backward(plain_logprobs(plain, group, suffix), ref_logprobs, total)
+            backward(plain_logprobs(plain, group, suffix), ref_logprobs)
+        return torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
 
-    def packed() -> None:
+    def packed() -> Tensor:
         policy.zero_grad()
         features = policy.encode([group])  # the frames are seen once for both passes
         with torch.no_grad():
             ref_logprobs = policy([group], features=features).logprobs
-        backward(policy([group], features=features).logprobs, ref_logprobs, total)
+        backward(policy([group], features=features).logprobs, ref_logprobs)
+        return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
-    one_by_one()
-    packed()
-    difference = (gradient(policy) - gradient(plain)).norm() / gradient(plain).norm()
+    theirs = one_by_one()
+    difference = (packed() - theirs).norm() / theirs.norm()
     assert difference < 1e-4, f"gradients differ by {difference:.2g}"
     yield versus("the update", one_by_one, packed, repeats)
 
 
-# ------------------------------------------------------------------------------------------------ agents
-
-
+@dataclass
 class Scripted:
-    """An engine whose main agent makes its calls and then answers; a turn takes turn(seed) seconds, a report `report`."""
+    """An engine whose main agent calls, so often in a turn, and then answers, in no time; a report takes `seconds`."""
 
-    version = 0
-
-    def __init__(self, renderer: Renderer, calls: int, turn: Callable[[int], float], report: float):
-        self.turn, self.report = turn, report
-        self.encode = functools.cache(renderer.encode)  # an engine has its tokens at hand
-        self.calls = [toy.call(2 * i, 2 * i + 16) for i in range(calls)]
-        self.response = renderer.encode("<tool_response>")[0]
+    renderer: Renderer
+    calls: list[str]
+    per_turn: int
+    seconds: float
+    version: int = 0
 
     def expect(self, change: int) -> None: ...
 
-    def generate(self, ids, frames, *, seed, stop=(), shared=0, **rest) -> Sample:
-        said, seconds = "No flash.<|im_end|>", self.report
-        if len(frames[0]) == 64:  # the main agent: a crop has fewer frames
-            answered = ids[shared:].count(self.response)
-            said = "".join(self.calls[answered:]) or "<answer>red</answer>"
-            said, seconds = f"</think>{said}<|im_end|>", self.turn(seed)
-        tokens = self.encode(said)
-        end = min(i for i, token in enumerate(tokens) if token in stop)
-        time.sleep(seconds)
-        return Sample(tokens[: end + 1], [-1.0] * (end + 1), "stop", 0)
+    def generate(self, ids, frames, *, shared=0, **rest) -> Sample:
+        if len(frames[0]) < 64:  # a crop: a sub-agent asks
+            time.sleep(self.seconds)
+            said = "No flash."
+        else:
+            answered = self.renderer.decode(ids[shared:]).count("<tool_response>")
+            said = "".join(self.calls[answered : answered + self.per_turn]) or "<answer>red</answer>"
+        tokens = self.renderer.encode(f"{said}<|im_end|>")
+        return Sample(tokens, [-1.0] * len(tokens), "stop", 0)
 
 
-def play(n: int, engine: Scripted, renderer: Renderer, videos: Videos, dispatch: str = "parallel") -> list[Episode]:
-    """Play n whole episodes at once, in groups of up to 8."""
-    files = sorted((toy_folder() / "videos").glob("rl*.mp4"))[: math.ceil(n / 8)]
-    tasks = [Task(file.stem, "Which color flashes?", (str(file),), "oe", "red") for file in files]
-    reports = SubagentConfig(max_new_tokens=16)
-    cfg = RolloutConfig(dispatch=dispatch, max_turns=1, max_calls=8, concurrency=n, subagents=reports)
-    stage = {"engine": engine, "renderer": renderer, "videos": videos, "cfg": cfg}
-    groups = rollout(tasks, [64] * len(tasks), min(n, 8), **stage, progress=False)
-    return [episode for group in groups for episode in group.episodes]
-
-
-def dispatch(repeats: int = 5, calls: int = 8, latency: float = 0.25) -> Iterator[list[str]]:
+def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterator[list[str]]:
     """The calls of an episode: each in a turn of its own / all in one turn, in threads. Whole episodes on a toy video, 2
     decoders, no cache; the main agent speaks in no time, a report takes 0.25 s. Windows and reports equal."""
     renderer = Renderer(load_tokenizer(toy_folder() / "model"), toy.CONTRACT)
-    engine = Scripted(renderer, calls, lambda seed: 0.0, latency)
+    calls = [toy.call(2 * i, 2 * i + 16) for i in range(count)]
+    task = Task("", "Which color flashes?", (str(toy_folder() / "videos" / "rl00000.mp4"),), "oe", "red")
+    cfg = RolloutConfig(max_turns=count, max_calls=count, think_prefix=False)
     with Videos(workers=2, cache_bytes=0) as videos:
-        sides = [functools.partial(play, 1, engine, renderer, videos, how) for how in ("sequential", "parallel")]
-        one, other = ([(call.window, call.text, call.error) for call in side()[0].calls] for side in sides)
-        assert one == other and len(one) == calls and not any(error for *_, error in one), "calls differ"
-        yield versus(f"calls: {calls}, reports: {latency} s", *sides, repeats)
+
+        def play(per_turn: int) -> list[tuple]:
+            stage = Stage(Scripted(renderer, calls, per_turn, latency), renderer, videos, cfg)
+            episode = run_episode(stage, task, 64, opening(task, 64, stage), seed=0)
+            return [(call.window, call.text, call.error) for call in episode.calls]
+
+        one_by_one, at_once = functools.partial(play, 1), functools.partial(play, count)
+        looked = at_once()
+        assert one_by_one() == looked and len(looked) == count and not any(error for *_, error in looked), (
+            "calls differ"
+        )
+        yield versus(f"calls: {count}, reports: {latency} s", one_by_one, at_once, repeats)
 
 
-def overhead(counts: Sequence[int] = (64, 256), latency: float = 10.0) -> Iterator[list[str]]:
-    """What our Python adds to an episode of some 30 s, by episodes at once. A turn takes 5 to 15 s, then two reports at once
-    10 s, and a turn; K = 64 frames of 64 tokens, cached. (SGLang's client counts as engine.) CPU: of this process, all
-    threads, per episode. added: seconds in which an episode does not wait for its engine, but works, or waits for Python's
-    lock or a core; another program on the machine lengthens it."""
-    renderer = Renderer(load_tokenizer(toy_folder() / "model"), VisualContract())
-
-    def turn(seed: int) -> float:
-        return latency * random.Random(seed).uniform(0.5, 1.5)
-
-    with Videos(workers=2) as videos:
-        for n in counts:
-            # Fill the cache: decoding is no Python of ours.
-            play(n, Scripted(renderer, 2, lambda seed: 0.0, 0.0), renderer, videos)
-            began = time.process_time()
-            episodes = play(n, Scripted(renderer, 2, turn, latency), renderer, videos)
-            cpu = (time.process_time() - began) / n
-            assert all([call.error for call in e.calls] == ["", ""] for e in episodes), "an episode failed"
-            # The seeds of its turns are those of rollout.run_episode.
-            added = fmean(e.seconds - latency - turn(derive(e.seed, 0)) - turn(derive(e.seed, 1)) for e in episodes)
-            yield [f"{n} at once", "", f"{added:.2g}", f"{added / (3 * latency):.2%} of an episode; {cpu:.2g} s of CPU"]
+RATE, GOP = 25, 125  # frames per second, frames from keyframe to keyframe
 
 
-# ------------------------------------------------------------------------------------------------ video
-
-RATE, GOP, UNIT = 25, 125, 60  # frames per second, frames from keyframe to keyframe, seconds that are encoded
-
-
-def video_file(seconds: int) -> Path:
-    """Write 640x360 frames once. Only the first minute is encoded; a longer file repeats those packets."""
-    path = CACHE / f"H.264-{seconds}s.mp4"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    blocks = np.random.default_rng(0).integers(0, 256, (23, 40, 3), dtype=np.uint8)
-    image, unfinished = blocks.repeat(16, 0).repeat(16, 1)[:360], path.with_suffix(".tmp.mp4")
-    with av.open(str(unfinished), "w") as out:
-        options = {"preset": "veryfast", "x264-params": "scenecut=0"}
-        stream = out.add_stream("libx264", rate=RATE, options=options)
+def write_video(seconds: int, path: Path) -> None:
+    """Write ffmpeg's moving test picture, 640x360: neighbouring frames differ, so a wrong one is seen."""
+    source = av.open(f"testsrc2=size=640x360:rate={RATE}:duration={seconds}", format="lavfi")
+    with source, av.open(str(path), "w", format="mp4") as out:
+        stream = out.add_stream("libx264", rate=RATE, options={"preset": "veryfast"})
         stream.width, stream.height, stream.pix_fmt, stream.codec_context.gop_size = 640, 360, "yuv420p", GOP
-        packets = []
-        for i in range(min(seconds, UNIT) * RATE):  # neighbours differ, so a wrong frame is seen
-            frame = av.VideoFrame.from_ndarray(np.roll(image, (3 * i, 5 * i), (0, 1)), "rgb24")
-            packets += stream.encode(frame)
-        packets += stream.encode()
-        packets = [(packet, packet.pts, packet.dts, packet.time_base) for packet in packets]
-        for start in range(0, seconds, UNIT):
-            for packet, pts, dts, tick in packets:
-                packet.pts, packet.dts, packet.time_base = pts + round(start / tick), dts + round(start / tick), tick
-                out.mux(packet)
-    unfinished.rename(path)
-    return path
+        for frame in source.decode(video=0):
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode())
 
 
 def read_with_pyav(path: Path, times: Sequence[float], size: tuple[int, int]) -> np.ndarray:
@@ -283,10 +226,10 @@ def read_with_pyav(path: Path, times: Sequence[float], size: tuple[int, int]) ->
     return np.stack(found)
 
 
-def decode(repeats: int = 3, seconds: int = 3600) -> Iterator[list[str]]:
-    """PyAV, a seek per frame, one thread / video.py, on an H.264 file opened anew: 640x360, 25 frames/s, a keyframe every
-    5 s, the same minute again and again; 64 frames scaled to 64 tokens. Equal frames."""
-    path = video_file(seconds)
+def decode(repeats: int = 3, seconds: int = 600) -> Iterator[list[str]]:
+    """PyAV, a seek per frame, one thread / video.py, on an H.264 file opened anew: 10 minutes of 640x360, 25 frames/s, a
+    keyframe every 5 s; 64 frames scaled to 64 tokens. Equal frames."""
+    path = made_once(f"H.264-{seconds}s.mp4", functools.partial(write_video, seconds))
     with Videos(workers=os.cpu_count() or 1, timeout=600) as videos:
         info = videos.info(path)
         size, indices = VisualContract().frame_size(info.width, info.height), uniform_indices(info.n_frames, 64)
@@ -300,15 +243,13 @@ def decode(repeats: int = 3, seconds: int = 3600) -> Iterator[list[str]]:
         yield versus(f"64 frames of {seconds} s", theirs, ours, repeats)
 
 
-# ------------------------------------------------------------------------------------------------ the engine
-
-
 def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[str]]:
     """64 requests at once: transformers' generate, one after the other / inprocess.py. The toy's sizes, prompts of 4 to
     64 frames x 4 tokens, up to 32 new tokens, fp32; greedy tokens equal."""
-    contract = VisualContract(frame_pixels=64 * 64)
-    folder = checkpoint("engine", contract, initializer_range=0.1)  # greedy text of large random weights varies
-    renderer = Renderer(load_tokenizer(folder), contract)
+    contract, folder = VisualContract(frame_pixels=64 * 64), CACHE / "engine"
+    renderer = Renderer(load_tokenizer(toy_folder() / "model"), contract)
+    # Greedy text of large random weights varies.
+    toy.write_checkpoint(folder, renderer.tokenizer, contract, initializer_range=0.1)
     plain = Plain.from_pretrained(folder, dtype=torch.float32).to(device())
     ours = InProcess(folder, renderer, device=str(device()))
     greedy = {"max_new_tokens": most, "do_sample": False, "bad_words_ids": [[t] for t in renderer.never_sampled]}
@@ -330,8 +271,7 @@ def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[s
     for prompts in (count, count // 8):
         requests = []
         for i in range(prompts):
-            frames = (4, 8, 16, 32, 64)[i % 5]
-            group = draw_group(plain.config, frames, 64, [4] * (count // prompts), seed=i)
+            group = draw_group(plain.config, (4, 8, 16, 32, 64)[i % 5], 64, [4] * (count // prompts), seed=i)
             requests += [(group.prompt + begun, group.frames[0], len(group.prompt)) for begun in group.suffixes]
         said = alone(requests)
         assert said == together(requests), "greedy tokens differ"
@@ -340,28 +280,20 @@ def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[s
     ours.close()
 
 
-# ------------------------------------------------------------------------------------------------ the command
-
-BENCHES = {bench.__name__: bench for bench in (update, dispatch, overhead, decode, engine)}
+BENCHES = {bench.__name__: bench for bench in (update, dispatch, decode, engine)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHES)} (default: all of them)")
-    parser.add_argument("--write", action="store_true", help="also append to results/bench.md")
-    args = parser.parse_args()
+    names = parser.parse_args().names or BENCHES
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     machine = f"{where}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
-    made = f"`python -m study.bench {' '.join(sys.argv[1:])}` at commit {git_commit()}; {machine}; torch {torch.__version__}."
     torch.backends.cudnn.allow_tf32 = False  # the plain side's convolution would differ from our matrix product
-    for name in args.names or BENCHES:
-        rows = list(BENCHES[name]())
-        table = markdown(inspect.getdoc(BENCHES[name]), ["what", "plain, s", "ours, s", "gain"], rows)
-        section = f"#### {name}, {where}\n\n{table}\n\n{made}\n"
-        print(section, flush=True)
-        if args.write:
-            with (REPO / "results" / "bench.md").open("a", encoding="utf-8") as file:
-                file.write(f"\n{section}")
+    for name in names:
+        table = markdown(inspect.getdoc(BENCHES[name]), ["what", "plain, s", "ours, s", "gain"], list(BENCHES[name]()))
+        made = f"`python -m study.bench {name}` at commit {git_commit()}; {machine}; torch {torch.__version__}."
+        print(f"\n#### {name}, {where}\n\n{table}\n\n{made}", flush=True)
     return 0
 
 

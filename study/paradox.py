@@ -4,14 +4,14 @@
     python -m study.paradox study     # all runs; the tables and pictures of results/paradox.md
     python -m study.paradox tables    # only the tables and pictures of what has run
 
-The study has three parts: *the gate* (gate.py) says whether a cold start is sound; *the contrast* repeats plain GRPO and
-PARA-GRPO with five seeds on two numeric paths; *the rows* take the method apart. A seed draws everything: the clips, the
-initial weights, the order of the rows, the samples. All rows of a seed have the same budget, and the same cold start unless
-their name says otherwise. The reward of `grpo` and `paragrpo` is accuracy alone, that of `*_full` the paper's.
+*The gate* (gate.py) says whether a cold start is sound; *the contrast* repeats plain GRPO and PARA-GRPO with five seeds on
+two numeric paths; *the rows* take the method apart. A seed draws everything: the clips, the initial weights, the order of
+the rows, the samples. All rows of a seed have the same budget, and the same cold start unless their name says otherwise.
+The reward of `grpo` and `paragrpo` is accuracy alone, that of `*_full` the paper's.
 
-Each training or evaluation is a process of its own, as a user would start it. Jobs that are done are not run again, so
-the study may be stopped at any time, and `--only seed0-` runs a part of it; the figures of all parts meet in
-results/paradox.json. f and kappa are those of samples at tau = 1 on test videos, of all rows alike.
+Each job is a process of its own, and one that is done is not run again: the study may be stopped at any time, and
+`--only seed0-` runs a part of it. The figures of all parts meet in results/paradox.json. f and kappa are those of samples
+at tau = 1 on test videos, of all rows alike.
 
 Deliberately missing: tuning. No row has settings of its own beyond what its name says.
 """
@@ -19,7 +19,6 @@ Deliberately missing: tuning. No row has settings of its own beyond what its nam
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -27,9 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from evals.tables import PUBLISHED, executed, markdown, put_between_marks, read_results
+from evals.tables import executed, markdown, put_between_marks, read_published, read_results
+from runtime.cleanup import kill_group, start_group
 from runtime.config import git_commit, read_tree, write_whole
 from study.report import LINE_COLORS, png_axes
 
@@ -37,17 +35,9 @@ from study.report import LINE_COLORS, png_axes
 PATHS = {"": {}, "old": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}}
 GREEDY, SAMPLED = (4, 8, 16, 32, 64), (4, 16, 64)  # K of the evaluations
 ALL = 0  # in place of a K: all of an evaluation together
-LIMIT = 64  # test tasks of each evaluation
 # What a cold start must be, or RL on it would measure nothing (gate.py): the least, the most.
-GATE = {
-    "reports_flash": (0.97, 1.0),
-    "reports_none": (0.97, 1.0),
-    "copied": (0.98, 1.0),
-    "tools_k4": (0.97, 1.0),
-    "direct_k64": (0.97, 1.0),
-    "strict": (0.15, 0.40),
-    "kappa": (0.5, 1.0),
-}
+GATE = {"reports_flash": (0.97, 1.0), "reports_none": (0.97, 1.0), "copied": (0.98, 1.0), "tools_k4": (0.97, 1.0)}
+GATE |= {"direct_k64": (0.97, 1.0), "strict": (0.15, 0.40), "kappa": (0.5, 1.0)}
 
 
 @dataclass(frozen=True)
@@ -86,9 +76,8 @@ VARIANTS = (
     Variant("paragrpo_tidy_start", "PARA-GRPO, from there", "toy_paragrpo", start="sft_tidy"),
 )  # fmt: skip
 ROWS = {row.name: row for row in VARIANTS}
-CONTRAST = (ROWS["sft"], ROWS["grpo"], ROWS["paragrpo"])
+CONTRAST = ("sft", "grpo", "paragrpo")
 DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # the curves: neither half of the method, one, the other, both
-NECESSITY = ("sft", "paragrpo")  # whose samples are asked for what a call is worth
 
 # ------------------------------------------------------------------------------------------------ the jobs
 
@@ -105,124 +94,99 @@ class Job:
     path: str = ""  # of PATHS
 
 
-@dataclass(frozen=True)
-class Place:
-    """One seed on one numeric path: where its runs lie, and the jobs that make them."""
+def place(seed: int, path: str = "") -> str:
+    """Name the folder of a seed's runs on one numeric path."""
+    return f"seed{seed}-{path}" if path else f"seed{seed}"
 
-    root: Path
-    seed: int
-    path: str = ""
 
-    @property
-    def name(self) -> str:
-        return f"seed{self.seed}-{self.path}" if self.path else f"seed{self.seed}"
+def row_jobs(row: Variant, root: Path, seed: int, path: str = "", evaluations=("sampled",)) -> list[Job]:
+    """Return the jobs that train and evaluate one row, for one seed on one numeric path."""
+    folder, jobs = root / place(seed, path), []
 
-    @property
-    def folder(self) -> Path:
-        return self.root / self.name
+    def add(step: str, name: str, *command: str) -> None:
+        jobs.append(Job(step, f"{folder.name}-{name}", command, path))
 
-    def toy(self, start: str = "sft") -> Path:
-        """Return where the toy is that a cold start learns from. All RL and all evaluations use that of `sft`."""
-        return self.folder / f"{start}-toy"
-
-    def job(self, step: str, name: str, *command: str) -> Job:
-        return Job(step, f"{self.name}-{name}", command, self.path)
-
-    def training(self, row: Variant) -> list[Job]:
-        """Build a toy and train a cold start on it by SFT, or train from a cold start by RL."""
-        changes = [f"run={self.folder / row.name}", f"data.seed={self.seed}"]
-        if row.config:
-            changes += [f"policy.checkpoint={self.folder / row.start / 'model'}", f"seed={self.seed}"]
-            changes += [f"data.sources=[{{path: {self.toy()}/rl.parquet}}]", "val=null", *row.changes]
-            return [self.job("train", row.name, "rl.py", f"configs/{row.config}.yaml", *changes)]
-
-        toy, config = self.toy(row.name), "configs/toy_sft.yaml"
-        build = ("-m", "study.toy", "build", str(toy), "--seed", str(self.seed), *row.changes)
-        sources = read_tree(Path(config))["data"]["sources"]
+    # RL begins at a cold start; a cold start learns from a toy of its own. All RL and all evaluations use the toy of `sft`.
+    toy, rl_toy = folder / f"{row.name}-toy", folder / "sft-toy"
+    changes = [f"run={folder / row.name}", f"data.seed={seed}"]
+    if row.config:
+        changes += [f"policy.checkpoint={folder / row.start / 'model'}", f"seed={seed}"]
+        changes += [f"data.sources=[{{path: {rl_toy}/rl.parquet}}]", "val=null", *row.changes]
+        add("train", row.name, "rl.py", f"configs/{row.config}.yaml", *changes)
+    elif row.name != "base":
+        add("build", toy.name, "-m", "study.toy", "build", str(toy), "--seed", str(seed), *row.changes)
+        sources = read_tree(Path("configs/toy_sft.yaml"))["data"]["sources"]
         for source in sources:
             source["path"] = str(toy / Path(source["path"]).name)
         changes += [f"policy.checkpoint={toy}/model", f"data.sources={json.dumps(sources)}"]
         changes += [f"val.sources=[{{path: {toy}/sft_val.parquet}}]"]
-        return [self.job("build", toy.name, *build), self.job("start", row.name, "sft.py", config, *changes)]
+        add("start", row.name, "sft.py", "configs/toy_sft.yaml", *changes)
 
-    def gate(self) -> Job:
-        how = ("--seed", str(self.seed), "--output", f"{self.folder}/gate.json")
-        return self.job("evaluate", "gate", "-m", "study.gate", f"{self.folder}/sft/model", str(self.toy()), *how)
-
-    def evaluation(self, row: Variant, kind: str) -> Job:
-        """Evaluate the row's model: `sampled`, as in training, or `greedy` at every K."""
-        run = self.folder / "eval" / row.evaluation(kind)
-        model = self.toy() / "model" if row.name == "base" else self.folder / row.name / "model"
+    model = rl_toy / "model" if row.name == "base" else folder / row.name / "model"
+    for kind in evaluations:
+        if kind == "gate":
+            how = ("--seed", str(seed), "--output", f"{folder}/gate.json")
+            add("evaluate", "gate", "-m", "study.gate", str(model), str(rl_toy), *how)
+            continue
+        # `sampled`, as in training, or `greedy` at every K
+        run = row.evaluation(kind)
         ks, temperature = (SAMPLED, 1) if kind == "sampled" else (GREEDY, 0)
-        arms = "parallel, none" if kind == "greedy" and row.name in NECESSITY else "parallel"
-        changes = (f"run={run}", f"name={row.name}", f"checkpoint={model}", f"frames={list(ks)}", f"arms=[{arms}]")
-        changes += (f"rollout.temperature={temperature}", f"rollout.think_prefix={str(row.prefix).lower()}")
+        changes = [f"run={folder}/eval/{run}", f"name={row.name}", f"checkpoint={model}", f"frames={list(ks)}"]
+        changes += ["arms=[parallel]", f"rollout.temperature={temperature}"]
+        changes += [f"rollout.think_prefix={str(row.prefix).lower()}"]
         # The same reading of answers for every row: that of the accuracy-only reward.
-        changes += ("grading.untagged_answer=true", f"splits.toy={self.toy()}", f"limit={LIMIT}")
-        return self.job("evaluate", f"eval-{run.name}", "eval.py", "configs/eval/toy.yaml", *changes)
-
-
-def contrast_jobs(at: Place) -> list[Job]:
-    jobs = []
-    for row in CONTRAST:
-        jobs += [*at.training(row), at.evaluation(row, "sampled")]
+        changes += ["grading.untagged_answer=true", f"splits.toy={rl_toy}", "limit=64"]
+        add("evaluate", f"eval-{run}", "eval.py", "configs/eval/toy.yaml", *changes)
     return jobs
+
+
+def demo_jobs(root: Path) -> list[Job]:
+    return [job for name in CONTRAST for job in row_jobs(ROWS[name], root, 0)]
 
 
 def study_jobs(root: Path) -> list[Job]:
     jobs = []
-    for path in PATHS:
-        for seed in range(ROWS["sft"].seeds):
-            at = Place(root, seed, path)
-            jobs += [*contrast_jobs(at), at.gate()]
     for row in VARIANTS:
+        gate = ("gate",) if row.name == "sft" else ()
         for seed in range(row.seeds):
-            at = Place(root, seed)
-            if row.name != "base":
-                jobs += at.training(row)
-            jobs += [at.evaluation(row, "sampled"), at.evaluation(row, "greedy")]
-    return list(dict.fromkeys(jobs))  # the contrast is among the rows, too
+            jobs += row_jobs(row, root, seed, "", ("sampled", "greedy", *gate))
+            if row.name in CONTRAST:
+                jobs += row_jobs(row, root, seed, "old", ("sampled", *gate))
+    return jobs
+
+
+def start(job: Job, root: Path) -> subprocess.Popen:
+    """Start a job, which ends with this process, however that ends."""
+    log = root / "logs" / f"{job.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{job.name}: runs, and writes {log}", flush=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    with log.open("ab") as file:
+        return start_group([sys.executable, *job.command], stdout=file, stderr=file, env=environment | PATHS[job.path])
 
 
 def run_jobs(jobs: Sequence[Job], root: Path) -> bool:
     """Run what is not done, step by step, one process per core, until a job fails. False if one did."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the jobs end with us, as after Ctrl-C
-    cores = len(os.sched_getaffinity(0))
-    for step in STEPS:
-        waiting = [job for job in jobs if job.step == step and not (root / "done" / job.name).exists()]
-        for i in range(0, len(waiting), cores):
-            if not run_batch(waiting[i : i + cores], root):
-                return False
-    return True
-
-
-def run_batch(batch: Sequence[Job], root: Path) -> bool:
-    """Run some jobs at the same time. False if one failed; its log says why."""
-    done, logs, running, good = root / "done", root / "logs", [], True
+    done, cores, good = root / "done", len(os.sched_getaffinity(0)), True
     done.mkdir(parents=True, exist_ok=True)
-    logs.mkdir(parents=True, exist_ok=True)
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    try:
-        for job in batch:
-            print(f"{job.name}: runs, and writes {logs / job.name}.log", flush=True)
-            command, environment = [sys.executable, *job.command], one_thread | PATHS[job.path]
-            with (logs / f"{job.name}.log").open("ab") as log:
-                running.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-        for job, process in zip(batch, running):
-            if process.wait() == 0:
-                (done / job.name).write_text(git_commit())
-            else:
-                good = False
-                print(f"{job.name}: failed, see {logs / job.name}.log", flush=True)
-    finally:
-        for process in running:
-            process.kill()
+    for step in STEPS:
+        waiting = [job for job in jobs if job.step == step and not (done / job.name).exists()]
+        while waiting and good:
+            batch, waiting = waiting[:cores], waiting[cores:]
+            processes = [start(job, root) for job in batch]
+            for job, process in zip(batch, processes):
+                if process.wait() == 0:
+                    (done / job.name).write_text(git_commit())
+                else:
+                    good = False
+                    print(f"{job.name}: failed, see {root}/logs/{job.name}.log", flush=True)
+                kill_group(process)
     return good
 
 
 # ------------------------------------------------------------------------------------------------ the numbers
 
-BySeed = dict[str, float]  # "seed0" or "seed0-old" -> a figure, for every seed that has got so far
+BySeed = dict[int, float]  # seed -> a figure, for every seed that has got so far
 Figures = dict[str, dict[str, float | str]]  # "seed0/grpo-sampled/parallel/K=4", "seed0/gate" -> figures by name
 
 
@@ -236,14 +200,12 @@ def read_figures(root: Path) -> Figures:
             found[f"{seed}/gate"] = json.loads((root / seed / "gate.json").read_text()) | commit
         elif "-eval-" in marker.name:
             seed, _, run = marker.name.partition("-eval-")
-            pooled: dict[str, list[dict]] = {}  # arm -> the records of all K together
+            everything = []
             for file in sorted((root / seed / "eval" / run).glob("*.jsonl")):
                 results = read_results(file)
-                arm, k = results.settings["arm"], results.settings["k"]
-                found[f"{seed}/{run}/{arm}/K={k}"] = figures_of(results.records) | commit
-                pooled.setdefault(arm, []).extend(results.records)
-            for arm, records in pooled.items():
-                found[f"{seed}/{run}/{arm}/K={ALL}"] = figures_of(records) | commit
+                found[f"{seed}/{run}/parallel/K={results.settings['k']}"] = figures_of(results.records) | commit
+                everything += results.records
+            found[f"{seed}/{run}/parallel/K={ALL}"] = figures_of(everything) | commit
     return found
 
 
@@ -254,26 +216,18 @@ def figures_of(records: list[dict]) -> dict[str, float]:
         "strict": [record["strict"] for record in records],
         "calls": [executed(record) for record in records],
         "accuracy": [record["score"] for record in records],
-        "accuracy_called": [record["score"] for record in records if executed(record)],
-        "accuracy_skipped": [record["score"] for record in records if not executed(record)],
     }
-    return {name: round(statistics.fmean(values), 4) for name, values in columns.items() if values}
+    return {name: round(statistics.fmean(values), 4) for name, values in columns.items()}
 
 
-def by_seed(
-    figures: Figures, name: str, what: str, k: int = ALL, kind: str = "sampled", arm: str = "parallel", path: str = ""
-) -> BySeed:
+def by_seed(figures: Figures, name: str, what: str, k: int = ALL, kind: str = "sampled", path: str = "") -> BySeed:
     """Return a figure of a row by seed, on one numeric path."""
-    asked, found = f"{ROWS[name].evaluation(kind)}/{arm}/K={k}", {}
-    for key, values in figures.items():
-        seed, _, rest = key.partition("/")
-        if rest == asked and seed.partition("-")[2] == path and what in values:
+    row, found = ROWS[name], {}
+    for seed in range(row.seeds):
+        values = figures.get(f"{place(seed, path)}/{row.evaluation(kind)}/parallel/K={k}", {})
+        if what in values:
             found[seed] = values[what]
     return found
-
-
-def deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def show(figures: Figures, *asked) -> str:
@@ -281,10 +235,7 @@ def show(figures: Figures, *asked) -> str:
     found = list(by_seed(figures, *asked).values())
     if len(found) < 2:
         return "".join(f"{value:.2f}" for value in found)
-    return f"{statistics.fmean(found):.2f} ± {deviation(found):.2f}"
-
-
-# ------------------------------------------------------------------------------------------------ the claims
+    return f"{statistics.fmean(found):.2f} ± {statistics.stdev(found):.2f}"
 
 
 @dataclass(frozen=True)
@@ -292,18 +243,21 @@ class Claim:
     """One figure exceeds another by a margin, which was settled on the first two seeds."""
 
     text: str
-    more: tuple[str, str, int]  # row, figure, K
-    less: tuple[str, str, int]
+    figure: str
+    k: int
+    more: str  # a row
+    less: str
     margin: float
 
     def gains(self, figures: Figures, path: str = "") -> BySeed:
         """Return by how much the one exceeds the other, for every seed that has both."""
-        more, less = by_seed(figures, *self.more, path=path), by_seed(figures, *self.less, path=path)
+        more, less = (by_seed(figures, row, self.figure, self.k, path=path) for row in (self.more, self.less))
         return {seed: more[seed] - less[seed] for seed in more if seed in less}
 
     def compare(self, figures: Figures) -> str:
         """Write `PARA-GRPO 0.94 > GRPO, accuracy only 0.34`."""
-        return " > ".join(f"{ROWS[side[0]].title} {show(figures, *side)}" for side in (self.more, self.less))
+        shown = [f"{ROWS[row].title} {show(figures, row, self.figure, self.k)}" for row in (self.more, self.less)]
+        return " > ".join(shown)
 
     def count(self, figures: Figures) -> tuple[int, int]:
         """Return in how many runs of the contrast it holds, and how many there are."""
@@ -313,15 +267,13 @@ class Claim:
 
 # What the paper says of its 8B model. The demo is judged by what has held in every run of the contrast.
 CLAIMS = (
-    Claim("plain GRPO loses its calls (kappa)", ("sft", "calls", ALL), ("grpo", "calls", ALL), 0.3),
-    Claim("plain GRPO loses its format (f)", ("sft", "fmt", ALL), ("grpo", "fmt", ALL), 0.2),
-    Claim("PARA-GRPO keeps them at K=4 (kappa)", ("paragrpo", "calls", 4), ("grpo", "calls", 4), 0.5),
-    Claim("PARA-GRPO repairs the format (f)", ("paragrpo", "fmt", ALL), ("sft", "fmt", ALL), 0.2),
-    Claim(
-        "PARA-GRPO learns to call where it pays, at K=4 (kappa)", ("paragrpo", "calls", 4), ("sft", "calls", 4), 0.15
-    ),
-    Claim("PARA-GRPO raises accuracy at K=4", ("paragrpo", "accuracy", 4), ("sft", "accuracy", 4), 0.1),
-    Claim("plain GRPO does not: accuracy at K=4", ("paragrpo", "accuracy", 4), ("grpo", "accuracy", 4), 0.2),
+    Claim("plain GRPO loses its calls (kappa)", "calls", ALL, "sft", "grpo", 0.3),
+    Claim("plain GRPO loses its format (f)", "fmt", ALL, "sft", "grpo", 0.2),
+    Claim("PARA-GRPO keeps them at K=4 (kappa)", "calls", 4, "paragrpo", "grpo", 0.5),
+    Claim("PARA-GRPO repairs the format (f)", "fmt", ALL, "paragrpo", "sft", 0.2),
+    Claim("PARA-GRPO learns to call where it pays, at K=4 (kappa)", "calls", 4, "paragrpo", "sft", 0.15),
+    Claim("PARA-GRPO raises accuracy at K=4", "accuracy", 4, "paragrpo", "sft", 0.1),
+    Claim("plain GRPO does not: accuracy at K=4", "accuracy", 4, "paragrpo", "grpo", 0.2),
 )
 
 
@@ -332,7 +284,7 @@ def judge(figures: Figures, recorded: Figures) -> list[str]:
     print("\nWhat the paper claims, on held-out videos (kappa: calls per episode; f: format reward; K: frames seen):\n")
     for claim in CLAIMS:
         true, runs = claim.count(recorded)
-        gain = claim.gains(figures).get("seed0")
+        gain = claim.gains(figures).get(0)
         holds = gain is not None and gain >= claim.margin
         if not holds and true == runs:
             failed.append(claim.text)
@@ -351,13 +303,12 @@ def gate_table(figures: Figures) -> str:
     rows, sound = [], 0
     for path in PATHS:
         for seed in range(ROWS["sft"].seeds):
-            found = figures.get(f"{Place(Path(), seed, path).name}/gate")
-            if not found:
-                continue
-            good = all(low <= found[what] <= high for what, (low, high) in GATE.items())
-            sound += good
-            row = [path or "native", f"seed{seed}", f"{found['matmul']}, {found['softmax']}"]
-            rows.append([*row, *(f"{found[what]:.3f}" for what in GATE), "yes" if good else "NO"])
+            found = figures.get(f"{place(seed, path)}/gate")
+            if found:
+                good = all(low <= found[what] <= high for what, (low, high) in GATE.items())
+                sound += good
+                row = [path or "native", f"seed{seed}", f"{found['matmul']}, {found['softmax']}"]
+                rows.append([*row, *(f"{found[what]:.3f}" for what in GATE), "yes" if good else "NO"])
     bounds = [f"{what} [{low:g}, {high:g}]" for what, (low, high) in GATE.items()]
     title = f"#### The gate: {sound} of {len(rows)} cold starts are sound"
     return markdown(title, ["path", "seed", "bits of matmul, softmax", *bounds, "sound"], rows)
@@ -369,7 +320,7 @@ def contrast_table(figures: Figures) -> str:
     for claim in CLAIMS:
         row, (true, runs) = [claim.text, claim.compare(figures), claim.margin], claim.count(figures)
         for path in PATHS:
-            row.append(" ".join(f"{gain:.2f}" for _, gain in sorted(claim.gains(figures, path).items())))
+            row.append(" ".join(f"{gain:.2f}" for gain in claim.gains(figures, path).values()))
         if runs:
             rows.append([*row, f"{true} of {runs}"])
     gains = [f"gains, {path or 'native'}" for path in PATHS]
@@ -378,7 +329,7 @@ def contrast_table(figures: Figures) -> str:
 
 def outcome_table(figures: Figures) -> str:
     """In samples, as in training: f, kappa (paper's values in brackets), accuracy with 4 frames; greedy accuracy by K."""
-    published = yaml.safe_load(PUBLISHED.read_text())["ablations"]
+    published = read_published()["ablations"]
     paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
     rows = []
     for row in VARIANTS:
@@ -395,26 +346,15 @@ def outcome_table(figures: Figures) -> str:
     return markdown("#### A. Rows", header + [f"acc K={k}" for k in GREEDY], rows)
 
 
-def necessity_table(figures: Figures) -> str:
-    """The Tool Necessity Gap: what calling is worth at each K, in a policy's own samples and when it cannot."""
-    rows = []
-    for name in NECESSITY:
-        for k in SAMPLED:
-            sampled = [show(figures, name, what, k) for what in ("accuracy_called", "accuracy_skipped")]
-            rows.append([ROWS[name].title, k, *sampled, show(figures, name, "accuracy", k, "greedy", "none")])
-    header = ["row", "K", "it called", "it did not", "no tools offered (greedy)"]
-    return markdown("#### B. What a call is worth: accuracy", header, rows)
-
-
 def draw_outcomes(figures: Figures, path: Path) -> None:
     """Draw the point in two panels: accuracy and calls of sampled episodes by K, after training."""
     with png_axes(path, 2, (9, 3)) as axes:
         for axis, what, title in zip(axes, ("accuracy", "calls"), ("accuracy", "κ: calls per episode")):
             for name, color in zip((*DRAWN, "sft"), (*LINE_COLORS[: len(DRAWN)], "#777777")):
                 by_k = [list(by_seed(figures, name, what, k).values()) for k in SAMPLED]
-                if not all(by_k):  # not every K has been evaluated
+                if min(map(len, by_k)) < 2:  # not every K has been evaluated, or only with one seed
                     continue
-                y, std = [statistics.fmean(values) for values in by_k], [deviation(values) for values in by_k]
+                y, std = [statistics.fmean(values) for values in by_k], [statistics.stdev(values) for values in by_k]
                 form = {"color": color, "linestyle": "--" if name == "sft" else "-", "marker": "o", "capsize": 2}
                 axis.errorbar(range(len(y)), y, std, label=ROWS[name].title, **form)
             axis.set_title(title)
@@ -423,23 +363,20 @@ def draw_outcomes(figures: Figures, path: Path) -> None:
 
 
 def draw_page(root: Path, written: Path) -> bool:
-    """Draw the curves and make ROOT/report.html of the rows that are drawn, on the CPU's own path."""
+    """Draw the curves and make ROOT/report.html of the rows that are drawn, on the CPU's own path, if they have run."""
     runs = [str(path) for name in DRAWN for path in sorted(root.glob(f"seed?/{name}"))]
-    if not runs:  # `tables` of figures alone
-        return True
     page = [sys.executable, "-m", "study.report", *runs, "-o", f"{root}/report.html", "--png", str(written)]
-    return subprocess.call(page) == 0
+    return not runs or subprocess.call(page) == 0
 
 
 def write_tables(root: Path, written: Path) -> None:
     """Add the runs' figures to those of paradox.json, and make all tables and the picture from that file."""
     file = written / "paradox.json"
-    figures = json.loads(file.read_text()) if file.exists() else {}
-    figures = dict(sorted((figures | read_figures(root)).items()))
+    figures = dict(sorted((json.loads(file.read_text()) | read_figures(root)).items()))
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in figures.items())
     write_whole(file, f"{{\n{lines}\n}}\n")
 
-    text = "\n\n".join(table(figures) for table in (gate_table, contrast_table, outcome_table, necessity_table))
+    text = "\n\n".join(table(figures) for table in (gate_table, contrast_table, outcome_table))
     print(f"\n{text}\n")
     draw_outcomes(figures, written / "outcomes.png")
     commits = sorted({str(value["commit"]) for value in figures.values()})
@@ -447,30 +384,23 @@ def write_tables(root: Path, written: Path) -> None:
     put_between_marks(written / "paradox.md", "tables", "paradox.py", f"{made}\n\n{text}", "The paradox on the toy")
 
 
-# ------------------------------------------------------------------------------------------------ the command
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["demo", "study", "tables"])
-    parser.add_argument("--root", type=Path, help="folder of the runs and of what is written (default: runs/demo; of the study, runs/paradox and results)")  # fmt: skip
     parser.add_argument("--only", default="", metavar="PART", help="of the study: the jobs with this in their names, as in seed0-old")  # fmt: skip
     args = parser.parse_args()
-    os.chdir(Path(__file__).parent.parent)
-    root = args.root or Path("runs/demo" if args.what == "demo" else "runs/paradox")
-    written = Path("results") if root == Path("runs/paradox") else root
+    results = Path("results")
     if args.what == "demo":
-        if not (run_jobs(contrast_jobs(Place(root, 0)), root) and draw_page(root, written)):
+        root = Path("runs/demo")
+        if not (run_jobs(demo_jobs(root), root) and draw_page(root, root)):
             return 1
-        recorded = json.loads(Path("results/paradox.json").read_text(encoding="utf-8"))
-        failed = judge(read_figures(root), recorded)
+        failed = judge(read_figures(root), json.loads((results / "paradox.json").read_text(encoding="utf-8")))
         print(f"\ncurves, and episodes token by token: {root}/report.html")
         return 1 if failed else 0
-    if args.what == "tables" and not written.is_dir():
-        parser.error(f"there is no study in {root}; `python -m study.paradox study --root {root}` makes one")
+    root = Path("runs/paradox")
     good = args.what == "tables" or run_jobs([job for job in study_jobs(root) if args.only in job.name], root)
-    write_tables(root, written)
-    return 0 if draw_page(root, written) and good else 1
+    write_tables(root, results)
+    return 0 if draw_page(root, results) and good else 1
 
 
 if __name__ == "__main__":

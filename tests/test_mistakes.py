@@ -89,7 +89,6 @@ MISTAKES = [  # and those of the page
     ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: there is only videomme"),
     ("a report on no run", "study/report.py holiday", "holiday/config.yaml: not a readable YAML file"),
     ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
-    ("a study that is not there", "study/paradox.py tables --root nowhere", "there is no study in nowhere; `python -m study.paradox study --root nowhere` makes one"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
     ("a torn tokenizer", f"{ASK} --model no_tokenizer", "no_tokenizer: its tokenizer is not readable: "),
 ]  # fmt: skip

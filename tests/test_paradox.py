@@ -1,24 +1,22 @@
 """The study: every row has the same start and budget, jobs run once and in order, and the tables hold what the runs say."""
 
+import functools
 import json
-import os
 import re
 import shutil
-import signal
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripts import REPO
+from scripts import REPO, Forked, alive, wait_for
 
 from eval import EvalConfig
 from rl import RLConfig
 from runtime import config
 from sft import SFTConfig
 from study import paradox
-from study.paradox import CLAIMS, CONTRAST, PATHS, ROWS, STEPS, VARIANTS, Job, Place, by_seed, judge, read_figures
+from study.paradox import CLAIMS, CONTRAST, PATHS, ROWS, STEPS, VARIANTS, Job, by_seed, judge, read_figures
 
 ROOT = Path("runs/paradox")
 JOBS = paradox.study_jobs(ROOT)
@@ -38,7 +36,7 @@ def configs(script: str) -> dict[str, SFTConfig | RLConfig | EvalConfig]:
 
 
 def test_every_job_reads_what_an_earlier_step_makes():
-    for listed in (JOBS, paradox.contrast_jobs(Place(ROOT, 0))):
+    for listed in (JOBS, paradox.demo_jobs(ROOT)):
         made = {}  # folder -> the step that makes it
         for job in listed:
             text = " ".join(job.command)
@@ -122,24 +120,15 @@ def test_steps_run_in_order_until_one_fails_and_a_done_job_is_not_run_again(tmp_
     assert {path.name for path in (tmp_path / "done").iterdir()} == set("bste")
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_the_study_stops_its_processes(tmp_path, monkeypatch, how):
+def test_a_job_ends_with_the_study_even_if_it_is_killed(tmp_path):
     """Past bug: after a SIGTERM the jobs went on, and the next study started them a second time."""
-    started, popen = [], paradox.subprocess.Popen
-
-    def start(*args, **how_to):
-        started.append(popen(*args, **how_to))
-        threading.Timer(0.3, os.kill, (os.getpid(), how)).start()
-        return started[-1]
-
-    monkeypatch.setattr(paradox.subprocess, "Popen", start)
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
-    with pytest.raises(KeyboardInterrupt):
-        paradox.run_jobs([Job("train", "slow", python(tmp_path, "slow", "time.sleep(60)"))], tmp_path)
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    assert started[0].wait(5) < 0 and not (tmp_path / "done" / "slow").exists()
+    job = Job("train", "slow", python(tmp_path, "s", "import os\nprint(os.getpid(), flush=True)\ntime.sleep(60)"))
+    study = Forked(functools.partial(paradox.run_jobs, [job], tmp_path))
+    log = tmp_path / "logs" / "slow.log"
+    wait_for(lambda: log.exists() and log.read_text())
+    study.kill()
+    wait_for(lambda: not alive(int(log.read_text())), seconds=10)
+    assert not (tmp_path / "done" / "slow").exists()
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -147,7 +136,7 @@ def test_stopping_the_study_stops_its_processes(tmp_path, monkeypatch, how):
 
 def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> None:
     """Evaluations of one seed at K = 4, by row: items 1 and 3 have called, and items 4 ... twice."""
-    (root / "done").mkdir(exist_ok=True)
+    (root / "done").mkdir(parents=True, exist_ok=True)
     for name, values in scores.items():
         lines = [{"name": name, "split": "toy", "k": 4, "arm": "parallel", "items": len(values), "total": 128}]
         for i, score in enumerate(values):
@@ -162,32 +151,34 @@ def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> N
 
 
 @pytest.fixture
-def studied(tmp_path) -> Path:
+def studied(tmp_path, monkeypatch) -> Path:
+    """A repository's root, in which some of the study has run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "paradox.json").write_text("{}")
     four = [1, 1, 0, 1]
-    write_seed(tmp_path, 0, {"sft": four})
-    write_seed(tmp_path, 1, {"sft": [0, 1, 0, 1, 0, 1, 0, 1]})
-    write_seed(tmp_path, "0-old", {"sft": [0, 0, 0, 1], "paragrpo": [1, 1, 1, 1]})
-    write_seed(tmp_path, 2, {"paragrpo": four})
+    write_seed(ROOT, 0, {"sft": four})
+    write_seed(ROOT, 1, {"sft": [0, 1, 0, 1, 0, 1, 0, 1]})
+    write_seed(ROOT, "0-old", {"sft": [0, 0, 0, 1], "paragrpo": [1, 1, 1, 1]})
+    write_seed(ROOT, 2, {"paragrpo": four})
     return tmp_path
 
 
 def test_figures_are_of_each_seed_and_path(studied):
-    figures = read_figures(studied)
-    assert by_seed(figures, "sft", "accuracy", 4, "greedy") == {"seed0": 0.75, "seed1": 0.5}
-    assert by_seed(figures, "sft", "accuracy", 4, path="old") == {"seed0-old": 0.25}
+    figures = read_figures(ROOT)
+    assert by_seed(figures, "sft", "accuracy", 4, "greedy") == {0: 0.75, 1: 0.5}
+    assert by_seed(figures, "sft", "accuracy", 4, path="old") == {0: 0.25}
     assert by_seed(figures, "sft", "accuracy", 8) == by_seed(figures, "grpo", "calls") == {}
-    assert by_seed(figures, "sft", "accuracy_called", 4) == {"seed0": 1.0, "seed1": 0.6667}
-    assert by_seed(figures, "sft", "accuracy_skipped", 4) == {"seed0": 0.5, "seed1": 0.0}
-    assert by_seed(figures, "sft", "calls") == {"seed0": 0.5, "seed1": 1.25}
-    assert by_seed(figures, "sft", "fmt") == {"seed0": 0.25, "seed1": 0.25}
+    assert by_seed(figures, "sft", "calls") == {0: 0.5, 1: 1.25}
+    assert by_seed(figures, "sft", "fmt") == {0: 0.25, 1: 0.25}
     assert paradox.show(figures, "sft", "calls") == "0.88 ± 0.53" and paradox.show(figures, "grpo", "calls") == ""
 
 
-def run_command(monkeypatch, root: Path) -> list:
-    """`tables` of a folder; returns the calls of report.py."""
+def run_command(monkeypatch) -> list:
+    """`tables`; returns the calls of report.py."""
     called = []
     monkeypatch.setattr(paradox, "SAMPLED", (4,))  # what there is
-    monkeypatch.setattr(sys, "argv", ["paradox.py", "tables", "--root", str(root)])
+    monkeypatch.setattr(sys, "argv", ["paradox.py", "tables"])
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
     assert paradox.main() == 0
     return called
@@ -197,13 +188,13 @@ def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypa
     """`tables` runs nothing and needs no finished study; what people wrote around its tables stays."""
     drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda axis, x, y, std, **style: drawn.append((y, std)))
-    path = studied / "paradox.md"
+    path = studied / "results" / "paradox.md"
     path.write_text("# Ours\n\n<!-- tables: written by paradox.py -->\nSTALE\n<!-- end of tables -->\nWhat it means.\n")
-    (studied / "seed0" / "grpo").mkdir()
-    assert "study.report" in run_command(monkeypatch, studied)[0]
-    assert (studied / "outcomes.png").exists()
+    (ROOT / "seed0" / "grpo").mkdir()
+    assert "study.report" in run_command(monkeypatch)[0]
+    assert (studied / "results" / "outcomes.png").exists()
     accuracy, calls = ([0.625], [pytest.approx(0.125 * 2**0.5)]), ([0.875], [pytest.approx(0.375 * 2**0.5)])
-    assert accuracy in drawn and calls in drawn
+    assert drawn == [accuracy, calls]
     text = path.read_text()
     assert text.startswith("# Ours") and text.endswith("What it means.\n") and "STALE" not in text
     assert "at commit abc;" in text and "#### A. Rows" in capsys.readouterr().out
@@ -214,13 +205,15 @@ def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypa
 
 
 def test_figures_outlive_their_runs_and_newer_ones_replace_them(studied, monkeypatch):
-    run_command(monkeypatch, studied)
-    first = json.loads((studied / "paradox.json").read_text())
-    shutil.rmtree(studied / "seed1")
-    (studied / "done" / "seed1-eval-sft-greedy-bare").unlink()
-    (studied / "done" / "seed0-eval-sft-sampled-bare").write_text("def")
-    run_command(monkeypatch, studied)
-    second = json.loads((studied / "paradox.json").read_text())
+    file = studied / "results" / "paradox.json"
+    run_command(monkeypatch)
+    first = json.loads(file.read_text())
+    shutil.rmtree(ROOT / "seed1")
+    (ROOT / "done" / "seed1-eval-sft-greedy-bare").unlink()
+    (ROOT / "done" / "seed1-eval-sft-sampled-bare").unlink()
+    (ROOT / "done" / "seed0-eval-sft-sampled-bare").write_text("def")
+    run_command(monkeypatch)
+    second = json.loads(file.read_text())
     changed = {key for key in first if first[key] != second[key]}
     assert first.keys() == second.keys()
     assert changed == {f"seed0/sft-sampled-bare/parallel/K={k}" for k in (0, 4)}
@@ -232,10 +225,10 @@ def test_figures_outlive_their_runs_and_newer_ones_replace_them(studied, monkeyp
 def figures_of_claims(seed: str, **by_figure: dict[str, float]) -> dict:
     """The figures that the claims compare, at every K the same."""
     figures = {}
-    for row in CONTRAST:
+    for name in CONTRAST:
         for k in (0, 4):
-            found = {what: by_row[row.name] for what, by_row in by_figure.items()}
-            figures[f"{seed}/{row.evaluation('sampled')}/parallel/K={k}"] = found
+            found = {what: by_row[name] for what, by_row in by_figure.items()}
+            figures[f"{seed}/{ROWS[name].evaluation('sampled')}/parallel/K={k}"] = found
     return figures
 
 
