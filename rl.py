@@ -53,7 +53,7 @@ from runtime.distributed import (
 from runtime.doctor import self_check
 from runtime.engine import Engine, EngineError
 from runtime.judge import Judge
-from runtime.plan import PlanError, check_disk, plan_rl, utilisation
+from runtime.plan import check_disk, plan_rl, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
 from runtime.run import Run, is_finished, try_out
@@ -432,9 +432,8 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 
 
 def check_memory(cfg: RLConfig) -> None:
-    """Print the plan of trainer and engine; PlanError if they do not fit."""
+    """Print the plan of trainer and engine; ConfigError if they do not fit."""
     for plan in plan_rl(cfg):
-        print0(plan.table(cfg.gpu_gib))
         plan.check(cfg.gpu_gib)
 
 
@@ -452,5 +451,5 @@ def dry_run(cfg: RLConfig) -> int:
 
 if __name__ == "__main__":
     cfg, args = config.command_line(RLConfig, __doc__)
-    user_errors = (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError, PlanError)
+    user_errors = (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError)
     config.run_script(dry_run if args.dry_run else main, cfg, FloatingPointError, *user_errors)

@@ -32,13 +32,12 @@ from runtime.dataset import DataConfig, DataError, Dataset, RowError
 from runtime.distributed import (
     gather,
     init_distributed,
-    print0,
     rank,
     sum_over_ranks,
     world_size,
 )
 from runtime.packing import best_fit
-from runtime.plan import PlanError, check_disk, plan_training, utilisation
+from runtime.plan import check_disk, plan_training, utilisation
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
 from runtime.render import Bundle, Renderer
 from runtime.run import Run, is_finished, try_out
@@ -258,10 +257,8 @@ def runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
 
 
 def check_memory(cfg: SFTConfig) -> None:
-    """Print the plan of a micro-batch that is full, and full of frames; PlanError if it does not fit."""
-    plan = plan_training(cfg.policy, cfg.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)
-    print0(plan.table(cfg.gpu_gib))
-    plan.check(cfg.gpu_gib)
+    """Print the plan of a micro-batch that is full, and full of frames; ConfigError if it does not fit."""
+    plan_training(cfg.policy, cfg.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens).check(cfg.gpu_gib)
 
 
 def check_hardware(cfg: SFTConfig) -> None:
@@ -277,5 +274,5 @@ def dry_run(cfg: SFTConfig) -> int:
 
 if __name__ == "__main__":
     cfg, args = config.command_line(SFTConfig, __doc__)
-    user_errors = (config.ConfigError, ContractError, DataError, FileNotFoundError, PlanError)
+    user_errors = (config.ConfigError, ContractError, DataError, FileNotFoundError)
     config.run_script(dry_run if args.dry_run else main, cfg, FloatingPointError, *user_errors)

@@ -31,7 +31,6 @@ import yaml
 T = TypeVar("T")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 GOES_ON = "The same command goes on from what was saved"
-PACKAGES = ("torch", "transformers", "sglang", "flash-attn", "av", "numpy", "pyarrow")
 
 
 class ConfigError(ValueError):
@@ -92,25 +91,20 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
     """Make a dataclass of a mapping, checked field by field against the type hints. Missing keys take their value from
     `defaults`, an instance, if there is one."""
     hints = typing.get_type_hints(cls)
-    fields = dataclasses.fields(cls)
-    names = [f.name for f in fields]
-    for key in tree:
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(names)}"
-            raise ConfigError(f"{prefix}{key} = {tree[key]!r}: unknown key; {hint}")
     values = {}
-    for field in fields:
-        if defaults is not None:
-            values[field.name] = getattr(defaults, field.name)
-        elif field.default is not dataclasses.MISSING:
-            values[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            values[field.name] = field.default_factory()
-        elif field.name not in tree:
-            raise ConfigError(f"{prefix}{field.name}: required, but not given")
+    if defaults is not None:
+        values |= vars(defaults)
     for key, value in tree.items():
-        values[key] = _coerce(hints[key], value, prefix + key, values.get(key))
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(hints)}"
+            raise ConfigError(f"{prefix}{key} = {value!r}: unknown key; {hint}")
+        default = values.get(key, getattr(cls, key, None))
+        values[key] = _coerce(hints[key], value, prefix + key, default)
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            raise ConfigError(f"{prefix}{field.name}: required, but not given")
     try:
         return cls(**values)
     except ValueError as error:  # a rule in __post_init__
@@ -131,14 +125,12 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{key} = {value!r}: must be a list, as in [a, b]")
         return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
-    if origin is dict:
+    if origin is dict or dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise ConfigError(f"{key} = {value!r}: must be a mapping")
+        if origin is None:
+            return build(hint, value, key + ".", default)
         return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{key} = {value!r}: must be a mapping")
-        return build(hint, value, key + ".", default)
     if hint is float and not isinstance(value, bool):
         try:  # YAML reads 1e-4 (no dot) as a string
             return float(value)
@@ -218,7 +210,8 @@ def save_run(cfg: Any, run_dir: str | Path) -> None:
     # Through JSON, so that tuples become lists and the file is plain YAML that `load` reads back.
     text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(cfg))), sort_keys=False, allow_unicode=True)
     write_whole(run_dir / "config.yaml", text)  # `check_run` reads it before a run goes on
-    run = {"command": sys.argv, "commit": git_commit(), "python": sys.version.split()[0], "packages": _versions()}
+    packages = {package.name: package.version for package in importlib.metadata.distributions()}
+    run = {"command": sys.argv, "commit": git_commit(), "python": sys.version, "packages": packages}
     (run_dir / "run.json").write_text(json.dumps(run, indent=1), encoding="utf-8")
 
 
@@ -230,21 +223,17 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class Metrics:
-    """One line per step: all of it in RUN/metrics.jsonl, the main figures on the console, with a progress bar.
+    """One line per step: all of it in RUN/metrics.jsonl, the main figures on the console.
 
     Files count steps from 0, as RUN/episodes does; the console and RUN/state say how many are done."""
 
     def __init__(self, cfg: Any, name: str, done: int, shown: typing.Sequence[str] = ("loss",)):
-        from tqdm import tqdm
-
         self._trackers = open_trackers(cfg, done)
         self._path, self._name, self._steps, self._shown = Path(cfg.run) / "metrics.jsonl", name, cfg.steps, shown
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         whole = [line for line in lines if line.endswith("}")]  # a run that was killed may leave half a line
         kept = [line for line in whole if json.loads(line)["step"] < done]  # later steps will be run again
         write_whole(self._path, "".join(line + "\n" for line in kept))
-        self._bar = tqdm(total=cfg.steps, initial=done, desc=name, unit="step", disable=not sys.stderr.isatty())
 
     def write(self, step: int, values: dict[str, float]) -> None:
         values = {"time": round(time.time(), 3), **values}  # seconds since the epoch
@@ -252,10 +241,8 @@ class Metrics:
             file.write(json.dumps({"step": step, **values}) + "\n")
         for track in self._trackers:
             track(step, values)
-        self._bar.update()
         shown = " ".join(f"{key} {values[key]:.4g}" for key in self._shown if key in values)
-        self._bar.write(f"{self._name} step {step + 1}/{self._steps} {shown}", file=sys.stdout)
-        sys.stdout.flush()
+        print(f"{self._name} step {step + 1}/{self._steps} {shown}", flush=True)
 
 
 def open_trackers(cfg: Any, done: int) -> list[Callable[[int, dict[str, float]], None]]:
@@ -289,13 +276,3 @@ def git_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found

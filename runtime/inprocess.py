@@ -3,13 +3,10 @@
     engine = InProcess(checkpoint, renderer)                     # see engine.py for the verbs
 
 The requests of all waiting threads become one batch. It is read as the trainer reads a micro-batch: as one sequence in
-which a prompt that several requests share stands once (packing.py). Then its keys are copied to one row per request, and
-tokens are sampled row by row; ended rows leave. A batch starts when everybody whom `expect` announced waits. It is sorted,
-and each row draws from its own seed, so on a CPU a run can be repeated bit for bit unless a call outlasts `call_timeout`.
-
-    columns of a row     padding, its ids | sampled ids
-    positions            M-RoPE, explicit: the padding does not count
-    mask                 real tokens before it
+which a prompt that several requests share stands once (packing.py). Then its keys are copied to one row per request, padded
+on the left, and tokens are sampled row by row; ended rows leave. A batch starts when everybody whom `expect` announced
+waits. It is sorted, and each row draws from its own seed, so on a CPU a run can be repeated bit for bit unless a call
+outlasts `call_timeout`.
 
 Not SDPA for the sampled tokens: with a mask it computes all scores in fp32 on a GPU, or, by cuDNN, plans each new length
 of the keys anew.
@@ -33,16 +30,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AttentionInterface, DynamicCache, Qwen3VLForConditionalGeneration
 
+from runtime import packing
 from runtime.engine import EngineError, Sample
-from runtime.packing import (
-    KeyLayout,
-    embed_by_matmul,
-    encode_frames,
-    frames_flash_attention,
-    group_packed_attention,
-    pack_bundles,
-    pick_kernel,
-)
 from runtime.render import Bundle, Renderer
 from runtime.video import Frames
 
@@ -67,11 +56,7 @@ class _Request:
     def __post_init__(self):
         # Prompts are the same if they have the same ids and show the very same frames.
         self.prompt = (tuple(self.ids[: self.shared]), tuple(id(clip.pixels) for clip in self.frames))
-        self._random = np.random.Generator(np.random.Philox(self.seed))
-
-    def next_uniform(self) -> float:
-        # 24 random bits: in float64, their product with any total stays below the total (see draw).
-        return float(self._random.random(dtype=np.float32))
+        self.random = np.random.Generator(np.random.Philox(self.seed))
 
     def take(self, token: int, logprob: float, version: int) -> None:
         self.sampled.append(token)
@@ -90,7 +75,7 @@ class InProcess:
         self, checkpoint: str | Path, renderer: Renderer, device="cpu", dtype="float32", max_batch_tokens=131_072
     ):
         AttentionInterface.register("packed_then_matmul", _packed_then_matmul)
-        AttentionInterface.register("frames_flash", frames_flash_attention)
+        AttentionInterface.register("frames_flash", packing.frames_flash_attention)
         self.version = 0
         self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
@@ -99,9 +84,9 @@ class InProcess:
             attn_implementation={"text_config": "packed_then_matmul", "vision_config": "sdpa"},
         )
         self.model.model.visual.config._attn_implementation = "frames_flash"  # by its name alone, it may not be loaded
-        embed_by_matmul(self.model.model.visual)
+        packing.embed_by_matmul(self.model.model.visual)
         self.model.to(device).eval().requires_grad_(False)
-        self.kernel = pick_kernel(self.model.device, self.model.dtype)
+        self.kernel = packing.pick_kernel(self.model.device, self.model.dtype)
         self._queue: list[_Request] = []
         self._expected, self.closed = 0, False
         self._changed = threading.Condition()
@@ -155,7 +140,7 @@ class InProcess:
                     if closed:
                         raise EngineError("the engine was closed")
                     with self._weights:
-                        _Batch(self, batch).run()
+                        _Batch(self, batch).sample()
                 except Exception as error:  # whatever it is, it belongs to the threads that wait for it
                     for request in batch:
                         if not request.result.done():
@@ -178,11 +163,11 @@ class InProcess:
         return batches
 
 
-def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout | None = None, **_):
+def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout=None, **_):
     """transformers' attention interface, [B, heads, L, size] -> [B, L, heads, size]: a packed sequence by its layout, and
     after it one token per row by plain matrix products. `attention_mask`: which keys of a row are real, [B, 1, 1, L]."""
     if key_layout:
-        return group_packed_attention(module, query, key, value, None, scaling, key_layout)
+        return packing.group_packed_attention(module, query, key, value, None, scaling, key_layout)
     # The query heads that share a key head stand beside each other: one product for them, and no copy of the keys.
     groups = query.shape[1] // key.shape[1]
     query = query[:, :, 0].unflatten(1, (-1, groups))  # [B, shared heads, groups, size]
@@ -206,13 +191,8 @@ class _Batch:
         self.device = self.model.device
         self.cache = DynamicCache(config=self.model.config.text_config)
 
-    def run(self) -> None:
-        with torch.inference_mode():
-            self._sample(self._read())
-
     def _bundles(self) -> tuple[list[Bundle], list[_Request]]:
-        """Make one bundle of the requests that share a prompt: its suffixes are the rests of their ids. Return the bundles,
-        and the requests in the order of the suffixes."""
+        """Return a bundle per prompt, its suffixes the rests of its requests' ids; and the requests in that order."""
         sharing: dict[tuple, list[_Request]] = {}
         for request in self.requests:
             sharing.setdefault(request.prompt, []).append(request)
@@ -237,17 +217,16 @@ class _Batch:
         return bundles, in_order
 
     def _read(self):
-        """Read all that is given as one sequence, and take the keys of each row out of it. Return the hidden state of each
-        row's last token [B, H]."""
+        """Read all prompts as one sequence, take each row's keys out of it, and return its last hidden state [B, H]."""
         contract, tower, kernel = self.renderer.contract, self.model.model.visual, self.engine.kernel
         bundles, self.requests = self._bundles()
-        packed = pack_bundles(bundles, self.renderer.image_pad, contract.cell)
+        packed = packing.pack_bundles(bundles, self.renderer.image_pad, contract.cell)
 
         # Embed the tokens, and put the frames where their pads are.
         features = []
         for bundle in bundles:
             for clip in bundle.frames:  # one at a time, which bounds the memory
-                features.append(encode_frames(tower, [clip], contract.patch, contract.merge, kernel))
+                features.append(packing.encode_frames(tower, [clip], contract.patch, contract.merge, kernel))
         ids = torch.from_numpy(packed.ids).to(self.device)[None]  # [1, N]
         embeds, visual = self.model.get_input_embeddings()(ids), {}
         if features:
@@ -262,7 +241,7 @@ class _Batch:
             position_ids=torch.from_numpy(packed.positions).to(self.device)[:, None],  # [3, 1, N]
             past_key_values=self.cache,
             use_cache=True,
-            key_layout=KeyLayout(packed.segments, kernel, self.device),
+            key_layout=packing.KeyLayout(packed.segments, kernel, self.device),
             **visual,
         ).last_hidden_state[0]  # [N, H]
 
@@ -282,8 +261,10 @@ class _Batch:
             layer.values = layer.values[0][:, places].transpose(0, 1)
         return hidden[places[:, -1]]
 
-    def _sample(self, hidden) -> None:
+    @torch.inference_mode()
+    def sample(self) -> None:
         """Sample one token per row at a time, until all rows have ended."""
+        hidden = self._read()
         rows = self.requests
         while not self.engine.closed:
             tokens, logprobs = self._choose(hidden, rows)
@@ -317,7 +298,9 @@ class _Batch:
         logits = self.model.lm_head(hidden).float()  # [B, V]
         logits[:, self.renderer.never_sampled] = -torch.inf
         temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
-        uniforms = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=self.device)
+        # 24 random bits each: in float64, their product with any total stays below the total (see draw).
+        uniforms = [float(row.random.random(dtype=np.float32)) for row in rows]
+        uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
         tokens, logprobs = draw(logits, temperatures, uniforms)
         return tokens.tolist(), logprobs.tolist()
 

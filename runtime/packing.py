@@ -153,7 +153,12 @@ class KeyLayout:
     def __init__(self, segments: list[Segment], kernel: str, where: torch.device):
         self.segments, self.kernel = segments, kernel
         if kernel == "sdpa":
-            self.masks = [_suffix_mask(s, where) if s.prompt_stop > s.prompt_start else None for s in segments]
+            self.masks = []
+            for s in segments:
+                seen, own, mask = s.prompt_stop - s.prompt_start, s.stop - s.start, None
+                if seen:  # all of the prompt, and the suffix up to the query (`is_causal` would align top-left)
+                    mask = torch.ones(own, seen + own, dtype=torch.bool, device=where).tril(seen)
+                self.masks.append(mask)
             return
         # One call for all segments, whose keys must be consecutive: each suffix repeats its prompt's.
         keys, query_ends, key_ends = [], [0], [0]
@@ -243,23 +248,14 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLay
     out = []
     for segment, mask in zip(layout.segments, layout.masks):
         own, prompt = slice(segment.start, segment.stop), slice(segment.prompt_start, segment.prompt_stop)
-        keys, values = key[:, :, own], value[:, :, own]
-        if mask is not None:
-            keys = torch.cat([key[:, :, prompt], keys], dim=2)
-            values = torch.cat([value[:, :, prompt], values], dim=2)
+        keys = torch.cat([key[:, :, prompt], key[:, :, own]], dim=2)
+        values = torch.cat([value[:, :, prompt], value[:, :, own]], dim=2)
         causal = mask is None
         attended = F.scaled_dot_product_attention(
             query[:, :, own], keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
         )  # [1, heads, stop - start, size]
         out.append(attended.transpose(1, 2))
     return torch.cat(out, dim=1)
-
-
-def _suffix_mask(segment: Segment, where: torch.device) -> Tensor:
-    """Return [suffix, prompt + suffix]: all of the prompt, and the suffix up to the query. (`is_causal` would align
-    top-left.)"""
-    seen, own = segment.prompt_stop - segment.prompt_start, segment.stop - segment.start
-    return torch.ones(own, seen + own, dtype=torch.bool, device=where).tril(seen)
 
 
 def pick_kernel(where: torch.device, dtype: torch.dtype) -> str:

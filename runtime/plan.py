@@ -1,8 +1,7 @@
 """plan.py: will it fit? Answered from shapes alone, before any weight is loaded. And MFU, from the same shapes.
 
     plan = plan_training(cfg.policy, gpus=4, tokens=24576, visual_tokens=16384, reference=True)
-    print(plan.table(gpu_gib=80))       # a row per use of memory, the sum, and a warning if that is more than the card has
-    plan.check(gpu_gib=80)              # PlanError only where it cannot fit whatever the length of the micro-batches
+    plan.check(gpu_gib=80)              # prints a row per use of memory and the sum; refuses what cannot fit
 
 Estimates for FSDP2 with bf16 computation and fp32 master weights. Where there is a GPU, its memory counts, not `gpu_gib`.
 """
@@ -17,8 +16,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, Qwen3VLConfig
 
-from runtime.checks import on_the_hub
-from runtime.distributed import checkpoint_dir
+from runtime.checks import find_checkpoint, on_the_hub
+from runtime.config import ConfigError
+from runtime.distributed import print0
 from runtime.policy import Policy, PolicyConfig, empty
 
 GIB = 1 << 30
@@ -33,9 +33,8 @@ def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: d
     """Return Qwen3VLConfig's arguments for one size of the family."""
     text = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
     text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
-    rope = {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
     vision = tower | {"num_heads": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}
-    return {"text_config": text | {"rope_parameters": rope}, "vision_config": vision, "tie_word_embeddings": tied}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
 # Checkpoints that --dry-run knows without their config.json.
@@ -43,10 +42,6 @@ PUBLISHED = {
     "Qwen/Qwen3-VL-8B-Instruct": _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False),
     "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
 }
-
-
-class PlanError(ValueError):
-    """The run cannot fit; the text names what to change."""
 
 
 @dataclass(frozen=True)
@@ -61,68 +56,44 @@ class Plan:
     def gib(self) -> float:
         return sum((self.held | self.used).values()) / GIB
 
-    def table(self, gpu_gib: float) -> str:
-        """Return the uses and their sum; where it is more than the card has, also a warning."""
-        card = card_gib(gpu_gib)
-        lines = [self.title]
-        for what, bytes_of_it in (self.held | self.used).items():
-            lines.append(f"  {what:<58}{bytes_of_it / GIB:>8.1f} GiB")
-        lines.append(f"  {'sum':<58}{self.gib:>8.1f} GiB of {card:.4g}")
-        if self.gib > card:
-            lines.append("  WARNING: may run out of memory; see which rows are the largest")
-        return "\n".join(lines)
-
     def check(self, gpu_gib: float) -> None:
-        """Refuse what is impossible: weights and optimizer state alone are larger than the card."""
-        card, held = card_gib(gpu_gib), sum(self.held.values()) / GIB
-        if held > card:
-            raise PlanError(
-                f"{self.title}: weights and optimizer state, {held:.1f} GiB, do not fit into {card:.4g} GiB; "
+        """Print the uses and their sum, and warn where the card has less. Refuse weights and optimizer that do not fit."""
+        if torch.cuda.is_available():
+            gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+        print0(self.title)
+        for use, size in (self.held | self.used).items():
+            print0(f"  {use:<58}{size / GIB:>8.1f} GiB")
+        print0(f"  {'sum':<58}{self.gib:>8.1f} GiB of {gpu_gib:.4g}")
+        if self.gib > gpu_gib:
+            print0("  WARNING: may run out of memory; see which rows are the largest")
+        held = sum(self.held.values()) / GIB
+        if held > gpu_gib:
+            raise ConfigError(
+                f"{self.title}: weights and optimizer state, {held:.1f} GiB, do not fit into {gpu_gib:.4g} GiB; "
                 "take more GPUs, or a smaller model"
             )
-
-
-def card_gib(gpu_gib: float) -> float:
-    """Return the memory of this machine's GPU; where there is none, what the config says of the node's."""
-    if not torch.cuda.is_available():
-        return gpu_gib
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / GIB
 
 
 @functools.cache
 def meta_policy(cfg: PolicyConfig) -> Policy:
     """Build the policy without memory: in the sizes of its checkpoint or, before that is trained, of its family."""
-    for name in (cfg.checkpoint, cfg.family):
-        if name in PUBLISHED:
-            return empty(Qwen3VLConfig(**PUBLISHED[name]), cfg)
-        if on_the_hub(name):
-            name = checkpoint_dir(name, only=["config.json"])
-        if (Path(name) / "config.json").exists():
-            return empty(AutoConfig.from_pretrained(name), cfg)
-    known = ", ".join(PUBLISHED)
-    raise PlanError(f"{cfg.checkpoint}: the plan needs its config.json, or policy.family set to one of {known}")
+    name = cfg.checkpoint
+    if cfg.family and not Path(name).exists() and not on_the_hub(name):
+        name = cfg.family
+    if name in PUBLISHED:
+        return empty(Qwen3VLConfig(**PUBLISHED[name]), cfg)
+    return empty(AutoConfig.from_pretrained(find_checkpoint(name, only=["config.json"])), cfg)
 
 
-def count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def count_trained(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
-def block_bytes(text: Qwen3VLConfig) -> int:
-    """Count what one text block keeps of one token for its backward pass, in bf16 with fp32 norms."""
-    q, kv = text.num_attention_heads * text.head_dim, text.num_key_value_heads * text.head_dim
-    # 16 H: two norms and their inputs. q and kv: head norms, rotary, attention; the prompt's keys are repeated for its
-    # suffixes, here taken as 4 copies. 8 I: gate, its activation, up, and their product.
-    return 16 * text.hidden_size + 12 * q + (10 + 4 * 4) * kv + 8 * text.intermediate_size
+def count(module: nn.Module, trained: bool = False) -> int:
+    """Count weights; `trained`: those that train."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
 def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int = 0, reference: bool = False) -> Plan:
     """Plan a training GPU of `gpus`, at micro-batches of `tokens`, of which `visual_tokens` come from frames."""
     policy = meta_policy(cfg)
-    text, trained, block = policy.text.config, count_trained(policy), block_bytes(policy.text.config)
+    text, trained = policy.text.config, count(policy, trained=True)
     layers, head = text.num_hidden_layers, text.vocab_size * text.hidden_size
 
     # held from the first step to the last
@@ -132,8 +103,11 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     if reference:
         held["reference policy, bf16, sharded (none if kl_coef = 0)"] = 2 * trained / gpus
 
-    # kept from the forward pass to the backward pass
-    used = {"embeddings and head, bf16, whole": 2 * (trained - count_trained(policy.text.layers))}
+    # kept from the forward pass to the backward pass; a block keeps of a token norms, heads (queries; keys, which suffixes
+    # repeat) and the MLP, in bf16 and fp32, or by checkpointing only its input
+    used = {"embeddings and head, bf16, whole": 2 * (trained - count(policy.text.layers))}
+    heads = (12 * text.num_attention_heads + 26 * text.num_key_value_heads) * text.head_dim
+    block = 16 * text.hidden_size + heads + 8 * text.intermediate_size  # bytes
     if cfg.activation_checkpointing:
         used[f"inputs of {layers} blocks at {tokens} tokens"] = 2 * text.hidden_size * layers * tokens
     else:
@@ -141,15 +115,14 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     levels = 1 + len(policy.vision.config.deepstack_visual_indexes)
     used["visual features"] = 2 * levels * text.hidden_size * visual_tokens
 
-    # One after the other: only the larger of these two counts. The first is a block in its backward pass: two gathered,
-    # one gradient in bf16 and one in fp32, what it computes again; and the head's gradient, which waits for the end.
+    # One after the other: only the larger counts. A block in its backward pass: two gathered, one gradient in bf16 and one
+    # in fp32, what it computes again; and the head's gradient, which waits for the end.
     backward = 10 * count(policy.text.layers[0]) + block * tokens + 2 * head
-    # The second: logits in fp32, their exponentials, the gradients of both; and the head's gradient in fp32.
+    # Logits in fp32, their exponentials, the gradients of both; and the head's gradient in fp32.
     logits = 16 * min(cfg.logit_chunk, tokens) * text.vocab_size + 4 * head
     used["at the fullest moment: a block's backward pass, or logits"] = max(backward, logits)
 
-    # A guess until a GPU was seen: CUDA, NCCL and cuBLAS hold about 3 GiB that PyTorch's allocator does not count, kernels
-    # 1 GiB that it counts; and 5 % of what it counts lies between tensors of different lengths.
+    # A guess: CUDA, NCCL and cuBLAS hold about 3 GiB that PyTorch's allocator does not count, kernels 1 GiB that it counts.
     used["overhead: CUDA, NCCL, kernels, and 5 % between tensors"] = 4 * GIB + 0.05 * sum((held | used).values())
     return Plan(f"training, each of {gpus} GPUs", held, used)
 
@@ -157,56 +130,48 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
 def plan_rl(cfg) -> list[Plan]:
     """Plan an RLConfig's GPUs: those that train and, where they are others, those that sample."""
     rollout, policy = cfg.rollout, meta_policy(cfg.policy)
-    text, weights = policy.text.config, 2 * count(policy)  # bf16
-    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim  # bytes of a token's keys and values
     # A micro-batch full of frames, or one episode that fills its context.
     longest = max(cfg.train_tokens, rollout.max_context)
     training = plan_training(cfg.policy, cfg.gpus, longest, cfg.train_tokens, reference=cfg.kl_coef > 0)
     if rollout.urls:
         return [training]
 
+    text, held = policy.text.config, {"weights of the engine, bf16": 2 * count(policy)}
+    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim  # bytes of a token's keys and values
     if not rollout.gpus:  # the ranks sample for themselves
-        training.held["weights of the engine in this process"] = weights
-        # A batch is read at once: gate, up and their product in bf16, the norms and what they normalise in fp32.
-        reading = 6 * text.intermediate_size + 8 * text.hidden_size
-        training.used["its KV cache and the reading of a batch"] = (kv + reading) * rollout.max_batch_tokens
-        return [training]
-
-    # A server holds its share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a
-    # frame: its bounds and stamp).
-    rows = math.ceil(min(rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size) / len(rollout.gpus))
-    frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
-    tokens = cfg.visual.overview_frames * frame // cfg.group_size + 2 * rollout.max_new_tokens
-    held = {"weights of the engine, bf16": weights}
-    used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
-    if set(rollout.gpus) & set(range(cfg.gpus)):
+        used = {"KV cache of a batch, and as much to read it": 2 * kv * rollout.max_batch_tokens}
+    else:
+        # A server holds its share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a
+        # frame: its bounds and stamp).
+        rows = math.ceil(min(rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size) / len(rollout.gpus))
+        frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
+        tokens = cfg.visual.overview_frames * frame // cfg.group_size + 2 * rollout.max_new_tokens
+        used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
+    if not rollout.gpus or set(rollout.gpus) & set(range(cfg.gpus)):
         return [Plan("training and engine on the same GPU", training.held | held, training.used | used)]
     return [training, Plan(f"engine, each of {len(rollout.gpus)} GPUs", held, used)]
 
 
 def check_disk(cfg: PolicyConfig, keep: int, run: str) -> str:
     """Weigh what a run writes: training states (fp32 weights and two moments), `keep` of them and one that is being
-    written, and the model. PlanError if the disk has no room for them (the states that are there already count as room)."""
+    written, and the model. Refuse a disk without room for them (states that are there already count as room)."""
     policy, folder = meta_policy(cfg), Path(run).absolute()
-    states, model = 12 * count_trained(policy) * (keep + 1) / GIB, 2 * count(policy) / GIB
+    states, model = 12 * count(policy, trained=True) * (keep + 1) / GIB, 2 * count(policy) / GIB
     there = sum(file.stat().st_size for file in folder.glob("state/step-*/*")) / GIB
     disk = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(disk).free / GIB
     told = f"disk: {keep + 1} training states take {states:.1f} GiB, the model {model:.1f}; {free:.1f} free at {disk}"
     if states + model > free + there:
-        raise PlanError(f"{told}; make room, lower `keep`, or choose a `run` on another disk")
+        raise ConfigError(f"{told}; make room, lower `keep`, or choose a `run` on another disk")
     return told
 
 
 def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:
     """Return MFU, the useful share of the GPUs' peak, where that peak is known; nothing on a CPU."""
-    if not torch.cuda.is_available():
-        return {}
-    policy = meta_policy(cfg)
-    # 2 N for the forward pass of a token and 4 N for its backward pass. Attention adds little at these lengths.
-    flops = 6 * (count_trained(policy) - policy.text.embed_tokens.weight.numel()) * tokens
-    name = torch.cuda.get_device_name()
     for part, tflops in PEAK_TFLOPS.items():
-        if part in name:
+        if torch.cuda.is_available() and part in torch.cuda.get_device_name():
+            policy = meta_policy(cfg)
+            # 2 N for the forward pass of a token and 4 N for its backward pass. Attention adds little at these lengths.
+            flops = 6 * (count(policy, trained=True) - policy.text.embed_tokens.weight.numel()) * tokens
             return {"mfu": flops / (gpus * tflops * 1e12 * seconds)}
     return {}

@@ -20,7 +20,6 @@ Shapes: L tokens of the packed sequence, N target tokens, H hidden, V vocabulary
 """
 
 import functools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,17 +37,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from runtime import packing
 from runtime.config import ConfigError
 from runtime.distributed import checkpoint_dir, device
-from runtime.packing import (
-    KeyLayout,
-    embed_by_matmul,
-    encode_frames,
-    frames_flash_attention,
-    group_packed_attention,
-    pack_bundles,
-    pick_kernel,
-)
 from runtime.render import Bundle
 from runtime.video import Frames
 
@@ -114,7 +105,7 @@ class Policy(nn.Module):
         self.kernel = "sdpa"  # what computes attention: "sdpa" in a call per segment, the others in one call for all
         self.vision_frozen = "vision" in cfg.freeze
         self.patch, self.merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
-        embed_by_matmul(self.vision)
+        packing.embed_by_matmul(self.vision)
 
     @property
     def vision(self) -> nn.Module:
@@ -138,7 +129,7 @@ class Policy(nn.Module):
         """Score every token whose mask is 1, given what stands before it: log softmax(logits / temperature)."""
         # lay the bundles out as one sequence, each prompt once
         image_pad = self.model.config.image_token_id
-        packed = pack_bundles(bundles, image_pad, self.patch * self.merge)
+        packed = packing.pack_bundles(bundles, image_pad, self.patch * self.merge)
         forbidden = set(self.never_sampled) & set(packed.targets.tolist())
         if forbidden:
             raise ValueError(f"tokens {sorted(forbidden)} have mask 1, but they are never sampled")
@@ -165,7 +156,7 @@ class Policy(nn.Module):
             position_ids=positions[:, None],  # [3, 1, L]
             visual_pos_masks=pads,
             deepstack_visual_embeds=list(visual[1:]),
-            key_layout=KeyLayout(packed.segments, self.kernel, self.device),
+            key_layout=packing.KeyLayout(packed.segments, self.kernel, self.device),
             use_cache=False,
         ).last_hidden_state[0, sources]  # [N, H]
 
@@ -184,7 +175,7 @@ class Policy(nn.Module):
             side = self.patch * self.merge
             clips = [Frames(np.zeros((1, side, side, 3), np.uint8), (0.0,))]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
-            visual = encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
+            visual = packing.encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
         return visual[:, :0] if nothing else visual
 
     def _score(self, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -222,7 +213,7 @@ class _ChunkedScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         hidden, head, targets = ctx.saved_tensors
-        hidden_grads, head_grad = [], None
+        hidden_grads, head_grad = [], torch.zeros_like(head, dtype=torch.float32)
         chunks = list(zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), grad.split(ctx.chunk)))
         for h, t, g in reversed(chunks):  # the order in which autograd would do it
             with torch.enable_grad():
@@ -230,10 +221,7 @@ class _ChunkedScores(torch.autograd.Function):
                 logprobs, _ = ctx.score(h, w, t)
                 h_grad, w_grad = torch.autograd.grad(logprobs, (h, w), g)
             hidden_grads.append(h_grad)
-            if head_grad is None:
-                head_grad = w_grad.float()
-            else:
-                head_grad += w_grad
+            head_grad += w_grad
         return torch.cat(hidden_grads[::-1]), head_grad.to(head.dtype), None, None, None
 
 
@@ -256,7 +244,7 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     # shapes and dtypes
     policy = empty(AutoConfig.from_pretrained(path), cfg, never_sampled)
     policy.dtype = dtype
-    policy.kernel = pick_kernel(where, dtype)
+    policy.kernel = packing.pick_kernel(where, dtype)
     if not train:
         policy.requires_grad_(False).to(dtype)
     if policy.vision_frozen:
@@ -277,20 +265,13 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     policy.model.tie_weights()
     # to_empty leaves garbage in the buffers that no checkpoint holds.
     policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(where)
-    policy.vision.rotary_pos_emb = fresh_rotary(policy.vision).to(where)
+    angles = torch.arange(len(policy.vision.rotary_pos_emb.inv_freq), dtype=torch.float32)
+    policy.vision.rotary_pos_emb.inv_freq = (1 / 10_000 ** (angles / len(angles))).to(where)
     try:
         _read_weights(policy.model, path)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
     return policy
-
-
-def fresh_rotary(vision: nn.Module) -> nn.Module:
-    """Build the tower's rotary embedding again: up to transformers 5.16 from a size, later from the config."""
-    old = vision.rotary_pos_emb
-    if hasattr(old, "dim"):
-        return type(old)(old.dim)
-    return type(old)(vision.config)
 
 
 def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where: torch.device) -> None:
@@ -312,8 +293,8 @@ def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequenc
         raise ConfigError(f"{cfg.checkpoint} is a {model_config.model_type!r}, this code runs dense Qwen3-VL")
     for part in (model_config, model_config.text_config, model_config.vision_config):
         part.dtype = torch.float32  # of master weights: transformers would build each part in the dtype that it names
-    AttentionInterface.register("group_packed", group_packed_attention)
-    AttentionInterface.register("frames_flash", frames_flash_attention)
+    AttentionInterface.register("group_packed", packing.group_packed_attention)
+    AttentionInterface.register("frames_flash", packing.frames_flash_attention)
     model_config.text_config._attn_implementation = "group_packed"
     model_config.vision_config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -325,13 +306,8 @@ def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequenc
 
 def _read_weights(model: nn.Module, path: Path) -> None:
     """Fill every parameter from safetensors; of a sharded one, read this rank's rows only."""
-    files = [path / "model.safetensors"]
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        files = [path / name for name in sorted(names)]
     missing = dict(model.named_parameters())  # a tied head is listed once
-    for file in files:
+    for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if name not in missing:

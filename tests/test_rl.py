@@ -34,7 +34,6 @@ from runtime.checks import check_run
 from runtime.dataset import Dataset
 from runtime.doctor import self_check, trainer_logprobs
 from runtime.engine import EngineError
-from runtime.plan import PlanError
 from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
 from runtime.render import END_OF_TURN
 from runtime.servers import SGLang
@@ -555,7 +554,7 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys, as_th
 
 
 def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys, as_the_readme_says):
-    with pytest.raises(PlanError, match="training and engine on the same GPU: .* do not fit into 20 GiB"):
+    with pytest.raises(config.ConfigError, match="training and engine on the same GPU: .* do not fit into 20 GiB"):
         rl.dry_run(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), gpu_gib=20))
     told = capsys.readouterr().out
     assert "KV cache" in told and told.count("sum") == 1
