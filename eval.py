@@ -6,16 +6,15 @@
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
 
 RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was said last, what was read from
-it, the score (and under `lenient` both, as the splits' own scorers read), the calls with their windows, turns, tokens,
-seconds, and the error if there was one. Its first line holds the settings that shape a result: weights, prompts,
-contract. A file made under other settings is refused, unless nothing in it was answered.
+it, the score (and under `lenient` both, as the splits' own scorers read), calls, costs, and the error if there was one.
+Its first line holds the settings that shape a result: weights, prompts, contract. A file made under other settings is
+refused, unless nothing in it was answered.
 
 An item is asked again if it ended in an error (which counts as wrong until then), or if its question, options, answer
 or subtitles are no longer the same. `limit=2` tries a config on two items of each split, and needs no other videos; a
 larger limit goes on from there. A run in which all items of a split failed ends with exit status 1.
 
-With `transcripts`, RUN/episodes has a file of that name with the whole episodes:
-`python -m study.report FILE --model CHECKPOINT` shows them.
+With `transcripts`, each call leaves its whole episodes in RUN/episodes, for `python -m study.report FILE --model CHECKPOINT`.
 
 Deliberately missing: several checkpoints in a run, several machines for a run, ensembles, majority votes.
 """
@@ -25,6 +24,7 @@ import hashlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,8 +49,6 @@ from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import ContractError, VisualContract
 
-USER_ERRORS = (config.ConfigError, tables.TableError, ContractError, EngineError, DataError, FileNotFoundError)
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
@@ -59,8 +57,7 @@ class EvalConfig:
     run: str
     """Folder of the results."""
     name: str
-    """The row of the table. The names in configs/eval/published.yaml bring the published numbers along, also with more in
-    brackets: "ParaVT-8B (own)"."""
+    """The row of the table. A name of published.yaml, also "ParaVT-8B (own)", brings its published numbers along."""
     checkpoint: str
     """A Hugging Face folder, or its name on the hub."""
     splits: dict[str, str]
@@ -68,13 +65,12 @@ class EvalConfig:
     frames: tuple[int, ...] = (64,)
     """K: overview frames. Every split is asked once with each K."""
     arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
-    """Ways in which the agent may call tools (`rollout.dispatch`); every split is asked once in each. Only the protocol
-    `agent` has arms."""
+    """How the protocol `agent` may call tools (`rollout.dispatch`). Every split is asked once in each way."""
     prompting: Prompting = Prompting()
     rollout: RolloutConfig = RolloutConfig(temperature=0.0)
     api: Api = Api()
-    """A model behind an API, asked in place of the checkpoint; that one's tokenizer and chat template still write the
-    prompts and count the tokens. `rollout.concurrency` bounds the requests under way."""
+    """A model behind an API, asked in place of the checkpoint. The checkpoint's tokenizer and chat template still write
+    the prompts; `rollout.concurrency` bounds the requests under way."""
     visual: VisualContract | None = None
     """null: the checkpoint's own."""
     grading: RewardConfig = RewardConfig(open_answer="exact")
@@ -82,7 +78,7 @@ class EvalConfig:
     limit: int = 0
     """Only the first so many items of each split; 0: all."""
     transcripts: bool = False
-    """Keep whole episodes, too: about 100 kB each."""
+    """Keep whole episodes: about 100 kB each."""
     seed: int = 0
     decoders: int = 8
 
@@ -96,8 +92,6 @@ class EvalConfig:
             raise ValueError(f"frames = {list(self.frames)}: an overview has at least 1 frame")
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
-        if self.api.url and (self.rollout.gpus or self.rollout.urls):
-            raise ValueError("api.url: the model is asked there, so leave rollout.gpus and rollout.urls empty: []")
         if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):
             raise ValueError(
                 "api.url: an API cannot open a turn or stop at a tag; set rollout.think_prefix: false, no arm sequential"
@@ -124,8 +118,10 @@ def main(cfg: EvalConfig) -> int:
     for cell in cells:
         header = settings(cfg, cell, contract, weights)
         records = earlier_results(cell, header)
-        if unanswered(cell, records):
-            todo.append((cell, header, records))
+        answered = {record["id"] for record in records}
+        items = [item for item in cell.items if item.task.id not in answered]
+        if items:
+            todo.append((cell, items, [header, *records]))
 
     # Ask the rest. Nothing is written before the engine is there.
     if todo:
@@ -133,8 +129,8 @@ def main(cfg: EvalConfig) -> int:
         try:
             config.save_run(cfg, cfg.run)
             with Videos(cfg.decoders) as videos:
-                for cell, header, records in todo:
-                    ask_all(cell, header, records, Stage(engine, renderer, videos, cell.rollout), cfg)
+                for cell, items, before in todo:
+                    ask_all(cell, items, before, Stage(engine, renderer, videos, cell.rollout), cfg)
         finally:
             engine.close()
 
@@ -151,20 +147,17 @@ def main(cfg: EvalConfig) -> int:
 
 def find_model(cfg: EvalConfig) -> tuple[Path, VisualContract]:
     """Return the checkpoint's folder and contract. Of a model behind an API, only the tokenizer is needed."""
-    if cfg.api.url:
-        source = find_tokenizer(cfg.checkpoint)
-    else:
-        source = find_checkpoint(cfg.checkpoint)
+    source = find_tokenizer(cfg.checkpoint) if cfg.api.url else find_checkpoint(cfg.checkpoint)
     contract = cfg.visual or VisualContract.load(source)
     contract.check(source)
     return source, contract
 
 
 def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
-    check_api(cfg.api)
-    check_servers(cfg.rollout)
     if cfg.api.url:
+        check_api(cfg.api)
         return OpenAI(cfg.api, renderer)
+    check_servers(cfg.rollout)
     return open_engine(
         source, renderer, gpus=cfg.rollout.gpus, urls=cfg.rollout.urls, server_args=cfg.rollout.server_args,
         max_batch_tokens=cfg.rollout.max_batch_tokens, max_context=cfg.rollout.max_context,
@@ -180,9 +173,9 @@ class Cell:
 
     split: str
     k: int
-    arm: str  # of the agent; of others, the protocol
+    arm: str  # of other models, the protocol
     rollout: RolloutConfig  # with the arm as its dispatch
-    items: list[Item]  # the first of the split, as many as `limit` says
+    items: list[Item]  # as many as `limit` says
     total: int  # items of the whole split
     path: Path
 
@@ -200,20 +193,16 @@ def cells_of(cfg: EvalConfig) -> list[Cell]:
 
 
 def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str) -> dict[str, Any]:
-    """Collect all that shapes a result, for the file's first line; where and how fast it is computed does not. Not in it:
-    what a fork's tool asks its sub-agents in words of its own (`Look.request`)."""
+    """Collect what shapes a result, for the file's first line. Where and how fast it is computed does not; what a fork's
+    tool asks its sub-agents (`Look.request`) is not seen here."""
     rollout, grading = dataclasses.asdict(cell.rollout), dataclasses.asdict(cfg.grading)
     elsewhere = ("gpus", "urls", "server_args", "max_batch_tokens", "concurrency", "call_timeout", "dispatch")
     prompts = [cfg.prompting.texts]
     if cfg.agentic:
         prompts += [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST]
         prompts += [cell.rollout.schemas]
-    header = {
-        "name": cfg.name,
-        "split": cell.split,
-        "k": cell.k,
-        "arm": cell.arm,
-        "total": cell.total,
+    place = {"name": cfg.name, "split": cell.split, "k": cell.k, "arm": cell.arm, "total": cell.total}
+    header = place | {
         "weights": weights,
         "prompts": _digest(json.dumps(prompts)),
         "prompting": dataclasses.asdict(cfg.prompting),
@@ -227,15 +216,12 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash a checkpoint: names and sizes of its files, and 1 MiB from each end (training changes every weight)."""
+    """Hash the names and sizes of a checkpoint's files and the first MiB of each, where a shard has its layout and weights
+    of the language model: training changes those, also where the vision tower is frozen."""
     whole = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.is_file()):
-        size = path.stat().st_size
-        whole.update(f"{path.name}/{size}/".encode())
         with path.open("rb") as file:
-            whole.update(file.read(1 << 20))
-            file.seek(max(0, size - (1 << 20)))
-            whole.update(file.read())
+            whole.update(f"{path.name}/{path.stat().st_size}/".encode() + file.read(1 << 20))
     return whole.hexdigest()[:16]
 
 
@@ -269,38 +255,19 @@ def earlier_results(cell: Cell, header: dict[str, Any]) -> list[dict]:
     return kept
 
 
-def unanswered(cell: Cell, records: list[dict]) -> list[Item]:
-    answered = {record["id"] for record in records}
-    return [item for item in cell.items if item.task.id not in answered]
-
-
-def start_transcripts(cell: Cell, answered: set[str], renderer: Renderer) -> Callable[[Episode], None]:
-    """Return a function that appends an episode to the cell's file of them. First, a torn last line and the episodes of
-    items that are asked again are removed from it."""
-    path, kept, one_at_a_time = cell.path.parent / "episodes" / cell.path.name, [], threading.Lock()
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n") and json.loads(line)["task"]["id"] in answered:
-                kept.append(line)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    config.write_whole(path, "".join(kept))
-
-    def keep(episode: Episode) -> None:
-        with one_at_a_time, path.open("a", encoding="utf-8") as file:
-            dump(episode, file, renderer)
-
-    return keep
-
-
-def ask_all(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: EvalConfig) -> None:
-    """Ask what has no answer among the records, many items at a time; each leaves its line as it ends."""
-    items = unanswered(cell, records)
-    config.write_whole(cell.path, "".join(json.dumps(line) + "\n" for line in (header, *records)))
-    judge, keep = Judge(cfg.grading.judge), None
-    if cfg.transcripts:
-        keep = start_transcripts(cell, {record["id"] for record in records}, stage.renderer)
+def ask_all(cell: Cell, items: list[Item], before: list[dict], stage: Stage, cfg: EvalConfig) -> None:
+    """Ask items of a cell, many at a time. Each leaves its line as it ends, behind the lines that stay from before."""
+    config.write_whole(cell.path, "".join(json.dumps(line) + "\n" for line in before))
+    judge, one_at_a_time = Judge(cfg.grading.judge), threading.Lock()
+    transcript = cell.path.parent / "episodes" / f"{cell.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
     bar = tqdm(total=len(items), desc=f"{cell.split} K={cell.k} {cell.arm}", unit="item")
     with cell.path.open("a", encoding="utf-8") as file, bar:
+
+        def keep(episode: Episode) -> None:
+            if cfg.transcripts:
+                transcript.parent.mkdir(exist_ok=True)
+                with one_at_a_time, transcript.open("a", encoding="utf-8") as lines:
+                    dump(episode, lines, stage.renderer)
 
         def done(_: int, record: dict) -> None:
             file.write(json.dumps(record) + "\n")  # ASCII: whatever a model says, a line stays one line
@@ -308,7 +275,7 @@ def ask_all(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: Ev
             bar.update()
 
         try:
-            jobs = [lambda item=item: ask(item, cell.k, stage, cfg, keep, judge) for item in items]
+            jobs = [lambda item=item: ask(item, cell.k, stage, cfg, judge, keep) for item in items]
             run_all(stage.engine, jobs, cfg.rollout.concurrency, done)
         except BaseException:
             stage.stopped.set()  # nobody starts another turn
@@ -318,13 +285,10 @@ def ask_all(cell: Cell, header: dict, records: list[dict], stage: Stage, cfg: Ev
 # ------------------------------------------------------------------------------------------------ one item
 
 
-def ask(
-    item: Item, k: int, stage: Stage, cfg: EvalConfig, keep: Callable | None = None, judge: Judge | None = None
-) -> dict[str, Any]:
+def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, judge: Judge, keep: Callable) -> dict[str, Any]:
     """Ask one item; returns its line of the results. The episode goes to `keep`: held, its frames would fill memory."""
     episode, answer = play(stage, item, k, derive(cfg.seed, item.task.id), cfg.prompting)
-    if keep:
-        keep(episode)
+    keep(episode)
     turns, error = turn_texts(episode.main, stage.renderer), episode.error
 
     # Read and grade the answer in both ways; our own agent's format has rewards, too.
@@ -367,8 +331,8 @@ def ask(
 
 
 def dry_run(cfg: EvalConfig) -> int:
-    """Print what is there, what is missing, and what the published run did otherwise that no key can say; exit status 1 if
-    the run could not start. Names on the hub are not verified."""
+    """Print what is there, what is missing, and what the published run did otherwise; exit status 1 if the run could not
+    start. Names on the hub are not verified."""
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     missing = 0
     for split, root in cfg.splits.items():
@@ -379,12 +343,8 @@ def dry_run(cfg: EvalConfig) -> int:
             missing = 1
             print(f"  MISSING {split}: {error}")
 
-    for text in tables.read_published()["differs"].get(tables.row_of(cfg.name), ()):
+    for text in tables.read_published()["differs"].get(cfg.name.partition(" (")[0], ()):
         print(f"  note    the published run: {text}")
-    if tables.in_our_words(cfg.prompting.protocol, cfg.prompting.prompt_file):
-        print("  note    prompting.prompt_file is empty: our own words, so scores differ from the authors'")
-    for url in cfg.rollout.urls:
-        print(f"  note    {url} must serve {cfg.checkpoint}")
 
     # What the model needs: a refusal ends the dry run with its sentence.
     if on_the_hub(cfg.checkpoint):
@@ -392,7 +352,8 @@ def dry_run(cfg: EvalConfig) -> int:
     else:
         find_model(cfg)
     check_api(cfg.api)
-    check_servers(cfg.rollout)
+    if not cfg.api.url:
+        check_servers(cfg.rollout)
     return missing
 
 
@@ -400,4 +361,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["table"]:
         sys.exit(tables.main(sys.argv[2:]))
     cfg, args = config.command_line(EvalConfig, __doc__)
-    config.run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)
+    errors = (config.ConfigError, ContractError, EngineError, DataError, FileNotFoundError)
+    config.run_script(dry_run if args.dry_run else main, cfg, *errors)

@@ -2,14 +2,13 @@
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # the *_wsub splits: the cues of the sampled frames, no others
-    grade(item, answer, cfg)                              # read by the rewards' parser; unparsed or no answer scores 0
-    grade_leniently(item, verdict, turn, cfg)             # where that read nothing: as the splits' own scorers read
+    grade(item, answer, cfg, judge)                       # read by the rewards' parser; unparsed or no answer scores 0
+    grade_leniently(item, verdict, turn, cfg, judge)      # where that read nothing: as the splits' own scorers read
     figures("videomme", records)                          # in percent, the headline figure first
 
 A dataset's folder is what `hf download NAME --repo-type dataset --local-dir ROOT` leaves, with its archives unpacked
-anywhere below it. Videos are found by name in all folders (links are followed), whatever their container.
-
-A question reads as its authors wrote it, its options lettered exactly once. Instructions belong to the protocols.
+anywhere below it. A question reads as its authors wrote it, its options lettered exactly once; instructions belong to
+the protocols.
 
 Deliberately missing: downloads, splits with hidden answers, guesses in place of answers that cannot be read.
 """
@@ -19,7 +18,6 @@ import math
 import os
 import re
 import shlex
-import sys
 import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -59,12 +57,8 @@ class Item:
 UNGRADED = {"prediction": None, "score": 0.0, "judged": False}
 
 
-class VideoMissing(Exception):
-    """The row's video is not below the root."""
-
-
 class Files:
-    """All files below a root, by name or folder/name: it does not matter where an archive was unpacked."""
+    """All files below a root (links are followed), by name or folder/name, wherever an archive was unpacked."""
 
     def __init__(self, root: Path):
         self.root, self._paths = root, {}
@@ -81,7 +75,7 @@ class Files:
     def video(self, name: str) -> str:
         path = self.find(name if name.lower().endswith(VIDEO_SUFFIXES) else name + ".mp4")
         if path is None:
-            raise VideoMissing(name)
+            raise FileNotFoundError(name)
         return path
 
 
@@ -251,7 +245,7 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     for i, (rows, n) in enumerate(places[: limit or None]):
         try:
             items.append(split.parse(rows[n], i, files))
-        except VideoMissing as error:
+        except FileNotFoundError as error:
             missing.append(str(error))
         except (KeyError, RowError) as error:
             reason = f"no field {error}" if isinstance(error, KeyError) else error
@@ -263,17 +257,13 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
         raise DataError(f"{root}: {name} has {wanted} items, found {len(places)}: are shards missing? {hint}")
     if missing:
         videos = sorted(set(missing))
-        where = f"nowhere below {root} (as {', '.join(VIDEO_SUFFIXES)})"
-        raise DataError(f"{len(videos)} videos of {name} are {where}, such as {', '.join(videos[:5])}. {hint}")
+        raise DataError(f"{len(videos)} videos of {name} are not below {root}, such as {', '.join(videos[:5])}. {hint}")
     subtitled = {video for item in items for video in item.task.videos if files.find(f"{Path(video).stem}.srt")}
     if not limit and len(subtitled) < split.subtitled:
         raise DataError(f"{root}: {split.subtitled} videos of {name} have an .srt file, found {len(subtitled)}. {hint}")
     ids = [item.task.id for item in items]
     if len(set(ids)) < len(ids):
         raise DataError(f"{root}: {len(ids)} items of {name} have only {len(set(ids))} ids. {hint}")
-    lost = sum(item.task.answer == UNANSWERABLE for item in items)
-    if lost:
-        print(f"{name}: {lost} answers are not among their options; these items count as wrong", file=sys.stderr)
     return items
 
 
@@ -293,10 +283,7 @@ def _hint(name: str, root: str) -> str:
     if not split.hub:
         return f"`python -m study.toy build {folder}` makes it."
     unpack = f"; then unpack {split.archives}, anywhere below it." if split.archives else "."
-    owner, _, dataset = split.hub.partition("/")
-    moved = f" If the hub has no such name: it is now lmms-eval/{dataset}." if owner == "lmms-lab" else ""
-    fetch = f"`hf download {split.hub} --repo-type dataset --local-dir {folder}`"
-    return f"{fetch} fetches the dataset{unpack}{moved}"
+    return f"`hf download {split.hub} --repo-type dataset --local-dir {folder}` fetches the dataset{unpack}"
 
 
 # ------------------------------------------------------------------------------------------------ figures

@@ -9,9 +9,9 @@
     sage                    reads the video once; then a reasoner without eyes sends one tool at a time
     video_zoomer            asks for one segment a turn, at a rate of its choice
 
-All sample through the stage's engine and leave an Episode: exact tokens, turns, calls with their windows and errors.
-Flows, limits and formats are those of the models' own code; the words, in protocols.yaml, are **ours**. Other words give
-other scores: a `prompt_file` brings the authors', and a result should say which were used.
+All leave an Episode: exact tokens, turns, calls with their windows and errors. Flows, limits and formats are those of
+the models' own code; the words, in protocols.yaml, are **ours**. Other words give other scores: a `prompt_file` brings
+the authors'.
 
 Deliberately missing: sampling beyond a temperature (top-p, repetition penalties), SAGE's tools that need a network or
 speech recognition, the video channel (what a model knew from the positions of a video, it reads as stamps).
@@ -70,23 +70,8 @@ class Prompting:
         return read_words(self.protocol, self.prompt_file)
 
 
-# The {places} of a text, beside those that our own text of that name has. What comes from outside may not stand in a
-# system text, which is read as ours.
-NUMBERS = {"duration", "minutes", "clock"}
-OUTSIDE = {"question", "stem", "options", "caption", "path"}
-SYSTEM_TEXTS, KINDS = ("system", "reasoner", "tool", "tools"), ("mcq", "tvg", "oe")
-
-
-def places_of(protocol: str, name: str) -> set[str]:
-    """Return what a text may speak of."""
-    places = NUMBERS | set(PLACE.findall(WORDS[protocol][name]))
-    if name not in SYSTEM_TEXTS:
-        places |= OUTSIDE
-    if name not in SYSTEM_TEXTS + KINDS:
-        places |= {"request"}
-    if name == "message":
-        places |= {"tools"}
-    return places
+# What every text may speak of, beside the {places} that our own text of that name has.
+PLACES = {"question", "stem", "options", "caption", "path", "duration", "minutes", "clock"}
 
 
 @functools.cache
@@ -98,7 +83,9 @@ def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
             raise ValueError(
                 f"prompt_file = {prompt_file!r}: {name!r} must be a text that {protocol!r} has: {', '.join(known)}"
             )
-        places = places_of(protocol, name)
+        places = PLACES | set(PLACE.findall(known[name]))
+        if name == "message":
+            places.add("tools")
         unknown = sorted(set(PLACE.findall(text)) - places - {""})
         if unknown:
             raise ValueError(
@@ -131,16 +118,16 @@ def play(stage: Stage, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[E
     try:
         frames = []
         if item.subtitles or cfg.protocol != "agent":  # the agent's overview is part of its episode
-            frames = [look_over(stage, task.videos[0], k, cfg.protocol)]
+            info = stage.videos.info(task.videos[0])
+            size = stage.renderer.contract.frame_size(info.width, info.height)
+            frames = [stage.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
             episode.task = ask_with_subtitles(item, frames[0].times)
         values = values_of(stage, episode.task, cfg, item.caption) | {"frames": frames}
         answer = PROTOCOLS.get(cfg.protocol, _one_turn)(stage, episode, cfg, values)
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"
     episode.seconds = time.perf_counter() - started
-    if episode.error or not answer:
-        return episode, None
-    return episode, answer
+    return episode, answer or None
 
 
 # ------------------------------------------------------------------------------------------------ verbs
@@ -150,11 +137,6 @@ def reading(stage: Stage, **contract: Any) -> Stage:
     """Return the stage of a model that reads frames in another form, such as other stamps."""
     renderer = stage.renderer
     return replace(stage, renderer=Renderer(renderer.tokenizer, replace(renderer.contract, **contract)))
-
-
-def look_over(stage: Stage, path: str, k: int, protocol: Protocol) -> Frames:
-    info, contract = stage.videos.info(path), stage.renderer.contract
-    return stage.videos.frames(path, overview_indices(info, k, protocol), contract.frame_size(info.width, info.height))
 
 
 def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
@@ -424,15 +406,19 @@ def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values
     """Run a tool. `media` holds the handles that tools gave out, each with its frame indices; none is opened as a path."""
     info = stage.videos.info(episode.task.videos[0])
     if call.name in SAGE_SPANS:
-        call.window = _sage_window(call, info)
-        looked_at = window_indices(info.times, *call.window, CROP_FPS, episode.k)
+        start, end = (read_time(call.arguments, name) for name in ("timestamp_start", "timestamp_end"))
+        start, end = within(info, start, end)
+        if not start < end < start + SAGE_SPANS[call.name]:
+            rule = f"start before end, less than {SAGE_SPANS[call.name]} seconds apart"
+            raise ToolError("bad_arguments", f"Write {rule}, as HH:MM:SS; the video ends at {clock(info.duration)}.")
+        call.window = start, end
+        looked_at = window_indices(info.times, start, end, CROP_FPS, episode.k)
     elif call.name == "perform_reasoning":
         looked_at = _sage_media(call, episode, info, media)
     else:
         there = ", ".join((*SAGE_SPANS, "perform_reasoning"))
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {there}.")
     if call.name == "extract_parts_from_timestamp":
-        start, end = call.window
         made = {f"clip_{start:.2f}s_{end:.2f}s.mp4": looked_at}
         if call.arguments.get("extract_type") != "subclips":
             few = window_indices(info.times, start, end, SAGE_STILLS / (end - start), SAGE_STILLS)
@@ -448,15 +434,6 @@ def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values
     said = speak(stage, call.agent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
     call.text = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
     return [call.text]
-
-
-def _sage_window(call: Call, info: VideoInfo) -> tuple[float, float]:
-    start, end = (read_time(call.arguments, name) for name in ("timestamp_start", "timestamp_end"))
-    start, end = within(info, start, end)
-    if not start < end < start + SAGE_SPANS[call.name]:
-        rule = f"start before end, less than {SAGE_SPANS[call.name]} seconds apart"
-        raise ToolError("bad_arguments", f"Write {rule}, as HH:MM:SS; the video ends at {clock(info.duration)}.")
-    return start, end
 
 
 def _sage_media(call: Call, episode: Episode, info: VideoInfo, media: dict[str, list[int]]) -> list[int]:

@@ -3,21 +3,17 @@
     python eval.py table runs/eval/* [--baseline NAME]
 
 1. Scores with 95 % intervals: one row per model, arm and reading of the answers (READINGS), each split at the K of the
-   paper's table, with the average of its columns and the gain over the baseline; other K in rows of their own; under it
-   what was published.
+   paper's table, with the average of its columns and the gain over the baseline's first arm; other K in rows of their
+   own; under it what was published. A split that is not finished says `n of N`; errors count as wrong, and are named.
 2. What a score cost, and how clean it is: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
-
-A split that is not finished, or was limited, says `n of N`; items that ended in an error count as wrong, and are named
-beside the score.
 
 Deliberately missing: significance tests, breakdowns.
 """
 
 import argparse
 import json
-import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,22 +22,16 @@ import numpy as np
 import yaml
 
 from evals.benchmarks import figures
+from runtime.dataset import DataError
 
-FILES = "*-K*-*.jsonl"  # of results, as eval.py names them
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 # How answers are read. strict: in closed tags, as training reads them (of the protocol `direct`, all that was said).
 READINGS = ("strict", "lenient")
 OUR_PROTOCOLS = ("agent", "direct", "think")  # all others belong to a model whose authors have words of their own
 LEGEND = """
 
-strict: an answer counts where its protocol asks for it, the agent's in closed tags as in training. lenient: read as the \
-splits' own scorers do, in prose too.
-The published numbers are lenient (the paper's driver takes a letter from anywhere in the reply): compare them with the \
-lenient rows."""
-
-
-class TableError(ValueError):
-    """Results that are not there, or that cannot stand in one table."""
+strict: an answer counts where its protocol asks for it, the agent's in closed tags as in training.
+lenient: read as the splits' own scorers do, in prose too. The published numbers are lenient."""
 
 
 # ------------------------------------------------------------------------------------------------ files of results
@@ -52,7 +42,7 @@ class Results:
     """One file of results."""
 
     settings: dict[str, Any]
-    records: list[dict[str, Any]]  # one per item, the last that was written
+    records: list[dict[str, Any]]  # one per item
 
     def __post_init__(self):
         self.name, self.arm = self.settings["name"], self.settings["arm"]
@@ -79,27 +69,24 @@ def read_results(path: Path) -> Results:
     """Read a file of results. A last line that a kill has torn is ignored."""
     content = path.read_bytes()
     lines = content[: content.rfind(b"\n") + 1].splitlines()
-    settings, *records = [json.loads(line) for line in lines]
-    last_of_item = {record["id"]: record for record in records}
-    return Results(settings, list(last_of_item.values()))
+    settings, *records = map(json.loads, lines)
+    return Results(settings, records)
 
 
 def collect(runs: Sequence[str | Path]) -> list[Results]:
     """Read the results in the folders of all runs."""
     results, paths = [], {}
-    for run in map(Path, runs):
-        if not run.exists():
-            raise TableError(f"{run}: no such folder; `python eval.py CONFIG` makes it")
-        for path in sorted(run.glob(FILES)):
+    for run in runs:
+        for path in sorted(Path(run).glob("*-K*-*.jsonl")):
             found = read_results(path)
             cell = (found.name, found.arm, found.k, found.split)
             if cell in paths:
-                raise TableError(f"{paths[cell]} and {path} have the same place in the table: give one another `name`")
+                raise DataError(f"{paths[cell]} and {path} have the same place in the table: give one another `name`")
             if found.records:
                 paths[cell] = path
                 results.append(found)
     if not results:
-        raise TableError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
+        raise DataError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
     return results
 
 
@@ -125,24 +112,15 @@ def executed(record: dict) -> int:
 
 def costs(r: Results) -> dict[str, float]:
     """Return means per item, and rates in percent."""
-    items = max(1, len(r.records))
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / items
-
-    found = {
-        "calls": mean(executed(x) for x in r.records),
-        "failed_calls": mean(len(x["calls"]) - executed(x) for x in r.records),
-    }
-    for name in ("turns", "tokens", "agent_tokens", "seconds"):
-        found[name] = mean(x[name] for x in r.records)
     answered = [x for x in r.records if not x["error"]]
-    found["error_rate"] = 100 * mean(bool(x["error"]) for x in r.records)
-    found["unparsed_rate"] = 100 * mean(x["prediction"] is None for x in answered)
-    found["truncated_rate"] = 100 * mean(x["truncated"] for x in r.records)
-    for name in ("fmt", "strict"):
-        found[name] = mean(x.get(name, 0.0) for x in r.records)  # 0 where the protocol has another format
-    return found
+    ran = sum(executed(x) for x in r.records)
+    totals = {"calls": ran, "failed_calls": sum(len(x["calls"]) for x in r.records) - ran}
+    for name in ("turns", "tokens", "agent_tokens", "seconds"):
+        totals[name] = sum(x[name] for x in r.records)
+    totals["error_rate"] = 100 * (len(r.records) - len(answered))
+    totals["unparsed_rate"] = 100 * sum(x["prediction"] is None for x in answered)
+    totals["truncated_rate"] = 100 * sum(x["truncated"] for x in r.records)
+    return {name: total / len(r.records) for name, total in totals.items()}
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -155,7 +133,7 @@ def read_published() -> dict[str, Any]:
 def report(runs: Sequence[str | Path], baseline: str = "") -> str:
     """Print all tables as Markdown; returns the text."""
     results, published = collect(runs), read_published()["table"]
-    names = ordered(r.name for r in results)
+    names = list(dict.fromkeys(r.name for r in results))
     results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
     text = scores_table(results, published, baseline or names[0]) + "\n\n" + costs_table(results)
     print(text)
@@ -184,38 +162,30 @@ def put_between_marks(path: Path, name: str, writer: str, text: str, title: str)
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
-def ordered(values: Iterable) -> list:
-    """Drop repetitions."""
-    return list(dict.fromkeys(values))
-
-
 def rows_of(results: Sequence[Results], published: dict) -> dict[tuple, dict[str, Results]]:
     """Group the results into rows: (model, arm, K) -> split -> results. K is "paper" for the K of the paper's table, where
     Charades has its own."""
     published_k = dict(zip(published["columns"], published["frames"]))
     rows: dict[tuple, dict[str, Results]] = {}
     for r in results:
-        arm = r.arm + " (our words)" * in_our_words(**r.settings["prompting"])
+        arm, prompting = r.arm, r.settings["prompting"]
+        if prompting["protocol"] not in OUR_PROTOCOLS and not prompting["prompt_file"]:
+            arm += " (our words)"
         k = "paper" if r.k == published_k.get(r.split) else r.k
         rows.setdefault((r.name, arm, k), {})[r.split] = r
     return rows
 
 
-def in_our_words(protocol: str, prompt_file: str) -> bool:
-    """Say if a model was asked in our words, although its authors have their own."""
-    return protocol not in OUR_PROTOCOLS and not prompt_file
-
-
 def scores_table(results: Sequence[Results], published: dict, baseline: str) -> str:
-    rows, splits, columns = rows_of(results, published), ordered(r.split for r in results), published["columns"]
+    rows, splits, columns = rows_of(results, published), dict.fromkeys(r.split for r in results), published["columns"]
     lines = []
-    for name in ordered(name for name, _, _ in rows):
+    for name in dict.fromkeys(r.name for r in results):
         # What we measured, in both readings.
         for (model, arm, k), row in rows.items():
             if model != name:
                 continue
-            base = baseline_row(rows, baseline, arm, k)
-            ks = ", ".join(ordered(str(r.k) for r in row.values()))
+            base = first_row(rows, baseline, k)
+            ks = ", ".join(dict.fromkeys(str(r.k) for r in row.values()))
             for reading in READINGS:
                 cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
                 scores = finished(row, reading)
@@ -233,20 +203,16 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
     return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
 
 
-def baseline_row(rows: dict, baseline: str, arm: str, k: int | str) -> dict[str, Results]:
-    """Return what a row is measured against: the baseline's of the same K and arm, or, since other protocols have no such
-    arm, of the same K."""
-    of_other_arms = {}
-    for (name, its_arm, its_k), row in rows.items():
-        if name == baseline and its_k == k:
-            if its_arm == arm:
-                return row
-            of_other_arms = of_other_arms or row
-    return of_other_arms
+def first_row(rows: dict, name: str, k: int | str) -> dict[str, Results]:
+    """Return the first row of a model at a K: its first arm, which is `parallel` if it has that."""
+    for (model, _, its_k), row in rows.items():
+        if (model, its_k) == (name, k):
+            return row
+    return {}
 
 
 def finished(row: dict[str, Results], reading: str) -> dict[str, float]:
-    """Return the scores of the splits that are complete."""
+    """Return the scores of complete splits."""
     return {split: r.read(reading).score() for split, r in row.items() if r.complete()}
 
 
@@ -256,8 +222,7 @@ def average(scores: dict[str, float], columns: Sequence[str]) -> str:
 
 
 def gain(ours: dict[str, float], base: dict[str, float]) -> str:
-    """Write both gains over the baseline that the paper mixes, and the number of splits that both have finished: the mean
-    of the splits' ratios, and the ratio of the averages."""
+    """Write both gains that the paper mixes, and the number of splits that both rows have finished."""
     shared = [split for split in ours if base.get(split)]
     if not shared:
         return ""
@@ -281,14 +246,10 @@ def score_cell(r: Results) -> str:
     return f"{cell} ({', '.join(remarks)})" if remarks else cell
 
 
-def row_of(name: str) -> str:
-    """Return the row of the paper's table that a name belongs to: "ParaVT-8B (own)" is still ParaVT-8B."""
-    return name.partition(" (")[0]
-
-
 def published_scores(name: str, published: dict) -> dict[str, float]:
+    """Return the published scores of a model; "ParaVT-8B (own)" is still ParaVT-8B."""
     for row in published["rows"]:
-        if row["name"] == row_of(name):
+        if row["name"] == name.partition(" (")[0]:
             return {c: score for c, score in zip(published["columns"], row["scores"]) if score is not None}
     return {}
 
@@ -304,14 +265,12 @@ def costs_table(results: Sequence[Results]) -> str:
     return markdown("### Per item", header, rows)
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="eval.py table", description="Print the tables of some results.")
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="eval.py table")
     parser.add_argument("runs", nargs="+", help="folders of results")
     parser.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
     args = parser.parse_args(arguments)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process, as it ends any other command
     try:
         report(args.runs, args.baseline)
-    except TableError as error:
+    except DataError as error:
         sys.exit(f"error: {error}")
-    return 0

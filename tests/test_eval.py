@@ -8,8 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -30,9 +28,10 @@ import tools
 from eval import EvalConfig, dry_run
 from evals import protocols, tables
 from evals.benchmarks import load_split
-from evals.tables import TableError, interval, read_results
+from evals.tables import interval, read_results
 from rollout import derive, load_episodes
 from runtime import config, judge
+from runtime.dataset import DataError
 from runtime.engine import EngineError
 from runtime.render import END_OF_TURN, Renderer
 from runtime.visual import ContractError, VisualContract
@@ -162,7 +161,7 @@ def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, m
     shutil.copytree(toy_dir / "model", tmp_path / "trained")
     weights = tmp_path / "trained" / "model.safetensors"
     changed = bytearray(weights.read_bytes())
-    changed[-1] ^= 1
+    changed[8 + int.from_bytes(changed[:8], "little")] ^= 1  # the first weight, behind the header: of equal size
     weights.write_bytes(changed)
     path = write()
     model(says("red"))
@@ -206,8 +205,7 @@ def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_
     assert len(ask_rows([*others, renamed])) == 1 and len(found(results_file(tmp_path))) == 8  # one has left the split
 
 
-def test_what_the_agent_reads_is_a_setting_and_the_source_of_a_tool_is_not(write, tmp_path, monkeypatch):
-    """A comment in tools.py refused to continue a run."""
+def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
 
     def prompts() -> list[str]:
@@ -215,10 +213,7 @@ def test_what_the_agent_reads_is_a_setting_and_the_source_of_a_tool_is_not(write
         return [evaluation.settings(cfg, cell, VisualContract(), "")["prompts"] for cell in cells]
 
     before = prompts()
-    (tmp_path / "tools.py").write_text("# another one")
     with monkeypatch.context() as patch:
-        patch.setattr(tools, "__file__", str(tmp_path / "tools.py"))
-        assert prompts() == before
         patch.setitem(tools.TOOLS, "crop_video", replace(tools.TOOLS["crop_video"], schema={"name": "crop_video"}))
         assert prompts()[0] != before[0] and prompts()[1] == before[1]  # without tools, none is described
     for name in ("SYSTEM", "SYSTEM_WITH_TOOLS", "SUBAGENT_SYSTEM", "SUBAGENT_REQUEST"):
@@ -263,7 +258,7 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
     look = f"I look closer.\n</think>\n{CALL}{END_OF_TURN}"
     answer = f"It is red.\n</think>\n<answer>red</answer>{END_OF_TURN}"
     path = write(prompting={"protocol": "agent"}, transcripts=True)
-    file, episodes = results_file(tmp_path, "parallel"), tmp_path / "run" / "episodes" / "toy-K4-parallel.jsonl"
+    file = results_file(tmp_path, "parallel")
     reply = lambda prompt, seed: answer if "tool_response" in prompt or is_subagent(prompt) else look  # noqa: E731
     failing = derive(derive(0, items[0]), 0)  # the first turn of the first item
 
@@ -274,34 +269,23 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
 
     model(broken)
     run(path, "limit=5", "rollout.concurrency=1")  # one after another, so that it is the fifth whose lines are torn
-    for torn in (file, episodes):
-        torn.write_bytes(torn.read_bytes()[:-30])
+    file.write_bytes(file.read_bytes()[:-30])
     assert len(found(file)) == 4 and found(file)[items[0]] == (None, None, 0.0, False, 0, 0, "EngineError: gone")
     engines = model(reply)
     run(path)
     run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # where is no setting
     assert len(engines) == 1  # not even opened
     assert asked(engines) == 3 * 5 and len(found(file)) == 8  # two turns and a report of all but three items
-    loaded, renderer = load_episodes(episodes), Renderer(tokenizer, VisualContract.load(toy_dir / "model"))
-    assert sorted(episode.task.id for episode in loaded) == sorted(items)
+    loaded, renderer = [], Renderer(tokenizer, VisualContract.load(toy_dir / "model"))
+    for episodes in (tmp_path / "run" / "episodes").iterdir():  # a file for each call
+        loaded += load_episodes(episodes)
+        shown = read_run(episodes, "eval", {}, 100, toy_dir / "model")
+        assert not shown.notes and shown.steps[0]  # the report shows them, with their pictures
+    assert {episode.task.id for episode in loaded} == set(items)
     for episode in loaded:
-        assert rewards.turn_texts(episode.main, renderer) == ["<think>\n" + look, "<think>\n" + answer]
-        assert len(episode.calls) == 1 and episode.calls[0].agent and episode.k == 4
-    shown = read_run(episodes, "eval", {}, 100, toy_dir / "model")
-    assert not shown.notes and len(shown.steps[0]) == 8  # the report shows them, with their pictures
-
-
-def test_a_larger_limit_goes_on_and_ends_as_a_run_without_one(write, model, tmp_path, capsys):
-    path, first = write(), model(says("red"))
-    assert run(path, "limit=5") == 0 and asked(first) == 5
-    assert re.search(r"\[\d+\.\d, \d+\.\d\] \(5 of 8\) +\|", capsys.readouterr().out)
-    rest = model(says("red"))
-    assert run(path) == 0 and asked(rest) == 3
-    results = read_results(results_file(tmp_path))
-    assert results.complete() and " of 8)" not in capsys.readouterr().out
-    run(write(tmp_path / "all"))
-    assert read_results(results_file(tmp_path / "all")).settings == results.settings
-    assert found(results_file(tmp_path / "all")) == found(results_file(tmp_path))
+        if not episode.error:
+            assert rewards.turn_texts(episode.main, renderer) == ["<think>\n" + look, "<think>\n" + answer]
+            assert len(episode.calls) == 1 and episode.calls[0].agent and episode.k == 4
 
 
 # ------------------------------------------------------------------------------------------------ what fails
@@ -477,7 +461,7 @@ def test_costs_are_means_and_rates_over_all_items(tmp_path):
     rows[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "tokens": 30, "seconds": 3.0, "truncated": True}
     assert tables.costs(read_results(write_results(tmp_path, "videomme", rows, total=2700))) == {
         "calls": 0.5, "failed_calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
-        "error_rate": 0, "unparsed_rate": 50, "truncated_rate": 50, "fmt": 0, "strict": 0,
+        "error_rate": 0, "unparsed_rate": 50, "truncated_rate": 50,
     }  # fmt: skip
 
 
@@ -496,19 +480,8 @@ def test_a_row_says_if_a_model_was_asked_in_our_words(tmp_path):
 def test_two_files_of_one_place_in_the_table_are_refused(tmp_path):
     write_results(tmp_path / "a", "lvbench", lines("1"))
     write_results(tmp_path / "b", "lvbench", lines("0"))
-    with pytest.raises(TableError, match="a/lvbench-K64-parallel.jsonl and .* have the same place in the table"):
+    with pytest.raises(DataError, match="a/lvbench-K64-parallel.jsonl and .* have the same place in the table"):
         tables.report([tmp_path / "a", tmp_path / "b"])
-
-
-def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
-    """`python eval.py table ... | head` ended with the traceback of a BrokenPipeError."""
-    write_results(tmp_path, "lvbench", lines("1"))
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-c", f"from evals import tables; tables.main([{str(tmp_path)!r}])"]
-    ended = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert ended.stderr == ""
 
 
 # ------------------------------------------------------------------------------------------------ configs
@@ -577,7 +550,6 @@ def test_a_dry_run_names_all_that_is_missing_and_unlike_the_paper(row, tmp_path,
     assert f"note    {cfg.checkpoint} is not here; the run would fetch it from the hub" in told
     for split, root in cfg.splits.items():
         assert f"MISSING {split}: {root}: no such folder" in told and f"--local-dir {root}`" in told
-    assert ("our own words" in told) == (row == "conan")
     own = {"paravt_8b": "after 3 rounds the letter", "conan": "not its clips", "gpt4o": "copied from leaderboards"}
     assert {name for name, text in own.items() if text in told} == {row}
     assert ("published run: frames are JPEGs" in told) == (row != "gpt4o")
@@ -602,7 +574,6 @@ def test_what_cannot_run_says_so(write):
         ({"arms": ["none"]}, "only the protocol 'agent' has them"),
         ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none': here, `arms` says how"),
         ({"api": {"url": "http://x"}}, "api: url = 'http://x': needs the name of a model"),
-        ({"api": api, "rollout": {"gpus": [0]}}, "leave rollout.gpus and rollout.urls empty"),
         ({"api": api, "prompting": {}}, "an API cannot open a turn or stop at a tag"),
     ):
         with pytest.raises(config.ConfigError, match=rule):

@@ -518,20 +518,13 @@ def test_nothing_that_a_model_says_raises(ask, renderer, protocol):
 
 def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path):
     """An unknown {place} was read by the model as it stood."""
-    for i, (protocol, text, rule) in enumerate(
-        (
-            ("think", "systm: x", "'systm' must be a text that 'think' has: .*system"),
-            (
-                "conan",
-                "user: '{frames} {qestion}'",
-                r"'user' of 'conan' cannot speak of \{qestion\}, only of .*question",
-            ),
-            ("think", "system: '{question}'", r"cannot speak of \{question\}, only of clock"),  # read as ours
-            ("sage", "message: '{frames}'", r"cannot speak of \{frames\}"),  # the reasoner has no eyes
-            ("video_zoomer", "last: '{error}'", r"Write \{\{error\}\} for the word in braces"),
-        )
+    for protocol, text, rule in (
+        ("think", "systm: x", "'systm' must be a text that 'think' has: .*system"),
+        ("conan", "user: '{frames} {qestion}'", r"'user' of 'conan' cannot speak of \{qestion\}, only of .*question"),
+        ("sage", "message: '{frames}'", r"cannot speak of \{frames\}"),  # the reasoner has no eyes
+        ("video_zoomer", "last: '{error}'", r"Write \{\{error\}\} for the word in braces"),
     ):
-        file = tmp_path / f"{i}.yaml"
+        file = tmp_path / f"{protocol}.yaml"
         file.write_text(text)
         with pytest.raises(ValueError, match=rule):
             Prompting(protocol, str(file))
