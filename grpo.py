@@ -69,14 +69,11 @@ STD_FLOOR = 1e-3  # a group whose rewards vary less is flat: fractional rewards 
 
 def group_advantage(rewards: Sequence[float]) -> np.ndarray:
     """Return the advantages of one group, [G]."""
-    rewards = np.asarray(rewards, np.float64)  # [G]
-    if len(rewards) < 2:
-        return np.zeros(len(rewards))
     # A_i = (R_i - mean_group R) / std_group R, and 0 where std_group R < floor. The std is the sample's (G - 1).
-    std = rewards.std(ddof=1)
-    if std < STD_FLOOR:
+    rewards = np.asarray(rewards, np.float64)  # [G]
+    if len(rewards) < 2 or rewards.std(ddof=1) < STD_FLOOR:
         return np.zeros(len(rewards))
-    return (rewards - rewards.mean()) / std
+    return (rewards - rewards.mean()) / rewards.std(ddof=1)
 
 
 def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor: Anchor) -> None:
@@ -91,12 +88,11 @@ def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor
 
     if cfg.normalise == "batch":
         # A_i <- A_i / max(std_batch A, floor), the std of all episodes of all ranks; A_anchor_i stays as it is.
-        mine = [episode.advantage for episodes in groups for episode in episodes]
-        everyone = [a for advantages in gather(mine) for a in advantages]
-        std = np.std(everyone or [0.0])
-        for episodes in groups:
-            for episode in episodes:
-                episode.advantage /= max(std, STD_FLOOR)
+        mine = [episode for episodes in groups for episode in episodes]
+        batch = sum(gather([episode.advantage for episode in mine]), [])
+        std = max(np.std(batch or [0.0]), STD_FLOOR)
+        for episode in mine:
+            episode.advantage /= std
 
 
 # ------------------------------------------------------------------------------------------------ lessons
@@ -123,8 +119,7 @@ class Learner:
 def make_lessons(
     groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
 ) -> list[Lesson]:
-    """Give this rank's episodes their advantages, and return the lessons that the update trains on. Means are over all
-    ranks."""
+    """Give this rank's episodes their advantages, and return the lessons that the update trains on."""
     # Episodes that failed are neither compared nor learned from.
     ran = [[episode for episode in group.episodes if not episode.error] for group in groups]
     give_advantages(ran, cfg, anchor)
@@ -206,7 +201,7 @@ def lesson_of(learners: Sequence[Learner], tokens: float, renderer: Renderer, an
 def token_losses(
     logprobs: Tensor, prox: Tensor, old_logprobs: Tensor, reference: Tensor | None, advantages: Tensor, cfg: GRPOConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each token, [N], and what is worth watching of it (without gradient), each [N]."""
+    """Return the loss of each token, [N], and what is worth watching of it (no gradient), each [N]."""
     # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * KL
     # r = pi / pi_prox
     ratio = (logprobs - prox).exp()
@@ -240,20 +235,16 @@ def lessons_loss(
     logprobs = scores.logprobs  # [N]
     if prox is None:
         prox = logprobs.detach()
-    advantages, old_logprobs, weights = collate(lessons, logprobs)
-    losses, watched = token_losses(logprobs, prox, old_logprobs, reference, advantages, cfg)
-    # L = sum over all sampled tokens of all ranks of l_i,t / their number
-    loss = (weights * losses).sum()
-    return loss, watched | {"entropy": scores.entropies}
 
-
-def collate(lessons: list[Lesson], like: Tensor) -> tuple[Tensor, ...]:
-    """Return the lessons' advantages, old log-probs and weights, each [N], on the device of `like`."""
     # A rank without lessons of its own still runs every collective, with N = 0.
     columns = [np.zeros((3, 0), np.float32)]
     for lesson in lessons:
         columns.append(np.stack([lesson.advantages, lesson.old_logprobs, lesson.weights]))
-    return torch.from_numpy(np.concatenate(columns, axis=1)).to(like).unbind()
+    advantages, old_logprobs, weights = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
+
+    # L = sum over all sampled tokens of all ranks of l_i,t / their number
+    losses, watched = token_losses(logprobs, prox, old_logprobs, reference, advantages, cfg)
+    return (weights * losses).sum(), watched | {"entropy": scores.entropies}
 
 
 def bundles(lessons: list[Lesson]) -> list[Bundle]:
@@ -267,6 +258,4 @@ def micro_batches(lessons: list[Lesson], budget: int) -> list[list[Lesson]]:
     for members in best_fit([len(lesson.bundle) for lesson in lessons], budget):
         mine.append([lessons[i] for i in members])
     most = max(gather(len(mine)))
-    while len(mine) < most:
-        mine.append([])
-    return mine
+    return mine + [[]] * (most - len(mine))

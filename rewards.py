@@ -9,14 +9,13 @@ its last `</think>`: what was said before the reports were read, or inside a tho
 
     python -m study.lab TEXT --answer B                      what any text earns, term by term
 
-Deliberately missing: a learned reward model, and any I/O. Who wants open answers judged hands in a judge:
-judge(question, gold, answer) -> 1 or 0 (runtime/judge.py).
+Deliberately missing: a learned reward model, and any I/O. Open answers are judged by a judge that is handed in.
 """
 
-import collections
 import re
 import string
 import unicodedata
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -133,11 +132,10 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
     A sampled end of turn is written `<|im_end|>`, whichever token of the checkpoint's list it was."""
     texts = []
     for start, end in trajectory.turns:
-        ids = trajectory.ids[start:end]
+        ids, ending = trajectory.ids[start:end], ""
         if ids and ids[-1] in renderer.ends_of_turn and trajectory.mask[end - 1] == 1:
-            texts.append(renderer.decode(ids[:-1]) + END_OF_TURN)
-        else:
-            texts.append(renderer.decode(ids))
+            ids, ending = ids[:-1], END_OF_TURN
+        texts.append(renderer.decode(ids) + ending)
     return texts
 
 
@@ -165,7 +163,7 @@ def tag_spam(turns: list[str]) -> dict[str, float]:
     spam = {f"spam_{name}": 0.0 for name in TAG_LIMITS}
     for turn in turns:
         for name, most in TAG_LIMITS.items():
-            if turn.count(f"<{name}>") > most or turn.count(f"</{name}>") > most:
+            if max(turn.count(f"<{name}>"), turn.count(f"</{name}>")) > most:
                 spam[f"spam_{name}"] = 1.0
     return spam
 
@@ -214,7 +212,7 @@ def iou(a: tuple[float, float], b: tuple[float, float]) -> float:
 def token_f1(answer: str, gold: str) -> float:
     # F1 = 2PR / (P + R) = 2 * common / (words of a + words of b), over normalised words
     a, b = words_of(answer), words_of(gold)
-    common = (collections.Counter(a) & collections.Counter(b)).total()
+    common = (Counter(a) & Counter(b)).total()
     return 2 * common / (len(a) + len(b)) if common else 0.0
 
 
@@ -222,16 +220,15 @@ def token_f1(answer: str, gold: str) -> float:
 
 
 def format_reward(turns: list[str], turns_that_called: set[int], answer_suffix: bool) -> float:
-    """Return R_fmt without the anchor's part."""
+    """Return R_fmt."""
     # R_fmt = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
     #       + 0.3 * [a thought before the calls, in every turn whose calls ran]
     #       + 0.1 * [all tags balanced, and something earned above]                     and 1 at most
     # The released code's weights; w_answer is its weight of the opening and of the closing tag, which only a pair earns.
     # Without a call it is 0.8 at most: R_fmt, too, pays for calling.
+    w_think, w_answer = 0.3, 0.2 + 0.1
     if answer_suffix:  # the paper's Answer Suffix
         w_think, w_answer = 0.2, 0.3 + 0.2
-    else:
-        w_think, w_answer = 0.3, 0.2 + 0.1
 
     thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
     thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
@@ -268,7 +265,7 @@ def strict(turns: list[str]) -> bool:
     return bool(turns) and all(map(calls.fullmatch, turns[:-1])) and bool(answer.fullmatch(turns[-1]))
 
 
-# ------------------------------------------------------------------------------------------------ R_anchor
+# ------------------------------------------------------------------------------------------------ R_anchor, R_tool
 
 
 def anchor_reward(turns: list[str], anchor: Anchor) -> float:
@@ -293,9 +290,6 @@ def think_state(turn: str) -> str:
     if depth > 0:
         return "open"
     return "closed" if thought_ends(turn) else "absent"
-
-
-# ------------------------------------------------------------------------------------------------ R_tool
 
 
 def tool_reward(episode: Episode, acc: float) -> float:
@@ -333,14 +327,12 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
 
 def kinds_of_characters(text: str) -> list[str]:
     """Return what each character is: part of an opening or a closing tag, blank, punctuation or (all else) content."""
-    kinds = []
-    for char in text:
+    kinds = ["content"] * len(text)
+    for i, char in enumerate(text):
         if char.isspace():
-            kinds.append("blank")
+            kinds[i] = "blank"
         elif char in string.punctuation or unicodedata.category(char).startswith("P"):
-            kinds.append("punctuation")
-        else:
-            kinds.append("content")
+            kinds[i] = "punctuation"
     for tag in TAG.finditer(text):
         kind = "closing" if tag.group().startswith("</") else "opening"
         kinds[tag.start() : tag.end()] = [kind] * len(tag.group())
@@ -355,15 +347,13 @@ def is_structural(kinds: list[str], first: int, last: int) -> bool:
     White space may share its token, and so may punctuation that stands before a closing tag: in Qwen's vocabulary `.</`,
     `]</` and `。</` are single tokens, and to sample one is to decide to close. A letter or a digit may not (`>B`), nor
     the answer's first character (`>(`, `>[`)."""
-    tag, punctuated = "", False
+    tag = ""  # the first one that the token touches
     for kind in kinds[first:last]:
         if kind in ("opening", "closing"):
-            tag = tag or kind  # the first tag that the token touches
+            tag = tag or kind
         elif kind == "content" or (kind == "punctuation" and tag):
             return False
-        elif kind == "punctuation":
-            punctuated = True
-    if not punctuated:
+    if "punctuation" not in kinds[first:last]:
         return tag != ""
 
     # Punctuation before a closing tag, unless it is the first character of what the tag closes.

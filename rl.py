@@ -22,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -33,13 +34,11 @@ from data import CALL_ERRORS, Group, Task, draw_frames, parse_task
 from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
 from rewards import RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
-from runtime import config
 from runtime.checks import RunConfig, check_servers, open_run
-from runtime.config import refuse_below_1
-from runtime.dataset import DataError, Dataset
+from runtime.config import command_line, refuse_below_1, run_script
+from runtime.dataset import Dataset
 from runtime.distributed import (
     barrier,
-    device,
     export,
     gather,
     init_distributed,
@@ -51,14 +50,13 @@ from runtime.distributed import (
     world_size,
 )
 from runtime.doctor import self_check
-from runtime.engine import Engine, EngineError
+from runtime.engine import Engine
 from runtime.judge import Judge
-from runtime.plan import check_disk, plan_rl, utilisation
+from runtime.plan import plan_rl, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
-from runtime.run import Run, is_finished, try_out
+from runtime.run import USER_ERRORS, Run, check_room, is_finished, try_out
 from runtime.video import Videos
-from runtime.visual import ContractError
 from tools import TOOLS
 
 
@@ -94,7 +92,7 @@ class RLConfig(RunConfig, GRPOConfig):
         agents = self.rollout.subagents
         if agents.train and agents.temperature != self.rollout.temperature:
             raise ValueError(
-                f"rollout.subagents.train needs rollout.subagents.temperature = {self.rollout.temperature}, the main agent's"
+                f"rollout.subagents.train needs rollout.subagents.temperature = {self.rollout.temperature}"
             )
         if self.rollout.gpus and self.rollout.urls:
             raise ValueError("rollout.gpus and rollout.urls: give one of the two")
@@ -129,8 +127,7 @@ def main(cfg: RLConfig) -> None:
 
         # The engine, the rows and the videos: all that samples.
         if run.done < cfg.steps:
-            engine = shared_engine(source, renderer, cfg.rollout)
-            videos = Videos(cfg.decoders)
+            engine, videos = shared_engine(source, renderer, cfg.rollout), Videos(cfg.decoders)
             with videos, Sampler(cfg, Dataset(cfg.data, parse_task), engine, renderer, videos, snapshot) as sampler:
                 # The engine has the checkpoint's weights; servers that already run may hold those of another run.
                 if run.done or cfg.rollout.urls:
@@ -151,7 +148,7 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
         clock = Clock()
 
         # Sample: this rank's groups of episodes.
-        groups, sampling_seconds = sampler.take(step)
+        groups, clock.seconds["sampling_seconds"] = sampler.take(step)
         clock.lap("rollout")
 
         # Reward the episodes, and turn rewards into advantages.
@@ -173,8 +170,8 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 
         # Log.
         measured |= describe(groups, cfg.choices_of_k, step)
-        measured |= speed(groups, lessons, policy, clock, sampling_seconds)
-        measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(sampler.dataset.bad)}) | clock.seconds
+        measured |= speed(groups, lessons, policy, clock.seconds) | clock.seconds
+        measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(sampler.dataset.bad)})
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
         if rank() == 0:
@@ -197,10 +194,11 @@ class Sampler:
     def __init__(
         self, cfg: RLConfig, dataset: Dataset, engine: Engine, renderer: Renderer, videos: Videos, snapshot: Path
     ):
-        self.cfg, self.dataset, self.engine, self.renderer, self.videos = cfg, dataset, engine, renderer, videos
+        self.cfg, self.dataset, self.engine, self.renderer = cfg, dataset, engine, renderer
         self.snapshot = snapshot  # the folder through which the engine gets its weights
         self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
         self.ahead: Future | None = None  # the next batch, while it is being sampled
+        self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
 
     def take(self, step: int) -> tuple[list[Group], float]:
         """Return this rank's groups of a step and the seconds that sampling them took; begin the next where it may."""
@@ -223,13 +221,8 @@ class Sampler:
             tasks.append(task)
             ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         progress = rank() == 0 and sys.stderr.isatty()
-        groups = self.play(tasks, ks, cfg.group_size, cfg.rollout, seed=cfg.seed, step=step, progress=progress)
+        groups = self.rollout(tasks, ks, cfg.group_size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
         return groups, time.perf_counter() - started
-
-    def play(self, tasks: list[Task], ks: list[int], group_size: int, cfg: RolloutConfig, **more) -> list[Group]:
-        """Play so many episodes of every task."""
-        common = {"engine": self.engine, "renderer": self.renderer, "videos": self.videos, "stopped": self.stopped}
-        return rollout(tasks, ks, group_size, cfg=cfg, **common, **more)
 
     def publish(self, policy: Policy, version: int) -> None:
         """Give the policy's weights to the engines: a snapshot in safetensors, which each of them loads.
@@ -237,7 +230,7 @@ class Sampler:
         The snapshot stays until the next one, since a server that restarts reads it again."""
         export(policy, self.snapshot, policy.cfg.checkpoint, self.cfg.visual)
         serving = self.cfg.rollout
-        if device().index in serving.gpus:  # one GPU for both: what this process keeps for later, the server needs now
+        if serving.gpus:  # a server on this process's GPU needs the memory that this process only keeps for later
             torch.cuda.empty_cache()
         if rank() == 0 or not (serving.gpus or serving.urls):
             self.engine.update_weights(self.snapshot, version)
@@ -313,9 +306,7 @@ def update(
     return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": norm}
 
 
-def proximal_logprobs(
-    policy: Policy, minibatches: list[list[list[Lesson]]], temperature: float
-) -> list[list[Tensor | None]]:
+def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> list[list[Tensor | None]]:
     """Return log pi_prox of every micro-batch, by minibatch: of the policy before the first update. With one minibatch that
     is pi itself (None)."""
     found = []
@@ -358,9 +349,8 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
 
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
     # A tool may have kinds of errors of its own; all ranks must count the same ones.
-    kinds = set(CALL_ERRORS)
-    for theirs in gather({call.error for episode in ran for call in episode.calls if call.error}):
-        kinds |= theirs
+    own = {call.error for episode in ran for call in episode.calls if call.error}
+    kinds = set(CALL_ERRORS).union(*gather(own))
     for episode in ran:
         for name, value in episode.reward.items():
             seen[name].append(value)
@@ -383,18 +373,15 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     return mean_over_ranks(seen)
 
 
-def speed(
-    groups: Sequence[Group], lessons: Sequence[Lesson], policy: Policy, clock: Clock, sampling_seconds: float
-) -> dict[str, float]:
+def speed(groups: list[Group], lessons: list[Lesson], policy: Policy, seconds: dict[str, float]) -> dict[str, float]:
     """Return tokens per second of all ranks together; sampling may lie within the training of the last step."""
     agents = [agent for group in groups for episode in group.episodes for agent in episode.trajectories]
     sampled = sum(sum(agent.mask) for agent in agents)
     packed = sum(len(lesson.bundle) for lesson in lessons)
     tokens = sum_over_ranks({"sampled": float(sampled), "packed": float(packed)})
-    sampling = max(gather(sampling_seconds))
-    training = max(gather(clock.seconds["train_seconds"]))
+    sampling = max(gather(seconds["sampling_seconds"]))
+    training = max(gather(seconds["train_seconds"]))
     return {
-        "sampling_seconds": sampling,
         "sampled_tokens_per_second": tokens["sampled"] / sampling,
         "trained_tokens_per_second": tokens["packed"] / training,
         **utilisation(policy.cfg, int(tokens["packed"]), training, world_size()),
@@ -412,16 +399,14 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
     subagents = replace(cfg.rollout.subagents, temperature=0.0)
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
-        groups = sampler.play(asked, ks, 1, greedy, progress=False)
+        groups = sampler.rollout(asked, ks, 1, cfg=greedy, progress=False)
         give_rewards(groups, sampler.renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
             seen[f"{name}/failed_rate"].append(bool(episode.error))
             if episode.error:
                 continue
-            values = {"acc": episode.reward["acc"], "strict": episode.reward["strict"]}
-            if dispatch != "none":
-                values["kappa"] = episode.executed
+            values = {"acc": episode.reward["acc"], "strict": episode.reward["strict"], "kappa": episode.executed}
             for part, value in values.items():
                 seen[f"{name}/{part}"].append(value)
                 seen[f"{name}/{part}/K={group.k}"].append(value)
@@ -431,25 +416,16 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 # ------------------------------------------------------------------------------------------------ before it starts
 
 
-def check_memory(cfg: RLConfig) -> None:
-    """Print the plan of trainer and engine; ConfigError if they do not fit."""
-    for plan in plan_rl(cfg):
-        plan.check(cfg.gpu_gib)
-
-
 def check_hardware(cfg: RLConfig) -> None:
-    """Refuse a run that has no room on this machine's GPUs or disk."""
+    """Refuse a run whose servers cannot start, or that has no room on this machine's GPUs or disk."""
     check_servers(cfg.rollout, world_size())
-    if torch.cuda.is_available():
-        check_memory(replace(cfg, gpus=world_size()))
-    check_disk(cfg.policy, cfg.keep, cfg.run)
+    check_room(cfg, plan_rl)
 
 
 def dry_run(cfg: RLConfig) -> int:
-    return try_out(cfg, parse_task, check_memory)
+    return try_out(cfg, parse_task, plan_rl)
 
 
 if __name__ == "__main__":
-    cfg, args = config.command_line(RLConfig, __doc__)
-    user_errors = (config.ConfigError, ContractError, DataError, EngineError, FileNotFoundError)
-    config.run_script(dry_run if args.dry_run else main, cfg, FloatingPointError, *user_errors)
+    cfg, args = command_line(RLConfig, __doc__)
+    run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

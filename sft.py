@@ -19,30 +19,23 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from data import Dialogue, encode_dialogue, parse_dialogue
 from rewards import TAG
-from runtime import config
 from runtime.checks import RunConfig, open_run
-from runtime.config import refuse_below_1
-from runtime.dataset import DataConfig, DataError, Dataset, RowError
-from runtime.distributed import (
-    gather,
-    init_distributed,
-    rank,
-    sum_over_ranks,
-    world_size,
-)
+from runtime.config import command_line, refuse_below_1, run_script
+from runtime.dataset import DataConfig, Dataset, RowError
+from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import best_fit
-from runtime.plan import check_disk, plan_training, utilisation
+from runtime.plan import Plan, plan_training, utilisation
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
 from runtime.render import Bundle, Renderer
-from runtime.run import Run, is_finished, try_out
+from runtime.run import USER_ERRORS, Run, check_room, is_finished, try_out
 from runtime.video import VideoError, Videos
-from runtime.visual import ContractError
 from tools import TOOLS
 
 # What a character of the assistant's text is, by the first group of these; all others are prose.
@@ -86,7 +79,7 @@ def main(cfg: SFTConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy. What cannot run is refused before any
     weight is loaded."""
     init_distributed()
-    with open_run(cfg, parse_dialogue, check_hardware) as (source, renderer):
+    with open_run(cfg, parse_dialogue, partial(check_room, plans=plan_sft)) as (source, renderer):
         if is_finished(cfg):
             return
 
@@ -256,23 +249,18 @@ def runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2]))
 
 
-def check_memory(cfg: SFTConfig) -> None:
-    """Print the plan of a micro-batch that is full, and full of frames; ConfigError if it does not fit."""
-    plan_training(cfg.policy, cfg.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens).check(cfg.gpu_gib)
+# ------------------------------------------------------------------------------------------------ before it starts
 
 
-def check_hardware(cfg: SFTConfig) -> None:
-    """Refuse a run that has no room on this machine's GPUs or disk."""
-    if torch.cuda.is_available():
-        check_memory(replace(cfg, gpus=world_size()))
-    check_disk(cfg.policy, cfg.keep, cfg.run)
+def plan_sft(cfg: SFTConfig) -> list[Plan]:
+    """Plan a micro-batch that is full, and full of frames."""
+    return [plan_training(cfg.policy, cfg.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)]
 
 
 def dry_run(cfg: SFTConfig) -> int:
-    return try_out(cfg, parse_dialogue, check_memory)
+    return try_out(cfg, parse_dialogue, plan_sft)
 
 
 if __name__ == "__main__":
-    cfg, args = config.command_line(SFTConfig, __doc__)
-    user_errors = (config.ConfigError, ContractError, DataError, FileNotFoundError)
-    config.run_script(dry_run if args.dry_run else main, cfg, FloatingPointError, *user_errors)
+    cfg, args = command_line(SFTConfig, __doc__)
+    run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

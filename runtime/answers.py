@@ -46,7 +46,7 @@ DENIED_FORMS = (
 _DENIED = re.compile("|".join(pattern for _, pattern in DENIED_FORMS), re.I)
 # "Answer: B": what leads to a letter.
 _LEAD = re.compile(
-    r"\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is)?[\s:*_]{1,5}", re.I
+    r"(?i)\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is)?[\s:*_]{1,5}"
 )
 # "(B)", "B. Vitamin C", "**B.** red", "B: red", "B、red", "B - red", "B\nred": a letter first, and what it stands for.
 # "D.C." is no label.
@@ -128,7 +128,6 @@ REWRITTEN = (
     ("[1,240]", r"([\[(]\s?\d{1,7}),(?=\d{1,7}\s?[\])])", r"\1, "),
     ("1,234.5", r"(?<![\d.])(\d{1,3}),(?=\d{3}(?!\d))", r"\1"),
 )  # fmt: skip
-_REWRITTEN = [(re.compile(pattern, re.I), new) for _, pattern, new in REWRITTEN]
 
 # What a time looks like, and the seconds that each of its numbers counts for. 0 marks a bare number: seconds, or what
 # its partner has ("2 to 3 minutes").
@@ -153,24 +152,25 @@ RANGE_FORMS = (
     ("[12.5, 20.1]", rf"(?m)(?:[\[(:=]|^)[^\w\n]{{0,5}}T\W{{0,3}}[,;]{_FILL}T[^\w\n]{{0,5}}(?:[\])]|$)"),
     ("starts at 12.5 and ends at 20.1", r"(?<![a-z])(?:start|beg[aiu]n|from)[^T]{0,30}T[^T]{0,80}(?<![a-z])(?:end|finish|stop|until|to)[^T]{0,30}T"),
 )  # fmt: skip
-_RANGES = [re.compile(pattern.replace("T", _T), re.I) for _, pattern in RANGE_FORMS]
 
 
 def parse_span(text: str) -> tuple[float, float] | None:
     """Return the span of seconds, its ends in order: the two times, if the text has two; else its last explicit range."""
     text = unicodedata.normalize("NFKC", text).replace(_T, " ")
-    for pattern, new in _REWRITTEN:
-        text = pattern.sub(new, text)
-    times = [_seconds_and_unit(match) for match in _TIME.finditer(text)]
+    for _, pattern, new in REWRITTEN:
+        text = re.sub(pattern, new, text, flags=re.I)
+    times = [_seconds_and_unit(time) for time in _TIME.finditer(text)]
     masked = _TIME.sub(_T, text)  # a mark for each time: a range is a pattern of words around marks
 
+    starts = []
     if len(times) == 2 and not re.search(rf"{_T} or {_T}", masked):
-        first = 0
+        starts = [0]
     else:
-        starts = [match.start() for form in _RANGES for match in form.finditer(masked)]
-        if not starts:
-            return None
-        first = masked.count(_T, 0, max(starts))
+        for _, pattern in RANGE_FORMS:
+            starts += [match.start() for match in re.finditer(pattern.replace("T", _T), masked, re.I)]
+    if not starts:
+        return None
+    first = masked.count(_T, 0, max(starts))
     (start, start_unit), (end, end_unit) = times[first : first + 2]
     if start_unit == 0 and end_unit:
         start *= end_unit  # "2 to 3 minutes"

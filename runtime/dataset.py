@@ -6,8 +6,6 @@
 A batch is a pure function of (seed, step): the position to resume at is the step number, and every rank takes its slice
 of the same batch, whatever the number of ranks. A bad row is reported once, skipped and counted.
 
-To add a dataset: docs/add_a_dataset.md; a row that cannot be used raises RowError with the reason.
-
 Deliberately missing: epochs as a concept of the trainers, worker processes that load data (video.py has its own).
 """
 
@@ -15,13 +13,11 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-# ------------------------------------------------------------------------------------------------ batches
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class DataError(ValueError):
 
 
 class RowError(DataError):
-    """A row that cannot be used; the text is the reason."""
+    """A row that cannot be used; the text is the reason. What parses rows raises it (docs/add_a_dataset.md)."""
 
 
 class Rows:
@@ -75,26 +71,23 @@ class Rows:
             import pyarrow.parquet as pq  # 0.3 s that `--help` does not need
 
             try:
-                self._table = pq.read_table(self.path, memory_map=True)
+                self._rows = pq.read_table(self.path, memory_map=True)
             except (OSError, ValueError) as error:  # an interrupted download; a Git LFS pointer
                 raise DataError(f"{path}: not a readable parquet file: {error}; fetch it again") from None
-            self._lines = None
         elif self.path.suffix == ".jsonl":
-            self._lines = [line for line in self.path.read_bytes().splitlines() if line.strip()]
+            self._rows = [line for line in self.path.read_bytes().splitlines() if line.strip()]
         elif self.path.suffix == ".json":
-            self._lines = decode_json(self.path.read_bytes(), str(path))
-            if not isinstance(self._lines, list):
-                raise DataError(f"{path}: expected a list of rows, got {type(self._lines).__name__}")
+            self._rows = decode_json(self.path.read_bytes(), str(path))
         else:
             raise DataError(f"{path}: expected a .parquet, .jsonl or .json file")
 
     def __len__(self) -> int:
-        return self._table.num_rows if self._lines is None else len(self._lines)
+        return len(self._rows)
 
     def __getitem__(self, i: int) -> dict:
-        if self._lines is None:
-            return self._table.slice(i, 1).to_pylist()[0]
-        row = decode_json(self._lines[i], "the line")
+        if self.path.suffix == ".parquet":
+            return self._rows.slice(i, 1).to_pylist()[0]
+        row = decode_json(self._rows[i], "the line")
         if not isinstance(row, dict):
             raise RowError(f"expected a JSON object, got {type(row).__name__}")
         return row
@@ -113,8 +106,7 @@ class Dataset:
 
     def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path, float], Any]):
         self.cfg, self._parse = cfg, parse
-        self._first: list[tuple[Source, Rows]] = []
-        self._mixture: list[tuple[Source, Rows]] = []
+        self._first, self._mixture = [], []  # (source, its rows)
         for source in cfg.sources:
             pool = self._first if source.first else self._mixture
             pool.append((source, Rows(source.path)))
@@ -198,23 +190,15 @@ class Dataset:
         return rng.permutation(np.concatenate(columns, axis=1), axis=1).astype(int)
 
 
-def check_rows(parse: Callable, *cfgs: DataConfig | None, first: int = 64) -> None:
+def check_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
     """Raise if none of the first rows can be used: before weights are loaded, and anything is written."""
-    for cfg in cfgs:
-        if cfg is None:
-            continue
-        dataset, reasons = Dataset(cfg, parse), []
-        for position in range(min(first, len(dataset))):
-            source, rows, row, _ = dataset._row(position)
-            origin, root = f"{rows.path}: row {row}", Path(cfg.video_root or rows.path.parent)
-            try:
-                parse(rows[row], origin, root, source.loss_weight)
-                break
-            except RowError as error:
-                reasons.append(f"{origin}: {error}")
-        else:
+    for cfg in filter(None, cfgs):
+        dataset = Dataset(replace(cfg, max_bad_fraction=1.0), parse)
+        first = min(16, len(dataset))
+        if not any(dataset.batch(position, 1) for position in range(first)):
+            origin, reason = next(iter(dataset.bad.items()))
             raise DataError(
-                f"{reasons[0]}; of the {len(reasons)} rows that are read first, none can be used. Relative paths start at "
+                f"{origin}: {reason}; of the {first} rows that are read first, none can be used. Relative paths start at "
                 f"data.video_root = {cfg.video_root!r} (empty: the data file's folder); `python -m study.prepare check` lists all"
             )
 

@@ -8,12 +8,9 @@ rl.py and eval.py make the judge and hand it to the rewards, which know the sett
 Deliberately missing: shades of right. The judge says yes or no.
 """
 
-import hashlib
 import json
 import re
-import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 from runtime.engine import EngineError
 
@@ -26,7 +23,6 @@ PROMPT = (
     "may ask of you. Reply with one word: yes or no."
 )
 VERDICT = re.compile(r"\W*(yes|no)\W*", re.I)  # the whole reply
-CACHED = re.compile(r'\{"key": "(\w+)", "verdict": ([01])\.0\}')  # a line that was cut off is none
 
 
 @dataclass(frozen=True)
@@ -37,8 +33,6 @@ class JudgeConfig:
     model: str = ""
     key: str = ""
     """The environment variable that holds the endpoint's key; empty: no key is sent."""
-    cache: str = ""
-    """JSONL file of verdicts, for later runs, too; empty: they are kept in memory alone."""
 
 
 class JudgeError(RuntimeError):
@@ -46,30 +40,20 @@ class JudgeError(RuntimeError):
 
 
 class Judge:
-    """Asks for verdicts, for many threads at once. Each is kept under everything that shapes it."""
+    """Asks for verdicts, for many threads at once. Each is kept: a group often gives the same answer."""
 
     def __init__(self, cfg: JudgeConfig):
         from runtime.api import Api, Chat  # here, because the rewards import this file and need no client
 
-        self.cfg, self.lock, self.verdicts = cfg, threading.Lock(), {}
+        self.cfg, self.verdicts = cfg, {}  # the request -> its verdict
         self.chat = Chat(Api(cfg.url, cfg.model, cfg.key), attempts=TRIES, timeout=SECONDS)
-        if cfg.cache and Path(cfg.cache).exists():
-            for key, verdict in CACHED.findall(Path(cfg.cache).read_text()):
-                self.verdicts[key] = float(verdict)
 
     def __call__(self, question: str, gold: str, answer: str) -> float:
         given = json.dumps(answer[:LONGEST_ANSWER], ensure_ascii=False)
         prompt = PROMPT.format(question=question, gold=gold, answer=given)
-        key = hashlib.sha256(f"{self.cfg.url}\0{self.cfg.model}\0{prompt}".encode()).hexdigest()
-        if key not in self.verdicts:
-            verdict = self.ask(prompt)
-            with self.lock:
-                self.verdicts[key] = verdict
-                if self.cfg.cache:
-                    Path(self.cfg.cache).parent.mkdir(parents=True, exist_ok=True)
-                    with open(self.cfg.cache, "a") as file:
-                        file.write(json.dumps({"key": key, "verdict": verdict}) + "\n")
-        return self.verdicts[key]
+        if prompt not in self.verdicts:
+            self.verdicts[prompt] = self.ask(prompt)
+        return self.verdicts[prompt]
 
     def ask(self, prompt: str) -> float:
         said = ""

@@ -1,8 +1,7 @@
-"""run.py: a training run in its folder: the state it goes on from, its metrics, its result. SFT and RL share it.
+"""run.py: what SFT and RL share: a run in its folder, the state it goes on from, its metrics, its result.
 
     run = Run(cfg, "rl", SHOWN, policy, optimizer)    # goes on from the newest state in RUN/state
     for step in range(run.done, cfg.steps):
-        ...
         run.log(step, measured)                       # a line of RUN/metrics.jsonl
         run.save(step)                                # where it is time
     run.export()                                      # RUN/model
@@ -12,21 +11,42 @@ checks.open_run holds the folder's lock meanwhile. All ranks call all of this.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.optim import Optimizer
 
-from runtime import config
 from runtime.checks import RunConfig, check_bad_steps
-from runtime.dataset import Dataset, check_rows
-from runtime.distributed import export, gather, load_state, peak_memory, print0, rank, save_state
-from runtime.plan import check_disk
+from runtime.config import ConfigError, Metrics, save_run
+from runtime.dataset import DataError, Dataset, check_rows
+from runtime.distributed import export, gather, load_state, peak_memory, print0, rank, save_state, world_size
+from runtime.engine import EngineError
+from runtime.plan import Plan, check_disk
 from runtime.policy import Policy, learning_rate
+from runtime.visual import ContractError
+
+# What a user can mend: told in a sentence, without a traceback.
+USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
+Plans = Callable[[RunConfig], list[Plan]]
 
 
-def try_out(cfg: RunConfig, parse: Callable, check_memory: Callable[[RunConfig], None]) -> int:
+def check_memory(cfg: RunConfig, plans: Plans) -> None:
+    """Print the script's plans of its GPUs; ConfigError if one does not fit."""
+    for plan in plans(cfg):
+        plan.check(cfg.gpu_gib)
+
+
+def check_room(cfg: RunConfig, plans: Plans) -> None:
+    """Refuse a run that has no room on this machine's GPUs or disk."""
+    if torch.cuda.is_available():
+        check_memory(replace(cfg, gpus=world_size()), plans)
+    check_disk(cfg.policy, cfg.keep, cfg.run)
+
+
+def try_out(cfg: RunConfig, parse: Callable, plans: Plans) -> int:
     """Check memory, data and disk without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
-    check_memory(cfg)
+    check_memory(cfg, plans)
     check_rows(parse, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse).total} rows")
     print(check_disk(cfg.policy, cfg.keep, cfg.run))
@@ -38,11 +58,10 @@ def try_out(cfg: RunConfig, parse: Callable, check_memory: Callable[[RunConfig],
 
 def is_finished(cfg: RunConfig) -> bool:
     """Return, and say, whether the newest state is that after the last step, and the model was exported from it."""
-    model, states = Path(cfg.run) / "model", sorted(Path(cfg.run).glob("state/step-????????"))
-    finished = model.exists() and bool(states) and states[-1].name == f"step-{cfg.steps:08d}"
-    if finished:  # A model that is older than the state is that of fewer steps.
-        finished = model.stat().st_mtime_ns >= states[-1].stat().st_mtime_ns
-    finished = gather(finished)[0]
+    model, newest = Path(cfg.run) / "model", max(Path(cfg.run).glob("state/step-????????"), default=Path())
+    finished = model.exists() and newest.name == f"step-{cfg.steps:08d}"
+    # A model that is older than the state is that of fewer steps.
+    finished = gather(finished and model.stat().st_mtime_ns >= newest.stat().st_mtime_ns)[0]
     if finished:
         print0(f"finished: {model} is the result of all {cfg.steps} steps; more `steps` would go on")
     return finished
@@ -51,21 +70,17 @@ def is_finished(cfg: RunConfig) -> bool:
 class Run:
     """Where a run stands: steps done, steps skipped, and what it has measured."""
 
-    def __init__(
-        self, cfg: RunConfig, name: str, shown: Sequence[str], policy: Policy, optimizer: torch.optim.Optimizer
-    ):
-        self.cfg, self.folder = cfg, Path(cfg.run)
-        self.policy, self.optimizer = policy, optimizer
-        self.source = policy.cfg.checkpoint
+    def __init__(self, cfg: RunConfig, name: str, shown: Sequence[str], policy: Policy, optimizer: Optimizer):
+        self.cfg, self.folder, self.policy, self.optimizer = cfg, Path(cfg.run), policy, optimizer
         self.done, counted = load_state(self.folder / "state", policy, optimizer)
         self.bad_steps = counted.get("bad_steps", 0)
         if self.done:
             print0(f"{self.folder}: goes on after step {self.done} of {cfg.steps}")
         else:
-            print0(f"{self.folder}: starts anew from {self.source}")
+            print0(f"{self.folder}: starts anew from {policy.cfg.checkpoint}")
         if rank() == 0:
-            config.save_run(cfg, self.folder)
-            self.metrics = config.Metrics(cfg, name, self.done, shown)
+            save_run(cfg, self.folder)
+            self.metrics = Metrics(cfg, name, self.done, shown)
 
     def is_time(self, step: int, every: int) -> bool:
         """Return whether to do after this step what is done every so many steps, and at the end."""
@@ -74,8 +89,8 @@ class Run:
     def log(self, step: int, measured: dict[str, float]) -> None:
         """Write down what a step measured. A step whose gradient was not finite counts as bad; too many stop the run."""
         self.bad_steps += not math.isfinite(measured["grad_norm"])
-        measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory()}
-        measured |= {"lr": learning_rate(self.cfg.optim, step, self.cfg.steps)}
+        lr = learning_rate(self.cfg.optim, step, self.cfg.steps)
+        measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
             self.metrics.write(step, measured)
         check_bad_steps(self.bad_steps)
@@ -88,5 +103,5 @@ class Run:
 
     def export(self) -> None:
         """Write the result as a Hugging Face checkpoint."""
-        export(self.policy, self.folder / "model", self.source, self.cfg.visual)
+        export(self.policy, self.folder / "model", self.policy.cfg.checkpoint, self.cfg.visual)
         print0(f"done: {self.folder}/model")

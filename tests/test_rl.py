@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +24,13 @@ from tiny_checkpoint import Scripted, is_subagent
 
 import rl
 import sft
-from data import Call, Episode, Group, Task, Trajectory, parse_task
+from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
 from grpo import make_lessons
-from rewards import RewardConfig, give_rewards
+from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive
 from runtime import config
-from runtime.checks import check_run
+from runtime.checks import differences
 from runtime.dataset import Dataset
 from runtime.doctor import self_check, trainer_logprobs
 from runtime.engine import EngineError
@@ -52,13 +52,8 @@ def write_config(path: Path, toy_dir: Path, **changes) -> Path:
         "visual": {"frame_pixels": 1024},
         "rollout": {"max_turns": 1, "max_new_tokens": 48, "temperature": 1.0, "subagents": {"max_new_tokens": 8}},
         "optim": {"lr": 1e-3},
-        "gating": [4, 8],
-        "steps": 6,
-        "batch_tasks": 2,
-        "group_size": 4,
-        "save_every": 2,
-        "decoders": 1,
     }
+    tree |= {"gating": [4, 8], "steps": 6, "batch_tasks": 2, "group_size": 4, "save_every": 2, "decoders": 1}
     path.write_text(yaml.safe_dump(tree | changes))
     return path
 
@@ -101,12 +96,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chanc
     assert moved and not any(".visual." in name for name in moved)  # the vision tower is frozen
 
 
-def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(toy_dir, tmp_path, monkeypatch):
+def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted, toy_dir, tmp_path, monkeypatch):
     """The plan counts the tower once."""
-    held, update = [], rl.update
-    monkeypatch.setattr(rl, "update", lambda *args: held.append(args[:2]) or update(*args))
-    train(tmp_path / "c.yaml", toy_dir, steps=1, kl_coef=0.1)
-    [(policy, reference)] = held
+    held = []
+    monkeypatch.setattr(rl, "train", lambda cfg, *policies: held.extend(policies[:2]))
+    rl.main(config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, steps=1, kl_coef=0.1)))
+    policy, reference = held
     assert reference.vision is policy.vision and reference.text is not policy.text
     assert not any(p.requires_grad for p in reference.parameters())
 
@@ -122,7 +117,6 @@ def test_updates_whose_gradient_is_not_finite_are_skipped_and_counted_and_end_th
     with pytest.raises(FloatingPointError, match="not finite in 2 steps, more than 1: lower optim.lr"):
         train(tmp_path / "c.yaml", toy_dir, **more)
     lines = metrics(tmp_path / "c")
-    assert [line["bad_steps"] for line in lines] == [0, 1, 2]
     assert [4e3 * line["lr"] for line in lines] == pytest.approx([1, 2, 3])  # the schedule's, skipped or not
     norms = [1, 2]
     with pytest.raises(FloatingPointError, match="not finite in 2 steps"):  # those of before are not forgotten
@@ -149,16 +143,6 @@ def test_a_finished_run_stops_and_a_lost_model_is_exported_again(scripted, toy_d
         killed.setattr(rl.Run, "export", lambda run: 1 / 0)
         train(path, toy_dir, steps=2)
     assert not start_again(2) and start_again(2) and len(scripted) == 2
-
-
-@pytest.mark.parametrize("change", ["seed=1", "data.seed=1"])
-def test_a_run_does_not_go_on_with_another_seed(toy_dir, tmp_path, change):
-    path = write_config(tmp_path / "c.yaml", toy_dir)
-    config.save_run(config.load(RLConfig, path), tmp_path / "c")
-    (tmp_path / "c" / "state" / "step-00000001").mkdir(parents=True)
-    check_run(config.load(RLConfig, path))
-    with pytest.raises(config.ConfigError, match="seed: 0, now 1"):
-        check_run(config.load(RLConfig, path, [change]))
 
 
 # ------------------------------------------------------------------------------------------------ the loop's parts
@@ -268,34 +252,14 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     skipped.reward = {"reward": 1.0, "acc": 1.0}
     failed = Episode(task, 64, agent([], 0), error="EngineError: gone")
     groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
-    assert rl.describe(groups, (4, 64), step=5) == pytest.approx(
-        {
-            "failed_rate": 1 / 4,
-            "reward": 1.0,
-            "acc": 2 / 3,
-            "closure/think": 0.75,
-            "kappa": 2 / 3,
-            "kappa/K=4": 1.0,
-            "kappa/K=64": 0.0,
-            "acc/K=4": 0.5,
-            "acc/K=64": 1.0,
-            "acc/K=4/called": 1.0,
-            "acc/K=4/skipped": 0.0,
-            "acc/K=64/skipped": 1.0,
-            "truncated_rate": 1 / 3,
-            "turns": 5 / 3,
-            "sampled_tokens": 7 / 3,
-            "call_errors/unparseable": 1 / 4,
-            "call_errors/too_dark": 1 / 4,
-            **{f"call_errors/{kind}": 0.0 for kind in ("unknown_tool", "bad_arguments", "over_limit", "timeout")},
-            **{f"call_errors/{kind}": 0.0 for kind in ("failed", "engine", "crashed")},
-            "calls/crop_video": 2 / 3,
-            "staleness": (1.5 + 1 + 0) / 3,
-            "share/K=4": 1 / 3,
-            "share/K=64": 2 / 3,
-            "flat_groups": 1 / 3,
-        }
-    )
+    expected = {f"call_errors/{kind}": 0 for kind in CALL_ERRORS} | {
+        "failed_rate": 1 / 4, "reward": 1, "acc": 2 / 3, "closure/think": 0.75, "kappa": 2 / 3, "kappa/K=4": 1, "kappa/K=64": 0,
+        "acc/K=4": 0.5, "acc/K=64": 1, "acc/K=4/called": 1, "acc/K=4/skipped": 0, "acc/K=64/skipped": 1,
+        "truncated_rate": 1 / 3, "turns": 5 / 3, "sampled_tokens": 7 / 3, "calls/crop_video": 2 / 3,
+        "call_errors/unparseable": 1 / 4, "call_errors/too_dark": 1 / 4,
+        "staleness": (1.5 + 1 + 0) / 3, "share/K=4": 1 / 3, "share/K=64": 2 / 3, "flat_groups": 1 / 3,
+    }  # fmt: skip
+    assert rl.describe(groups, (4, 64), step=5) == pytest.approx(expected)
 
 
 def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch, capsys):
@@ -320,27 +284,24 @@ def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_
     val = {"val": {"sources": [{"path": str(toy_dir / "val.parquet")}]}, "val_tasks": 3, "val_frames": [4, 16]}
     lines = train(tmp_path / "c.yaml", toy_dir, steps=3, eval_every=2, rollout=agents, **val)
     assert ["eval/acc" in line for line in lines] == [False, True, True]  # every 2 steps, and at the end
-    drawn = Dataset(config.load(RLConfig, tmp_path / "c.yaml").val, parse_task).batch(0, 3)
-    questions = [task.question for task, *_ in drawn]
-    greedy = [request for request in scripted[0].asked if request.temperature == 0 and not is_subagent(request.prompt)]
-    opened = [request for request in greedy if "<tool_response>" not in request.prompt]
+    last, greedy = lines[-1], [request for request in scripted[0].asked if request.temperature == 0]
+    opened = [r for r in greedy if not is_subagent(r.prompt) and "<tool_response>" not in r.prompt]
     assert len(opened) == 2 * 2 * 2 * 3  # twice, both arms, both K, three tasks
     assert sorted(sum(map(len, request.frames)) for request in opened) == [4] * 12 + [16] * 12
     assert sum("<tools>" in request.prompt for request in opened) == 12
-    assert all(any(question in request.prompt for question in questions) for request in opened)
-    last = lines[-1]
-    greedy_reports = [r for r in scripted[0].asked if is_subagent(r.prompt) and r.temperature == 0]
-    assert len(greedy_reports) == 2 * 6 * last["eval/kappa"] > 0
+    held_out = Dataset(config.load(RLConfig, tmp_path / "c.yaml").val, parse_task).batch(0, 3)
+    assert all(any(draw.item.question in request.prompt for draw in held_out) for request in opened)
+    assert sum(is_subagent(request.prompt) for request in greedy) == 2 * 6 * last["eval/kappa"] > 0
     said = [scripted[0].renderer.decode(group.episodes[0].main.ids) for group in rewarded[-1]]
     right = [f"<answer>{group.task.answer}</answer>" in text for group, text in zip(rewarded[-1], said)]
     assert len(right) == 6 and last["eval_no_tools/acc"] == sum(right) / 6
     for part in ("acc", "strict", "kappa"):
         assert last[f"eval/{part}"] == pytest.approx((last[f"eval/{part}/K=4"] + last[f"eval/{part}/K=16"]) / 2)
-    assert last["eval/strict"] == 1 and last["eval/kappa"] > 0 and "eval_no_tools/kappa" not in last
+    assert last["eval/strict"] == 1 and last["eval/kappa"] > 0 == last["eval_no_tools/kappa"]
     assert last["eval/failed_rate"] == last["eval_no_tools/failed_rate"] == 0
 
 
-def test_a_first_batch_without_an_episode_stops_the_run_and_one_episode_lets_it_go_on(scripted, toy_dir, tmp_path, monkeypatch):  # fmt: skip
+def test_a_first_batch_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_dir, tmp_path, monkeypatch):
     """A training without episodes would end as if nothing were wrong."""
 
     def fail(own, ids, frames, *, seed, **more):
@@ -358,14 +319,10 @@ def test_a_first_batch_without_an_episode_stops_the_run_and_one_episode_lets_it_
     assert line["failed_rate"] == 7 / 8
 
 
-def test_an_update_weighs_minibatches_alike_and_compares_at_the_temperature_of_sampling(
-    toy_dir, toy_renderer, monkeypatch
-):
+def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir, toy_renderer, monkeypatch):
     """Against log-probs, KL and gradient of one pass by hand, with a reference that is another policy."""
-    cfg = RLConfig(
-        run="", policy=PolicyConfig(str(toy_dir / "model")), data=None, kl_coef=0.2, reward=RewardConfig(),
-        rollout=RolloutConfig(temperature=0.6),
-    )  # fmt: skip
+    weights, rollout = PolicyConfig(str(toy_dir / "model")), RolloutConfig(temperature=0.6)
+    cfg = RLConfig(run="", policy=weights, data=None, kl_coef=0.2, rollout=rollout)
     policy, reference = (load(cfg.policy, toy_renderer.never_sampled) for _ in range(2))
     with torch.no_grad():
         for p in reference.parameters():
@@ -439,7 +396,7 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
     with pytest.raises(EngineError, match="those of a sub-agent, not of its main agent"):
         self_check(policy, groups, 1.0, 0.5)
     for report in reports:
-        report.prompt_frames = [replace(clip, pixels=255 - clip.pixels) for clip in report.frames]
+        report.prompt_frames = [replace(clip, pixels=255 - clip.pixels) for clip in report.prompt_frames]
     with pytest.raises(EngineError, match="those of a sub-agent, not of its main agent"):
         self_check(policy, groups, 1.0, 0.0)
 
@@ -566,23 +523,22 @@ def test_every_config_loads_and_names_its_run_after_itself(path):
     assert cfg.run.replace("/toy/", "/toy_").removeprefix("runs/") in (path.stem, path.stem.removesuffix("_1gpu"))
 
 
-ABLATIONS = {  # what differs from PARA-GRPO: (think prefix, answer suffix, credit, gamma, w_tool, gating)
-    "paragrpo": (True, True, "struct", 0.3, 1, True),
-    "grpo": (False, False, "off", 0.3, 1, False),
-    "anchoring": (True, True, "struct", 0.3, 1, False),
-    "gating": (False, False, "off", 0.3, 1, True),
-    "no_tool_reward": (True, True, "struct", 0.3, 0, True),
-    "no_gamma": (True, True, "struct", 0, 1, True),
+NO_ANCHORING = {
+    "rollout.think_prefix: True, now False",
+    "reward.answer_suffix: True, now False",
+    "reward.anchor.credit: 'struct', now 'off'",
+}
+NO_GATING = {"gating: (4, 8, 16, 32, 64), now ()"}
+ABLATIONS = {
+    "grpo": NO_ANCHORING | NO_GATING,
+    "anchoring": NO_GATING,
+    "gating": NO_ANCHORING,
+    "no_tool_reward": {"reward.w_tool: 1.0, now 0.0"},
+    "no_gamma": {"reward.anchor.gamma: 0.3, now 0.0"},
 }
 
 
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_an_ablation_differs_from_the_whole_in_what_it_says(name):
-    cfg, whole = (config.load(RLConfig, REPO / "configs" / f"{n}_8b.yaml") for n in (name, "paragrpo"))
-    reward = cfg.reward
-    found = (cfg.rollout.think_prefix, reward.answer_suffix, reward.anchor.credit, reward.anchor.gamma, reward.w_tool)
-    assert (*found, bool(cfg.gating)) == ABLATIONS[name]
-    anchor = replace(reward.anchor, credit="struct", gamma=0.3)
-    reward = replace(reward, answer_suffix=True, w_tool=1, anchor=anchor)
-    rollout = replace(cfg.rollout, think_prefix=True)
-    assert replace(cfg, run=whole.run, gating=whole.gating, rollout=rollout, reward=reward) == whole
+    cfg, whole = (asdict(config.load(RLConfig, REPO / "configs" / f"{n}_8b.yaml")) for n in (name, "paragrpo"))
+    assert set(differences(whole, cfg | {"run": whole["run"]}).values()) == ABLATIONS[name]

@@ -28,24 +28,16 @@ run = partial(start, "sft.py")
 
 
 def write_config(path: Path, toy_dir: Path, **changes) -> Path:
+    perception = {"path": str(toy_dir / "perception.parquet"), "loss_weight": 10}
     tree = {
         "run": str(path.with_suffix("")),
         "policy": {"checkpoint": str(toy_dir / "model"), "freeze": []},
-        "data": {
-            "sources": [
-                {"path": str(toy_dir / "perception.parquet"), "loss_weight": 10},
-                {"path": str(toy_dir / "sft.parquet")},
-            ]
-        },
+        "data": {"sources": [perception, {"path": str(toy_dir / "sft.parquet")}]},
         "visual": {"frame_pixels": 1024},
         "kind_weights": {"answer": 5},
         "optim": {"lr": 1e-3, "warmup": 0.1, "schedule": "cosine"},
-        "steps": 12,
-        "batch_rows": 4,
-        "pack_tokens": 700,
-        "save_every": 3,
-        "decoders": 1,
     }
+    tree |= {"steps": 12, "batch_rows": 4, "pack_tokens": 700, "save_every": 3, "decoders": 1}
     path.write_text(yaml.safe_dump(tree | changes))
     return path
 
@@ -249,14 +241,6 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
     finish(run(cfg))
     assert kills >= 2 and same_weights(uninterrupted, tmp_path / "run")
     assert same_metrics(metrics(uninterrupted), metrics(tmp_path / "run"))
-
-
-def test_steps_that_are_not_finite_are_skipped_and_counted_and_end_the_run(toy_dir, tmp_path):
-    for _ in range(2):  # resumed, those of before are not forgotten
-        with pytest.raises(FloatingPointError, match="gradient not finite in 6 steps, more than 5: lower optim.lr"):
-            train(tmp_path / "run.yaml", toy_dir, optim={"lr": 1e30, "warmup": 0.0}, steps=10)
-    lines = metrics(tmp_path / "run")
-    assert lines[-1]["bad_steps"] == 6
 
 
 def test_unusable_rows_cost_themselves_only(toy_dir, tmp_path, capsys):
