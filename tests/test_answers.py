@@ -25,7 +25,7 @@ LISTED = {
         # what is denied, or only a reason, is not named
         "not A but B", "B, not A", "B rather than C", "It isn't A or C, it is B", "It can't be A, so B", "A is wrong. It is B",
         "D) is incorrect. B) is correct.", "B. Option A is wrong", "The answer is B. Option C is wrong",
-        "The answer is B because A is only seen later.",
+        "The answer is B because A is only seen later.", "B正确，A错误", "A不对，选B", "所以答案是B，因为A不对",
     ),
     "C": ("C) green car", "green car", "Answer: C", "answer: c", "option c", "Option C.", "neither A nor B but C"),
     "D": ("$\\boxed{\\text{D}}$", "d) vitamin C", "(D) Vitamin C.", "**D.** vitamin c", "D\nVitamin C", "vitamin C",
@@ -33,7 +33,7 @@ LISTED = {
     "E": ("E. a",),
     None: (
         "J", "AB", "", "...", "red blue", "a red car", "none of them", "The answer is a man", "A Ferrari", "A 3", "A 3-story house",
-        "It's B's turn", "I am sure", "Début", "not A", "It is not B", "J. nothing",
+        "It's B's turn", "I am sure", "Début", "not A", "It is not B", "J. nothing", "All except B", "anything but B",
         # two letters
         "The answer is B. Option C fits, too",  # the released code: right for both
         "A or B", "B or A", "B, C", "A、B", "选A和B", "A) or B)", "A. B. C.", "A. red\nB. blue", "(A) (B)", "A) or perhaps B",

@@ -1,6 +1,7 @@
 """The plan's numbers are the model's: parameters, and the activations that autograd really keeps. It warns where a run may
 not fit, and refuses where it cannot."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -67,6 +68,12 @@ def test_knobs_move_the_sum_in_their_direction():
     assert plan_training(EIGHT, 4, 8192, 4096).gib > base > plan_training(EIGHT, 8, 4096, 2048).gib
     for change in ({"freeze": ()}, {"logit_chunk": 4096}, {"activation_checkpointing": False}):
         assert plan_training(PolicyConfig(EIGHT.checkpoint, **change), 8, 8192, 4096).gib > base
+
+
+def test_the_key_that_the_plan_advises_is_a_key():
+    """Past bug: it advised `kl = 0`."""
+    [key] = re.findall(r"none if (\w+) = 0", plan_training(EIGHT, 8, 8192, reference=True).table(80))
+    assert key in RLConfig.__dataclass_fields__
 
 
 def rl_plans(**changes):
