@@ -10,7 +10,7 @@ RUN/metrics.jsonl, RUN/episodes/ (what was said), RUN/state/ (to resume from) an
 
 The equations are in grpo.py; plain GRPO is the same loop without anchor, prefix and gating. With `staleness: 1` the
 episodes of the next step are sampled, by the weights of the last one, while this one trains. (A resumed run samples its
-first batch by the newest weights; with `staleness: 0` it is the uninterrupted run.)
+first batch by the newest weights; with `staleness: 0` and the engine in this process it is the uninterrupted run.)
 
 Deliberately missing: batches that are more than one update old, trainers that come and go.
 """

@@ -39,10 +39,7 @@ LETTER_FORMS = (
 # What is denied, or is only a reason, is not named. _SOME: "option A", "A or (B)".
 _SOME = rf"(?:(?:option|choice) )?\(?(?<![\w'’.])[A-J]\)?{_END}(?: (?:or|nor|and) \(?[A-J]\)?{_END}){{0,9}}"
 DENIED_FORMS = (
-    (
-        "not A",
-        rf"(?:\b(?:not|cannot|never|neither|without|except|anything but|instead of|rather than)|n['’]t|不是)(?: be)? {_SOME}",
-    ),
+    ("not A", rf"(?:\b(?:not|cannot|never|neither|without|except|instead of|rather than)|n['’]t|不是)(?: be)? {_SOME}"),
     ("A is wrong", rf"{_SOME} (?:is|are|can|does|do)(?:n['’]t| ?not| wrong| incorrect| false| ruled out)\b"),
     ("A 错误", rf"{_SOME} ?是?(?:错|不对|不正确)"),
     ("because A is later", r"(?<=\b[A-J])\W{1,3}(?:because\b|since\b|因为)[^.!?。\n]*"),

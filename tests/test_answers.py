@@ -33,7 +33,7 @@ LISTED = {
     "E": ("E. a",),
     None: (
         "J", "AB", "", "...", "red blue", "a red car", "none of them", "The answer is a man", "A Ferrari", "A 3", "A 3-story house",
-        "It's B's turn", "I am sure", "Début", "not A", "It is not B", "J. nothing", "All except B", "anything but B",
+        "It's B's turn", "I am sure", "Début", "not A", "It is not B", "J. nothing", "All except B",
         # two letters
         "The answer is B. Option C fits, too",  # the released code: right for both
         "A or B", "B or A", "B, C", "A、B", "选A和B", "A) or B)", "A. B. C.", "A. red\nB. blue", "(A) (B)", "A) or perhaps B",

@@ -66,7 +66,7 @@ CASES = {
     "call without execution": ([LOOK, DONE], 0, 1, 0.8, 0.1, 0.7),
     "an answer before the reports": ([LOOK.replace("<tool_call>", "<answer>B</answer><tool_call>"), DONE.replace("<answer>B</answer>", "ok")], 1, 0, 0.5 + 0.1, 0.3, 0.4),
     "a call beside the answer": ([DONE.replace("<answer>", f"{CALL}<answer>")], 1, 1, 1.0, 0.3, 0.4),
-    "an answer inside the thought": ([f"<think>\nIt is blue, so <answer>B</answer>\n</think>\nok{END_OF_TURN}"], 0, 0, 0.2 + 0.1, 0, 0.4),
+    "an answer inside the last thought": ([f"<think>\nThe clip shows it.\n</think><think>\nIt is blue, so <answer>B</answer>\n</think>\nok{END_OF_TURN}"], 0, 0, 0.2 + 0.1, 0, 0.4),
     "three rounds of calls": ([LOOK, LOOK, LOOK, DONE], 3, 1, 1.0, 0.8, 0.7),
     "executed, but the answer is wrong": ([LOOK, DONE.replace("B<", "A<")], 1, 0, 1.0, 0.3, 0.7),
     "unreadable call": ([LOOK.replace('{"name"', "{name"), DONE], 0, 1, 0.8, 0, 0.7),
