@@ -3,10 +3,9 @@
     folder = memory_folder()                  # /dev/shm/minparavt-x3k9a_2b, the same for every caller
     server = start_group(command)             # a process that ends with this one, and so do its children
 
-Beside this process, a shell waits for the end of a pipe that we hold open. That end also comes if we are killed, by torchrun
-or for memory, when nothing of ours can run any more. The shell then kills the servers and removes the folder. If the shell
-was killed, too, the next process that makes a folder removes ours: a lock tells the living from the dead. Process ids
-would not, since containers may share the memory and number their processes each on its own.
+Beside this process, a shell waits for the end of a pipe that we hold open, which also comes if we are killed. The shell then
+kills the servers and removes the folder. If the shell was killed, too, the next process that makes a folder removes ours: a
+lock tells the living from the dead. Process ids would not: containers that share the memory number theirs each on its own.
 """
 
 import atexit
@@ -43,9 +42,8 @@ def memory_folder() -> Path:
     (folder / "groups").mkdir()
     shell = subprocess.Popen(
         ["sh", "-c", END, "sh", str(folder)],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        cwd="/", start_new_session=True,  # Ctrl-C is not for it
-        pass_fds=[lock],  # it holds the lock until it is done
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
+        start_new_session=True, pass_fds=[lock],  # Ctrl-C is not for it, and it holds the lock until it is done
     )  # fmt: skip
     atexit.register(shell.communicate)  # closes the pipe and waits
     return folder
@@ -57,12 +55,10 @@ def _lock(folder: Path) -> int | None:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not what a link leads to
     except OSError:
         return None
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if folder.exists():
             return descriptor
-    except BlockingIOError:
-        pass
     os.close(descriptor)
     return None
 

@@ -3,18 +3,16 @@
     sample = engine.generate(ids, frames, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
     engine.update_weights(snapshot_dir, version)                 # safetensors; every later sample carries the version
 
-`generate` blocks, and many threads call it, one per running agent. Both engines return exactly the sampled ids
-(the stop token included) and log softmax(masked logits / temperature) of each, where image and video tokens are masked.
-servers.py asks SGLang, inprocess.py a model in this process; rollout.open_engine picks one.
+`generate` blocks, and many threads call it, one per running agent. servers.py asks SGLang, inprocess.py a model in this
+process. Both return exactly the sampled ids (the stop token included) and log softmax(logits / temperature) of each, where
+image and video tokens are masked.
 
     run_all(engine, jobs, 256, on_done)                          # jobs that call the engine, so many at a time
     together(engine, pool, {name: job}, timeout) -> {name: result}
-
-Both tell the engine how many threads may still ask, because the one in this process waits for all of them.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,8 +50,7 @@ class Engine(Protocol):
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
         """Load the safetensors of a folder, which must stay until the next update: a restarted server reads them again.
-        Samples that are under way end with the old weights. `push=False`: another rank loads them into the shared
-        servers, and this one only expects them."""
+        `push=False`: another rank loads them into the shared servers, and this one only expects them."""
 
     def close(self) -> None: ...
 
@@ -64,32 +61,29 @@ class Expected:
     The engine in this process starts a batch once so many threads wait for it. One too few, and batches depend on timing;
     one too many, and it hangs. Each job that has not ended counts, within [at_least, at_most]."""
 
-    def __init__(self, engine: Engine, jobs: Iterable[Hashable], at_least: int, at_most: int):
+    def __init__(self, engine: Engine, jobs: Iterable, at_least: int, at_most: int):
         self.engine, self.at_least, self.at_most = engine, at_least, at_most
-        self.running = set(jobs)
-        self.lock = threading.Lock()
+        self.running, self.lock = set(jobs), threading.Lock()
         engine.expect(self.count() - at_least)
 
     def count(self) -> int:
         return max(self.at_least, min(len(self.running), self.at_most))
 
-    def leave(self, jobs: Iterable[Hashable]) -> None:
+    def leave(self, jobs: Iterable) -> None:
         """Take note that these jobs have ended, or that nobody waits for them any more."""
         with self.lock:
             before = self.count()
             self.running.difference_update(jobs)
             self.engine.expect(self.count() - before)
 
-    def run(self, name: Hashable, job: Callable[[], Any]) -> Any:
+    def run(self, name: Any, job: Callable) -> Any:
         try:
             return job()
         finally:
             self.leave([name])
 
 
-def run_all(
-    engine: Engine, jobs: Sequence[Callable[[], Any]], at_once: int, on_done: Callable[[int, Any], None]
-) -> None:
+def run_all(engine: Engine, jobs: Sequence[Callable], at_once: int, on_done: Callable[[int, Any], None]) -> None:
     """Run jobs, `at_once` at a time, and call on_done(index, result) as each ends, in this thread."""
     workers = min(at_once, len(jobs))
     # A job that ends leaves its thread to the next.
@@ -105,9 +99,7 @@ def run_all(
         pool.shutdown(wait=False)
 
 
-def together(
-    engine: Engine, pool: ThreadPoolExecutor, jobs: dict[Hashable, Callable[[], Any]], timeout: float
-) -> dict[Hashable, Any]:
+def together(engine: Engine, pool: ThreadPoolExecutor, jobs: dict[Any, Callable], timeout: float) -> dict[Any, Any]:
     """Run the jobs of a thread that waits for them, all at the same time. Return the results of those that end in time."""
     # The thread counts already. It calls nothing while it waits, so N jobs add N - 1; when all have ended it calls again.
     expected = Expected(engine, jobs, at_least=1, at_most=len(jobs))

@@ -85,8 +85,6 @@ def window_indices(times, start: float, end: float, fps: float, max_frames: int)
 
     Never more than the window holds; the one frame nearest to its middle if it holds none.
     """
-    if not (math.isfinite(start) and math.isfinite(end) and start <= end):
-        raise ValueError(f"window [{start}, {end}]: start and end must be finite seconds with start <= end")
     first = int(np.searchsorted(times, start, "left"))
     m = int(np.searchsorted(times, end, "right")) - first
     if m == 0:
@@ -237,7 +235,6 @@ def _serve(fd: int, timeout: float) -> None:
 
 # ---- the parent: workers, cache, quarantine ------------------------------------------------------------------------
 
-TASKS_PER_WORKER = 256  # requests before a worker is replaced: decoders leak
 START_LIMIT = 300.0  # seconds in which a worker must have imported its decoder, be it from a cold network disk
 
 
@@ -245,7 +242,7 @@ class _Worker:
     """A decoder process. Not multiprocessing's spawn, which would import the parent's heavy __main__ once more."""
 
     def __init__(self, timeout: float):
-        self.timeout, self.tasks, self.expired = timeout, 0, False
+        self.timeout, self.expired = timeout, False
         self.pipe, theirs = multiprocessing.Pipe()
         with theirs:
             command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno()), str(timeout)]
@@ -261,7 +258,6 @@ class _Worker:
 
     def ask(self, request: tuple) -> tuple[bool, object]:
         """Return (True, value) or (False, what is wrong with the file), within the timeout whatever the worker does."""
-        self.tasks += 1
         # A timer that kills also covers a worker that stops halfway through its answer; polling the pipe would not.
         watchdog = threading.Timer(self.timeout, self._expire)
         watchdog.start()
@@ -405,11 +401,10 @@ class Videos(AbstractContextManager):
         return value
 
     def _fit(self, worker: _Worker | None) -> _Worker:
-        """Return the worker, or a new one if it was never started, is dead, or has done its share."""
-        if worker and worker.tasks < TASKS_PER_WORKER and worker.process.poll() is None:
+        """Return the worker, or a new one if it was never started or is dead."""
+        if worker and worker.process.poll() is None:
             return worker
         if worker:
-            worker.stop()
             worker.pipe.close()
         new = _Worker(self._timeout)  # outside the lock, which nobody shall hold for so long
         with self._lock:  # close() must know every worker
