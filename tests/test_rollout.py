@@ -377,21 +377,6 @@ def test_agents_and_the_calls_of_a_turn_run_at_once(renderer):
     assert all([c.error for c in e.calls] == [""] * 4 and not e.error for e in episodes)
 
 
-def test_the_threads_of_calls_are_used_again_and_end_with_the_run(renderer):
-    used = set()
-
-    def report(prompt):
-        used.add(threading.current_thread())
-        return "seen"
-
-    said = turns(*["x</think>" + call() * 2 + END] * 3, "y</think>" + END, report=report)
-    [episode] = play(renderer, said, latency=0.05, max_turns=3)
-    assert episode.executed == 6 and len(used) == 2
-    for thread in used:
-        thread.join(5)
-        assert not thread.is_alive()
-
-
 @pytest.mark.parametrize("concurrency", [1, 3, 100])
 def test_the_engine_is_told_exactly_who_will_ask(renderer, concurrency):
     """A batch may start when as many wait as were announced: too few announced breaks repeatability, too many hangs."""
