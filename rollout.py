@@ -3,8 +3,6 @@
     groups = rollout(tasks, ks, 8, engine=engine, renderer=renderer, videos=videos, cfg=cfg, seed=0, step=12)
     dump(episode, file, renderer); episodes = load_episodes("episodes.jsonl", videos, contract)
 
-`python -m study.ask` shows one agent at work.
-
 An episode, and which of its tokens are learned (mask 1):
 
     prompt     system, tools, K stamped frames, question           0
@@ -85,8 +83,6 @@ class RolloutConfig:
     """Tokens of the longest trajectory."""
     temperature: float = 0.7
     """Of the main agent; 0: greedy."""
-    strict_tools: bool = False
-    """Stop the run at an exception in a tool's own code. Else the call ends with an error, and the log has the traceback."""
     call_timeout: float = 600.0
     """Seconds after which a call is given up; long enough for a server's restart, but not for its first start."""
     concurrency: int = 256
@@ -108,11 +104,9 @@ class RolloutConfig:
             raise ValueError(f"tools = {unknown}: there is only {', '.join(TOOLS)}")
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
-        for name in ("max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
+        for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
-        if self.max_turns < 0:
-            raise ValueError(f"max_turns = {self.max_turns}: must not be negative; 0 allows no calls")
 
     @property
     def rounds(self) -> tuple[int, int]:
@@ -177,14 +171,13 @@ def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -
             if not calls or turn == rounds or main.finish == "length":
                 break
             # All calls of the turn run at the same time.
-            replies = _run_calls(stage, task, calls, calls_per_round, derive(seed, turn, "calls"))
+            calls, contents = _run_calls(stage, task, calls, calls_per_round, derive(seed, turn, "calls"))
             # The agent reads their results in one turn, in call order.
-            contents = [reply.content for reply in replies]
             if turn == rounds - 1:
                 contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
             if not append(stage, main, stage.renderer.continuation(contents)):
                 break  # it never read them, so they do not count
-            episode.calls += [reply.call for reply in replies]
+            episode.calls += calls
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"
     episode.seconds = time.perf_counter() - started
@@ -233,9 +226,7 @@ def _speak(stage: Stage, main: Trajectory, seed: int) -> str:
     return renderer.decode(main.ids[start:])
 
 
-def sample_turn(
-    stage: Stage, agent: Trajectory, most: int, temperature: float, seed: int, stop: tuple[int, ...]
-) -> None:
+def sample_turn(stage: Stage, agent: Trajectory, most: int, temperature: float, seed: int, stop: tuple) -> None:
     """Let the engine continue the trajectory by at most `most` tokens, and append them as they were sampled."""
     if stage.stopped.is_set():
         raise Stopped("the run was ended")
@@ -243,14 +234,9 @@ def sample_turn(
     if room <= 0:
         raise EngineError(f"a prompt of {len(agent.ids)} tokens fills max_context = {stage.cfg.max_context}; raise it")
     sample = stage.engine.generate(
-        agent.ids,
-        agent.frames,
-        max_new_tokens=min(most, room),
-        temperature=temperature,
-        seed=seed,
-        stop=stop,
-        shared=agent.prompt_length,
-    )
+        agent.ids, agent.frames, max_new_tokens=min(most, room), temperature=temperature, seed=seed,
+        stop=stop, shared=agent.prompt_length,
+    )  # fmt: skip
     forbidden = set(sample.ids) & set(stage.renderer.never_sampled)
     if forbidden:
         raise ContractError(f"the engine sampled tokens {sorted(forbidden)}, which stand for pixels and are banned")
@@ -261,16 +247,8 @@ def sample_turn(
 # ------------------------------------------------------------------------------------------------ its calls in parallel
 
 
-@dataclass
-class Reply:
-    """The result of a call."""
-
-    call: Call
-    content: list[str | Frames]  # what the main agent reads
-
-
-def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int) -> list[Reply]:
-    """Run the calls of one turn at the same time and return a reply to each, in call order."""
+def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int) -> tuple[list[Call], list[list]]:
+    """Run the calls of one turn at the same time. Return them, and what the main agent reads of each, in call order."""
     # Calls that could not be read have their error text already; of the others, the first `allowed` run.
     jobs = {}
     for i, call in enumerate(calls):
@@ -282,25 +260,27 @@ def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: 
             call.error, call.text = "over_limit", OVER_LIMIT.format(allowed)
     ended = together(stage.engine, stage.callers, jobs, stage.cfg.call_timeout)
 
-    replies = []
+    answered, contents = [], []
     for i, call in enumerate(calls):
         if i in ended:
-            replies.append(ended[i])
-            continue
-        if i in jobs:  # it ran, and did not end in time
-            call.error, call.text, call.seconds = "timeout", TIMEOUT, stage.cfg.call_timeout
-        stage.observe("report", call)
-        replies.append(Reply(call, [call.text]))
-    return replies
+            call, content = ended[i]
+        else:
+            if i in jobs:  # it ran, and did not end in time
+                call.error, call.text, call.seconds = "timeout", TIMEOUT, stage.cfg.call_timeout
+            content = [call.text]
+            stage.observe("report", call)
+        answered.append(call)
+        contents.append(content)
+    return answered, contents
 
 
-def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Reply:
+def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> tuple[Call, list[str | Frames]]:
     """Run one call in its thread. Whatever the model, the video or the tool can cause becomes a text."""
     started = time.perf_counter()
     call = dataclasses.replace(call)  # a thread that is given up must not write into what the model has read
     frames = []
     try:
-        found = use(call, task, stage.cfg.tools, stage.videos, stage.renderer.contract, stage.cfg.strict_tools)
+        found = use(call, task, stage.cfg.tools, stage.videos, stage.renderer.contract)
         if isinstance(found, str):
             call.text = found
         else:
@@ -317,7 +297,7 @@ def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> Reply:
         call.error, call.text = "engine", "The sub-agent could not answer."
     call.seconds = time.perf_counter() - started
     stage.observe("report", call)
-    return Reply(call, [*frames, call.text])
+    return call, [*frames, call.text]
 
 
 def ask_subagent(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
@@ -338,19 +318,9 @@ def ask_subagent(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
 
 
 def rollout(
-    tasks: Sequence[Task],
-    ks: Sequence[int],
-    group_size: int,
-    *,
-    engine: Engine,
-    renderer: Renderer,
-    videos: Videos,
-    cfg: RolloutConfig,
-    seed: int = 0,
-    step: int = 0,
-    progress: bool = True,
-    stopped: threading.Event | None = None,
-) -> list[Group]:
+    tasks: Sequence[Task], ks: Sequence[int], group_size: int, *, engine: Engine, renderer: Renderer, videos: Videos,
+    cfg: RolloutConfig, seed: int = 0, step: int = 0, progress: bool = True, stopped: threading.Event | None = None,
+) -> list[Group]:  # fmt: skip
     """Play G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw
     the same tokens (SGLang's batching is not repeatable). Once `stopped` is set, no agent starts another turn."""
     stage = Stage(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
@@ -469,9 +439,7 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
     return Episode(**record | {"task": task, "main": main, "calls": calls})
 
 
-def _agent_of(
-    record: dict, prompt_frames: list[Frames], call_frames: list[Frames], videos: Videos | None
-) -> Trajectory:
+def _agent_of(record: dict, prompt_frames: list, call_frames: list, videos: Videos | None) -> Trajectory:
     recorded = record["prompt_frames"] + record["call_frames"]
     if videos and times_of(prompt_frames + call_frames) != recorded:
         raise ContractError(f"the video's frames now have other times than the {recorded} that were recorded")

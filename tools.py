@@ -3,11 +3,9 @@
     parse_calls(text, turn) -> [Call]          # each call of a turn parses or fails alone; nothing the model writes raises
     use(call, task, names, videos, contract)   # run one call: a Look (frames for a sub-agent), a str, or a ToolError
     python tools.py '{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}' --video v.mp4     # try one by hand
-    TOOLS["crop_video"].schema                 # what the chat template shows the model
 
-A `Tool` is a schema and a function. Frames that it returns go to a sub-agent, whose report the main agent reads (or, with
-`tool_return: frames`, to the main agent itself). A str is read as it is, a ToolError is read as an error.
-docs/add_a_tool.md adds one.
+A `Tool` is a schema and a function; docs/add_a_tool.md adds one. Frames that it returns go to a sub-agent, whose report
+the main agent reads (or, with `tool_return: frames`, to the main agent itself). A str and a ToolError are read as they are.
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
 `<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`, which is read as well (as literals, never evaluated).
@@ -34,7 +32,6 @@ from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
 MAX_CALL_CHARS, MAX_BRACKETS = 4096, 64  # a call has about 100 characters and 2 brackets; beyond this nobody parses
-MIN_CROP = 0.1  # seconds: a shorter window is widened to this where the video allows
 
 
 class ToolError(Exception):
@@ -76,14 +73,12 @@ def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualCont
     if start >= duration or end <= 0:
         raise ToolError("bad_arguments", f"The window lies outside the video; {whole}.")
     start, end = max(0.0, start), min(end, duration)
-    if end - start < MIN_CROP:
-        start, end = max(0.0, min(start, duration - MIN_CROP)), min(duration, max(end, start + MIN_CROP))
     # The model may ask for a number of frames; otherwise the contract's rate gives it.
     fps, most = contract.crop_fps, contract.crop_max_frames
     if arguments.get("num_frames") is not None:
         wanted = read_number(arguments["num_frames"], "num_frames")
         most = int(max(1, min(wanted, contract.crop_max_frames)))
-        fps = most / (end - start)
+        fps = most / max(end - start, 1e-3)
     frames = videos.window(path, start, end, contract.crop_size, fps=fps, max_frames=most)
     return Look(frames, (start, end))
 
@@ -221,22 +216,18 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
     return _unparseable(turn)
 
 
-def use(
-    call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract, strict: bool = True
-) -> Look | str:
-    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError; unless `strict`, also an
-    exception in the tool's own code, which is logged."""
+def use(call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract) -> Look | str:
+    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError, and so does an exception in
+    the tool's own code, which is logged."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:
         return TOOLS[call.name].run(task, call.arguments, videos, contract)
-    except VideoError:
-        raise ToolError("failed", "This part of the video could not be read.") from None
     except ToolError:
         raise
+    except VideoError:
+        raise ToolError("failed", "This part of the video could not be read.") from None
     except Exception:
-        if strict:
-            raise
         log.exception("tool %s crashed on %s", call.name, call.arguments)
         raise ToolError("crashed", "The tool failed.") from None
 

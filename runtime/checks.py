@@ -33,7 +33,7 @@ MAY_CHANGE = {
     # how long, where, and how fast
     "run", "steps", "save_every", "keep", "decoders", "gpus", "gpu_gib", "train_tokens", "pack_tokens",
     "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
-    "rollout.gpus", "rollout.urls", "rollout.server_args", "rollout.strict_tools",
+    "rollout.gpus", "rollout.urls", "rollout.server_args",
     "rollout.concurrency", "rollout.call_timeout", "rollout.max_batch_tokens",
     # what is reported
     "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to",

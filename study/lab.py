@@ -6,6 +6,7 @@ One argument is one turn. Below the terms the text is painted: [c] is a structur
 """
 
 import argparse
+import itertools
 
 from data import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
@@ -25,18 +26,13 @@ class Characters:
         return "".join(chr(i) for i in ids).replace("\U0010ffff", END_OF_TURN)
 
     def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
-        spans, start = [], 0
-        for i in ids:
-            end = start + len(self.decode([i]))
-            spans.append((start, end))
-            start = end
-        return spans
+        ends = list(itertools.accumulate(len(self.decode([i])) for i in ids))
+        return list(zip([0, *ends], ends))
 
 
 def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
     """Return the episode that rollout.py would have recorded of these turns. The first `executed` calls ran."""
-    main = Trajectory()
-    calls = []
+    main, calls = Trajectory(), []
     for i, turn in enumerate(turns):
         prefix = forced if turn.startswith(forced) else ""
         given, sampled = renderer.encode(prefix), renderer.encode(turn[len(prefix) :])

@@ -11,8 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from scripts import REPO
 from test_rollout import play, turns
@@ -99,40 +97,24 @@ def test_messages_come_as_a_json_string_or_as_a_list(video):
     assert dialogue.turns == ({"role": "assistant", "content": ["Yes."]},)  # the row's system prompt gave way to ours
 
 
-def test_every_way_to_write_a_tool_round_gives_the_same_tokens(video, encode, toy_renderer):
-    """Text tags in one user turn, one user turn per response, and `tool` messages."""
-    responses = [f"<tool_response>\n{t}\n</tool_response>" for t in ("a red flash", "nothing")]
-    said = {"role": "assistant", "content": f"Look.\n{CALL}\n{CALL}"}
-    rounds = [
-        [said, {"role": "user", "content": "\n".join(responses)}],
-        [said, *({"role": "user", "content": r} for r in responses)],
-        [said, {"role": "tool", "content": "a red flash"}, {"role": "tool", "content": "nothing"}],
-    ]
-    last = {"role": "assistant", "content": "Red."}
-    first, *others = (encode([user(video, nframes=4), *turns, last]) for turns in rounds)
-    assert all(other.suffixes == first.suffixes and other.masks == first.masks for other in others)
-    text = toy_renderer.decode(first.suffixes[0])
-    assert text.count("<|im_start|>user") == 2 and text.count("<tool_response>") == 2
-
-
 @pytest.mark.parametrize(
     "opening, edges",
     [("<think>\n", "{}"), ("<think>", "  {}\r\n"), ("<think>\n\n", "\n{} "), ("\n\n<think>\r\n  ", "  {}\r\n")],
 )
-def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_renderer, videos, schemas, opening, edges):
+def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_renderer, videos, encode, opening, edges):
     """Published rows begin `<think>Text` or `<think>\\n\\n`: another first token than the one that follows the forced
-    prefix. Of a report's edges only line breaks were taken, where a rollout strips all white space."""
-    thoughts = f"I look.\n</think>\n{CALL}", "It flashed.\n</think>\n<answer>red</answer>"
+    prefix. Of a report's edges only line breaks were taken, where a rollout strips all white space. Reports are `tool`
+    messages, or stand in tags: in one user turn, or in one each."""
+    thoughts = f"I look.\n</think>\n{CALL}\n{CALL}", "It flashed.\n</think>\n<answer>red</answer>"
     said = turns(*(thought + "<|im_end|>" for thought in thoughts), report=edges.format("A red flash."))
     [episode] = play(toy_renderer, said, (Task("t", "What?", (video,), "oe", "red"),), videos=videos)
     main = episode.main
-    for tool in (
-        {"role": "tool", "content": edges.format("A red flash.")},
-        {"role": "user", "content": f"<tool_response>\n{edges.format('A red flash.')}\n</tool_response>"},
-    ):
+    report = edges.format("A red flash.")
+    tagged = f"<tool_response>\n{report}\n</tool_response>"
+    for role, reports in (("tool", [report] * 2), ("user", [tagged] * 2), ("user", [f"{tagged}\n{tagged}"])):
         first, last = ({"role": "assistant", "content": opening + thought} for thought in thoughts)
-        dialogue = parse([user(video, nframes=4), first, tool, last])
-        bundle = encode_dialogue(dialogue, videos, toy_renderer, schemas)
+        told = [{"role": role, "content": content} for content in reports]
+        bundle = encode([user(video, nframes=4), first, *told, last])
         ids, mask = bundle.suffixes[0], bundle.masks[0]
         assert ids[: len(main.ids)] == main.ids and toy_renderer.decode(ids[len(main.ids) :]).strip() == ""
         forced = len(toy_renderer.encode("<think>\n"))
@@ -153,25 +135,19 @@ def test_a_turn_without_think_keeps_its_words_and_an_empty_report_says_so(video)
     ]
 
 
-def test_a_sub_agents_row_gets_the_sub_agents_prompt_and_window(video, encode, toy_renderer):
-    for question, told in (("", "What happens here?<"), ("Which?", "What happens here?\nQuestion: Which?<")):
-        row = [user(video, question, video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
-        bundle = encode(row, agent="sub")
-        text = toy_renderer.decode(bundle.suffixes[0])
-        assert told in text and "<tools>" not in text and len(bundle.frames[0]) == 8
-        assert all(4 <= t <= 12 for t in bundle.frames[0].times)
-
-
-def test_a_sub_agents_row_with_its_tools_own_words_is_what_a_rollout_asks(video, encode, toy_renderer, videos):
+def test_a_sub_agents_row_is_what_a_rollout_asks_in_its_tools_words(video, encode, toy_renderer, videos):
     row = [user(video, "", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
-    words = {"request": "Which text is here?", "system": "You read text."}
-    bundle = encode(row, agent="sub", **words)
     engine = Scripted(toy_renderer, lambda prompt, seed: "No flash.<|im_end|>")
     stage = Stage(engine, toy_renderer, videos, RolloutConfig())
-    agent, said = ask_subagent(stage, Look(bundle.frames[0], (4, 12), **words), 0)
-    text = toy_renderer.decode(agent.ids)
-    assert said == "No flash." and agent.ids == bundle.suffixes[0][: len(agent.ids)]
-    assert "You read text." in text and "What happens here?" not in text
+    for words in ({}, {"request": "Which text is here?", "system": "You read text."}):
+        bundle = encode(row, agent="sub", **words)
+        agent, said = ask_subagent(stage, Look(bundle.frames[0], (4, 12), **words), 0)
+        assert said == "No flash." and agent.ids == bundle.suffixes[0][: len(agent.ids)]
+        text = toy_renderer.decode(agent.ids)
+        assert all(word in text for word in words.values()) and ("What happens here?<" in text) != bool(words)
+        assert len(bundle.frames[0]) == 8 and all(4 <= t <= 12 for t in bundle.frames[0].times)
+    asked = encode([user(video, "Which?", video_start=4, video_end=12), row[1]], agent="sub")
+    assert "What happens here?\nQuestion: Which?<" in toy_renderer.decode(asked.suffixes[0])
 
 
 def test_a_direct_agents_row_shows_and_tells_of_no_tools(video, encode, toy_renderer):
@@ -249,15 +225,10 @@ def test_an_rl_row_becomes_a_task_and_what_parquet_fills_up_with_none_is_not_the
     assert rows[1]["extra_info"] == {"answer": "x", "question_type": None, "options": None, "id": None}
     assert parse_task(rows[0], "rl:0", tmp_path) == Task("one", "Which?", (video,), "mcq", "B", ("x", "y"))
     assert parse_task(rows[1], "rl:1", tmp_path) == Task("rl:1", "Which?", (video,), "oe", "x")  # the published default
-    assert parse_task(rl(video, answer=0) | {"videos": [{"video": video}] * 2}, "rl:3", tmp_path).answer == "0"
-
-
-def test_the_question_is_the_last_user_message(video):
-    """Rows may carry a conversation, or an instruction that comes first."""
-    messages = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."}]
-    row = rl(video, answer="x")
-    row["prompt"] = messages + row["prompt"]
-    assert parse_task(row, "rl:0", Path("/")).question == "Which?"
+    row = rl(video, answer=0) | {"videos": [{"video": video}] * 2}
+    row["prompt"].insert(0, {"role": "user", "content": "Hello."})  # the question is the last user message
+    task = parse_task(row, "rl:2", tmp_path)
+    assert (task.question, task.answer) == ("Which?", "0")
 
 
 @pytest.mark.parametrize(
@@ -420,15 +391,6 @@ def test_packing_puts_each_row_the_longest_first_where_the_least_room_stays():
     """60 | 50 | 40 beside 60, where it just fits | 30 and 20 beside 50. What is over the length stands alone."""
     assert best_fit([20, 30, 40, 50, 60], 100) == [[4, 2], [3, 1, 0]]
     assert best_fit([5, 101, 60, 35, 250], 100) == [[4], [1], [2, 3, 0]]
-
-
-@given(st.lists(st.integers(1, 100), max_size=60))
-def test_packing_splits_no_row_and_wastes_little(lengths):
-    bins = best_fit(lengths, 100)
-    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in b) <= 100 for b in bins)
-    half_empty = [b for b in bins if sum(lengths[i] for i in b) <= 50]
-    assert len(half_empty) <= 1  # two of them would have been one
 
 
 # ------------------------------------------------------------------------------------------------ study.prepare
