@@ -1,6 +1,6 @@
 """gate.py: has a cold start of the toy learned what the study stands on? Seven figures, each of 256 items.
 
-    python -m study.gate MODEL TOY --seed 0 [--output gate.json]      # the seed that the toy was built with
+    python -m study.gate MODEL TOY --seed 0 --output gate.json        # the seed that the toy was built with
 
     reports_flash, reports_none    a sub-agent says what a clip shows: its color, or that there is none
     copied                         a report names a color, and the answer is it (the overview shows nothing)
@@ -22,10 +22,12 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+import torch
+
 import rollout
-from data import THINK_PREFIX, Episode, Task
+from data import THINK_PREFIX, Task
 from rewards import RewardConfig, accuracy, final_answer, score
-from rollout import RolloutConfig, Stage, ask_subagent, open_engine, open_trajectory, opening
+from rollout import RolloutConfig, Stage, SubagentConfig, open_engine, open_trajectory, opening
 from runtime.checks import find_checkpoint
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
@@ -34,11 +36,10 @@ from study import toy
 from study.toy import Flash
 from tools import Look
 
-ITEMS = 256
 READING = RewardConfig(w_fmt=0, w_tool=0, open_answer="exact", untagged_answer=True)
 
 
-def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = ITEMS) -> dict[str, float]:
+def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = 256) -> dict[str, float]:
     """Return all figures of the policy that the stage's engine runs; `flashes`: the toy's held-out videos."""
     rng, figures = random.Random("gate"), {}
 
@@ -62,14 +63,10 @@ def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = ITEMS) 
 
     # answers, and the samples of which RL will learn
     tasks = [task_of(root, flash, toy.draw_cue(rng, flash), i) for i, flash in enumerate(rng.choices(flashes, k=items))]
-    greedy = play_all(stage, tasks, [4] * items)
-    figures["tools_k4"] = fmean(parts(episode, stage)["acc"] for episode in greedy)
-    direct = play_all(stage, tasks, [64] * items, dispatch="none")
-    figures["direct_k64"] = fmean(parts(episode, stage)["acc"] for episode in direct)
-    sampled = play_all(stage, tasks, [(4, 16, 64)[i % 3] for i in range(items)], temperature=1.0)
-    figures["strict"] = fmean(parts(episode, stage)["strict"] for episode in sampled)
-    figures["kappa"] = fmean(episode.executed for episode in sampled)
-    return figures
+    figures["tools_k4"] = play_all(stage, tasks, [4])["acc"]
+    figures["direct_k64"] = play_all(stage, tasks, [64], dispatch="none")["acc"]
+    sampled = play_all(stage, tasks, [4, 16, 64], temperature=1.0)
+    return figures | {"strict": sampled["strict"], "kappa": sampled["kappa"]}
 
 
 def share(stage: Stage, jobs: list[Callable[[], bool]]) -> float:
@@ -80,15 +77,14 @@ def share(stage: Stage, jobs: list[Callable[[], bool]]) -> float:
 
 
 def task_of(root: Path, flash: Flash, cue: str, i: int) -> Task:
-    return Task(f"{i}", toy.question(flash, cue), (str(root / "videos" / flash.name),), "oe", flash.color)
+    return Task(f"{i}", toy.question(cue), (str(root / "videos" / flash.name),), "oe", flash.color)
 
 
 def report_is_right(stage: Stage, root: Path, flash: Flash, window: tuple[int, int]) -> bool:
-    contract = stage.renderer.contract
-    frames = stage.videos.window(
-        str(root / "videos" / flash.name), *window, contract.crop_size, contract.crop_fps, contract.crop_max_frames
-    )
-    _, said = ask_subagent(stage, Look(frames, window), seed=0)
+    c = stage.renderer.contract
+    path = str(root / "videos" / flash.name)
+    frames = stage.videos.window(path, *window, c.crop_size, c.crop_fps, c.crop_max_frames)
+    _, said = rollout.ask_subagent(stage, Look(frames, window), seed=0)
     return said == toy.told(flash, toy.crop_times(flash, *window))
 
 
@@ -110,20 +106,18 @@ def copies(stage: Stage, root: Path, flash: Flash, cue: str, i: int) -> bool:
     return accuracy(answer, task, READING) == 1
 
 
-def play_all(stage: Stage, tasks: list[Task], ks: list[int], **changes) -> list[Episode]:
-    cfg, shown = replace(stage.cfg, **changes), {"engine": stage.engine, "renderer": stage.renderer}
-    groups = rollout.rollout(tasks, ks, 1, **shown, videos=stage.videos, cfg=cfg, progress=False)
-    return [group.episodes[0] for group in groups]
-
-
-def parts(episode: Episode, stage: Stage) -> dict[str, float]:
-    return score(episode, stage.renderer, READING)
+def play_all(stage: Stage, tasks: list[Task], ks: list[int], **changes) -> dict[str, float]:
+    """Play each task once, with the numbers of frames in turn; return the means of what the episodes earn, and kappa."""
+    cfg, shown = replace(stage.cfg, **changes), [ks[i % len(ks)] for i in range(len(tasks))]
+    stand = {"engine": stage.engine, "renderer": stage.renderer, "videos": stage.videos}
+    episodes = [group.episodes[0] for group in rollout.rollout(tasks, shown, 1, **stand, cfg=cfg, progress=False)]
+    scores = [score(episode, stage.renderer, READING) for episode in episodes]
+    figures = {name: fmean(parts[name] for parts in scores) for name in ("acc", "strict")}
+    return figures | {"kappa": fmean(episode.executed for episode in episodes)}
 
 
 def bits() -> dict[str, str]:
     """Return what this process makes of a matmul and of a softmax, as hashes: numeric paths differ in them."""
-    import torch
-
     torch.manual_seed(0)
     product = torch.randn(900, 128) @ torch.randn(384, 128).T
     found = {"matmul": product, "softmax": product.round().softmax(-1)}
@@ -135,22 +129,17 @@ def main() -> int:
     parser.add_argument("model", help="a cold start")
     parser.add_argument("toy", type=Path, help="the toy that it learned")
     parser.add_argument("--seed", type=int, default=0, help="of the toy")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     source = find_checkpoint(args.model)
     renderer = Renderer(load_tokenizer(source), VisualContract.load(source))
-    reports = replace(RolloutConfig().subagents, max_new_tokens=16)
-    cfg = RolloutConfig(
-        temperature=0.0, think_prefix=False, max_turns=2, max_calls=4, max_new_tokens=96, subagents=reports
-    )
+    turns = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
+    cfg = RolloutConfig(temperature=0.0, think_prefix=False, **turns)
     with Videos(workers=1) as videos:
         stage = Stage(open_engine(source, renderer), renderer, videos, cfg)
-        figures = measure(stage, args.toy, toy.draw_splits(args.seed)["test"])
-    figures |= bits()
+        figures = measure(stage, args.toy, toy.draw_splits(args.seed)["test"]) | bits()
     print(json.dumps(figures))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(figures))
+    args.output.write_text(json.dumps(figures))
     return 0
 
 

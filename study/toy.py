@@ -121,8 +121,8 @@ def write_video(path: Path, flash: Flash) -> None:
         container.mux(stream.encode())
 
 
-def question(flash: Flash, cue: str) -> str:
-    return f"Which color flashes{f' in the {cue} half' if cue else ''}?"
+def question(cue: str) -> str:
+    return f"Which color flashes in the {cue} half?" if cue else "Which color flashes?"
 
 
 def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
@@ -142,6 +142,7 @@ def told(flash: Flash, times) -> str:
 
 
 def draw_cue(rng: random.Random, flash: Flash) -> str:
+    """Return the half that the question names, or ""."""
     return flash.half if rng.random() < 0.5 else ""
 
 
@@ -167,7 +168,7 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
     k = k or rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if with_tools else (1, 1, 2, 3, 3))[0]
     cue = draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
-    messages = [{"role": "user", "content": [video, {"type": "text", "text": question(flash, cue)}]}]
+    messages = [{"role": "user", "content": [video, {"type": "text", "text": question(cue)}]}]
     shown = told(flash, [flash.start])  # in a sub-agent's words: what is to be learned here is to read them
 
     def say(text: str) -> None:
@@ -211,17 +212,15 @@ def perception_row(rng: random.Random, flash: Flash) -> dict:
         if flash.visible(crop_times(flash, start, start + width)) == with_flash:
             break
     video = {"url": f"videos/{flash.name}", "video_start": start, "video_end": start + width}
-    messages = [
-        {"role": "user", "content": [{"type": "video_url", "video_url": video}]},
-        {"role": "assistant", "content": told(flash, crop_times(flash, start, start + width))},
-    ]
+    messages = [{"role": "user", "content": [{"type": "video_url", "video_url": video}]}]
+    messages.append({"role": "assistant", "content": told(flash, crop_times(flash, start, start + width))})
     return {"messages": json.dumps(messages), "agent": "sub"}
 
 
 def rl_row(rng: random.Random, flash: Flash, kind: str = "oe") -> dict:
     """A row of the RL schema. Only the open question is a learning task; the other kinds show their schema."""
     cue = draw_cue(rng, flash)
-    text, gold, options = question(flash, cue), flash.color, []
+    text, gold, options = question(cue), flash.color, []
     if kind == "mcq":
         options = rng.sample([c for c in NAMES if c != flash.color], 3)
         options.insert(rng.randrange(4), flash.color)
@@ -230,11 +229,10 @@ def rl_row(rng: random.Random, flash: Flash, kind: str = "oe") -> dict:
     elif kind == "tvg":
         text, gold = f"When does the {flash.color} flash happen?", f"[{flash.start}, {flash.start + flash.length}]"
     info = {"id": f"{flash.name.removesuffix('.mp4')}-{kind}{cue and '-' + cue}", "answer": gold, "question_type": kind}
-    return {
-        "prompt": [{"role": "user", "content": f"<video>\n{text}"}],
-        "videos": [{"video": f"videos/{flash.name}"}],
-        "extra_info": json.dumps(info | ({"options": options} if options else {})),
-    }
+    if options:
+        info["options"] = options
+    prompt, videos = [{"role": "user", "content": f"<video>\n{text}"}], [{"video": f"videos/{flash.name}"}]
+    return {"prompt": prompt, "videos": videos, "extra_info": json.dumps(info)}
 
 
 # ------------------------------------------------------------------------------------------------ the checkpoint
@@ -280,17 +278,9 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    colors = "|".join(NAMES)
-    words = [
-        r"<\d+(?=\.\d+ seconds>)",
-        r"\.\d+ seconds>",
-        r"\d+",
-        r"</?(?=answer>)",
-        r"answer(?=>)",
-        r"\b(?:" + colors + r")\b",
-        r"\n+",
-        r"(?:(?!\b(?:" + colors + r")\b|</?answer>|answer>)[^\d\n])(?:(?!\b(?:" + colors + r")\b)[^\d\n<>])*",
-    ]
+    color = rf"\b(?:{'|'.join(NAMES)})\b"
+    words = [r"<\d+(?=\.\d+ seconds>)", r"\.\d+ seconds>", r"\d+", r"</?(?=answer>)", r"answer(?=>)", color, r"\n+"]
+    words.append(rf"(?:(?!{color}|</?answer>|answer>)[^\d\n])(?:(?!{color})[^\d\n<>])*")
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex("|".join(words)), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -336,7 +326,7 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
         "eos_token_id": ids["<|im_end|>"],
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": 10_000.0,
+            "rope_theta": 1e4,
             "mrope_section": [6, 5, 5],
             "mrope_interleaved": True,
         },
@@ -368,9 +358,9 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     contract.save(path)
-    frames = {"video_processor_type": "Qwen3VLVideoProcessor"}
-    frames |= json.loads((path / "preprocessor_config.json").read_text())
+    frames = json.loads((path / "preprocessor_config.json").read_text())
     del frames["image_processor_type"]
+    frames = {"video_processor_type": "Qwen3VLVideoProcessor"} | frames
     (path / "video_preprocessor_config.json").write_text(json.dumps(frames, indent=1))
 
 
@@ -388,9 +378,8 @@ def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, 
     splits = draw_splits(seed, sizes)
     flashes = [flash for split in splits.values() for flash in split]
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(write_video, root / "videos" / flash.name, flash) for flash in flashes]
-        for job in tqdm(jobs, desc="videos", unit="file"):
-            job.result()
+        written = pool.map(lambda flash: write_video(root / "videos" / flash.name, flash), flashes)
+        list(tqdm(written, total=len(flashes), desc="videos", unit="file"))
 
     rng = random.Random(f"rows {seed}")
     train, held_out = splits["train"], rng.choices(splits["val"], k=sizes["sft_val"])
@@ -400,11 +389,10 @@ def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, 
         "direct": [sft_row(rng, rng.choice(train), 0.0, p_loose, "direct") for _ in range(sizes["direct"])],
         "sft": [sft_row(rng, rng.choice(train), P_TOOL, p_loose) for _ in range(sizes["sft"])],
         "sft_val": [sft_row(rng, flash, P_TOOL, 0.0) for flash in held_out],
-        "rl": [rl_row(rng, flash) for flash in splits["rl"]],
-        "val": [rl_row(rng, flash) for flash in splits["val"]],
-        "test": [rl_row(rng, flash) for flash in splits["test"]],
-        "kinds": [rl_row(rng, flash, kind) for flash in splits["test"][:8] for kind in ("mcq", "tvg", "oe")],
     }
+    for split in ("rl", "val", "test"):
+        tables[split] = [rl_row(rng, flash) for flash in splits[split]]
+    tables["kinds"] = [rl_row(rng, flash, kind) for flash in splits["test"][:8] for kind in ("mcq", "tvg", "oe")]
     for name, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
 
@@ -428,9 +416,7 @@ def main() -> int:
     parser.add_argument("--p-loose", type=float, default=0.6, help="share of SFT turns that break the format")
     args = parser.parse_args()
     build_toy(args.dir, args.seed, args.p_loose)
-    print(
-        f"toy written to {args.dir}; next: python -m study.prepare check {args.dir}/sft.parquet --model {args.dir}/model"
-    )
+    print(f"toy written to {args.dir}")
     return 0
 
 
