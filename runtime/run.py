@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 
 from runtime import config
-from runtime.checks import RunConfig, check_bad_steps
+from runtime.checks import RunConfig
 from runtime.dataset import Dataset, check_rows
 from runtime.distributed import export, gather, load_state, peak_memory, print0, rank, save_state
 from runtime.plan import check_disk
 from runtime.policy import Policy, learning_rate
+
+MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 
 
 def try_out(cfg: RunConfig, parse: Callable, check_memory: Callable[[RunConfig], None]) -> int:
@@ -78,7 +80,9 @@ class Run:
         measured |= {"lr": learning_rate(self.cfg.optim, step, self.cfg.steps)}
         if rank() == 0:
             self.metrics.write(step, measured)
-        check_bad_steps(self.bad_steps)
+        if self.bad_steps > MAX_BAD_STEPS:
+            told = f"gradient not finite in {self.bad_steps} steps, more than {MAX_BAD_STEPS}: lower optim.lr"
+            raise FloatingPointError(told)
 
     def save(self, step: int) -> None:
         """Save a state to go on from, where it is time."""
