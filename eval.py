@@ -41,7 +41,7 @@ from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import RolloutConfig, Stage, derive, dump, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import check_run, check_servers, differences, find_checkpoint, find_tokenizer, on_the_hub
+from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub
 from runtime.dataset import DataError
 from runtime.engine import Engine, EngineError
 from runtime.judge import Judge, JudgeError
@@ -147,7 +147,7 @@ def main(cfg: EvalConfig) -> int:
 
 def find_model(cfg: EvalConfig) -> tuple[Path, VisualContract]:
     """Return the checkpoint's folder and contract. Of a model behind an API, only the tokenizer is needed."""
-    source = find_tokenizer(cfg.checkpoint) if cfg.api.url else find_checkpoint(cfg.checkpoint)
+    source = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)
     contract = cfg.visual or VisualContract.load(source)
     contract.check(source)
     return source, contract
@@ -240,7 +240,7 @@ def earlier_results(cell: Cell, header: dict[str, Any]) -> list[dict]:
         return []
     found = tables.read_results(cell.path)
     answers = [record for record in found.records if not record["error"]]
-    wrong = differences(found.settings, header)
+    wrong = config.differences(found.settings, header)
     if wrong and answers:
         raise config.ConfigError(
             f"{cell.path} was made under other settings ({'; '.join(wrong.values())}): choose another `run`, or delete "

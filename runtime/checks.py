@@ -5,39 +5,33 @@ only a run can show, by doctor.self_check.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import requests
 import torch
 
-from runtime.config import ConfigError, load, refuse_below_1
+from runtime.config import ConfigError, differences, load, refuse_below_1
 from runtime.dataset import DataConfig, check_rows
 from runtime.distributed import checkpoint_dir, rank, rank0_first
 from runtime.policy import OptimConfig, PolicyConfig, dtype_of
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
 
-MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
-
-# What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps.
-# A name without a dot stands for the whole section. Of data.sources only the paths may.
+# What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps
+# and rows. A name without a dot stands for the whole section. Of data.sources only the paths may.
 MAY_CHANGE = {
-    # how long, where, and how fast
     "run", "steps", "save_every", "keep", "decoders", "gpus", "gpu_gib", "train_tokens", "pack_tokens",
     "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
     "rollout.gpus", "rollout.urls", "rollout.server_args",
     "rollout.concurrency", "rollout.call_timeout", "rollout.max_batch_tokens",
-    # what is reported
     "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to",
-    # where the videos lie, and the cures for bad steps and bad rows
     "data.video_root", "data.max_bad_fraction", "optim",
 }  # fmt: skip
 
@@ -89,7 +83,7 @@ def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], No
             cfg.visual.check(source)
             renderer = Renderer(load_tokenizer(source), cfg.visual)
             check_rows(parse, cfg.data, cfg.val)
-            check_hardware(dataclasses.replace(cfg, policy=dataclasses.replace(cfg.policy, checkpoint=str(source))))
+            check_hardware(replace(cfg, policy=replace(cfg.policy, checkpoint=str(source))))
             if rank() == 0:
                 until_it_ends.enter_context(only_run_in(Path(cfg.run)))
             return source, renderer
@@ -130,8 +124,7 @@ def check_run(cfg: Any) -> None:
         raise ConfigError(f"{run} is of another script, or of another version of this code ({error}): {cure}") from None
     changed = []
     for key, text in differences(settings(before), settings(cfg)).items():
-        section = key.partition(".")[0]
-        if key not in MAY_CHANGE and section not in MAY_CHANGE:
+        if not {key, key.partition(".")[0]} & MAY_CHANGE:
             changed.append(text)
     if changed:
         raise ConfigError(f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: {cure}")
@@ -139,22 +132,10 @@ def check_run(cfg: Any) -> None:
 
 def settings(cfg: Any) -> dict:
     """Return a config as nested mappings, without the paths of its data: files may move."""
-    tree = dataclasses.asdict(cfg)
+    tree = asdict(cfg)
     for source in tree["data"]["sources"]:
         del source["path"]
     return tree
-
-
-def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
-    """Return {"rollout.temperature": "rollout.temperature: 0.0, now 0.7"}, for every setting that differs."""
-    if was == now:
-        return {}
-    if not isinstance(was, dict) or not isinstance(now, dict):
-        return {name: f"{name}: {was!r}, now {now!r}"}
-    found = {}
-    for key in was | now:
-        found |= differences(was.get(key), now.get(key), f"{name}.{key}" if name else key)
-    return found
 
 
 def on_the_hub(name: str | Path) -> bool:
@@ -162,21 +143,16 @@ def on_the_hub(name: str | Path) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))) and not Path(name).parent.is_dir()
 
 
-def find_checkpoint(name: str | Path, *, only: Sequence[str] | None = None) -> Path:
-    """Return the folder of a checkpoint; one on the hub is fetched, or `only` the files of these patterns."""
+def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
+    """Return the folder of a checkpoint; one on the hub is fetched, without `weights` only its small files."""
     folder = Path(name)
     if not folder.is_dir():
         if not on_the_hub(name):
             raise ConfigError(f"{name}: neither a folder nor a model on the hub; training leaves one in RUN/model")
-        folder = checkpoint_dir(name, only)
+        folder = checkpoint_dir(name, None if weights else ("*.json", "*.jinja", "*.txt"))
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json: it is no checkpoint; a training leaves its own in RUN/model")
     return folder
-
-
-def find_tokenizer(name: str | Path) -> Path:
-    """Return the folder of a checkpoint whose weights are not needed; from the hub, only its small files come."""
-    return find_checkpoint(name, only=("*.json", "*.jinja", "*.txt"))
 
 
 def check_servers(cfg: Any, ranks: int = 0) -> None:
@@ -203,9 +179,3 @@ def check_urls(urls: Sequence[str]) -> None:
             session.get(url.rstrip("/") + "/model_info", timeout=10).raise_for_status()
         except requests.RequestException as error:
             raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
-
-
-def check_bad_steps(bad_steps: int) -> None:
-    """Stop a run whose gradients are not finite again and again."""
-    if bad_steps > MAX_BAD_STEPS:
-        raise FloatingPointError(f"gradient not finite in {bad_steps} steps, more than {MAX_BAD_STEPS}: lower optim.lr")

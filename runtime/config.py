@@ -53,9 +53,8 @@ def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -
         try:
             node[leaf] = yaml.safe_load(text)
         except yaml.YAMLError:
-            raise ConfigError(
-                f"override {override!r}: the value is not YAML; quote it whole for the shell, as in '{key}=[4, 8]'"
-            ) from None
+            cure = f"quote it whole for the shell, as in '{key}=[4, 8]'"
+            raise ConfigError(f"override {override!r}: the value is not YAML; {cure}") from None
     try:
         return build(cls, tree, "")
     except ConfigError as error:
@@ -139,6 +138,18 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     raise ConfigError(f"{key} = {value!r}: must be {hint.__name__}, not {type(value).__name__}")
+
+
+def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
+    """Return {"rollout.temperature": "rollout.temperature: 0.0, now 0.7"}, for every setting that differs."""
+    if was == now:
+        return {}
+    if not isinstance(was, dict) or not isinstance(now, dict):
+        return {name: f"{name}: {was!r}, now {now!r}"}
+    found = {}
+    for key in was | now:
+        found |= differences(was.get(key), now.get(key), f"{name}.{key}" if name else key)
+    return found
 
 
 def refuse_below_1(cfg: Any, *names: str) -> None:

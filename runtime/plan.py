@@ -82,7 +82,7 @@ def meta_policy(cfg: PolicyConfig) -> Policy:
         name = cfg.family
     if name in PUBLISHED:
         return empty(Qwen3VLConfig(**PUBLISHED[name]), cfg)
-    return empty(AutoConfig.from_pretrained(find_checkpoint(name, only=["config.json"])), cfg)
+    return empty(AutoConfig.from_pretrained(find_checkpoint(name, weights=False)), cfg)
 
 
 def count(module: nn.Module, trained: bool = False) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from runtime.checks import RunConfig, check_bad_steps
+from runtime.checks import RunConfig
 from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import export, gather, load_state, peak_memory, print0, rank, save_state, world_size
@@ -29,6 +29,8 @@ from runtime.visual import ContractError
 # What a user can mend: told in a sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
 Plans = Callable[[RunConfig], list[Plan]]
+
+MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 
 
 def check_memory(cfg: RunConfig, plans: Plans) -> None:
@@ -93,7 +95,9 @@ class Run:
         measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
             self.metrics.write(step, measured)
-        check_bad_steps(self.bad_steps)
+        if self.bad_steps > MAX_BAD_STEPS:
+            told = f"gradient not finite in {self.bad_steps} steps, more than {MAX_BAD_STEPS}: lower optim.lr"
+            raise FloatingPointError(told)
 
     def save(self, step: int) -> None:
         """Save a state to go on from, where it is time."""

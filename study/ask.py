@@ -27,7 +27,7 @@ import numpy as np
 import data
 from data import Call, Episode, Task
 from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, open_engine, opening, run_episode
-from runtime.checks import check_urls, find_checkpoint, find_tokenizer
+from runtime.checks import check_urls, find_checkpoint
 from runtime.config import ConfigError, expandable_segments
 from runtime.engine import Engine, EngineError, Sample
 from runtime.render import END_OF_TURN, Renderer, load_tokenizer
@@ -74,7 +74,7 @@ def main() -> int:
 
 def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> Stage:
     """Return everything an agent needs, from the checkpoint's own contract."""
-    source = find_tokenizer(args.model) if args.url else find_checkpoint(args.model)
+    source = find_checkpoint(args.model, weights=not args.url)
     check_urls(args.url)
     contract = VisualContract.load(source)
     contract.check(source)

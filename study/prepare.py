@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from data import Dialogue, Media, Task, encode_dialogue, parse_dialogue, parse_task
 from runtime import config
-from runtime.checks import find_tokenizer
+from runtime.checks import find_checkpoint
 from runtime.dataset import DataConfig, RowError, Rows
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, VideoError, Videos
@@ -69,7 +69,7 @@ def check(target: str, model: str) -> int:
         contract = config.build(VisualContract, tree.get("visual") or {}, "visual.")
     else:
         contract = VisualContract.load(model)
-    renderer = Renderer(load_tokenizer(find_tokenizer(model)), contract) if model else None
+    renderer = Renderer(load_tokenizer(find_checkpoint(model, weights=False)), contract) if model else None
     tools = tree.get("tools", ["crop_video"])
     longest = tree.get("pack_tokens", math.inf)
 

@@ -113,7 +113,7 @@ def test_updates_whose_gradient_is_not_finite_are_skipped_and_counted_and_end_th
 
     norms, more = [], {"kl_coef": 0.1, "save_every": 1, "minibatches": 2, "optim": {"lr": 1e-3, "warmup": 0.5}}
     monkeypatch.setattr("runtime.policy.clip_gradients", clip)
-    monkeypatch.setattr("runtime.checks.MAX_BAD_STEPS", 1)
+    monkeypatch.setattr("runtime.run.MAX_BAD_STEPS", 1)
     with pytest.raises(FloatingPointError, match="not finite in 2 steps, more than 1: lower optim.lr"):
         train(tmp_path / "c.yaml", toy_dir, **more)
     lines = metrics(tmp_path / "c")
