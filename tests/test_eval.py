@@ -362,9 +362,8 @@ def lines(scores: str) -> list[dict]:
     return [line(str(i), int(score)) for i, score in enumerate(scores)]
 
 
-def write_results(folder, split, rows, *, name="toy", arm="parallel", k=64, total=0, **more) -> Path:
+def write_results(folder, split, rows, *, name="toy", arm="parallel", k=64, total=0) -> Path:
     settings = {"name": name, "split": split, "arm": arm, "k": k, "total": total or len(rows)}
-    settings |= {"prompting": {"protocol": "agent", "prompt_file": ""}} | more
     folder.mkdir(exist_ok=True)
     path = folder / f"{split}-K{k}-{arm}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in (settings, *rows)))
@@ -465,18 +464,6 @@ def test_costs_are_means_and_rates_over_all_items(tmp_path):
     }  # fmt: skip
 
 
-def test_a_row_says_if_a_model_was_asked_in_our_words(tmp_path):
-    """The remark was printed for every row, ours included."""
-
-    def remark(protocol: str, prompt_file: str = "") -> bool:
-        asked = {"protocol": protocol, "prompt_file": prompt_file}
-        write_results(tmp_path, "lvbench", lines("10"), name="Video-R1-7B", prompting=asked)
-        return sections(tables.report([tmp_path]))["Scores"][2][1] == "parallel (our words)"
-
-    assert not remark("direct") and not remark("think") and not remark("agent")
-    assert remark("video_r1") and not remark("video_r1", "words.yaml")
-
-
 def test_two_files_of_one_place_in_the_table_are_refused(tmp_path):
     write_results(tmp_path / "a", "lvbench", lines("1"))
     write_results(tmp_path / "b", "lvbench", lines("0"))
@@ -570,7 +557,6 @@ def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys):
 def test_what_cannot_run_says_so(write):
     api = {"url": "http://x", "model": "m"}
     for changes, rule in (
-        ({"frames": [0]}, "at least 1 frame"),
         ({"arms": ["none"]}, "only the protocol 'agent' has them"),
         ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none': here, `arms` says how"),
         ({"api": {"url": "http://x"}}, "api: url = 'http://x': needs the name of a model"),
