@@ -12,9 +12,7 @@ refused, unless nothing in it was answered.
 
 An item is asked again if it ended in an error (which counts as wrong until then), or if its question, options, answer
 or subtitles are no longer the same. `limit=2` tries a config on two items of each split, and needs no other videos; a
-larger limit goes on from there. A run in which all items of a split failed ends with exit status 1.
-
-With `transcripts`, each call leaves its whole episodes in RUN/episodes, for `python -m study.report FILE --model CHECKPOINT`.
+larger limit goes on from there.
 
 Deliberately missing: several checkpoints in a run, several machines for a run, ensembles, majority votes.
 """
@@ -78,7 +76,7 @@ class EvalConfig:
     limit: int = 0
     """Only the first so many items of each split; 0: all."""
     transcripts: bool = False
-    """Keep whole episodes: about 100 kB each."""
+    """Keep whole episodes, about 100 kB each, in RUN/episodes: for `python -m study.report FILE --model CHECKPOINT`."""
     seed: int = 0
     decoders: int = 8
 
@@ -88,8 +86,6 @@ class EvalConfig:
             raise ValueError(f"splits = {unknown}: there is only {', '.join(SPLITS)}")
         if not self.agentic and self.arms != ("parallel",):
             raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has them")
-        if min(self.frames) < 1:
-            raise ValueError(f"frames = {list(self.frames)}: an overview has at least 1 frame")
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
         if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):
@@ -99,7 +95,7 @@ class EvalConfig:
 
     @property
     def agentic(self) -> bool:
-        """Say if the model is asked as our own agent, which has arms and the format that the rewards speak of."""
+        """Say if the model is our own agent, which has arms, and the format of the rewards."""
         return self.prompting.protocol == "agent"
 
 
@@ -143,6 +139,33 @@ def main(cfg: EvalConfig) -> int:
             failed = 1
             print(f"error: all {len(errors)} items of {cell.path} failed; the last: {errors[-1]}", file=sys.stderr)
     return failed
+
+
+def dry_run(cfg: EvalConfig) -> int:
+    """Print what is there, what is missing, and what the published run did otherwise; exit status 1 if the run could not
+    start. Names on the hub are not verified."""
+    print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
+    missing = 0
+    for split, root in cfg.splits.items():
+        try:
+            count = len(load_split(split, root, cfg.limit))
+            print(f"  ok      {split}: {count} items, {count * len(cfg.frames) * len(cfg.arms)} episodes")
+        except DataError as error:
+            missing = 1
+            print(f"  MISSING {split}: {error}")
+
+    for text in tables.read_published()["differs"].get(cfg.name.partition(" (")[0], ()):
+        print(f"  note    the published run: {text}")
+
+    # What the model needs: a refusal ends the dry run with its sentence.
+    if on_the_hub(cfg.checkpoint):
+        print(f"  note    {cfg.checkpoint} is not here; the run would fetch it from the hub")
+    else:
+        find_model(cfg)
+    check_api(cfg.api)
+    if not cfg.api.url:
+        check_servers(cfg.rollout)
+    return missing
 
 
 def find_model(cfg: EvalConfig) -> tuple[Path, VisualContract]:
@@ -195,7 +218,7 @@ def cells_of(cfg: EvalConfig) -> list[Cell]:
 def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str) -> dict[str, Any]:
     """Collect what shapes a result, for the file's first line. Where and how fast it is computed does not; what a fork's
     tool asks its sub-agents (`Look.request`) is not seen here."""
-    rollout, grading = dataclasses.asdict(cell.rollout), dataclasses.asdict(cfg.grading)
+    rollout, grading = dataclasses.asdict(cell.rollout), cfg.grading
     elsewhere = ("gpus", "urls", "server_args", "max_batch_tokens", "concurrency", "call_timeout", "dispatch")
     prompts = [cfg.prompting.texts]
     if cfg.agentic:
@@ -204,12 +227,12 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str
     place = {"name": cfg.name, "split": cell.split, "k": cell.k, "arm": cell.arm, "total": cell.total}
     header = place | {
         "weights": weights,
-        "prompts": _digest(json.dumps(prompts)),
+        "prompts": digest(prompts),
         "prompting": dataclasses.asdict(cfg.prompting),
         "rollout": {name: value for name, value in rollout.items() if name not in elsewhere},
         "visual": dataclasses.asdict(contract),
-        "grading": {"open_answer": grading["open_answer"], "untagged_answer": grading["untagged_answer"]},
-        "judge": grading["judge"]["model"],
+        "grading": {"open_answer": grading.open_answer, "untagged_answer": grading.untagged_answer},
+        "judge": grading.judge.model,
         "seed": cfg.seed,
     }
     return json.loads(json.dumps(header))  # tuples become lists, as in a file
@@ -226,12 +249,11 @@ def weights_digest(folder: Path) -> str:
 
 
 def item_digest(item: Item) -> str:
-    task = item.task
-    return _digest(repr((task.question, task.options, task.answer, item.subtitles)))
+    return digest((item.task.question, item.task.options, item.task.answer, item.subtitles))
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def earlier_results(cell: Cell, header: dict[str, Any]) -> list[dict]:
@@ -242,10 +264,8 @@ def earlier_results(cell: Cell, header: dict[str, Any]) -> list[dict]:
     answers = [record for record in found.records if not record["error"]]
     wrong = config.differences(found.settings, header)
     if wrong and answers:
-        raise config.ConfigError(
-            f"{cell.path} was made under other settings ({'; '.join(wrong.values())}): choose another `run`, or delete "
-            "the file"
-        )
+        cure = "choose another `run`, or delete the file"
+        raise config.ConfigError(f"{cell.path} was made under other settings ({'; '.join(wrong.values())}): {cure}")
     digests = {item.task.id: item_digest(item) for item in cell.items}
     kept = []
     for record in answers:
@@ -305,7 +325,6 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, judge: Judge, keep: C
         parts = score(episode, stage.renderer, RewardConfig(open_answer="exact"))
         form = {name: parts[name] for name in ("fmt", "strict")}
 
-    calls = episode.calls
     return {
         "id": item.task.id,
         "item": item_digest(item),
@@ -317,44 +336,14 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, judge: Judge, keep: C
         **verdict,
         "lenient": lenient,
         **form,
-        "calls": [{"name": c.name, "window": c.window, "error": c.error, "seconds": c.seconds} for c in calls],
+        "calls": [{"name": c.name, "window": c.window, "error": c.error, "seconds": c.seconds} for c in episode.calls],
         "turns": len(turns),
         "tokens": sum(episode.main.mask),
-        "agent_tokens": sum(sum(call.agent.mask) for call in calls if call.agent),
+        "agent_tokens": sum(sum(call.agent.mask) for call in episode.calls if call.agent),
         "truncated": episode.main.finish == "length",
         "seconds": episode.seconds,
         "error": error,
     }
-
-
-# ------------------------------------------------------------------------------------------------ before it runs
-
-
-def dry_run(cfg: EvalConfig) -> int:
-    """Print what is there, what is missing, and what the published run did otherwise; exit status 1 if the run could not
-    start. Names on the hub are not verified."""
-    print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    missing = 0
-    for split, root in cfg.splits.items():
-        try:
-            count = len(load_split(split, root, cfg.limit))
-            print(f"  ok      {split}: {count} items, {count * len(cfg.frames) * len(cfg.arms)} episodes")
-        except DataError as error:
-            missing = 1
-            print(f"  MISSING {split}: {error}")
-
-    for text in tables.read_published()["differs"].get(cfg.name.partition(" (")[0], ()):
-        print(f"  note    the published run: {text}")
-
-    # What the model needs: a refusal ends the dry run with its sentence.
-    if on_the_hub(cfg.checkpoint):
-        print(f"  note    {cfg.checkpoint} is not here; the run would fetch it from the hub")
-    else:
-        find_model(cfg)
-    check_api(cfg.api)
-    if not cfg.api.url:
-        check_servers(cfg.rollout)
-    return missing
 
 
 if __name__ == "__main__":

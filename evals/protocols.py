@@ -80,17 +80,15 @@ def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
     known, own = WORDS[protocol], read_tree(Path(prompt_file)) if prompt_file else {}
     for name, text in own.items():
         if name not in known or not isinstance(text, str):
-            raise ValueError(
-                f"prompt_file = {prompt_file!r}: {name!r} must be a text that {protocol!r} has: {', '.join(known)}"
-            )
+            raise ValueError(f"{prompt_file}: {name!r} must be a text that {protocol!r} has: {', '.join(known)}")
         places = PLACES | set(PLACE.findall(known[name]))
         if name == "message":
             places.add("tools")
         unknown = sorted(set(PLACE.findall(text)) - places - {""})
         if unknown:
             raise ValueError(
-                f"prompt_file = {prompt_file!r}: the text {name!r} of {protocol!r} cannot speak of {{{unknown[0]}}}, only "
-                f"of {', '.join(sorted(places))}. Write {{{{{unknown[0]}}}}} for the word in braces"
+                f"{prompt_file}: {name!r} of {protocol!r} cannot speak of {{{unknown[0]}}}, only of "
+                f"{', '.join(sorted(places))}. Write {{{{{unknown[0]}}}}} for the word in braces"
             )
     return known | own
 
@@ -242,7 +240,7 @@ def boxed(text: str) -> str | None:
     return found[-1].strip() if found else None
 
 
-# ------------------------------------------------------------------------------------------------ one turn, and ours
+# ------------------------------------------------------------------------------------------------ the protocols
 
 
 def _agent(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
@@ -262,16 +260,12 @@ def _one_turn(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> s
     return answer
 
 
-# ------------------------------------------------------------------------------------------------ several turns
-
-
 def _conan(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
     stage, last = reading(stage, stamp="{clock}"), CONAN_TURNS - 1
     main = episode.main = begin(stage, cfg, values)
     for turn in range(CONAN_TURNS):
         text = speak(stage, main, derive(episode.seed, turn))
-        clips = re.findall(r"<clip>(.*?)</clip>", text, re.S)
-        wanted = clips[-1].strip() if clips else ""
+        wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
         if not wanted or turn == last or main.finish == "length":
             break
         found = run(stage, episode, Call(turn, "clip", {"clips": wanted}), _retrieve)
@@ -305,10 +299,8 @@ def _longvt(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str
     stage = reading(stage, stamp="", crop_fps=CROP_FPS, crop_max_frames=LONGVT_FRAMES)
     main = episode.main = begin(stage, cfg, values, tools=[json.loads(cfg.texts["tool"])])
     if main.ids == begin(stage, cfg, values).ids:
-        raise ContractError(
-            "the checkpoint's chat template shows no tools, so the model could not call any: put the template that its "
-            "authors serve it with into the checkpoint's folder, as chat_template.jinja"
-        )
+        cure = "put the template that its authors serve it with into the checkpoint's folder, as chat_template.jinja"
+        raise ContractError(f"the checkpoint's chat template shows no tools, so the model could not call any: {cure}")
     said = []
     for turn in range(LONGVT_ROUNDS + 1):
         said.append(speak(stage, main, derive(episode.seed, turn)))

@@ -27,11 +27,11 @@ from runtime.dataset import DataError
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 # How answers are read. strict: in closed tags, as training reads them (of the protocol `direct`, all that was said).
 READINGS = ("strict", "lenient")
-OUR_PROTOCOLS = ("agent", "direct", "think")  # all others belong to a model whose authors have words of their own
 LEGEND = """
 
 strict: an answer counts where its protocol asks for it, the agent's in closed tags as in training.
-lenient: read as the splits' own scorers do, in prose too. The published numbers are lenient."""
+lenient: read as the splits' own scorers do, in prose too. The published numbers are lenient.
+Models of other authors are asked in our words, unless their run names a prompt_file."""
 
 
 # ------------------------------------------------------------------------------------------------ files of results
@@ -168,11 +168,8 @@ def rows_of(results: Sequence[Results], published: dict) -> dict[tuple, dict[str
     published_k = dict(zip(published["columns"], published["frames"]))
     rows: dict[tuple, dict[str, Results]] = {}
     for r in results:
-        arm, prompting = r.arm, r.settings["prompting"]
-        if prompting["protocol"] not in OUR_PROTOCOLS and not prompting["prompt_file"]:
-            arm += " (our words)"
         k = "paper" if r.k == published_k.get(r.split) else r.k
-        rows.setdefault((r.name, arm, k), {})[r.split] = r
+        rows.setdefault((r.name, r.arm, k), {})[r.split] = r
     return rows
 
 
@@ -188,16 +185,15 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
             ks = ", ".join(dict.fromkeys(str(r.k) for r in row.values()))
             for reading in READINGS:
                 cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
-                scores = finished(row, reading)
-                gained = gain(scores, finished(base, reading))
-                lines.append([name, arm, reading, ks, *cells, average(scores, columns), gained])
+                summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
+                lines.append([name, arm, reading, ks, *cells, *summary])
 
         # What was published of it, if it has any of these splits.
         scores = published_scores(name, published)
         cells = [scores.get(split, "") for split in splits]
         if any(cells):
-            gained = gain(scores, published_scores(baseline, published))
-            lines.append([name, "published", "lenient", "", *cells, average(scores, columns), gained])
+            summary = average_and_gain(scores, published_scores(baseline, published), columns)
+            lines.append([name, "published", "lenient", "", *cells, *summary])
     gains = f"gain over {baseline}: mean of ratios / ratio of averages"
     header = ["model", "arm", "reading", "K", *splits, "average", gains]
     return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
@@ -216,19 +212,18 @@ def finished(row: dict[str, Results], reading: str) -> dict[str, float]:
     return {split: r.read(reading).score() for split, r in row.items() if r.complete()}
 
 
-def average(scores: dict[str, float], columns: Sequence[str]) -> str:
-    """Average the columns of the paper's table, if all are there."""
-    return f"{sum(scores[c] for c in columns) / len(columns):.1f}" if set(columns) <= set(scores) else ""
-
-
-def gain(ours: dict[str, float], base: dict[str, float]) -> str:
-    """Write both gains that the paper mixes, and the number of splits that both rows have finished."""
+def average_and_gain(ours: dict[str, float], base: dict[str, float], columns: Sequence[str]) -> tuple[str, str]:
+    """Write the average of the paper's columns, if all are there; and both gains that the paper mixes, with the number of
+    splits that they are over."""
+    average = gain = ""
+    if set(columns) <= set(ours):
+        average = f"{sum(ours[c] for c in columns) / len(columns):.1f}"
     shared = [split for split in ours if base.get(split)]
-    if not shared:
-        return ""
-    mean_of_ratios = sum(ours[split] / base[split] for split in shared) / len(shared)
-    ratio_of_means = sum(ours[split] for split in shared) / sum(base[split] for split in shared)
-    return f"{100 * (mean_of_ratios - 1):+.1f} / {100 * (ratio_of_means - 1):+.1f} % ({len(shared)})"
+    if shared:
+        mean_of_ratios = sum(ours[split] / base[split] for split in shared) / len(shared)
+        ratio_of_means = sum(ours[split] for split in shared) / sum(base[split] for split in shared)
+        gain = f"{100 * (mean_of_ratios - 1):+.1f} / {100 * (ratio_of_means - 1):+.1f} % ({len(shared)})"
+    return average, gain
 
 
 def score_cell(r: Results) -> str:

@@ -51,11 +51,9 @@ def records(items, verdicts):
 
 
 def videomme_row(video, n, answer="B"):
-    return {
-        "video_id": "001", "duration": "short", "domain": "Knowledge", "sub_category": "Astronomy", "url": "",
-        "videoID": video, "question_id": f"{video}-{n}", "task_type": "OCR Problems", "question": "Which color?",
-        "options": ["A. Red.", "B. Blue.", "C. Green.", "D. Vitamin C."], "answer": answer,
-    }  # fmt: skip
+    options = ["A. Red.", "B. Blue.", "C. Green.", "D. Vitamin C."]
+    row = {"video_id": "001", "videoID": video, "question_id": f"{video}-{n}", "question": "Which color?"}
+    return row | {"options": options, "answer": answer}
 
 
 def videomme(root):
@@ -125,20 +123,14 @@ def test_subtitles_that_are_not_all_there_are_refused(tmp_path, shrink):
     assert len(load_split("videomme_wsub", str(tmp_path))) == 4
 
 
-def longvideobench_row(id, options, gold, group):
-    """The parquet has five columns of options; the unused ones are N/A."""
-    options = (options + ["N/A"] * 5)[:5]
-    row = {
-        "video_id": id[:2], "id": id, "video_path": f"{id[:2]}.mp4", "question": "What next?", "correct_choice": gold,
-        "duration_group": group, "question_category": "T2E", "level": "L1-Perception",
-    }  # fmt: skip
-    return row | {f"option{n}": option for n, option in enumerate(options)}
-
-
 def test_longvideobench_keeps_the_index_of_its_options(tmp_path, shrink):
-    five = ["one", "two", "three", "four", "five"]
-    rows = [("v1_0", ["yes", "N/A", "no"], 2, 15), ("v2_0", five, 4, 3600), ("v2_1", ["up", "down"], 0, 600)]
-    parquet(tmp_path / "validation-00000-of-00001.parquet", [longvideobench_row(*row) for row in rows])
+    rows = []
+    golds = {"v1_0 yes N/A no N/A N/A": 2, "v2_0 one two three four five": 4, "v2_1 up down N/A N/A N/A": 0}
+    for words, gold in golds.items():
+        id, *options = words.split()  # five columns, the unused ones N/A
+        row = {"id": id, "video_path": f"{id[:2]}.mp4", "question": "What next?", "correct_choice": gold}
+        rows.append(row | {f"option{n}": option for n, option in enumerate(options)})
+    parquet(tmp_path / "validation-00000-of-00001.parquet", rows)
     touch(tmp_path, "videos/v1.mp4", "videos/v2.mp4")
     shrink("longvideobench", 3)
     items = load_split("longvideobench", str(tmp_path))
@@ -165,16 +157,11 @@ def test_lvbench_reads_both_layouts_alike(tmp_path, shrink):
         assert items[1].task.videos == (str(tmp_path / folder / "all_videos/k-1.mp4"),)
 
 
-def mlvu_row(kind, answer, n=0):
-    listed = "How many?\n(A) one\n(B) two\n(C) three\n(D) four"
-    candidates = ["one", "two", "three", "four"]
-    return {"video_name": f"{kind}_{n}.mp4", "duration": 480.0, "question": listed, "candidates": candidates,
-            "answer": answer, "task_type": kind}  # fmt: skip
-
-
 def test_mlvu_gold_is_a_letter_or_a_text_and_options_are_not_listed_twice(tmp_path, shrink):
-    golds = [("count", "B"), ("count", "four"), ("plotQA", "A"), ("count", "eleven")]  # eleven: a data defect
-    rows = [mlvu_row(kind, gold, n) for n, (kind, gold) in enumerate(golds)]
+    rows, asked = [], "How many?\n(A) one\n(B) two\n(C) three\n(D) four"
+    for kind, gold in (("count", "B"), ("count", "four"), ("plotQA", "A"), ("count", "eleven")):  # the last: a defect
+        row = {"video_name": f"{kind}_{len(rows)}.mp4", "task_type": kind, "question": asked, "answer": gold}
+        rows.append(row | {"candidates": ["one", "two", "three", "four"]})
     rows[1]["question"] = "How many?"
     parquet(tmp_path / "mlvu/test-00000-of-00001.parquet", rows)
     touch(tmp_path, *(f"videos/{row['video_name']}" for row in rows))
@@ -187,23 +174,15 @@ def test_mlvu_gold_is_a_letter_or_a_text_and_options_are_not_listed_twice(tmp_pa
     assert len({item.task.id for item in items}) == 4
 
 
-def mmvu(root):
-    url = "https://huggingface.co/datasets/yale-nlp/MMVU/resolve/main/videos/"
-    rows = [
-        {"video": url + "Art/1.mp4", "question_type": "multiple-choice", "answer": "E",
-         "choices": {x: f"choice {x}" for x in "ABCDE"}},
-        {"video": url + "Modern Physics/1.mp4", "question_type": "open-ended", "answer": "bosons",
-         "choices": dict.fromkeys("ABCDE", "")},
-        {"video": url + "Modern%20Physics/2.mp4", "question_type": "multiple-choice", "answer": "A",
-         "choices": {x: f"choice {x}" for x in "ABCDE"}},
-    ]  # fmt: skip
-    rows = [r | {"id": f"validation_{i}", "question": "Why?", "metadata": {"subject": ""}} for i, r in enumerate(rows)]
-    (root / "validation.json").write_text(json.dumps(rows))
-    touch(root, "videos/Art/1.mp4", "videos/Modern_Physics/1.mp4", "videos/Modern_Physics/2.mp4")
-
-
 def test_mmvu_numbers_are_per_subject_and_open_questions_have_no_options(tmp_path, shrink):
-    mmvu(tmp_path)
+    url, rows = "https://huggingface.co/datasets/yale-nlp/MMVU/resolve/main/videos/", []
+    for name, gold in (("Art/1", "E"), ("Modern Physics/1", "bosons"), ("Modern%20Physics/2", "A")):
+        kind, text = ("multiple-choice", "choice {}") if len(gold) == 1 else ("open-ended", "")
+        choices = {letter: text.format(letter) for letter in "ABCDE"}
+        row = {"id": name, "video": f"{url}{name}.mp4", "question_type": kind, "choices": choices}
+        rows.append(row | {"question": "Why?", "answer": gold})
+    (tmp_path / "validation.json").write_text(json.dumps(rows))
+    touch(tmp_path, "videos/Art/1.mp4", "videos/Modern_Physics/1.mp4", "videos/Modern_Physics/2.mp4")
     shrink("mmvu", 3)
     items = load_split("mmvu", str(tmp_path))
     videos = ["videos/Art/1.mp4", "videos/Modern_Physics/1.mp4", "videos/Modern_Physics/2.mp4"]
@@ -283,19 +262,16 @@ def test_other_revisions_and_hidden_answers_are_refused(tmp_path, shrink):
 
 # ------------------------------------------------------------------------------------------------ answers
 
+SPAN = Item(Task("t", "When?", (), "tvg", "[12.0, 20.0]"))
+OPEN = Item(Task("t", "What?", (), "oe", "red car"))
 MCQ = Item(Task("t", "", (), "mcq", "D", ("red", "blue", "a green car", "Vitamin C")))
 
 
-def test_letters_are_read_among_the_options_and_open_answers_are_texts():
+def test_what_cannot_be_read_strictly_scores_nothing():
     """test_answers.py has the forms in which a letter is written."""
-    for text, letter in (("D", "D"), ("vitamin C", "D"), ("A. blue", "A"), ("E", None), (None, None), ("", None)):
+    for text, letter in (("D", "D"), ("A. blue", "A"), ("E", None), (None, None), ("", None)):
         assert grade(MCQ, text, CFG) == verdict(letter, float(letter == "D"))
-    item = Item(Task("t", "", (), "oe", "a red car"))
-    assert grade(item, " red car ", CFG) == verdict("red car", 1.0) and grade(item, " ", CFG) == UNGRADED
-
-
-SPAN = Item(Task("t", "When?", (), "tvg", "[12.0, 20.0]"))
-OPEN = Item(Task("t", "What?", (), "oe", "red car"))
+    assert grade(OPEN, " the red car ", CFG) == verdict("the red car", 1.0) and grade(OPEN, " ", CFG) == UNGRADED
 
 
 @pytest.mark.parametrize(
