@@ -55,7 +55,7 @@ from runtime.judge import Judge
 from runtime.plan import plan_rl, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
-from runtime.run import USER_ERRORS, Run, check_room, is_finished, try_out
+from runtime.run import USER_ERRORS, Run, check_room, try_out
 from runtime.video import Videos
 from tools import TOOLS
 
@@ -113,9 +113,6 @@ def main(cfg: RLConfig) -> None:
     weight is loaded."""
     init_distributed()
     with open_run(cfg, parse_task, check_hardware) as (source, renderer), snapshot_folder(cfg.run, source) as snapshot:
-        if is_finished(cfg):
-            return
-
         # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
         policy_cfg = replace(cfg.policy, checkpoint=str(source))
         policy, reference = load(policy_cfg, renderer.never_sampled), None
@@ -330,8 +327,8 @@ class Clock:
 
     def lap(self, phase: str) -> None:
         now = time.perf_counter()
-        for name in (f"{phase}_seconds", "seconds"):
-            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self.seconds[f"{phase}_seconds"] = now - self._last
+        self.seconds["seconds"] += now - self._last
         self._last = now
 
 

@@ -34,7 +34,7 @@ from runtime.packing import best_fit
 from runtime.plan import Plan, plan_training, utilisation
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
 from runtime.render import Bundle, Renderer
-from runtime.run import USER_ERRORS, Run, check_room, is_finished, try_out
+from runtime.run import USER_ERRORS, Run, check_room, try_out
 from runtime.video import VideoError, Videos
 from tools import TOOLS
 
@@ -80,9 +80,6 @@ def main(cfg: SFTConfig) -> None:
     weight is loaded."""
     init_distributed()
     with open_run(cfg, parse_dialogue, partial(check_room, plans=plan_sft)) as (source, renderer):
-        if is_finished(cfg):
-            return
-
         # The policy and the optimizer, and all that the newest state has of them.
         policy = load(replace(cfg.policy, checkpoint=str(source)), renderer.never_sampled)
         run = Run(cfg, "sft", SHOWN, policy, make_optimizer(policy, cfg.optim))
@@ -227,7 +224,8 @@ def target_kinds(bundle: Bundle, renderer: Renderer) -> np.ndarray:
     `]</`, which hold a piece of a tag and of an answer, and count as answer."""
     [ids], [mask] = bundle.suffixes, bundle.masks
     kinds = []
-    for start, stop in runs_of_ones(mask):  # the assistant's turns
+    edges = np.flatnonzero(np.diff([0, *mask, 0]))  # where a turn of the assistant begins, where it ends, and so on
+    for start, stop in zip(edges[::2], edges[1::2]):
         turn = ids[start:stop]
         text = renderer.decode(turn)
         kind_at = np.zeros(len(text) + 1, int)  # of each character, and of a token without any at the end
@@ -241,12 +239,6 @@ def target_kinds(bundle: Bundle, renderer: Renderer) -> np.ndarray:
             else:
                 kinds.append(carried[-1])
     return np.array(kinds, int)
-
-
-def runs_of_ones(mask: list[int]) -> list[tuple[int, int]]:
-    """Return the [start, stop) of every run of ones."""
-    edges = np.flatnonzero(np.diff([0, *mask, 0]))  # where a run begins, where it ends, and so on
-    return list(zip(edges[::2], edges[1::2]))
 
 
 # ------------------------------------------------------------------------------------------------ before it starts

@@ -64,8 +64,7 @@ class Rows:
         self.path = Path(path)
         if not self.path.is_file():
             raise FileNotFoundError(
-                f"{path}: no such data file; `python -m study.prepare materialize` prepares the published ones, "
-                "`python -m study.toy build DIR` makes the toy's"
+                f"{path}: no such data file; `python -m study.prepare materialize` makes those published"
             )
         if self.path.suffix == ".parquet":
             import pyarrow.parquet as pq  # 0.3 s that `--help` does not need
@@ -121,8 +120,7 @@ class Dataset:
         self._names = {path: path.name if files_called[path.name] == 1 else path for path in paths}
         self._epoch, self._order = None, np.zeros((2, 0), int)  # the epoch whose shuffled rows are in memory
         if not len(self):
-            files = ", ".join(s.path for s in cfg.sources)
-            raise DataError(f"no rows in {files or 'an empty list of sources'}, apart from those read `first`")
+            raise DataError("data.sources have no rows, apart from those read `first`")
 
     def __len__(self) -> int:
         """Rows of an epoch of the mixture."""
@@ -159,10 +157,8 @@ class Dataset:
         self.bad[origin] = reason
         print(f"skipped {origin}: {reason}", file=sys.stderr)
         if len(self.bad) > self.cfg.max_bad_fraction * self._share:
-            raise RowError(
-                f"{len(self.bad)} of {self._share} rows are unusable, more than max_bad_fraction = "
-                f"{self.cfg.max_bad_fraction}; the last: {origin}: {reason}. `python -m study.prepare check` lists them all."
-            )
+            told = f"{len(self.bad)} of {self._share} rows are unusable, more than max_bad_fraction = {self.cfg.max_bad_fraction}"
+            raise RowError(f"{told}; the last: {origin}: {reason}. `python -m study.prepare check` lists them all.")
 
     def _row(self, position: int) -> tuple[Source, Rows, int, int]:
         """Find the row at a position of the endless order: the `first` rows, then epoch after epoch of the mixture."""
@@ -197,10 +193,9 @@ def check_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
         first = min(16, len(dataset))
         if not any(dataset.batch(position, 1) for position in range(first)):
             origin, reason = next(iter(dataset.bad.items()))
-            raise DataError(
-                f"{origin}: {reason}; of the {first} rows that are read first, none can be used. Relative paths start at "
-                f"data.video_root = {cfg.video_root!r} (empty: the data file's folder); `python -m study.prepare check` lists all"
-            )
+            told = f"{origin}: {reason}; of the {first} rows that are read first, none can be used. Relative paths start at"
+            home = f"data.video_root = {cfg.video_root!r} (empty: the data file's folder)"
+            raise DataError(f"{told} {home}; `python -m study.prepare check` lists all")
 
 
 def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:

@@ -25,13 +25,16 @@ GAP_LIMIT = 0.5
 
 def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_temperature: float = 0.0) -> None:
     """Refuse a first batch with broken trajectories, or with log-probs that the trainer does not compute."""
-    episodes = [episode for group in groups for episode in group.episodes]
-    errors = [error for rank in gather([episode.error for episode in episodes]) for error in rank]
+    ran, errors, flaws = [], [], []
+    for group in groups:
+        for episode in group.episodes:
+            errors.append(episode.error)
+            if not episode.error:
+                ran.append(episode)
+                flaws += filter(None, (flaw_of(agent, policy) for agent in episode.trajectories))
+    errors = sum(gather(errors), [])
     if errors and all(errors):  # a training without episodes would end as if nothing were wrong
         raise EngineError(f"all {len(errors)} episodes of the first batch failed, such as: {errors[0]}")
-    ran, flaws = [episode for episode in episodes if not episode.error], []
-    for episode in ran:
-        flaws += filter(None, [flaw_of(agent, policy) for agent in episode.trajectories])
     refuse_flaws(flaws)
 
     # One episode is enough, and memory is dear: the shortest of those with a call, whose frames are of another size than
@@ -54,7 +57,7 @@ def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_te
 
 def refuse_flaws(flaws: list[str]) -> None:
     """Raise on every rank if any has found a flaw."""
-    flaws = [flaw for rank in gather(flaws[:3]) for flaw in rank]
+    flaws = sum(gather(flaws[:3]), [])
     if flaws:
         raise EngineError("; ".join(flaws) + ". `python -m study.ask doctor` looks closer")
 

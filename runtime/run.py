@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from runtime.checks import RunConfig
 from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
-from runtime.distributed import export, gather, load_state, peak_memory, print0, rank, save_state, world_size
+from runtime.distributed import export, load_state, peak_memory, print0, rank, save_state, world_size
 from runtime.engine import EngineError
 from runtime.plan import Plan, check_disk
 from runtime.policy import Policy, learning_rate
@@ -56,17 +56,6 @@ def try_out(cfg: RunConfig, parse: Callable, plans: Plans) -> int:
         print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
         return 1
     return 0
-
-
-def is_finished(cfg: RunConfig) -> bool:
-    """Return, and say, whether the newest state is that after the last step, and the model was exported from it."""
-    model, newest = Path(cfg.run) / "model", max(Path(cfg.run).glob("state/step-????????"), default=Path())
-    finished = model.exists() and newest.name == f"step-{cfg.steps:08d}"
-    # A model that is older than the state is that of fewer steps.
-    finished = gather(finished and model.stat().st_mtime_ns >= newest.stat().st_mtime_ns)[0]
-    if finished:
-        print0(f"finished: {model} is the result of all {cfg.steps} steps; more `steps` would go on")
-    return finished
 
 
 class Run:

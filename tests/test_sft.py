@@ -172,8 +172,8 @@ def uninterrupted(toy_dir, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path, monkeypatch, capsys):
-    """Stopped by an error at step 7, it goes on from the state of step 6; started once more, it is finished."""
+def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path, monkeypatch):
+    """Stopped by an error at step 7, it goes on from the state of step 6."""
     write = config.Metrics.write
     monkeypatch.setattr(config.Metrics, "write", lambda own, step, values: 1 / (7 - step) and write(own, step, values))
     with pytest.raises(ZeroDivisionError):
@@ -182,9 +182,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path
     monkeypatch.undo()
     lines = train(tmp_path / "run.yaml", toy_dir)
     assert same_weights(uninterrupted, tmp_path / "run") and same_metrics(metrics(uninterrupted), lines)
-    capsys.readouterr()
-    train(tmp_path / "run.yaml", toy_dir)
-    assert "finished: " in capsys.readouterr().out
 
 
 def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch):
