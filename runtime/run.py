@@ -65,7 +65,9 @@ class Run:
         self.cfg, self.folder, self.policy, self.optimizer = cfg, Path(cfg.run), policy, optimizer
         self.done, counted = load_state(self.folder / "state", policy, optimizer)
         self.bad_steps = counted.get("bad_steps", 0)
-        if self.done:
+        if self.done >= cfg.steps:
+            print0(f"{self.folder}: finished; the model of step {self.done} is exported again")
+        elif self.done:
             print0(f"{self.folder}: goes on after step {self.done} of {cfg.steps}")
         else:
             print0(f"{self.folder}: starts anew from {policy.cfg.checkpoint}")
