@@ -308,8 +308,7 @@ class SGLang(Engine):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[server.gpu] if visible else str(server.gpu)
         env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}  # it sends itself a first request
-        # The server's cache of image embeddings outlives weight updates: a vision tower that trains would go on serving
-        # its old features. Without the cache, a frozen one only encodes again what has left the KV cache.
+        # The server's cache of image embeddings outlives weight updates: with it, a tower that trains serves old features.
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         command = self._launch(int(server.url.rpartition(":")[2]))
         with open(output, "ab") as file:
