@@ -50,6 +50,7 @@ TIMEOUT = datetime.timedelta(hours=2)  # an episode may wait for a server's rest
 
 def init_distributed() -> None:
     """Join torchrun's ranks. A lone GPU makes a group of one, since mixed precision lives in FSDP2; a lone CPU, none."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of a state that one process saves: yes, it is
     cuda = torch.cuda.is_available()
     if dist.is_initialized() or not (cuda or "RANK" in os.environ):
         return
@@ -167,8 +168,7 @@ def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, 
                 shutil.rmtree(left_over)
             unfinished.mkdir(parents=True)
         barrier()
-        with warnings.catch_warnings(action="ignore"):  # "a single process": yes, it may be
-            dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, no_dist=world_size() == 1)
+        dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, no_dist=world_size() == 1)
         if rank() == 0:  # whose call returns when all ranks have written
             (unfinished / "run.json").write_text(json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
@@ -186,8 +186,7 @@ def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, An
     if not states:
         return 0, {}
     run = json.loads((states[-1] / "run.json").read_text())
-    with warnings.catch_warnings(action="ignore"):
-        dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], no_dist=world_size() == 1)
+    dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], no_dist=world_size() == 1)
     return run["step"], run["extra"]
 
 

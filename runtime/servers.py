@@ -60,16 +60,11 @@ class _Server:
     failed: str = ""  # why it was given up
     ours: bool = False  # it has loaded a snapshot of this run; another run's may have the same number
 
-    @property
-    def log(self) -> Path:
-        return Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{self.gpu}.log"
-
 
 class SGLang(Engine):
     """Client and supervisor of SGLang servers."""
 
     timeout = 1200.0  # seconds of one `generate`: a server's restart and another attempt included
-    request_timeout = 600.0  # of one attempt
 
     def __init__(
         self,
@@ -92,7 +87,7 @@ class SGLang(Engine):
         self._connections: set[HTTPConnection] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         if gpus:
-            logs = ", ".join(str(server.log) for server in self._servers)
+            logs = f"{tempfile.gettempdir()}/sglang-{os.getpid()}-gpu*.log"
             print(f"SGLang starts on GPUs {list(gpus)}: up to {start_timeout / 60:g} minutes; logs: {logs}", flush=True)
         for supervisor in self._supervisors:
             supervisor.start()
@@ -123,13 +118,12 @@ class SGLang(Engine):
             "return_prompt_token_ids": True,
         }
 
-        # Ask one server after the other, until one has answered.
+        # Ask the healthy server that has the least to do, until one has answered.
         deadline, problem = time.monotonic() + self.timeout, None
         while True:
-            # Take the healthy server that has the least to do.
             with self._changed:
                 ready = self._ready(any, deadline - time.monotonic())
-                left = min(self.request_timeout, deadline - time.monotonic())
+                left = deadline - time.monotonic()
                 if not ready or left <= 0:
                     raise EngineError(f"not served within {self.timeout:g} s, last: {problem}")
                 server, oldest = min(ready, key=lambda s: s.busy), self.version
@@ -280,8 +274,6 @@ class SGLang(Engine):
                         raise EngineError(f"not ready for {self.start_timeout:g} s: {error}") from None
                     self._pause(0.5)
         except Exception as error:  # whatever it is, it belongs to the threads that wait for the server
-            if not self._closed:
-                log.error("%s", error)
             with self._changed:
                 server.healthy, server.failed = False, str(error) if isinstance(error, EngineError) else repr(error)
                 self._changed.notify_all()
@@ -299,9 +291,10 @@ class SGLang(Engine):
             self._changed.notify_all()
 
     def _start(self, server: _Server, attempt: int) -> None:
+        output = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
         if attempt > 2:
-            end = "\n".join(server.log.read_text("utf-8", "replace").splitlines()[-20:])
-            raise EngineError(f"the server on GPU {server.gpu} died twice at its start; {server.log} ends:\n{end}")
+            end = "\n".join(output.read_text("utf-8", "replace").splitlines()[-20:])
+            raise EngineError(f"the server on GPU {server.gpu} died twice at its start; {output} ends:\n{end}")
         if not server.url:  # a restarted server keeps its address, which other ranks know
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -309,18 +302,17 @@ class SGLang(Engine):
         if server.process:
             self.restarts += 1
             code = server.process.returncode
-            log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpu, code, server.log)
+            log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpu, code, output)
             kill_group(server.process)  # its children may live on
         env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[server.gpu] if visible else str(server.gpu)
         env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}  # it sends itself a first request
-        # The server's cache of image embeddings outlives weight updates: a vision tower that trains would go on serving
-        # its old features. Without the cache, a frozen one only encodes again what has left the KV cache.
+        # The server's cache of image embeddings outlives weight updates: with it, a tower that trains serves old features.
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         command = self._launch(int(server.url.rpartition(":")[2]))
-        with open(server.log, "ab") as output:
-            server.process = start_group(command, env=env, stdout=output, stderr=output)
+        with open(output, "ab") as file:
+            server.process = start_group(command, env=env, stdout=file, stderr=file)
 
 
 def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra: Sequence[str] = ()) -> list[str]:

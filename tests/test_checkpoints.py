@@ -26,6 +26,7 @@ from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
 from runtime.visual import VisualContract
 
 torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CONTRACT = VisualContract(frame_pixels=64 * 64)
 OPTIM = OptimConfig(lr=1e-2)
 

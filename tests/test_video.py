@@ -467,7 +467,7 @@ def test_no_worker_outlives_its_parent(good, fake_av, end):
 # ---- threads and the cache -----------------------------------------------------------------------------------------
 
 
-def test_many_threads_get_the_frames_of_one_and_share_decodes_and_errors(good, tmp_path, asked):
+def test_many_threads_share_decodes_errors_and_frames_that_nobody_can_change(good, tmp_path, asked):
     bad = bad_file("text", tmp_path)
     asks = [([i % 11, 20 + i % 7, 59], (WIDTH, HEIGHT) if i % 3 else (48, 32)) for i in range(200)]
     with Videos(workers=2) as many, Videos(workers=1, cache_bytes=0) as one:
@@ -480,6 +480,9 @@ def test_many_threads_get_the_frames_of_one_and_share_decodes_and_errors(good, t
             alone = one.frames(good, *ask)
             assert (frames.pixels == alone.pixels).all() and frames.times == alone.times
         assert all(isinstance(error, VideoError) for error in errors)
+        for shared in (got[0].pixels, many.info(good).times):
+            with pytest.raises(ValueError, match="read-only"):
+                shared[0] = 1
 
 
 def test_the_cache_is_keyed_by_everything_that_shapes_the_frames(tmp_path, asked):
@@ -512,12 +515,6 @@ def test_the_cache_keeps_to_its_budget_and_forgets_the_oldest_use_first(good, as
         assert asked.count("decode") == 5
         assert len(videos.overview(good, 60, same_size)) == 60  # larger than the budget: answered, not kept
         assert videos._cached_bytes <= index + 3 * one
-
-
-def test_what_the_cache_shares_cannot_be_written_to(reader, good):
-    for shared in (reader.frames(good, [0], (32, 32)).pixels, reader.info(good).times):
-        with pytest.raises(ValueError, match="read-only"):
-            shared[0] = 1
 
 
 def test_the_reader_imports_neither_torch_nor_a_decoder_into_its_user():
