@@ -106,7 +106,7 @@ def check(target: str, model: str) -> int:
             unusable += print_findings(path, looked)
     if not renderer:
         print("no token lengths: name a checkpoint with --model")
-    print("all rows are usable" if not unusable else f"{unusable} unusable rows")
+    print(f"{unusable} unusable rows" if unusable else "all rows are usable")
     return int(unusable > 0)
 
 
@@ -143,8 +143,6 @@ def print_findings(path: str, looked: list[Looked]) -> int:
     bad = [(i, found.flaw) for i, found in enumerate(looked) if found.flaw]
     for i, flaw in bad[:20]:
         print(f"  unusable: row {i}: {flaw}")
-    if len(bad) > 20:
-        print(f"  ... and {len(bad) - 20} more")
     return len(bad)
 
 

@@ -239,13 +239,13 @@ def test_an_rl_row_becomes_a_task_and_what_parquet_fills_up_with_none_is_not_the
         ({}, {"videos": [{"video": "gone.mp4"}, {"video": __file__}]}, "^/nowhere/gone.mp4: no such file$"),
         ({}, {"videos": [{"video": f"{REPO}/{room}/__init__.py"} for room in ("study", "evals")]}, "two videos are called __init__.py"),
         ({"question_type": "essay"}, {}, "question_type = 'essay'"),
-        ({"answer": None}, {}, "no answer"),
+        ({"answer": None}, {}, "answer = '': the answer of an open question must have a word"),
         # Past bug: rows of another shape ended the run.
         ({}, {"videos": [{"path": "v.mp4"}]}, "malformed: "),
         # Past bug: a gold that no answer can match was R_acc = 0 for the whole run, without a word.
         *(({"question_type": "mcq", "answer": gold}, {}, "must be a letter") for gold in ("B. A dog", "Option B", "K", "AB")),
         *(({"question_type": "tvg", "answer": gold}, {}, "must be a span") for gold in ("3", "soon", "[5, 5]")),
-        ({"question_type": "oe", "answer": "?"}, {}, "must have a word"),
+        ({"question_type": "oe", "answer": "?"}, {}, "answer = '\\?'"),
     ],
 )  # fmt: skip
 def test_an_rl_row_that_cannot_be_learned_from_is_refused(video, info, change, says):
@@ -438,7 +438,7 @@ def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path, command):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rl.parquet")
     told = command("check", tmp_path / "rl.parquet", expect=1)
     assert re.search(r"row 1: \S*corrupt.mp4: ", told) and re.search(r"row 2: \S*gone.mp4: no such file", told)
-    assert "row 3: extra_info has no answer" in told and "3 unusable rows" in told
+    assert "row 3: answer = ''" in told and "3 unusable rows" in told
 
 
 @pytest.mark.parametrize(
