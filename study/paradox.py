@@ -201,7 +201,7 @@ def read_figures(root: Path) -> Figures:
         elif "-eval-" in marker.name:
             seed, _, run = marker.name.partition("-eval-")
             everything = []
-            for file in sorted((root / seed / "eval" / run).glob("*.jsonl")):
+            for file in sorted((root / seed / "eval" / run).glob("*-parallel.jsonl")):
                 results = read_results(file)
                 found[f"{seed}/{run}/parallel/K={results.settings['k']}"] = figures_of(results.records) | commit
                 everything += results.records
