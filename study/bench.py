@@ -1,5 +1,6 @@
 """bench.py: the claims of speed, each as two sides that do the same work, measured in one run.
 
+    python -m study.toy build toy_data                          # a video, and the tokenizer of all models here
     python -m study.bench                                       # everything (ten minutes on two cores); on a GPU where there is one
     python -m study.bench update decode >> results/bench.md     # some of it
 
@@ -44,7 +45,7 @@ from runtime.video import Frames, Videos, uniform_indices
 from runtime.visual import VisualContract, patchify
 from study import toy
 
-CACHE = Path("runs/bench")  # what is made once
+TOY, OURS = Path("toy_data"), Path("runs/bench")  # what is read, what is written
 Plain = Qwen3VLForConditionalGeneration
 
 
@@ -63,21 +64,6 @@ def versus(what: str, plain: Callable, ours: Callable, repeats: int, same: Calla
     gains = [one / other for one, other in zip(seconds[plain], seconds[ours])]
     medians = [f"{median(found):.3g}" for found in seconds.values()]
     return [what, *medians, f"{median(gains):.3g}x ({min(gains):.3g} - {max(gains):.3g})"]
-
-
-def made_once(name: str, make: Callable[[Path], None]) -> Path:
-    """Return a file or folder of the cache, which is made if it is not there."""
-    path, unfinished = CACHE / name, CACHE / f"unfinished-{name}"
-    if not path.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        make(unfinished)
-        unfinished.rename(path)
-    return path
-
-
-def toy_folder() -> Path:
-    """Build a small toy: videos, and the tokenizer of all models here."""
-    return made_once("toy", functools.partial(toy.build_toy, sizes=dict.fromkeys(toy.SIZES, 64)))
 
 
 def plain_inputs(model: Plain, ids: Tensor, clips: list[Frames]) -> dict[str, Tensor]:
@@ -122,7 +108,7 @@ def update(repeats: int = 3, frames: int = 64, side: int = 256, suffixes=range(2
     frozen vision tower, blocks recomputed in the backward pass; the reference has the policy's weights, as in the first step.
     Gradients equal to 1e-4."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
-    tokenizer, folder = load_tokenizer(toy_folder() / "model"), CACHE / "update"
+    tokenizer, folder = load_tokenizer(TOY / "model"), OURS / "update"
     toy.write_checkpoint(folder, tokenizer, VisualContract(), **sizes)
     # Not with train=True: on a GPU that means fp32 master weights in FSDP2, which the plain side has not.
     policy = load(PolicyConfig(str(folder), dtype="fp32"), train=False)
@@ -178,9 +164,9 @@ class Scripted:
 def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterator[list[str]]:
     """The calls of an episode: each in a turn of its own / all in one turn, in threads. Whole episodes on a toy video, 2
     decoders, no cache; the main agent speaks in no time, a report takes 0.25 s. Windows and reports equal."""
-    renderer = Renderer(load_tokenizer(toy_folder() / "model"), toy.CONTRACT)
+    renderer = Renderer(load_tokenizer(TOY / "model"), toy.CONTRACT)
     calls = [toy.call(2 * i, 2 * i + 16) for i in range(count)]
-    task = Task("", "Which color flashes?", (str(toy_folder() / "videos" / "rl00000.mp4"),), "oe", "red")
+    task = Task("", "Which color flashes?", (str(TOY / "videos" / "rl00000.mp4"),), "oe", "red")
     cfg = RolloutConfig(max_turns=count, max_calls=count, think_prefix=False)
     with Videos(workers=2, cache_bytes=0) as videos:
 
@@ -197,7 +183,7 @@ def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterato
 RATE, GOP = 25, 125  # frames per second, frames from keyframe to keyframe
 
 
-def write_video(seconds: int, path: Path) -> None:
+def write_video(path: Path, seconds: int) -> None:
     """Write ffmpeg's moving test picture, 640x360: neighbouring frames differ, so a wrong one is seen."""
     source = av.open(f"testsrc2=size=640x360:rate={RATE}:duration={seconds}", format="lavfi")
     with source, av.open(str(path), "w", format="mp4") as out:
@@ -226,7 +212,11 @@ def read_with_pyav(path: Path, times: Sequence[float], size: tuple[int, int]) ->
 def decode(repeats: int = 3, seconds: int = 600) -> Iterator[list[str]]:
     """PyAV, a seek per frame, one thread / video.py, on an H.264 file opened anew: 10 minutes of 640x360, 25 frames/s, a
     keyframe every 5 s; 64 frames scaled to 64 tokens. Equal frames."""
-    path = made_once(f"H.264-{seconds}s.mp4", functools.partial(write_video, seconds))
+    path = OURS / f"H.264-{seconds}s.mp4"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_video(path.with_suffix(".new"), seconds)
+        path.with_suffix(".new").rename(path)
     with Videos(workers=os.cpu_count() or 1, timeout=600) as videos:
         info = videos.info(path)
         size, indices = VisualContract().frame_size(info.width, info.height), uniform_indices(info.n_frames, 64)
@@ -242,8 +232,8 @@ def decode(repeats: int = 3, seconds: int = 600) -> Iterator[list[str]]:
 def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[str]]:
     """64 requests at once: transformers' generate, one after the other / inprocess.py. The toy's sizes, prompts of 4 to
     64 frames x 4 tokens, up to 32 new tokens, fp32; greedy tokens equal."""
-    contract, folder = VisualContract(frame_pixels=64 * 64), CACHE / "engine"
-    renderer = Renderer(load_tokenizer(toy_folder() / "model"), contract)
+    contract, folder = VisualContract(frame_pixels=64 * 64), OURS / "engine"
+    renderer = Renderer(load_tokenizer(TOY / "model"), contract)
     # Greedy text of large random weights varies.
     toy.write_checkpoint(folder, renderer.tokenizer, contract, initializer_range=0.1)
     plain = Plain.from_pretrained(folder, dtype=torch.float32).to(device())

@@ -21,9 +21,9 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path, toy_dir):
-    """Our own cache, and files with keyframes close together."""
-    (tmp_path / "toy").symlink_to(toy_dir)
-    monkeypatch.setattr(bench, "CACHE", tmp_path)
+    """Folders of the test's own, and files with keyframes close together."""
+    monkeypatch.setattr(bench, "TOY", toy_dir)
+    monkeypatch.setattr(bench, "OURS", tmp_path)
     monkeypatch.setattr(bench, "GOP", 50)
 
 
