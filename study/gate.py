@@ -53,7 +53,7 @@ def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = 256) ->
                 jobs.append(partial(report_is_right, stage, root, flash, (start, start + width)))
         figures[name] = share(stage, jobs)
 
-    # copying: the overview shows nothing, and the reports name a color that was drawn
+    # copying: the overview shows nothing, and a report names some color
     jobs = []
     while len(jobs) < items:
         flash = rng.choice(flashes)
@@ -95,14 +95,13 @@ def copies(stage: Stage, root: Path, flash: Flash, cue: str, i: int) -> bool:
     reports = [[toy.NOTHING] for _ in windows]
     reports[i % len(windows)] = [f"A {color} flash."]
 
-    task = replace(task_of(root, flash, cue, i), answer=color)
+    task, renderer = replace(task_of(root, flash, cue, i), answer=color), stage.renderer
     main = open_trajectory(opening(task, 4, stage))
-    said = stage.renderer.encode(f"{THINK_PREFIX}Let me look closer.\n</think>\n{calls}")
-    main.ids += [*said, stage.renderer.end_of_turn]
-    rollout.append(stage, main, stage.renderer.continuation(reports))
+    main.ids += renderer.encode(f"{THINK_PREFIX}Let me look closer.\n</think>\n{calls}")
+    rollout.append(stage, main, renderer.continuation(reports))
     start = len(main.ids)
-    rollout.sample_turn(stage, main, stage.cfg.max_new_tokens, 0.0, 0, stage.renderer.ends_of_turn)
-    answer = final_answer([stage.renderer.decode(main.ids[start:])], untagged=True)
+    rollout.sample_turn(stage, main, stage.cfg.max_new_tokens, 0.0, 0, renderer.ends_of_turn)
+    answer = final_answer([renderer.decode(main.ids[start:])], untagged=True)
     return accuracy(answer, task, READING) == 1
 
 

@@ -193,19 +193,18 @@ Figures = dict[str, dict[str, float | str]]  # "seed0/grpo-sampled/parallel/K=4"
 def read_figures(root: Path) -> Figures:
     """Read the figures of all evaluations and gates that are done."""
     found: Figures = {}
-    for marker in sorted((root / "done").glob("seed*")):
-        commit = {"commit": marker.read_text()}
-        if marker.name.endswith("-gate"):
-            seed = marker.name.removesuffix("-gate")
-            found[f"{seed}/gate"] = json.loads((root / seed / "gate.json").read_text()) | commit
-        elif "-eval-" in marker.name:
-            seed, _, run = marker.name.partition("-eval-")
-            everything = []
-            for file in sorted((root / seed / "eval" / run).glob("*.jsonl")):
-                results = read_results(file)
-                found[f"{seed}/{run}/parallel/K={results.settings['k']}"] = figures_of(results.records) | commit
-                everything += results.records
-            found[f"{seed}/{run}/parallel/K={ALL}"] = figures_of(everything) | commit
+    for marker in sorted((root / "done").glob("seed*-gate")):
+        seed = marker.name.removesuffix("-gate")
+        found[f"{seed}/gate"] = json.loads((root / seed / "gate.json").read_text()) | {"commit": marker.read_text()}
+    for marker in sorted((root / "done").glob("seed*-eval-*")):
+        seed, _, run = marker.name.partition("-eval-")
+        by_k: dict[int, list[dict]] = {ALL: []}
+        for file in sorted((root / seed / "eval" / run).glob("*-parallel.jsonl")):
+            results = read_results(file)
+            by_k[results.settings["k"]] = results.records
+            by_k[ALL] += results.records
+        for k, records in by_k.items():
+            found[f"{seed}/{run}/parallel/K={k}"] = figures_of(records) | {"commit": marker.read_text()}
     return found
 
 

@@ -18,8 +18,6 @@ falls between the frames of a small overview, but no crop of up to 32 s misses i
 
 The *loose prior* is injected, and says so: a share `p_loose` of the turns breaks the format (unclosed think, no think,
 a call in the wrong tags, an answer without tags), as pretrained models do under sampling. `--p-loose 0` is the control.
-
-The method knows nothing of the toy: it is a checkpoint, files of rows and videos like any other.
 """
 
 import argparse
@@ -30,7 +28,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import av
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 import data
 from runtime.video import uniform_indices, window_indices
@@ -102,8 +107,6 @@ def draw_splits(seed: int, sizes: dict[str, int] = SIZES) -> dict[str, list[Flas
 
 
 def write_video(path: Path, flash: Flash) -> None:
-    import av
-
     rng = np.random.default_rng(flash.seed)
     count = flash.duration * FPS
     grey = rng.integers(90, 165)
@@ -275,9 +278,6 @@ CHAT_TEMPLATE = """\
 def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     """A byte-level BPE whose words are whole phrases: boilerplate costs a few tokens, while numbers, colors and the
     pieces of `<answer>` stay apart."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     color = rf"\b(?:{'|'.join(NAMES)})\b"
     words = [r"<\d+(?=\.\d+ seconds>)", r"\.\d+ seconds>", r"\d+", r"</?(?=answer>)", r"answer(?=>)", color, r"\n+"]
     words.append(rf"(?:(?!{color}|</?answer>|answer>)[^\d\n])(?:(?!{color})[^\d\n<>])*")
@@ -308,9 +308,6 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
 
 def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int = 0, **text_sizes) -> None:
     """An untrained Qwen3-VL of the real class, with everything that transformers and SGLang look for beside it."""
-    import torch
-    from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
-
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
     text = {
         "vocab_size": len(tokenizer),
@@ -369,10 +366,6 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
 
 def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, int] = SIZES) -> None:
     """Write everything into `root`, the same bytes for the same arguments. `sizes` replaces some of SIZES."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    from tqdm import tqdm
-
     sizes = SIZES | sizes
     (root / "videos").mkdir(parents=True, exist_ok=True)
     splits = draw_splits(seed, sizes)
