@@ -156,17 +156,15 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
 
 
 def check_servers(cfg: Any, ranks: int = 0) -> None:
-    """Refuse servers that cannot be started on the GPUs of a RolloutConfig beside so many training ranks, or that do not
-    run at its URLs."""
-    if cfg.gpus:
-        shared = sorted(set(cfg.gpus) & set(range(ranks)))
-        if shared and not any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args):
-            raise ConfigError(
-                f"rollout.gpus = {list(cfg.gpus)}: {ranks} ranks train on GPUs 0 ... {ranks - 1}, so {shared} would have to "
-                "do both; start fewer ranks (torchrun --nproc_per_node), or share by --mem-fraction-static in server_args"
-            )
-        if max(cfg.gpus) >= torch.cuda.device_count():
-            raise ConfigError(f"rollout.gpus = {list(cfg.gpus)}: there are {torch.cuda.device_count()} GPUs here")
+    """Refuse servers that a RolloutConfig's GPUs cannot run beside so many training ranks, or that its URLs lack."""
+    shared = sorted(set(cfg.gpus) & set(range(ranks)))
+    if shared and not any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args):
+        raise ConfigError(
+            f"rollout.gpus = {list(cfg.gpus)}: {ranks} ranks train on GPUs 0 ... {ranks - 1}, so {shared} would have to "
+            "do both; start fewer ranks (torchrun --nproc_per_node), or share by --mem-fraction-static in server_args"
+        )
+    if cfg.gpus and max(cfg.gpus) >= torch.cuda.device_count():
+        raise ConfigError(f"rollout.gpus = {list(cfg.gpus)}: there are {torch.cuda.device_count()} GPUs here")
     check_urls(cfg.urls)
 
 

@@ -78,10 +78,9 @@ class InProcess:
         AttentionInterface.register("frames_flash", packing.frames_flash_attention)
         self.version = 0
         self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
+        attention = {"text_config": "packed_then_matmul", "vision_config": "sdpa"}
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
-            checkpoint,
-            dtype=getattr(torch, dtype),
-            attn_implementation={"text_config": "packed_then_matmul", "vision_config": "sdpa"},
+            checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention
         )
         self.model.model.visual.config._attn_implementation = "frames_flash"  # by its name alone, it may not be loaded
         packing.embed_by_matmul(self.model.model.visual)
@@ -117,8 +116,7 @@ class InProcess:
             state |= load_file(file)
         with self._weights:
             missing, unknown = self.model.load_state_dict(state, strict=False)
-            tied = self.model.all_tied_weights_keys
-            if unknown or set(missing) - set(tied):
+            if unknown or set(missing) - set(self.model.all_tied_weights_keys):
                 raise EngineError(f"{path} is no snapshot of this model: missing {missing[:3]}, unknown {unknown[:3]}")
             self.version = version
 

@@ -331,12 +331,9 @@ def _read_weights(model: nn.Module, path: Path) -> None:
 
 def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
     """Build AdamW over what trains. Norms and biases have nothing to decay towards."""
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": cfg.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    matrices = [p for p in policy.parameters() if p.requires_grad and p.ndim > 1]
+    vectors = [p for p in policy.parameters() if p.requires_grad and p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     # On a GPU fused: foreach would hold another copy of the weights for a moment.
     fused = policy.device.type == "cuda"
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), fused=fused, foreach=not fused)
@@ -362,9 +359,7 @@ def clip_gradients(policy: nn.Module, largest: float) -> float:
     return norm.item()
 
 
-def optimizer_step(
-    policy: nn.Module, optimizer: torch.optim.Optimizer, cfg: OptimConfig, step: int, steps: int
-) -> float:
+def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimConfig, step: int, steps: int) -> float:
     """Clip, step, forget the gradient; return its norm. If that is not finite, weights and moments stay as they are."""
     norm = clip_gradients(policy, cfg.max_grad_norm)
     if math.isfinite(norm):

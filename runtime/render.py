@@ -167,11 +167,9 @@ class Renderer:
     def compact(self, ids: list[int]) -> list[int]:
         """Keep one image pad per image: the form that SGLang takes (it expands them again)."""
         kept = []
-        before = None
-        for token in ids:
+        for token, before in zip(ids, [None, *ids]):
             if token != self.image_pad or before != self.image_pad:
                 kept.append(token)
-            before = token
         return kept
 
     def _text(self, messages: list[dict], tools: list[dict] | None, generate: bool) -> tuple[str, list[Frames]]:

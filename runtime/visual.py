@@ -56,10 +56,7 @@ class VisualContract:
             if area is not None and area < self.cell**2:
                 raise ValueError(f"{name} = {area}: at least one token, {self.cell**2} pixels")
         if self.max_frame_pixels is not None and self.max_frame_pixels < self.frame_pixels:
-            raise ValueError(
-                f"max_frame_pixels = {self.max_frame_pixels}: at least frame_pixels = {self.frame_pixels}; null scales "
-                "every frame to frame_pixels"
-            )
+            raise ValueError(f"max_frame_pixels = {self.max_frame_pixels}: at least frame_pixels = {self.frame_pixels}")
         for name in ("overview_frames", "crop_fps", "crop_max_frames"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
@@ -132,18 +129,15 @@ class VisualContract:
     def check(self, checkpoint: str | Path) -> None:
         """Raise ContractError if the checkpoint was made for other pixels. A stock checkpoint has no visual.json: then
         only its processor's constants must agree (its size limits are overridden when SGLang is started)."""
-        saved = None
+        expected = self._processor_constants()
+        found = read_json(Path(checkpoint) / "preprocessor_config.json") or dict(expected)
         if (Path(checkpoint) / "visual.json").exists():
-            saved = dataclasses.asdict(self.load(checkpoint))
-        processor = read_json(Path(checkpoint) / "preprocessor_config.json")
-        constants = self._processor_constants()
-        if saved is not None:
-            constants["size"] = self.processor_size()
+            expected |= dataclasses.asdict(self) | {"size": self.processor_size()}
+            found |= dataclasses.asdict(self.load(checkpoint))
         wrong = []
-        for expected, found in ((dataclasses.asdict(self), saved), (constants, processor)):
-            for key, value in expected.items():
-                if found is not None and found.get(key) != value:
-                    wrong.append(f"{key}: this run has {value!r}, the checkpoint {found.get(key)!r}")
+        for key, value in expected.items():
+            if found.get(key) != value:
+                wrong.append(f"{key}: this run has {value!r}, the checkpoint {found.get(key)!r}")
         if wrong:
             raise ContractError(
                 f"{checkpoint} was made under another visual contract ({'; '.join(wrong)}). "
