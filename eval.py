@@ -21,9 +21,6 @@ import dataclasses
 import hashlib
 import json
 import sys
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,12 +28,11 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 import data
-from data import Episode
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
 from evals.protocols import Prompting, play
 from rewards import RewardConfig, final_answer, score, turn_texts
-from rollout import RolloutConfig, Stage, derive, dump, open_engine, run_all
+from rollout import RolloutConfig, Stage, derive, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
 from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub
@@ -75,8 +71,6 @@ class EvalConfig:
     """Only how answers are read counts here: open_answer, untagged_answer, judge."""
     limit: int = 0
     """Only the first so many items of each split; 0: all."""
-    transcripts: bool = False
-    """Keep whole episodes, about 100 kB each, in RUN/episodes: for `python -m study.report FILE --model CHECKPOINT`."""
     seed: int = 0
     decoders: int = 8
 
@@ -278,16 +272,9 @@ def earlier_results(cell: Cell, header: dict[str, Any]) -> list[dict]:
 def ask_all(cell: Cell, items: list[Item], before: list[dict], stage: Stage, cfg: EvalConfig) -> None:
     """Ask items of a cell, many at a time. Each leaves its line as it ends, behind the lines that stay from before."""
     config.write_whole(cell.path, "".join(json.dumps(line) + "\n" for line in before))
-    judge, one_at_a_time = Judge(cfg.grading.judge), threading.Lock()
-    transcript = cell.path.parent / "episodes" / f"{cell.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
+    judge = Judge(cfg.grading.judge)
     bar = tqdm(total=len(items), desc=f"{cell.split} K={cell.k} {cell.arm}", unit="item")
     with cell.path.open("a", encoding="utf-8") as file, bar:
-
-        def keep(episode: Episode) -> None:
-            if cfg.transcripts:
-                transcript.parent.mkdir(exist_ok=True)
-                with one_at_a_time, transcript.open("a", encoding="utf-8") as lines:
-                    dump(episode, lines, stage.renderer)
 
         def done(_: int, record: dict) -> None:
             file.write(json.dumps(record) + "\n")  # ASCII: whatever a model says, a line stays one line
@@ -295,7 +282,7 @@ def ask_all(cell: Cell, items: list[Item], before: list[dict], stage: Stage, cfg
             bar.update()
 
         try:
-            jobs = [lambda item=item: ask(item, cell.k, stage, cfg, judge, keep) for item in items]
+            jobs = [lambda item=item: ask(item, cell.k, stage, cfg, judge) for item in items]
             run_all(stage.engine, jobs, cfg.rollout.concurrency, done)
         except BaseException:
             stage.stopped.set()  # nobody starts another turn
@@ -305,10 +292,9 @@ def ask_all(cell: Cell, items: list[Item], before: list[dict], stage: Stage, cfg
 # ------------------------------------------------------------------------------------------------ one item
 
 
-def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, judge: Judge, keep: Callable) -> dict[str, Any]:
-    """Ask one item; returns its line of the results. The episode goes to `keep`: held, its frames would fill memory."""
+def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, judge: Judge) -> dict[str, Any]:
+    """Ask one item; returns its line of the results, and not the episode: held, its frames would fill memory."""
     episode, answer = play(stage, item, k, derive(cfg.seed, item.task.id), cfg.prompting)
-    keep(episode)
     turns, error = turn_texts(episode.main, stage.renderer), episode.error
 
     # Read and grade the answer in both ways; our own agent's format has rewards, too.

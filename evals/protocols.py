@@ -315,8 +315,7 @@ def _longvt(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str
     answers = ANSWER.findall(whole)
     if answers:
         return answers[0].strip()
-    number = re.search(r"\d+(?:\.\d+)?(?=\W*$)", whole)
-    return boxed(whole) or (number[0] if number else None)
+    return boxed(whole) or "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
 
 
 def _crop(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values: dict) -> list:

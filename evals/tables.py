@@ -13,6 +13,7 @@ Deliberately missing: significance tests, breakdowns.
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,14 +113,15 @@ def executed(record: dict) -> int:
 
 def costs(r: Results) -> dict[str, float]:
     """Return means per item, and rates in percent."""
-    answered = [x for x in r.records if not x["error"]]
-    ran = sum(executed(x) for x in r.records)
-    totals = {"calls": ran, "failed_calls": sum(len(x["calls"]) for x in r.records) - ran}
-    for name in ("turns", "tokens", "agent_tokens", "seconds"):
-        totals[name] = sum(x[name] for x in r.records)
-    totals["error_rate"] = 100 * (len(r.records) - len(answered))
-    totals["unparsed_rate"] = 100 * sum(x["prediction"] is None for x in answered)
-    totals["truncated_rate"] = 100 * sum(x["truncated"] for x in r.records)
+    totals = Counter()
+    for x in r.records:
+        totals["calls"] += executed(x)
+        totals["failed_calls"] += len(x["calls"]) - executed(x)
+        for name in ("turns", "tokens", "agent_tokens", "seconds"):
+            totals[name] += x[name]
+        totals["error_rate"] += 100 * bool(x["error"])
+        totals["unparsed_rate"] += 100 * (x["prediction"] is None and not x["error"])
+        totals["truncated_rate"] += 100 * x["truncated"]
     return {name: total / len(r.records) for name, total in totals.items()}
 
 
@@ -238,7 +240,9 @@ def score_cell(r: Results) -> str:
     errors = sum(bool(x["error"]) for x in r.records)
     if errors:
         remarks.append(f"{errors} errors")
-    return f"{cell} ({', '.join(remarks)})" if remarks else cell
+    if remarks:
+        cell += f" ({', '.join(remarks)})"
+    return cell
 
 
 def published_scores(name: str, published: dict) -> dict[str, float]:

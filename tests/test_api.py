@@ -100,7 +100,7 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(endpoint, toy_
     there = endpoint("red")
     (tmp_path / "c.yaml").write_text(
         f"run: {tmp_path}/run\nname: theirs\ncheckpoint: {toy_dir}/model\nsplits: {{toy: {toy_dir}}}\nframes: [4]\n"
-        "prompting: {protocol: direct}\nrollout: {concurrency: 3}\ntranscripts: true\ndecoders: 1\n"
+        "prompting: {protocol: direct}\nrollout: {concurrency: 3}\ndecoders: 1\n"
         f"api: {{url: '{there.url}', model: m, key: {NAME}}}"
     )
     cfg = config.load(EvalConfig, tmp_path / "c.yaml")
@@ -111,7 +111,7 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(endpoint, toy_
     assert {(r["answer"], r["turns"], r["error"]) for r in results.records} == {("red", 1, "")}
     assert all(record["tokens"] > 0 for record in results.records)
     written, told = [path for path in tmp_path.rglob("*") if path.is_file()], capsys.readouterr()
-    assert len(written) > 4 and not any(KEY in path.read_text() for path in written) and KEY not in told.out + told.err
+    assert len(written) == 4 and not any(KEY in path.read_text() for path in written) and KEY not in told.out + told.err
     assert "m: 8 requests, 56 prompt_tokens, 16 completion_tokens" in told.err
     evaluation.main(cfg)
     assert len(there.bodies) == 8  # what has been answered is not asked again

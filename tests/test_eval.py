@@ -23,19 +23,17 @@ from tiny_checkpoint import Scripted, is_subagent
 
 import data
 import eval as evaluation
-import rewards
 import tools
 from eval import EvalConfig, dry_run
 from evals import protocols, tables
 from evals.benchmarks import load_split
 from evals.tables import interval, read_results
-from rollout import derive, load_episodes
+from rollout import derive
 from runtime import config, judge
 from runtime.dataset import DataError
 from runtime.engine import EngineError
-from runtime.render import END_OF_TURN, Renderer
+from runtime.render import END_OF_TURN
 from runtime.visual import ContractError, VisualContract
-from study.report import read_run
 from study.toy import DURATIONS
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 1000}}\n</tool_call>'
@@ -154,6 +152,8 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
     shown = sections(capsys.readouterr().out)
     *row, score, average, gain = shown["Scores"][2]
     assert row == ["toy", "parallel", "strict", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
+    lost = f"{100 * (few / many - 1):+.1f}"
+    assert shown["Scores"][4][-1] == f"{lost} / {lost} % (1)"  # over the first arm, not over its own
 
 
 def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, model, toy_dir, tmp_path):
@@ -257,7 +257,7 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
     items = [item.task.id for item in load_split("toy", str(toy_dir))]
     look = f"I look closer.\n</think>\n{CALL}{END_OF_TURN}"
     answer = f"It is red.\n</think>\n<answer>red</answer>{END_OF_TURN}"
-    path = write(prompting={"protocol": "agent"}, transcripts=True)
+    path = write(prompting={"protocol": "agent"})
     file = results_file(tmp_path, "parallel")
     reply = lambda prompt, seed: answer if "tool_response" in prompt or is_subagent(prompt) else look  # noqa: E731
     failing = derive(derive(0, items[0]), 0)  # the first turn of the first item
@@ -276,16 +276,6 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
     run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # where is no setting
     assert len(engines) == 1  # not even opened
     assert asked(engines) == 3 * 5 and len(found(file)) == 8  # two turns and a report of all but three items
-    loaded, renderer = [], Renderer(tokenizer, VisualContract.load(toy_dir / "model"))
-    for episodes in (tmp_path / "run" / "episodes").iterdir():  # a file for each call
-        loaded += load_episodes(episodes)
-        shown = read_run(episodes, "eval", {}, 100, toy_dir / "model")
-        assert not shown.notes and shown.steps[0]  # the report shows them, with their pictures
-    assert {episode.task.id for episode in loaded} == set(items)
-    for episode in loaded:
-        if not episode.error:
-            assert rewards.turn_texts(episode.main, renderer) == ["<think>\n" + look, "<think>\n" + answer]
-            assert len(episode.calls) == 1 and episode.calls[0].agent and episode.k == 4
 
 
 # ------------------------------------------------------------------------------------------------ what fails
@@ -475,16 +465,6 @@ def test_results_that_make_no_table_are_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------ configs
 
 ROWS = sorted(CONFIGS.glob("*/*.yaml"))  # in own/: as the authors ask; one folder up: as in the published run
-SHAPES = ((1920, 1080), (1080, 1920), (640, 480), (1280, 544), (1000, 1000), (320, 240))
-
-
-def check_room(cfg: EvalConfig, frames: int, turns: int, stamp: int) -> None:
-    """Refuse a config whose prompts leave no room for the answers."""
-    visual = cfg.visual or VisualContract()
-    tokens = max(visual.frame_tokens(*visual.frame_size(*shape)) for shape in SHAPES)
-    assert cfg.rollout.max_context > frames * (tokens + stamp) + turns * cfg.rollout.max_new_tokens
-    if visual.max_frame_pixels:
-        assert tokens <= visual.max_frame_pixels // visual.cell**2  # at most, as the authors say
 
 
 def test_every_row_of_the_published_table_has_a_config():
@@ -495,7 +475,7 @@ def test_every_row_of_the_published_table_has_a_config():
 
 
 @pytest.mark.parametrize("path", ROWS, ids=lambda path: path.stem)
-def test_a_row_is_asked_in_both_ways_and_its_answers_have_room(path):
+def test_a_row_is_asked_in_both_ways(path):
     row = path.stem
     own, cfg = load(path), load(CONFIGS / f"{row}.yaml")
     # As in the published run: all alike.
@@ -505,16 +485,10 @@ def test_a_row_is_asked_in_both_ways_and_its_answers_have_room(path):
     assert cfg.prompting.protocol == (protocol if protocol in protocols.PROTOCOLS else "think")
     if cfg.agentic:
         assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
-    check_room(cfg, frames=64, turns=2, stamp=2)
     # As the authors ask: the same weights on the same data, in a run and a row of its own.
     assert (own.name, own.run) == (f"{cfg.name} (own)", f"runs/eval/own/{row}") and cfg.run == f"runs/eval/{row}"
     assert (own.checkpoint, own.splits) == (cfg.checkpoint, cfg.splits)
     assert (own.visual or VisualContract()).patch == visual.patch == (16 if cfg.agentic else 14)
-    rounds, more, stamp = {
-        "conan": (protocols.CONAN_TURNS, protocols.CONAN_FRAMES, 12),
-        "longvt": (protocols.LONGVT_ROUNDS, protocols.LONGVT_FRAMES, 2),
-    }.get(protocol, (0, 0, 12))
-    check_room(own, own.frames[0] + rounds * more, rounds + 1, stamp)
 
 
 def test_every_command_in_a_config_is_one_that_loads():

@@ -221,7 +221,6 @@ FLOWS = {
         [CONAN, told("00:00:20#00:00:21#00:00:50#" + MORE), told("00:00:21#|last")],
         [("", (20, 50)), ("", (20, 21))], "B",
     ),
-    "conan: it stops at an empty clip": ([clips("", "A")], [CONAN], [], "A"),
     "conan: it never looks after its third turn": (
         [clips(f"00:00:0{i}-00:00:1{i}", "C" * i) for i in range(4)], [CONAN, ..., ...],
         [("", (0, 10)), ("", (1, 11))], "CC",
@@ -245,7 +244,6 @@ FLOWS = {
         [("bad_arguments", None), ("unparseable", None), ("", (0, 2)), ("bad_arguments", None)], None,
     ),
     "longvt: five rounds of calls": ([crop(0, 2) + END] * 7, [...] * 6, [("", (0, 2))] * 5, None),
-    "longvt: an answer in tags": (["<answer>A</answer> \\boxed{C} <answer>B</answer>" + END], [...], [], "A"),
     "longvt: then in a box": (["\\boxed{A} or \\boxed{\\text{B}} 7" + END], [...], [], "\\text{B}"),
     "longvt: then a number": (["It lasts 12.5." + END], [...], [], "12.5"),
     "longvt: a letter alone is none": (["It is B" + END], [...], [], None),
