@@ -87,13 +87,11 @@ class RLConfig(RunConfig, GRPOConfig):
         RunConfig.__post_init__(self)
         GRPOConfig.__post_init__(self)
         refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
-        if self.rollout.temperature == 0:
+        temperature, agents = self.rollout.temperature, self.rollout.subagents
+        if temperature == 0:
             raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike")
-        agents = self.rollout.subagents
-        if agents.train and agents.temperature != self.rollout.temperature:
-            raise ValueError(
-                f"rollout.subagents.train needs rollout.subagents.temperature = {self.rollout.temperature}"
-            )
+        if agents.train and agents.temperature != temperature:
+            raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
         if self.rollout.gpus and self.rollout.urls:
             raise ValueError("rollout.gpus and rollout.urls: give one of the two")
         for k in (*self.gating, *self.val_frames):
