@@ -124,30 +124,23 @@ def make_lessons(
     ran = [[episode for episode in group.episodes if not episode.error] for group in groups]
     give_advantages(ran, cfg, anchor)
 
-    # Count the tokens of all ranks, which the mean divides by. Groups that teach nothing count, too.
-    tokens = 0
-    for episodes in ran:
+    # Who learns, and how many tokens of all ranks the mean divides by. Groups that teach nothing count, too.
+    learners, tokens = [[] for _ in ran], 0
+    for i, episodes in enumerate(ran):
         for episode in episodes:
-            tokens += sum(sum(agent.mask) for agent in agents_that_learn(episode, subagents))
+            for agent in episode.trajectories if subagents else [episode.main]:
+                learners[i].append(Learner(agent, episode))
+                tokens += sum(agent.mask)
     tokens = sum_over_ranks({"tokens": float(tokens)})["tokens"]
 
     lessons = []
-    for episodes in ran:
+    for i, episodes in enumerate(ran):
         # Leave a group out if nothing in it can be learned: R and R_anchor are flat, and there is no KL.
         varies = any(episode.advantage or episode.anchor_advantage for episode in episodes)
-        if not (varies or cfg.kl_coef):
-            continue
-        learners = []
-        for episode in episodes:
-            for agent in agents_that_learn(episode, subagents):
-                learners.append(Learner(agent, episode))
-        for part in share_prompts(learners, cfg.train_tokens):
-            lessons.append(lesson_of(part, tokens, renderer, anchor))
+        if varies or cfg.kl_coef:
+            for part in share_prompts(learners[i], cfg.train_tokens):
+                lessons.append(lesson_of(part, tokens, renderer, anchor))
     return lessons
-
-
-def agents_that_learn(episode: Episode, subagents: bool) -> list[Trajectory]:
-    return episode.trajectories if subagents else [episode.main]
 
 
 def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner]]:

@@ -97,20 +97,18 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     f = min(1.0, r_fmt + cfg.anchor.weight * anchor)
     paid_fmt = f if cfg.anchor.credit == "sequence" else r_fmt
     tool = tool_reward(episode, acc)
-    return (
-        {
-            # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
-            "reward": acc + cfg.w_fmt * paid_fmt + cfg.w_tool * tool,
-            "acc": acc,
-            "fmt": f,
-            "paid_fmt": paid_fmt,
-            "tool": tool,
-            "anchor": anchor,
-            "strict": float(strict(turns)),
-        }
-        | spam
-        | closure(turns)
-    )
+    return {
+        # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
+        "reward": acc + cfg.w_fmt * paid_fmt + cfg.w_tool * tool,
+        "acc": acc,
+        "fmt": f,
+        "paid_fmt": paid_fmt,
+        "tool": tool,
+        "anchor": anchor,
+        "strict": float(strict(turns)),
+        **spam,
+        **closure(turns),
+    }
 
 
 def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> int:

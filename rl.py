@@ -39,6 +39,7 @@ from runtime.config import command_line, refuse_below_1, run_script
 from runtime.dataset import Dataset
 from runtime.distributed import (
     barrier,
+    device,
     export,
     gather,
     init_distributed,
@@ -87,13 +88,11 @@ class RLConfig(RunConfig, GRPOConfig):
         RunConfig.__post_init__(self)
         GRPOConfig.__post_init__(self)
         refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
-        if self.rollout.temperature == 0:
+        temperature, agents = self.rollout.temperature, self.rollout.subagents
+        if temperature == 0:
             raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike")
-        agents = self.rollout.subagents
-        if agents.train and agents.temperature != self.rollout.temperature:
-            raise ValueError(
-                f"rollout.subagents.train needs rollout.subagents.temperature = {self.rollout.temperature}"
-            )
+        if agents.train and agents.temperature != temperature:
+            raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
         if self.rollout.gpus and self.rollout.urls:
             raise ValueError("rollout.gpus and rollout.urls: give one of the two")
         for k in (*self.gating, *self.val_frames):
@@ -227,7 +226,7 @@ class Sampler:
         The snapshot stays until the next one, since a server that restarts reads it again."""
         export(policy, self.snapshot, policy.cfg.checkpoint, self.cfg.visual)
         serving = self.cfg.rollout
-        if serving.gpus:  # a server on this process's GPU needs the memory that this process only keeps for later
+        if device().index in serving.gpus:  # one GPU for both: what this process keeps for later, the server needs now
             torch.cuda.empty_cache()
         if rank() == 0 or not (serving.gpus or serving.urls):
             self.engine.update_weights(self.snapshot, version)
@@ -299,8 +298,7 @@ def update(
     sums = sum_over_ranks(sums)
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
     measured = {"gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
-    norm = float(np.mean(norms)) if norms else 0.0
-    return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": norm}
+    return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0]))}
 
 
 def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> list[list[Tensor | None]]:
