@@ -252,8 +252,9 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
                 if i - first == rank():
                     mine[member] = weight
         if mine:  # copied to the host and written by all ranks at the same time, not between two gathers
+            on_host = {member: weight.cpu().contiguous() for member, weight in mine.items()}
             with _writing(unfinished):
-                save_file(mine, unfinished / files[first + rank()], metadata={"format": "pt"})
+                save_file(on_host, unfinished / files[first + rank()], metadata={"format": "pt"})
     barrier()
 
     # what stands beside the weights; then the names change

@@ -406,7 +406,10 @@ class Videos(AbstractContextManager):
             return worker
         if worker:
             worker.pipe.close()
-        new = _Worker(self._timeout)  # outside the lock, which nobody shall hold for so long
+        try:  # outside the lock, which nobody shall hold for so long
+            new = _Worker(self._timeout)
+        except RuntimeError:  # killed while it started, for memory: a second one may live
+            new = _Worker(self._timeout)
         with self._lock:  # close() must know every worker
             self._workers.discard(worker)
             self._workers.add(new)

@@ -379,6 +379,14 @@ def test_only_a_file_that_crashes_two_workers_by_itself_is_quarantined(good, tmp
         assert len(videos._bad) == quarantined
 
 
+def test_a_worker_that_is_killed_while_it_starts_is_started_again(good, tmp_path, fake_av):
+    once = "import os, signal, sys\nos.unlink(__file__)\nos.kill(os.getpid(), signal.SIGKILL)"
+    fake_av(once)
+    with Videos(workers=1) as videos:
+        assert videos.info(good).n_frames == 60
+    assert not (tmp_path / "fake" / "av.py").exists()
+
+
 def test_a_worker_that_starts_slowly_holds_up_nobody(good, fake_av):
     """It started under the lock that every hit of the cache takes, too, and for as long as it liked."""
     with Videos(workers=2) as videos, ThreadPoolExecutor(2) as threads:
