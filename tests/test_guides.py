@@ -205,11 +205,7 @@ def rows_are_tasks_and_items() -> None:
     without = rows[0] | {"options": None, "answer": "green"}
     assert parse_task(without, "mine:0", root) == Task("mine:0", question, (video,), "oe", "green")
     assert parse_task(published[0], "rl:0", root).kind == "oe"  # the schema that was known before
-    changes = {
-        "none.mp4": {"video": "videos/none.mp4"},
-        "names no video": {"video": None},
-        "must be a letter": {"answer": ""},
-    }
+    changes = {"none.mp4": {"video": "videos/none.mp4"}, "names no video": {"video": None}, "a letter": {"answer": ""}}
     for says, change in changes.items():
         with pytest.raises(RowError, match=says):
             parse_task(rows[0] | change, "mine:0", root)
