@@ -108,7 +108,7 @@ def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, t
 def test_the_exit_status_reaches_the_shell():
     ended = subprocess.run([sys.executable, "eval.py", "table", "nowhere"], cwd=REPO, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert ended.stderr == "error: nowhere: no such folder; `python eval.py CONFIG` makes it\n"
+    assert ended.stderr == "error: no results in nowhere: `python eval.py CONFIG` makes them\n"
 
 
 def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
