@@ -12,7 +12,6 @@ Where a circuit has not formed, these show which one; RL on such a start would m
 """
 
 import argparse
-import hashlib
 import json
 import random
 import sys
@@ -21,8 +20,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-
-import torch
 
 import rollout
 from data import THINK_PREFIX, Task
@@ -115,14 +112,6 @@ def play_all(stage: Stage, tasks: list[Task], ks: list[int], **changes) -> dict[
     return figures | {"kappa": fmean(episode.executed for episode in episodes)}
 
 
-def bits() -> dict[str, str]:
-    """Return what this process makes of a matmul and of a softmax, as hashes: numeric paths differ in them."""
-    torch.manual_seed(0)
-    product = torch.randn(900, 128) @ torch.randn(384, 128).T
-    found = {"matmul": product, "softmax": product.round().softmax(-1)}
-    return {name: hashlib.sha256(values.numpy().tobytes()).hexdigest()[:6] for name, values in found.items()}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a cold start")
@@ -136,7 +125,7 @@ def main() -> int:
     cfg = RolloutConfig(temperature=0.0, think_prefix=False, **turns)
     with Videos(workers=1) as videos:
         stage = Stage(open_engine(source, renderer), renderer, videos, cfg)
-        figures = measure(stage, args.toy, toy.draw_splits(args.seed)["test"]) | bits()
+        figures = measure(stage, args.toy, toy.draw_splits(args.seed)["test"])
     print(json.dumps(figures))
     args.output.write_text(json.dumps(figures))
     return 0
