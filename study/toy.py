@@ -7,7 +7,7 @@
     DIR/perception.parquet, calls.parquet, direct.parquet     SFT schema (`messages`), a lesson each: to see, as a sub-agent;
                                                               to call and to read reports; to answer without tools
     DIR/sft.parquet, sft_val.parquet                          SFT schema: agents with tools
-    DIR/rl.parquet, val.parquet, test.parquet, kinds.parquet  RL schema (`prompt`, `videos`, `extra_info`)
+    DIR/rl.parquet, val.parquet, test.parquet                 RL schema (`prompt`, `videos`, `extra_info`)
 
 The task: a video of 32, 48 or 64 s shows one flash, and the question is its color (chance 1/8). A short flash (2.5 s)
 falls between the frames of a small overview, but no crop of up to 32 s misses it. Where to look varies:
@@ -220,21 +220,12 @@ def perception_row(rng: random.Random, flash: Flash) -> dict:
     return {"messages": json.dumps(messages), "agent": "sub"}
 
 
-def rl_row(rng: random.Random, flash: Flash, kind: str = "oe") -> dict:
-    """A row of the RL schema. Only the open question is a learning task; the other kinds show their schema."""
+def rl_row(rng: random.Random, flash: Flash) -> dict:
+    """Return an open question, in the RL schema."""
     cue = draw_cue(rng, flash)
-    text, gold, options = question(cue), flash.color, []
-    if kind == "mcq":
-        options = rng.sample([c for c in NAMES if c != flash.color], 3)
-        options.insert(rng.randrange(4), flash.color)
-        text += "\n" + "\n".join(f"{letter}. {option}" for letter, option in zip("ABCD", options))
-        gold = "ABCD"[options.index(flash.color)]
-    elif kind == "tvg":
-        text, gold = f"When does the {flash.color} flash happen?", f"[{flash.start}, {flash.start + flash.length}]"
-    info = {"id": f"{flash.name.removesuffix('.mp4')}-{kind}{cue and '-' + cue}", "answer": gold, "question_type": kind}
-    if options:
-        info["options"] = options
-    prompt, videos = [{"role": "user", "content": f"<video>\n{text}"}], [{"video": f"videos/{flash.name}"}]
+    name = f"{flash.name.removesuffix('.mp4')}-oe{cue and '-' + cue}"
+    info = {"id": name, "answer": flash.color, "question_type": "oe"}
+    prompt, videos = [{"role": "user", "content": f"<video>\n{question(cue)}"}], [{"video": f"videos/{flash.name}"}]
     return {"prompt": prompt, "videos": videos, "extra_info": json.dumps(info)}
 
 
@@ -385,7 +376,6 @@ def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, 
     }
     for split in ("rl", "val", "test"):
         tables[split] = [rl_row(rng, flash) for flash in splits[split]]
-    tables["kinds"] = [rl_row(rng, flash, kind) for flash in splits["test"][:8] for kind in ("mcq", "tvg", "oe")]
     for name, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
 
