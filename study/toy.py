@@ -223,8 +223,7 @@ def perception_row(rng: random.Random, flash: Flash) -> dict:
 def rl_row(rng: random.Random, flash: Flash) -> dict:
     """Return an open question, in the RL schema."""
     cue = draw_cue(rng, flash)
-    name = f"{flash.name.removesuffix('.mp4')}-oe{cue and '-' + cue}"
-    info = {"id": name, "answer": flash.color, "question_type": "oe"}
+    info = {"id": f"{Path(flash.name).stem}-oe{cue and '-' + cue}", "answer": flash.color, "question_type": "oe"}
     prompt, videos = [{"role": "user", "content": f"<video>\n{question(cue)}"}], [{"video": f"videos/{flash.name}"}]
     return {"prompt": prompt, "videos": videos, "extra_info": json.dumps(info)}
 
@@ -272,9 +271,9 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     color = rf"\b(?:{'|'.join(NAMES)})\b"
     words = [r"<\d+(?=\.\d+ seconds>)", r"\.\d+ seconds>", r"\d+", r"</?(?=answer>)", r"answer(?=>)", color, r"\n+"]
     words.append(rf"(?:(?!{color}|</?answer>|answer>)[^\d\n])(?:(?!{color})[^\d\n<>])*")
-    tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex("|".join(words)), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -300,6 +299,7 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
 def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int = 0, **text_sizes) -> None:
     """An untrained Qwen3-VL of the real class, with everything that transformers and SGLang look for beside it."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -312,12 +312,7 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
         "tie_word_embeddings": True,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
+        "rope_parameters": rope,
     } | text_sizes
     vision = {
         "depth": 2,
@@ -346,9 +341,9 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     contract.save(path)
-    frames = json.loads((path / "preprocessor_config.json").read_text())
+    images = json.loads((path / "preprocessor_config.json").read_text())
+    frames = {"video_processor_type": "Qwen3VLVideoProcessor"} | images
     del frames["image_processor_type"]
-    frames = {"video_processor_type": "Qwen3VLVideoProcessor"} | frames
     (path / "video_preprocessor_config.json").write_text(json.dumps(frames, indent=1))
 
 
