@@ -175,8 +175,7 @@ def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterato
             assert episode.executed == count, f"{episode.executed} calls were run, not {count}"
             return [(call.window, call.text) for call in episode.calls]
 
-        what = f"calls: {count}, reports: {latency} s"
-        yield versus(what, functools.partial(play, 1), functools.partial(play, count), repeats)
+        yield versus(f"calls: {count}, reports: {latency} s", lambda: play(1), lambda: play(count), repeats)
 
 
 def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[str]]:
