@@ -2,14 +2,14 @@
 
     python -m study.toy build toy_data                          # a video, and the tokenizer of all models here
     python -m study.bench                                       # everything (ten minutes on two cores); on a GPU where there is one
-    python -m study.bench update decode >> results/bench.md     # some of it
+    python -m study.bench update engine >> results/bench.md     # some of it
 
 The sides take turns (A B A B ...). Before the clock runs, both have run once and their results were compared: gradient for
-gradient, token for token, frame for frame. A difference ends the program. A gain is the median over pairs of neighbours,
-since what else the machine does hits neighbours alike.
+gradient, token for token. A difference ends the program. A gain is the median over pairs of neighbours, since what else the
+machine does hits neighbours alike.
 
 Deliberately missing: memory, other frameworks, the speed of SGLang itself, several GPUs, the optimizer's step; what our
-Python adds to an episode, which commit 73b2e4e measured.
+Python adds to an episode, and decoding, which commit 73b2e4e measured.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import av
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -41,7 +40,7 @@ from runtime.engine import Sample
 from runtime.inprocess import InProcess
 from runtime.policy import PolicyConfig, load, recompute
 from runtime.render import Bundle, Renderer, load_tokenizer
-from runtime.video import Frames, Videos, uniform_indices
+from runtime.video import Frames, Videos
 from runtime.visual import VisualContract, patchify
 from study import toy
 
@@ -176,57 +175,7 @@ def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterato
             assert episode.executed == count, f"{episode.executed} calls were run, not {count}"
             return [(call.window, call.text) for call in episode.calls]
 
-        what = f"calls: {count}, reports: {latency} s"
-        yield versus(what, functools.partial(play, 1), functools.partial(play, count), repeats)
-
-
-RATE, GOP = 25, 125  # frames per second, frames from keyframe to keyframe
-
-
-def write_video(path: Path, seconds: int) -> None:
-    """Write ffmpeg's moving test picture, 640x360: neighbouring frames differ, so a wrong one is seen."""
-    source = av.open(f"testsrc2=size=640x360:rate={RATE}:duration={seconds}", format="lavfi")
-    with source, av.open(str(path), "w", format="mp4") as out:
-        stream = out.add_stream("libx264", rate=RATE, options={"preset": "veryfast"})
-        stream.width, stream.height, stream.pix_fmt, stream.codec_context.gop_size = 640, 360, "yuv420p", GOP
-        for frame in source.decode(video=0):
-            out.mux(stream.encode(frame))
-        out.mux(stream.encode())
-
-
-def read_with_pyav(path: Path, times: Sequence[float], size: tuple[int, int]) -> np.ndarray:
-    """Seek to the keyframe before each frame, and decode on."""
-    found = []
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        stream.codec_context.thread_count = 1
-        for seconds in times:
-            stamp = (stream.start_time or 0) + round(seconds / stream.time_base)
-            earlier = stamp - round(0.2 / stream.time_base)  # B-frames: a little before
-            container.seek(max(0, earlier), stream=stream)
-            image = next(frame for frame in container.decode(stream) if frame.pts >= stamp)
-            found.append(image.to_ndarray(format="rgb24", width=size[0], height=size[1], interpolation="BICUBIC"))
-    return np.stack(found)
-
-
-def decode(repeats: int = 3, seconds: int = 600) -> Iterator[list[str]]:
-    """PyAV, a seek per frame, one thread / video.py, on an H.264 file opened anew: 10 minutes of 640x360, 25 frames/s, a
-    keyframe every 5 s; 64 frames scaled to 64 tokens. Equal frames."""
-    path = OURS / f"H.264-{seconds}s.mp4"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_video(path.with_suffix(".new"), seconds)
-        path.with_suffix(".new").rename(path)
-    with Videos(workers=os.cpu_count() or 1, timeout=600) as videos:
-        info = videos.info(path)
-        size, indices = VisualContract().frame_size(info.width, info.height), uniform_indices(info.n_frames, 64)
-
-        def ours() -> np.ndarray:
-            os.utime(path)  # another mtime is another file: nothing is in the cache
-            return videos.frames(path, indices, size).pixels
-
-        theirs = functools.partial(read_with_pyav, path, info.times[indices], size)
-        yield versus(f"64 frames of {seconds} s", theirs, ours, repeats, np.array_equal)
+        yield versus(f"calls: {count}, reports: {latency} s", lambda: play(1), lambda: play(count), repeats)
 
 
 def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[str]]:
@@ -264,7 +213,7 @@ def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[s
     ours.close()
 
 
-BENCHES = {bench.__name__: bench for bench in (update, dispatch, decode, engine)}
+BENCHES = {bench.__name__: bench for bench in (update, dispatch, engine)}
 
 
 def main() -> int:

@@ -1,48 +1,39 @@
 """gate.py: has a cold start of the toy learned what the study stands on? Seven figures, each of 256 items.
 
-    python -m study.gate MODEL TOY --seed 0 --output gate.json        # the seed that the toy was built with
+`python -m study.gate MODEL TOY --seed 0 --output gate.json`, with the seed that the toy was built with, writes:
 
     reports_flash, reports_none    a sub-agent says what a clip shows: its color, or that there is none
     copied                         a report names a color, and the answer is it (the overview shows nothing)
     tools_k4                       greedy answers with tools, of 4 overview frames
     direct_k64                     greedy answers without tools, of 64
     strict, kappa                  the injected fragility: samples at tau = 1, a third each at K = 4, 16 and 64
-
-Where a circuit has not formed, these show which one; RL on such a start would measure nothing.
 """
 
 import argparse
-import hashlib
 import json
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-import torch
-
 import rollout
 from data import THINK_PREFIX, Task
 from rewards import RewardConfig, accuracy, final_answer, score
 from rollout import RolloutConfig, Stage, SubagentConfig, open_engine, open_trajectory, opening
-from runtime.checks import find_checkpoint
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
 from study import toy
-from study.toy import Flash
-from tools import Look
+from tools import crop_video
 
 READING = RewardConfig(w_fmt=0, w_tool=0, open_answer="exact", untagged_answer=True)
 
 
-def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = 256) -> dict[str, float]:
+def measure(stage: Stage, root: Path, flashes: list[toy.Flash], items: int = 256) -> dict[str, float]:
     """Return all figures of the policy that the stage's engine runs; `flashes`: the toy's held-out videos."""
     rng, figures = random.Random("gate"), {}
-
     # perception: windows that show the flash, and windows that do not
     for name, shows in (("reports_flash", True), ("reports_none", False)):
         jobs = []
@@ -69,32 +60,30 @@ def measure(stage: Stage, root: Path, flashes: list[Flash], items: int = 256) ->
     return figures | {"strict": sampled["strict"], "kappa": sampled["kappa"]}
 
 
-def share(stage: Stage, jobs: list[Callable[[], bool]]) -> float:
+def share(stage: Stage, jobs: list[partial]) -> float:
     """Run jobs, many at a time; return the share of True."""
     found = []
     rollout.run_all(stage.engine, jobs, stage.cfg.concurrency, lambda _, good: found.append(good))
     return fmean(found)
 
 
-def task_of(root: Path, flash: Flash, cue: str, i: int) -> Task:
+def task_of(root: Path, flash: toy.Flash, cue: str = "", i: int = 0) -> Task:
     return Task(f"{i}", toy.question(cue), (str(root / "videos" / flash.name),), "oe", flash.color)
 
 
-def report_is_right(stage: Stage, root: Path, flash: Flash, window: tuple[int, int]) -> bool:
-    c = stage.renderer.contract
-    path = str(root / "videos" / flash.name)
-    frames = stage.videos.window(path, *window, c.crop_size, c.crop_fps, c.crop_max_frames)
-    _, said = rollout.ask_subagent(stage, Look(frames, window), seed=0)
+def report_is_right(stage: Stage, root: Path, flash: toy.Flash, window: tuple[int, int]) -> bool:
+    arguments = {"start_time": window[0], "end_time": window[1]}
+    look = crop_video(task_of(root, flash), arguments, stage.videos, stage.renderer.contract)
+    _, said = rollout.ask_subagent(stage, look, seed=0)
     return said == toy.told(flash, toy.crop_times(flash, *window))
 
 
-def copies(stage: Stage, root: Path, flash: Flash, cue: str, i: int) -> bool:
+def copies(stage: Stage, root: Path, flash: toy.Flash, cue: str, i: int) -> bool:
     """Make the calls for the model, and invent the reports: one names the i-th color, another sees nothing."""
     windows, color = toy.windows(flash, cue), toy.NAMES[i % len(toy.NAMES)]
     calls = "\n".join(toy.call(*window) for window in windows)
     reports = [[toy.NOTHING] for _ in windows]
     reports[i % len(windows)] = [f"A {color} flash."]
-
     task, renderer = replace(task_of(root, flash, cue, i), answer=color), stage.renderer
     main = open_trajectory(opening(task, 4, stage))
     main.ids += renderer.encode(f"{THINK_PREFIX}Let me look closer.\n</think>\n{calls}")
@@ -115,29 +104,19 @@ def play_all(stage: Stage, tasks: list[Task], ks: list[int], **changes) -> dict[
     return figures | {"kappa": fmean(episode.executed for episode in episodes)}
 
 
-def bits() -> dict[str, str]:
-    """Return what this process makes of a matmul and of a softmax, as hashes: numeric paths differ in them."""
-    torch.manual_seed(0)
-    product = torch.randn(900, 128) @ torch.randn(384, 128).T
-    found = {"matmul": product, "softmax": product.round().softmax(-1)}
-    return {name: hashlib.sha256(values.numpy().tobytes()).hexdigest()[:6] for name, values in found.items()}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a cold start")
+    parser.add_argument("model", type=Path, help="a cold start")
     parser.add_argument("toy", type=Path, help="the toy that it learned")
     parser.add_argument("--seed", type=int, default=0, help="of the toy")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    source = find_checkpoint(args.model)
-    renderer = Renderer(load_tokenizer(source), VisualContract.load(source))
+    renderer = Renderer(load_tokenizer(args.model), VisualContract.load(args.model))
     turns = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
     cfg = RolloutConfig(temperature=0.0, think_prefix=False, **turns)
     with Videos(workers=1) as videos:
-        stage = Stage(open_engine(source, renderer), renderer, videos, cfg)
-        figures = measure(stage, args.toy, toy.draw_splits(args.seed)["test"]) | bits()
-    print(json.dumps(figures))
+        stage = Stage(open_engine(args.model, renderer), renderer, videos, cfg)
+        figures = measure(stage, args.toy, toy.draw_splits(args.seed)["test"])
     args.output.write_text(json.dumps(figures))
     return 0
 

@@ -7,7 +7,7 @@
     DIR/perception.parquet, calls.parquet, direct.parquet     SFT schema (`messages`), a lesson each: to see, as a sub-agent;
                                                               to call and to read reports; to answer without tools
     DIR/sft.parquet, sft_val.parquet                          SFT schema: agents with tools
-    DIR/rl.parquet, val.parquet, test.parquet, kinds.parquet  RL schema (`prompt`, `videos`, `extra_info`)
+    DIR/rl.parquet, val.parquet, test.parquet                 RL schema (`prompt`, `videos`, `extra_info`)
 
 The task: a video of 32, 48 or 64 s shows one flash, and the question is its color (chance 1/8). A short flash (2.5 s)
 falls between the frames of a small overview, but no crop of up to 32 s misses it. Where to look varies:
@@ -220,21 +220,11 @@ def perception_row(rng: random.Random, flash: Flash) -> dict:
     return {"messages": json.dumps(messages), "agent": "sub"}
 
 
-def rl_row(rng: random.Random, flash: Flash, kind: str = "oe") -> dict:
-    """A row of the RL schema. Only the open question is a learning task; the other kinds show their schema."""
+def rl_row(rng: random.Random, flash: Flash) -> dict:
+    """Return an open question, in the RL schema."""
     cue = draw_cue(rng, flash)
-    text, gold, options = question(cue), flash.color, []
-    if kind == "mcq":
-        options = rng.sample([c for c in NAMES if c != flash.color], 3)
-        options.insert(rng.randrange(4), flash.color)
-        text += "\n" + "\n".join(f"{letter}. {option}" for letter, option in zip("ABCD", options))
-        gold = "ABCD"[options.index(flash.color)]
-    elif kind == "tvg":
-        text, gold = f"When does the {flash.color} flash happen?", f"[{flash.start}, {flash.start + flash.length}]"
-    info = {"id": f"{flash.name.removesuffix('.mp4')}-{kind}{cue and '-' + cue}", "answer": gold, "question_type": kind}
-    if options:
-        info["options"] = options
-    prompt, videos = [{"role": "user", "content": f"<video>\n{text}"}], [{"video": f"videos/{flash.name}"}]
+    info = {"id": f"{Path(flash.name).stem}-oe{cue and '-' + cue}", "answer": flash.color, "question_type": "oe"}
+    prompt, videos = [{"role": "user", "content": f"<video>\n{question(cue)}"}], [{"video": f"videos/{flash.name}"}]
     return {"prompt": prompt, "videos": videos, "extra_info": json.dumps(info)}
 
 
@@ -281,9 +271,9 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     color = rf"\b(?:{'|'.join(NAMES)})\b"
     words = [r"<\d+(?=\.\d+ seconds>)", r"\.\d+ seconds>", r"\d+", r"</?(?=answer>)", r"answer(?=>)", color, r"\n+"]
     words.append(rf"(?:(?!{color}|</?answer>|answer>)[^\d\n])(?:(?!{color})[^\d\n<>])*")
-    tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex("|".join(words)), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -309,6 +299,7 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
 def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int = 0, **text_sizes) -> None:
     """An untrained Qwen3-VL of the real class, with everything that transformers and SGLang look for beside it."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -321,12 +312,7 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
         "tie_word_embeddings": True,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "mrope_section": [6, 5, 5],
-            "mrope_interleaved": True,
-        },
+        "rope_parameters": rope,
     } | text_sizes
     vision = {
         "depth": 2,
@@ -355,9 +341,9 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     contract.save(path)
-    frames = json.loads((path / "preprocessor_config.json").read_text())
+    images = json.loads((path / "preprocessor_config.json").read_text())
+    frames = {"video_processor_type": "Qwen3VLVideoProcessor"} | images
     del frames["image_processor_type"]
-    frames = {"video_processor_type": "Qwen3VLVideoProcessor"} | frames
     (path / "video_preprocessor_config.json").write_text(json.dumps(frames, indent=1))
 
 
@@ -385,7 +371,6 @@ def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, 
     }
     for split in ("rl", "val", "test"):
         tables[split] = [rl_row(rng, flash) for flash in splits[split]]
-    tables["kinds"] = [rl_row(rng, flash, kind) for flash in splits["test"][:8] for kind in ("mcq", "tvg", "oe")]
     for name, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
 

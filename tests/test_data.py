@@ -414,7 +414,7 @@ def test_check_tells_the_truth_about_the_toy(toy_dir, command):
     told = command("check", toy_dir / "sft.parquet", "--model", toy_dir / "model")
     assert "300 rows" in told and "all rows are usable" in told
     assert re.search(r"tokens per row: 50 % at most \d+, 90 % at most \d+, .* 100 % at most \d+\n", told)
-    assert "oe 8" in command("check", toy_dir / "kinds.parquet")
+    assert "oe 8" in command("check", toy_dir / "test.parquet")
 
 
 def test_check_reads_calls_as_a_rollout_would(tmp_path, video, command):
@@ -472,14 +472,14 @@ def test_check_reads_the_data_of_a_config(toy_dir, tmp_path, command):
     path = tmp_path / "run.yaml"
 
     def told(val: Path, more: str = "", expect: int = 0) -> str:
-        files = f"data: {{sources: [{{path: {toy_dir}/sft_val.parquet}}]}}\nval: {{sources: [{{path: {val}/kinds.parquet}}]}}\n"
+        files = f"data: {{sources: [{{path: {toy_dir}/sft_val.parquet}}]}}\nval: {{sources: [{{path: {val}/test.parquet}}]}}\n"
         path.write_text(f"{files}visual: {{frame_pixels: 1024}}\npolicy: {{checkpoint: {toy_dir}/model}}\n{more}")
         return command("check", path, expect=expect)
 
     both = told(toy_dir)
-    assert "sft_val.parquet: 20 rows" in both and "kinds.parquet: 24 rows" in both
+    assert "sft_val.parquet: 20 rows" in both and "test.parquet: 8 rows" in both
     assert re.search(r"row 0: \d+ tokens, more than pack_tokens = 100", told(toy_dir, "pack_tokens: 100", 1))
-    assert "kinds.parquet: no such data file" in told(tmp_path, expect=2)
+    assert "test.parquet: no such data file" in told(tmp_path, expect=2)
     assert "No such file" in command("check", tmp_path / "other.yaml", expect=2)
     path.write_text("run: x\n")
     assert "data.sources" in command("check", path, expect=2)  # and not: all rows are usable
