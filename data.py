@@ -10,13 +10,13 @@ SFT, RL, evaluation and `ask` open every agent with the functions here. runtime/
 `python -m study.prepare` checks them, and makes the published ones ready. Deliberately missing: prompts per dataset.
 """
 
-import functools
+import contextlib
 import hashlib
 import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,9 +150,7 @@ def main_messages(task: Task, overview: Sequence[Frames], with_tools: bool) -> l
     return [{"role": "system", "content": system}, {"role": "user", "content": [*parts, "\n" + task.question]}]
 
 
-def subagent_messages(
-    frames: Frames, question: str | None, request: str = SUBAGENT_REQUEST, system: str = SUBAGENT_SYSTEM
-) -> list[dict]:
+def subagent_messages(frames: Frames, question: str | None, request=SUBAGENT_REQUEST, system=SUBAGENT_SYSTEM) -> list:
     """Return the messages that open a sub-agent. A row of SFT may carry a question; a rollout never gives one."""
     if question:
         request += f"\nQuestion: {question}"
@@ -182,20 +180,16 @@ def draw_frames(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0)
 # ------------------------------------------------------------------------------------------------ RL rows
 
 
-def _refusing(parse: Callable) -> Callable:
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
     """Turn the errors of a row whose shape nobody foresaw into a RowError: it costs that row, not the run."""
-
-    @functools.wraps(parse)
-    def parse_or_refuse(*arguments, **more):
-        try:
-            return parse(*arguments, **more)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise RowError(f"malformed: {error!r}") from error
-
-    return parse_or_refuse
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RowError(f"malformed: {error!r}") from error
 
 
-@_refusing
+@_refusing()
 def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task:
     """Read `prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
     info = decode_json(row.get("extra_info") or {}, "extra_info")
@@ -280,7 +274,7 @@ class Dialogue:
     system: str = SUBAGENT_SYSTEM
 
 
-@_refusing
+@_refusing()
 def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> Dialogue:
     """Read `messages` (a JSON string or a list); tool results are `tool` messages, or user text in <tool_response> tags.
 

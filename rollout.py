@@ -43,8 +43,6 @@ from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, Look, ToolError, parse_calls, use
 
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
-OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
-TIMEOUT = "This call took too long and was given up."
 LEAST_TURN = 16  # tokens that the context must still have for a turn
 log = logging.getLogger(__name__)
 
@@ -257,7 +255,7 @@ def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: 
         if len(jobs) < allowed:
             jobs[i] = functools.partial(_run_call, stage, task, call, derive(seed, i))
         else:
-            call.error, call.text = "over_limit", OVER_LIMIT.format(allowed)
+            call.error, call.text = "over_limit", f"This call was not run: at most {allowed} calls may run in one turn."
     ended = together(stage.engine, stage.callers, jobs, stage.cfg.call_timeout)
 
     answered, contents = [], []
@@ -266,7 +264,8 @@ def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: 
             call, content = ended[i]
         else:
             if i in jobs:  # it ran, and did not end in time
-                call.error, call.text, call.seconds = "timeout", TIMEOUT, stage.cfg.call_timeout
+                call.error, call.text = "timeout", "This call took too long and was given up."
+                call.seconds = stage.cfg.call_timeout
             content = [call.text]
             stage.observe("report", call)
         answered.append(call)
@@ -406,9 +405,7 @@ def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> No
                 dump(episode, file, renderer)
 
 
-def load_episodes(
-    path: str | Path, videos: Videos | None = None, contract: VisualContract | None = None
-) -> list[Episode]:
+def load_episodes(path: str | Path, videos: Videos | None = None, contract=None) -> list[Episode]:
     """Read the episodes of a file. With videos, their frames are decoded again; without, there are none."""
     return [episode_of(json.loads(line), videos, contract) for line in Path(path).read_text("utf-8").splitlines()]
 

@@ -2,7 +2,6 @@
 
     parse_calls(text, turn) -> [Call]          # each call of a turn parses or fails alone; nothing the model writes raises
     use(call, task, names, videos, contract)   # run one call: a Look (frames for a sub-agent), a str, or a ToolError
-    python tools.py '{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}' --video v.mp4     # try one by hand
 
 A `Tool` is a schema and a function; docs/add_a_tool.md adds one. Frames that it returns go to a sub-agent, whose report
 the main agent reads (or, with `tool_return: frames`, to the main agent itself). A str and a ToolError are read as they are.
@@ -13,14 +12,12 @@ A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained
 Deliberately missing: tools that run code or reach the network, and a check of arguments against the schema.
 """
 
-import argparse
 import ast
 import json
 import logging
 import math
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -230,31 +227,3 @@ def use(call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract
     except Exception:
         log.exception("tool %s crashed on %s", call.name, call.arguments)
         raise ToolError("crashed", "The tool failed.") from None
-
-
-# ------------------------------------------------------------------------------------------------ by hand
-
-
-def main() -> None:
-    """Run one call on a video, and print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("call", help='{"name": ..., "arguments": {...}}')
-    parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
-    args = parser.parse_args()
-    [call, *_] = parse_calls(f"<tool_call>{args.call}</tool_call>")
-    if call.error:
-        sys.exit(f"{call.error}: {call.text}")
-    task = Task("by hand", "", tuple(map(os.path.abspath, args.video)), "oe", "")
-    with Videos(workers=1) as videos:
-        try:
-            found = use(call, task, tuple(TOOLS), videos, VisualContract())
-        except ToolError as error:
-            sys.exit(f"{error.kind}: {error}")
-    if isinstance(found, Look):
-        times = [round(time, 2) for time in found.frames.times]
-        found = f"window {found.window}; frames {found.frames.pixels.shape} at {times}; {found.request}"
-    print(found)
-
-
-if __name__ == "__main__":
-    main()

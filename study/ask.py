@@ -3,22 +3,21 @@
     python -m study.ask --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
     python -m study.ask doctor --model M --video v.mp4          # a table; exit status 1 if a check fails
 
-The first prints the agent's thoughts turn by turn, its parallel calls on a timeline, their reports as they arrive, and
-the answer. `--trace FILE` keeps the episode as JSON, for study.report and rollout.load_episodes.
-
+The first prints the agent's thoughts turn by turn, its parallel calls on a timeline, and their reports as they arrive.
 The *token doctor* makes the model's own engine continue after two parallel calls that work and one that does not, and
 checks the episode against independent witnesses: the chat template, transformers' position ids, and the trainer's
 log-probs. Run it on every new checkpoint, SGLang version or contract: it finds what training would only show as noise.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import sys
 import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,32 +41,23 @@ def main() -> int:
     doctor = sys.argv[1:2] == ["doctor"]
     parser = argparse.ArgumentParser("python -m study.ask", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("doctor" if doctor else "question")
-    if not doctor:
-        parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
-        parser.add_argument("--no-think-prefix", action="store_true", help="do not open each turn with <think>")
-        parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the episode as JSON")
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the episode as JSON, for study.report")
     parser.add_argument("--model", required=True, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
     parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
-    parser.add_argument("--temperature", type=float, default=1.0 if doctor else 0.0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="the doctor's is always 1")
     parser.add_argument("--max-new-tokens", type=int, default=64 if doctor else 2048, help="per turn")
     args = parser.parse_args()
-    cfg = RolloutConfig(temperature=args.temperature, max_new_tokens=args.max_new_tokens)
-    if doctor:
-        cfg = replace(cfg, max_turns=1)
-    else:
-        cfg = replace(cfg, tools=tuple(args.tool or cfg.tools), think_prefix=not args.no_think_prefix)
+    tools = tuple(args.tool or ["crop_video"])
+    cfg = RolloutConfig(tools=tools, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
     expandable_segments()
     try:
         with Videos(workers=2) as videos:
-            for path in args.video:
-                videos.info(path)
             stage = stage_of(args, videos, cfg)
-            try:
+            with contextlib.closing(stage.engine):
                 return run_doctor(args, stage) if doctor else run_ask(args, stage)
-            finally:
-                stage.engine.close()
     except (VideoError, EngineError, FileNotFoundError, ConfigError, ContractError) as error:
         sys.exit(f"error: {error}")
 
@@ -83,10 +73,14 @@ def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> St
 
 
 def play(stage: Stage, question: str, args: argparse.Namespace) -> Episode:
-    """Play one episode about the videos of the command line."""
+    """Play one episode about the videos of the command line, and keep it if that was asked for."""
     task = Task("ask", question, tuple(map(os.path.abspath, args.video)), "oe", "")
     k = args.k or stage.renderer.contract.overview_frames
-    return run_episode(stage, task, k, opening(task, k, stage), 0)
+    episode = run_episode(stage, task, k, opening(task, k, stage), 0)
+    if args.trace:
+        with args.trace.open("w", encoding="utf-8") as file:
+            dump(episode, file, stage.renderer)
+    return episode
 
 
 # ------------------------------------------------------------------------------------------------ ask
@@ -97,9 +91,6 @@ def run_ask(args: argparse.Namespace, stage: Stage) -> int:
     screen = Screen(stage.videos.info(args.video[0]).duration)
     episode = play(replace(stage, observe=screen.show), args.question, args)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
-    if args.trace:
-        with args.trace.open("w", encoding="utf-8") as file:
-            dump(episode, file, stage.renderer)
     return int(bool(episode.error))
 
 
@@ -116,16 +107,12 @@ class Screen:
                 said = re.sub(r"<tool_call>.*?</tool_call>|<\|(?:im_end|endoftext)\|>", "", what, flags=re.S).strip()
                 print(f"\n── turn {self.turn} " + "─" * 60 + f"\n{said}", flush=True)
             elif event == "look":
-                print(f"  {self.timeline(what)}  {what.name} {_window(what)}", flush=True)
+                start, end = (int(WIDTH * second / self.duration) for second in what.window)
+                bar = "·" * start + "█" * max(end - start, 1)
+                print(f"  │{bar[:WIDTH]:·<{WIDTH}}│  {what.name} {_window(what)}", flush=True)
             else:
                 outcome = f"{what.error}: {what.text}" if what.error else what.text
                 print(f"  ↳ {_window(what)} {outcome}  ({what.seconds:.1f} s)", flush=True)
-
-    def timeline(self, call: Call) -> str:
-        start, end = call.window
-        first = min(int(WIDTH * start / self.duration), WIDTH - 1)
-        last = min(max(int(WIDTH * end / self.duration), first + 1), WIDTH)
-        return "│" + "·" * first + "█" * (last - first) + "·" * (WIDTH - last) + "│"
 
 
 def _window(call: Call) -> str:
@@ -161,86 +148,78 @@ def run_doctor(args: argparse.Namespace, stage: Stage) -> int:
         call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end}}
         said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
     witness = Witness(stage.engine, [*stage.renderer.encode(said), stage.renderer.end_of_turn])
-    episode = play(replace(stage, engine=witness), "What happens in this video?", args)
+    stage = replace(stage, engine=witness, cfg=replace(stage.cfg, max_turns=1, temperature=1.0))
+    episode = play(stage, "What happens in this video?", args)
     if episode.error:
         raise EngineError(episode.error)
-    rows = examine(stage, episode, witness, args)
-    width = max(len(name) for name, _, _ in rows)
+    rows = list(examine(stage, episode, witness, args.model))
     for name, good, detail in rows:
-        print(f"{'ok  ' if good else 'FAIL'}  {name:{width}}  {detail}")
+        print(f"{'ok  ' if good else 'FAIL'}  {name:27}  {detail}")
     return int(not all(good for _, good, _ in rows))
 
 
-def examine(stage: Stage, episode: Episode, witness: Witness, args: argparse.Namespace) -> list[tuple[str, bool, str]]:
-    """Return (what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
+def examine(stage: Stage, episode: Episode, witness: Witness, model: str) -> Iterator[tuple[str, bool, str]]:
+    """Yield (what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
     from runtime.doctor import engine_logprobs, flaw_of, position_error, trainer_logprobs  # torch
     from runtime.policy import PolicyConfig, load
 
     renderer, main, agents = stage.renderer, episode.main, episode.trajectories
-    policy = load(PolicyConfig(args.model), renderer.never_sampled, train=False)
-    rows = []
+    policy = load(PolicyConfig(model), renderer.never_sampled, train=False)
 
     # Every request of the engine, with its reply, is the beginning of some trajectory.
     kept = 0
     for ids, sample in witness.asked:
         whole = ids + sample.ids
         kept += any(agent.ids[: len(whole)] == whole for agent in agents)
-    evidence = f"{kept} of {len(witness.asked)} requests are prefixes of a trajectory"
-    rows.append(("tokens in, tokens out", kept == len(witness.asked), evidence))
+    asked = len(witness.asked)
+    yield "tokens in, tokens out", kept == asked, f"{kept} of {asked} requests are prefixes of a trajectory"
 
     # The trajectory grew by deltas; the chat template writes the same text at once. Qwen's tokenizer normalises what it
     # reads (NFC) and not what it says, so the two texts are compared after that.
     template = renderer.render(_messages(episode, renderer), stage.cfg.schemas).ids
     texts = [renderer.decode(renderer.compact(ids)) for ids in (main.ids, template)]
     grown, whole = (unicodedata.normalize("NFC", text) for text in texts)
-    evidence = "it reads as the chat template writes it in one piece"
-    rows.append(("one conversation", whole.startswith(grown), evidence))
+    yield "one conversation", whole.startswith(grown), "it reads as the chat template writes it in one piece"
 
     # Three calls, three responses in one turn; only the second is an error.
     delta = renderer.decode(main.ids[main.turns[0][1] : main.turns[1][0]])
     found = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", delta, re.S)
     errors = [call.error or "ok" for call in episode.calls]
     siblings = len(found) == 3 and errors == ["ok", "bad_arguments", "ok"]
-    rows.append(("siblings survive a bad call", siblings, f"{len(found)} responses in one turn: {', '.join(errors)}"))
+    yield "siblings survive a bad call", siblings, f"{len(found)} responses in one turn: {', '.join(errors)}"
 
     # What is learned is what was sampled.
     sampled = sum(len(sample.ids) for _, sample in witness.asked)
     masked = sum(sum(agent.mask) for agent in agents)
     flaws = [flaw for flaw in (flaw_of(agent, policy) for agent in agents) if flaw]
     evidence = "; ".join([f"{masked} learned tokens, {sampled} sampled", *flaws])
-    rows.append(("mask", masked == sampled and not flaws, evidence))
+    yield "mask", masked == sampled and not flaws, evidence
 
     worst = max(position_error(policy, agent, renderer) for agent in agents)
-    rows.append(("positions", worst == 0, f"M-RoPE differs from transformers' by at most {worst}"))
+    yield "positions", worst == 0, f"M-RoPE differs from transformers' by at most {worst}"
 
     # Log-probs of what the model itself said, with its frames and with black ones.
     gaps, moved = [], []
     for agent in agents:
-        if agent is main:
-            start, temperature = main.turns[1][0], args.temperature or 1.0
-        else:
-            start, temperature = agent.prompt_length, stage.cfg.subagents.temperature or 1.0
-        ours = trainer_logprobs(policy, [agent], temperature, start)
+        start = agent.turns[-1][0]
+        ours = trainer_logprobs(policy, [agent], 1.0, start)
         gaps += (ours - engine_logprobs([agent], start)).abs().tolist()
         black = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in agent.frames]
-        blind = trainer_logprobs(policy, [replace(agent, prompt_frames=black, call_frames=[])], temperature, start)
+        blind = trainer_logprobs(policy, [replace(agent, prompt_frames=black, call_frames=[])], 1.0, start)
         moved.append((blind - ours).abs().max().item())
     limit = 1e-3 if str(policy.dtype).endswith("float32") else 0.3
     evidence = f"mean {np.mean(gaps):.1e}, max {max(gaps):.1e} over {len(gaps)} tokens (limit {limit:g})"
-    rows.append(("engine and trainer agree", max(gaps) < limit, evidence))
-    evidence = f"black frames move a log-prob by {min(moved):.1e} at least"
-    rows.append(("frames are seen", min(moved) > 1e-4, evidence))
-    return rows
+    yield "engine and trainer agree", max(gaps) < limit, evidence
+    yield "frames are seen", min(moved) > 1e-4, f"black frames move a log-prob by {min(moved):.1e} at least"
 
 
 def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
     """Return the episode as the messages that it came from."""
     messages = data.main_messages(episode.task, episode.main.prompt_frames, with_tools=True)
     said = [renderer.decode(episode.main.ids[start:end]).removesuffix(END_OF_TURN) for start, end in episode.main.turns]
-    contents = [[call.text] for call in episode.calls]
-    contents[-1].append(f"\n{NO_CALLS_LEFT}")
     messages.append({"role": "assistant", "content": said[0]})
-    messages += [{"role": "tool", "content": content} for content in contents]
+    messages += [{"role": "tool", "content": [call.text]} for call in episode.calls]
+    messages[-1]["content"].append(f"\n{NO_CALLS_LEFT}")
     messages.append({"role": "assistant", "content": said[1]})
     return messages
 

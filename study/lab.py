@@ -2,11 +2,10 @@
 
     python -m study.lab "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B
 
-One argument is one turn. Below the terms the text is painted: [c] is a structural character.
+One argument is one turn. The text is painted, too: [c] is a structural character.
 """
 
 import argparse
-import itertools
 
 from data import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
@@ -26,7 +25,7 @@ class Characters:
         return "".join(chr(i) for i in ids).replace("\U0010ffff", END_OF_TURN)
 
     def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
-        ends = list(itertools.accumulate(len(self.decode([i])) for i in ids))
+        ends = [len(self.decode(ids[: i + 1])) for i in range(len(ids))]
         return list(zip([0, *ends], ends))
 
 
@@ -41,9 +40,8 @@ def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, 
         main.mask += [0] * len(given) + [1] * len(sampled)
         main.turns.append((start, len(main.ids)))
         calls += parse_calls(turn, i)
-    for i, call in enumerate(calls):
-        if not call.error and i >= executed:
-            call.error = "failed"
+    for call in calls[executed:]:
+        call.error = call.error or "failed"
     return Episode(task, 64, main, calls)
 
 
@@ -59,7 +57,6 @@ def main() -> None:
     episode = episode_of_turns(turns, Task("lab", "", (), args.kind, args.answer), renderer, args.executed)
     for name, value in score(episode, renderer, RewardConfig()).items():
         print(f"{name:>10} {value:6.2f}")
-    # Paint the structure: [<][t][h][i][n][k][>]
     for token, structural in zip(episode.main.ids, structural_mask(episode.main, renderer), strict=True):
         text = renderer.decode([token])
         print(f"[{text}]" if structural else text, end="")

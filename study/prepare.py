@@ -1,8 +1,8 @@
 """prepare.py: what is done to data before training. The trainers never import it.
 
 python -m study.prepare check PATH|CONFIG [--model DIR]
-    every row parsed, every image read and video opened, calls read as a rollout reads them, token lengths under the
-    model's tokenizer; of a config, its `data` and its `val`; exit status 1 if any row is unusable
+    every row parsed, every image read and video opened, calls read as a rollout reads them, ids that rows share, token
+    lengths under the model's tokenizer; of a config, its `data` and its `val`; exit status 1 if any row is unusable
 python -m study.prepare materialize --root MEDIA --parquet-dir IN --output-dir OUT
     sentinel paths (`longvt_source/...`, `museg/...`, `selfqa/...`) -> file://MEDIA/...; lists what is missing
 """
@@ -49,6 +49,7 @@ class Undecoded(Videos):
 class Looked:
     """What there is to say about a row."""
 
+    id: str = ""
     kind: str = ""
     calls: list[str] = field(default_factory=list)  # "ok", or why a rollout could not run it
     tokens: int = 0  # 0: nobody counted
@@ -87,6 +88,7 @@ def check(target: str, model: str) -> int:
             row = rows[i]
             parse = parse_dialogue if "messages" in row else parse_task
             item = parse(row, f"row {i} of {rows.path}", home)
+            found.id = item.id
             for clip in describe(item, tools, found):
                 clip.frames(videos, contract)
             if renderer and isinstance(item, Dialogue):
@@ -98,12 +100,16 @@ def check(target: str, model: str) -> int:
             found.flaw = str(error)
         return found
 
-    unusable = 0
+    unusable, ids = 0, collections.Counter()
     with Undecoded(os.cpu_count() or 1) as videos, ThreadPoolExecutor(8) as pool:
         for (path, root), rows in files.items():
             look_at = functools.partial(look, videos, rows, Path(root or rows.path.parent))
             looked = list(tqdm(pool.map(look_at, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
             unusable += print_findings(path, looked)
+            ids.update(found.id for found in looked)
+    repeated = [name for name, rows in ids.items() if name and rows > 1]
+    if repeated:
+        print(f"{len(repeated)} repeated ids, such as {repeated[0]!r} of {ids[repeated[0]]} rows")
     if not renderer:
         print("no token lengths: name a checkpoint with --model")
     print(f"{unusable} unusable rows" if unusable else "all rows are usable")

@@ -5,7 +5,7 @@
 
 Runs that differ in their seed alone are one line: their mean, with a band of one standard deviation. The viewer shows who
 wrote each token, its log-prob, its advantage and whether it is structure, beside the frames that the agents saw.
-report.html is the page without its data. Deliberately missing: live updates, statistics beyond mean and deviation.
+Deliberately missing: live updates, statistics beyond mean and deviation.
 """
 
 import argparse
@@ -88,7 +88,7 @@ class RunData:
 def read_run(path: Path, name: str, pictures: dict[str, int], most: int, model: Path | None = None) -> RunData:
     """Read a run's folder, or a JSONL file of episodes: about `most` of them, from steps spread over the run."""
     run, files = RunData(name, pictures), [path]
-    if path.is_dir():
+    if not path.is_file():
         run.config = read_tree(path / "config.yaml")
         run.metrics = read_metrics(path / "metrics.jsonl")
         files = sorted((path / "episodes").glob("*.jsonl"))
@@ -149,11 +149,8 @@ def add_episodes(run: RunData, step: int, episodes: Sequence[Episode], videos: V
         task, key = episode.task, (episode.task.id, episode.k)
         if key not in groups:
             groups[key] = vars(task) | {"k": episode.k, "durations": [], "episodes": []}
-            for path in task.videos:
-                try:
-                    groups[key]["durations"].append(videos.info(path).duration)
-                except VideoError:  # it is gone
-                    groups[key]["durations"].append(None)
+            with contextlib.suppress(VideoError):  # one is gone
+                groups[key]["durations"] = [videos.info(path).duration for path in task.videos]
         groups[key]["episodes"].append(view_episode(episode, run))
     if groups:
         run.steps[step] = list(groups.values())
@@ -193,7 +190,7 @@ def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ())
     kinds: p prompt, f forced, s sampled, t from the tools."""
     spans, text = run.renderer.offsets(agent.ids), run.renderer.decode(agent.ids)
     spoken = {i for start, end in agent.turns for i in range(start, end)}
-    ids, texts, kinds, logprobs, chosen = [], [], [], [], []
+    ids, texts, kinds, logprobs, chosen = [], [], [], [], []  # log-probs: of the sampled tokens
     for i, token in enumerate(agent.ids):
         if token == run.renderer.image_pad and i and agent.ids[i - 1] == token:
             continue
@@ -214,15 +211,8 @@ def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ())
     images = []
     for clip in agent.frames:
         images += [[time, picture(pixels, run)] for time, pixels in zip(clip.times, clip.pixels)]
-    return {
-        "ids": ids,
-        "texts": texts,
-        "kinds": "".join(kinds),
-        "structural": chosen,
-        "finish": agent.finish,
-        "images": images,
-        "logprobs": logprobs,  # of the sampled tokens
-    }
+    tokens = {"ids": ids, "texts": texts, "kinds": "".join(kinds), "structural": chosen}
+    return tokens | {"logprobs": logprobs, "images": images, "finish": agent.finish}
 
 
 def picture(pixels: np.ndarray, run: RunData) -> int:
@@ -371,17 +361,12 @@ def main() -> int:
     parser.add_argument("--png", type=Path, metavar="DIR", help="also draw DIR/curves.png")
     parser.add_argument("--model", type=Path, help="a checkpoint whose tokenizer and contract the episodes have")
     args = parser.parse_args()
-    for path in args.runs:
-        if not path.exists():
-            parser.error(f"no such run: {path}; pass folders with metrics.jsonl, or JSONL files of episodes")
     paths = [path.resolve() for path in args.runs]
     parent = Path(os.path.commonpath([path.parent for path in paths]))
     out = args.out or parent / "report.html"
-    runs, pictures = [], {}
+    pictures, most = {}, EPISODES // len(paths)
     try:
-        for path in paths:
-            name = path.relative_to(parent).as_posix()
-            runs.append(read_run(path, name, pictures, EPISODES // len(paths), args.model))
+        runs = [read_run(path, path.relative_to(parent).as_posix(), pictures, most, args.model) for path in paths]
     except ConfigError as error:
         sys.exit(f"error: {error}")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -428,6 +428,16 @@ def test_check_reads_calls_as_a_rollout_would(tmp_path, video, command):
     assert "calls, as a rollout reads them: ok 1, unknown tool 'ocr_frme' 1, unparseable 1\n" in told
 
 
+def test_check_counts_the_ids_that_rows_share(tmp_path, video, command):
+    """Rows of one id in a batch shared K and seeds, and the report merges them."""
+    files = []
+    for name, ids in (("a", ("q1", "q2", None)), ("b", ("q2", None))):
+        files.append({"path": write_jsonl(tmp_path / f"{name}.jsonl", [rl(video, answer="x", id=i) for i in ids])})
+    (tmp_path / "run.yaml").write_text(json.dumps({"data": {"sources": files}}))
+    assert "1 repeated ids, such as 'q2' of 2 rows\n" in command("check", tmp_path / "run.yaml")
+    assert "repeated" not in command("check", tmp_path / "a.jsonl")
+
+
 def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path, command):
     rows = [Rows(toy_dir / "rl.parquet")[i] for i in range(4)]
     for i, name in enumerate(["ok.mp4", "corrupt.mp4", "gone.mp4", "ok.mp4"]):

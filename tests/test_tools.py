@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,7 +10,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripts import Forked, finish
 from tiny_checkpoint import CONTRACT, MemoryVideos
 
 from data import Task
@@ -192,20 +190,6 @@ def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
 def test_the_published_schema_is_what_the_published_model_was_shown():
     """Byte by byte: it is part of the prompt. Descriptions of arguments are for tools that give them."""
     assert json.dumps(TOOLS["crop_video"].schema) == '{"type": "function", "function": {"name": "crop_video", "description": "Look closely at a part of the video. Times are in seconds.", "parameters": {"type": "object", "properties": {"video_path": {"type": "string"}, "start_time": {"type": "number"}, "end_time": {"type": "number"}, "num_frames": {"type": "integer"}}, "required": ["start_time", "end_time"]}}}'  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "arguments, status, says",
-    [
-        ('{"start_time": 8, "end_time": "0:12"}', 0, r"window \(8\.0, 12\.0\); frames \(4, 256, 256, 3\) at \[8\.5, 9\.5, 10\.5, 11\.5\]; What happens here\?\n"),
-        ('{"start_time": 9, "end_time": 8}', 1, r"bad_arguments: start_time must be less than end_time; the video lasts"),
-        ("{", 1, r"unparseable: This call could not be read\."),
-    ],
-)  # fmt: skip
-def test_a_tool_is_tried_by_hand(toy_dir, arguments, status, says):
-    call = f'{{"name": "crop_video", "arguments": {arguments}}}'
-    told = finish(Forked(["tools.py", call, "--video", str(toy_dir / "videos" / "test00000.mp4")]), status)
-    assert re.fullmatch(f"{says}.*", told.strip() + "\n" * told.endswith("\n"), re.S) and "Traceback" not in told
 
 
 # ---- threads
