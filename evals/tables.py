@@ -12,6 +12,7 @@ Deliberately missing: significance tests, breakdowns.
 
 import argparse
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -269,6 +270,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", help="folders of results")
     parser.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process, as it ends any other command
     try:
         report(args.runs, args.baseline)
     except DataError as error:

@@ -8,6 +8,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -460,6 +462,17 @@ def test_results_that_make_no_table_are_refused(tmp_path):
         tables.report([tmp_path / "a", tmp_path / "b"])
     with pytest.raises(DataError, match="no results in .*/c: `python eval.py CONFIG` makes them"):
         tables.report([tmp_path / "c"])
+
+
+def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
+    """`python eval.py table RUN | head` ended with the traceback of a BrokenPipeError."""
+    write_results(tmp_path, "lvbench", lines("1"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", f"from evals import tables; tables.main([{str(tmp_path)!r}])"]
+    ended = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert ended.stderr == ""
 
 
 # ------------------------------------------------------------------------------------------------ configs
