@@ -35,7 +35,7 @@ lenient: read as the splits' own scorers do, in prose too. The published numbers
 Models of other authors are asked in our words, unless their run names a prompt_file."""
 
 
-# --------------------------------------------------------------------------------------- results and their numbers
+# ------------------------------------------------------------------------------------------------ results and numbers
 
 
 @dataclass
