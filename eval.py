@@ -7,16 +7,15 @@
 
 RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was said last, what was read from
 it, the score (and under `lenient` both, as the splits' own scorers read), calls, costs, and the error if there was one.
-Its first line holds the settings that shape a result: weights, prompts, contract. A file made under other settings is
-refused, unless nothing in it was answered.
+Its first line holds the settings that shape a result; a file of answers under other settings is refused.
 
 An item is asked again if it ended in an error (which counts as wrong until then), or if its question, options, answer
-or subtitles are no longer the same. `limit=2` tries a config on two items of each split, and needs no other videos; a
-larger limit goes on from there.
+or subtitles have changed. `limit=2` asks two items of each split, and needs no other videos; a larger one goes on.
 
 Deliberately missing: several checkpoints in a run, several machines for a run, ensembles, majority votes.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -83,9 +82,8 @@ class EvalConfig:
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
         if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):
-            raise ValueError(
-                "api.url: an API cannot open a turn or stop at a tag; set rollout.think_prefix: false, no arm sequential"
-            )
+            rule = "set rollout.think_prefix: false, no arm sequential"
+            raise ValueError(f"api.url: an API cannot open a turn or stop at a tag; {rule}")
 
     @property
     def agentic(self) -> bool:
@@ -115,14 +113,10 @@ def main(cfg: EvalConfig) -> int:
 
     # Ask the rest. Nothing is written before the engine is there.
     if todo:
-        engine = open_model(cfg, source, renderer)
-        try:
+        with contextlib.closing(open_model(cfg, source, renderer)) as engine, Videos(cfg.decoders) as videos:
             config.save_run(cfg, cfg.run)
-            with Videos(cfg.decoders) as videos:
-                for cell, items, before in todo:
-                    ask_all(cell, items, before, Stage(engine, renderer, videos, cell.rollout), cfg)
-        finally:
-            engine.close()
+            for cell, items, before in todo:
+                ask_all(cell, items, before, Stage(engine, renderer, videos, cell.rollout), cfg)
 
     # Show all results of the run.
     tables.report([cfg.run])
@@ -136,8 +130,7 @@ def main(cfg: EvalConfig) -> int:
 
 
 def dry_run(cfg: EvalConfig) -> int:
-    """Print what is there, what is missing, and what the published run did otherwise; exit status 1 if the run could not
-    start. Names on the hub are not verified."""
+    """Print what is there and missing, and what the published run did otherwise; exit status 1 if data is missing."""
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     missing = 0
     for split, root in cfg.splits.items():
@@ -181,7 +174,7 @@ def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
     )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------ one file of results
+# ------------------------------------------------------------------------------------------------ one file of results, one item
 
 
 @dataclass(frozen=True)
@@ -233,8 +226,7 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash the names and sizes of a checkpoint's files and the first MiB of each, where a shard has its layout and weights
-    of the language model: training changes those, also where the vision tower is frozen."""
+    """Hash the names and sizes of a checkpoint's files and the first MiB of each, where a shard has trained weights."""
     whole = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.is_file()):
         with path.open("rb") as file:
@@ -284,12 +276,8 @@ def ask_all(cell: Cell, items: list[Item], before: list[dict], stage: Stage, cfg
         try:
             jobs = [lambda item=item: ask(item, cell.k, stage, cfg, judge) for item in items]
             run_all(stage.engine, jobs, cfg.rollout.concurrency, done)
-        except BaseException:
-            stage.stopped.set()  # nobody starts another turn
-            raise
-
-
-# ------------------------------------------------------------------------------------------------ one item
+        finally:
+            stage.stopped.set()  # after an error, nobody starts another turn
 
 
 def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, judge: Judge) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """benchmarks.py: the evaluation splits: how a dataset's folder becomes items, an answer a grade, and grades figures.
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
-    task = ask_with_subtitles(item, times)                # the *_wsub splits: the cues of the sampled frames, no others
+    task = ask_with_subtitles(item, times)                # videomme_wsub: the cues of the sampled frames, no others
     grade(item, answer, cfg, judge)                       # read by the rewards' parser; unparsed or no answer scores 0
     grade_leniently(item, verdict, turn, cfg, judge)      # where that read nothing: as the splits' own scorers read
     figures("videomme", records)                          # in percent, the headline figure first
 
-A dataset's folder is what `hf download NAME --repo-type dataset --local-dir ROOT` leaves, with its archives unpacked
-anywhere below it. A question reads as its authors wrote it, its options lettered exactly once; instructions belong to
-the protocols.
+A dataset's folder is what `hf download` leaves, with its archives unpacked anywhere below it. A question reads as its
+authors wrote it, its options lettered exactly once; instructions belong to the protocols.
 
 Deliberately missing: downloads, splits with hidden answers, guesses in place of answers that cannot be read.
 """
@@ -90,8 +89,7 @@ def _key(name: str) -> str:
 
 def _videomme(row: dict, _: int, files: Files) -> Item:
     video = files.video(row["videoID"])
-    # The id is question_id: three questions share a videoID.
-    return _choice(row["question_id"], row["question"], row["options"], row["answer"], video)
+    return _choice(row["question_id"], row["question"], row["options"], row["answer"], video)  # videoID repeats
 
 
 def _videomme_wsub(row: dict, i: int, files: Files) -> Item:
@@ -163,7 +161,6 @@ def _bare(options: Sequence[str]) -> tuple[str, ...]:
 
 def _without_fillers(options: list[str | None]) -> list[str]:
     """Drop the fillers at the end only: every option keeps its position, and so its letter."""
-    options = list(options)
     while options and options[-1] in ("N/A", "", None):
         options.pop()
     return options
@@ -206,26 +203,19 @@ class Split:
     parse: Callable[[dict, int, Files], Item]  # (row, its index, files)
     tables: str  # glob of the files with the questions, in the root or one folder down
     counts: tuple[int, ...] = ()  # numbers of items that it may have
-    archives: str = ""  # to be unpacked
     subtitled: int = 0  # how many of its videos have an .srt file
 
 
-_VIDEOMME = Split("lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,), "videos_chunked_*.zip")
+_VIDEOMME = Split("lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,))
 SPLITS = {
     "videomme": _VIDEOMME,
-    "videomme_wsub": replace(
-        _VIDEOMME, parse=_videomme_wsub, archives="videos_chunked_*.zip and subtitle.zip", subtitled=744
-    ),
+    "videomme_wsub": replace(_VIDEOMME, parse=_videomme_wsub, subtitled=744),
     # Gated: its terms are accepted on its page.
-    "longvideobench": Split(
-        "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,), "videos.tar.part.*, joined"
-    ),
-    # The only split of this dataset is called train.
-    "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,), "its video archives"),
-    # Quoted with either number.
-    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175), "video_part_*.zip"),
+    "longvideobench": Split("longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,)),
+    "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,)),  # its only split is called train
+    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175)),  # quoted with either number
     "mmvu": Split("yale-nlp/MMVU", _mmvu, "validation.json", (1000,)),
-    "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,), "Charades_v1_480_part_*.zip"),
+    "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,)),
     "toy": Split("", _toy, "test.parquet"),
 }
 
@@ -248,8 +238,7 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
         except FileNotFoundError as error:
             missing.append(str(error))
         except (KeyError, RowError) as error:
-            reason = f"no field {error}" if isinstance(error, KeyError) else error
-            raise DataError(f"{rows.path}: row {n}: {reason}. Another revision of the dataset? {hint}") from None
+            raise DataError(f"{rows.path}: row {n}: {error!r}. Another revision of the dataset? {hint}") from None
 
     # Nothing may be missing: a score over fewer items is another score.
     if split.counts and len(places) not in split.counts:
@@ -261,9 +250,6 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     subtitled = {video for item in items for video in item.task.videos if files.find(f"{Path(video).stem}.srt")}
     if not limit and len(subtitled) < split.subtitled:
         raise DataError(f"{root}: {split.subtitled} videos of {name} have an .srt file, found {len(subtitled)}. {hint}")
-    ids = [item.task.id for item in items]
-    if len(set(ids)) < len(ids):
-        raise DataError(f"{root}: {len(ids)} items of {name} have only {len(set(ids))} ids. {hint}")
     return items
 
 
@@ -282,8 +268,8 @@ def _hint(name: str, root: str) -> str:
     split, folder = SPLITS[name], shlex.quote(root)
     if not split.hub:
         return f"`python -m study.toy build {folder}` makes it."
-    unpack = f"; then unpack {split.archives}, anywhere below it." if split.archives else "."
-    return f"`hf download {split.hub} --repo-type dataset --local-dir {folder}` fetches the dataset{unpack}"
+    fetch = f"hf download {split.hub} --repo-type dataset --local-dir {folder}"
+    return f"`{fetch}` fetches the dataset; then unpack its archives (join their parts first), anywhere below it."
 
 
 # ------------------------------------------------------------------------------------------------ figures

@@ -3,18 +3,17 @@
     episode, answer = play(stage, item, k, seed, Prompting("video_zoomer"))
 
     agent                   our agent, as in training: rollout.run_episode
-    direct, think, ...      one turn, no tools; seven of them, which differ in their words
+    direct, think, ...      one turn, no tools; seven of them, which differ in their words (VideoRFT: video_r1)
     conan                   names clips, and gets unseen frames of them in a user's turn
     longvt                  calls crop_video, and gets the frames themselves in the tool's turn
     sage                    reads the video once; then a reasoner without eyes sends one tool at a time
     video_zoomer            asks for one segment a turn, at a rate of its choice
 
-All leave an Episode: exact tokens, turns, calls with their windows and errors. Flows, limits and formats are those of
-the models' own code; the words, in protocols.yaml, are **ours**. Other words give other scores: a `prompt_file` brings
-the authors'.
+All leave an Episode, with exact tokens. Flows, limits and formats are those of the models' own code; the words, in
+protocols.yaml, are **ours**. Other words give other scores: a `prompt_file` brings the authors'.
 
-Deliberately missing: sampling beyond a temperature (top-p, repetition penalties), SAGE's tools that need a network or
-speech recognition, the video channel (what a model knew from the positions of a video, it reads as stamps).
+Deliberately missing: top-p, repetition penalties, SAGE's tools that need a network or speech recognition, the video
+channel (what a model knew from the positions of a video, it reads as stamps).
 """
 
 import contextlib
@@ -42,8 +41,6 @@ from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window
 from runtime.visual import ContractError
 from tools import ToolError, parse_calls, read_number, read_time, use
 
-# ------------------------------------------------------------------------------------------------ settings
-
 Protocol = Literal[
     "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",
     "video_thinker", "conan", "longvt", "sage", "video_zoomer",
@@ -57,8 +54,7 @@ class Prompting:
     """The way in which one model is asked."""
 
     protocol: Protocol = "agent"
-    """agent: our own, and the only one that heeds the rollout's tools, dispatch, turns and think_prefix. VideoRFT is
-    asked as video_r1."""
+    """agent: our own, and the only one that heeds the rollout's tools, dispatch, turns and think_prefix."""
     prompt_file: str = ""
     """A YAML file of `name: text`, names as in protocols.yaml: the words of the model's authors, in place of ours."""
 
@@ -86,10 +82,8 @@ def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
             places.add("tools")
         unknown = sorted(set(PLACE.findall(text)) - places - {""})
         if unknown:
-            raise ValueError(
-                f"{prompt_file}: {name!r} of {protocol!r} cannot speak of {{{unknown[0]}}}, only of "
-                f"{', '.join(sorted(places))}. Write {{{{{unknown[0]}}}}} for the word in braces"
-            )
+            rule = f"only of {', '.join(sorted(places))}. Write {{{{word}}}} for a word in braces"
+            raise ValueError(f"{prompt_file}: {name!r} of {protocol!r} cannot speak of {', '.join(unknown)}, {rule}")
     return known | own
 
 
@@ -245,8 +239,7 @@ def boxed(text: str) -> str | None:
 
 def _agent(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
     task = replace(episode.task, question="".join(values["request"]))
-    prompt = opening(task, episode.k, stage)
-    played = run_episode(stage, task, episode.k, prompt, episode.seed)
+    played = run_episode(stage, task, episode.k, opening(task, episode.k, stage), episode.seed)
     episode.main, episode.calls, episode.error = played.main, played.calls, played.error
     return final_answer(turn_texts(played.main, stage.renderer))
 
@@ -269,8 +262,7 @@ def _conan(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str 
         if not wanted or turn == last or main.finish == "length":
             break
         found = run(stage, episode, Call(turn, "clip", {"clips": wanted}), _retrieve)
-        after = cfg.texts["last" if turn == last - 1 else "more"]
-        told = fill(after, values | {"frames": found})
+        told = fill(cfg.texts["last" if turn == last - 1 else "more"], values | {"frames": found})
         if not append(stage, main, stage.renderer.continuation([told], "user")):
             break
     return last_answer(text)
@@ -299,8 +291,7 @@ def _longvt(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str
     stage = reading(stage, stamp="", crop_fps=CROP_FPS, crop_max_frames=LONGVT_FRAMES)
     main = episode.main = begin(stage, cfg, values, tools=[json.loads(cfg.texts["tool"])])
     if main.ids == begin(stage, cfg, values).ids:
-        cure = "put the template that its authors serve it with into the checkpoint's folder, as chat_template.jinja"
-        raise ContractError(f"the checkpoint's chat template shows no tools, so the model could not call any: {cure}")
+        raise ContractError("the chat template shows no tools: write that of its authors into chat_template.jinja")
     said = []
     for turn in range(LONGVT_ROUNDS + 1):
         said.append(speak(stage, main, derive(episode.seed, turn)))
@@ -405,7 +396,12 @@ def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values
         call.window = start, end
         looked_at = window_indices(info.times, start, end, CROP_FPS, episode.k)
     elif call.name == "perform_reasoning":
-        looked_at = _sage_media(call, episode, info, media)
+        known = media | {values["path"]: uniform_indices(info.n_frames, episode.k)}  # the video is a handle, too
+        paths = call.arguments.get("media_paths")
+        names = [os.path.basename(str(path)) for path in paths] if isinstance(paths, list) else []
+        if not names or not known.keys() >= set(names):
+            raise ToolError("bad_arguments", f"media_paths must be a list of some of: {', '.join(known)}.")
+        looked_at = sorted({i for name in names for i in known[name]})
     else:
         there = ", ".join((*SAGE_SPANS, "perform_reasoning"))
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {there}.")
@@ -425,16 +421,6 @@ def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values
     said = speak(stage, call.agent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
     call.text = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
     return [call.text]
-
-
-def _sage_media(call: Call, episode: Episode, info: VideoInfo, media: dict[str, list[int]]) -> list[int]:
-    """Return the frames that the handles in `media_paths` stand for; the video's own name is one."""
-    known = media | {os.path.basename(episode.task.videos[0]): uniform_indices(info.n_frames, episode.k)}
-    paths = call.arguments.get("media_paths")
-    names = [os.path.basename(str(path)) for path in paths] if isinstance(paths, list) else []
-    if not names or not known.keys() >= set(names):
-        raise ToolError("bad_arguments", f"media_paths must be a list of some of: {', '.join(known)}.")
-    return sorted({i for name in names for i in known[name]})
 
 
 def _video_zoomer(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
@@ -475,11 +461,5 @@ def _zoom(stage: Stage, episode: Episode, call: Call, text: str) -> list:
     return [show(stage, info, np.linspace(first, last, count).round().astype(int).tolist())]
 
 
-# Every other protocol is one turn.
-PROTOCOLS: dict[str, Callable[[Stage, Episode, Prompting, dict], str | None]] = {
-    "agent": _agent,
-    "conan": _conan,
-    "longvt": _longvt,
-    "sage": _sage,
-    "video_zoomer": _video_zoomer,
-}
+# Each plays its turns into the episode, and returns the text that is graded. Every other protocol is one turn.
+PROTOCOLS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "sage": _sage, "video_zoomer": _video_zoomer}

@@ -4,7 +4,7 @@
 
 1. Scores with 95 % intervals: one row per model, arm and reading of the answers (READINGS), each split at the K of the
    paper's table, with the average of its columns and the gain over the baseline's first arm; other K in rows of their
-   own; under it what was published. A split that is not finished says `n of N`; errors count as wrong, and are named.
+   own; under it what was published. A split that is not finished says `n of N`; errors count as wrong.
 2. What a score cost, and how clean it is: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
 
 Deliberately missing: significance tests, breakdowns.
@@ -12,6 +12,7 @@ Deliberately missing: significance tests, breakdowns.
 
 import argparse
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -26,16 +27,15 @@ from evals.benchmarks import figures
 from runtime.dataset import DataError
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
-# How answers are read. strict: in closed tags, as training reads them (of the protocol `direct`, all that was said).
 READINGS = ("strict", "lenient")
 LEGEND = """
 
-strict: an answer counts where its protocol asks for it, the agent's in closed tags as in training.
+strict: an answer counts where its protocol asks for it: the agent's in closed tags as in training, all of `direct`'s.
 lenient: read as the splits' own scorers do, in prose too. The published numbers are lenient.
 Models of other authors are asked in our words, unless their run names a prompt_file."""
 
 
-# ------------------------------------------------------------------------------------------------ files of results
+# ------------------------------------------------------------------------------------------------ results and numbers
 
 
 @dataclass
@@ -89,9 +89,6 @@ def collect(runs: Sequence[str | Path]) -> list[Results]:
     if not results:
         raise DataError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
     return results
-
-
-# ------------------------------------------------------------------------------------------------ numbers
 
 
 def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, float]:
@@ -164,26 +161,24 @@ def put_between_marks(path: Path, name: str, writer: str, text: str, title: str)
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
-def rows_of(results: Sequence[Results], published: dict) -> dict[tuple, dict[str, Results]]:
-    """Group the results into rows: (model, arm, K) -> split -> results. K is "paper" for the K of the paper's table, where
-    Charades has its own."""
-    published_k = dict(zip(published["columns"], published["frames"]))
-    rows: dict[tuple, dict[str, Results]] = {}
+def scores_table(results: Sequence[Results], published: dict, baseline: str) -> str:
+    # Group the results into rows. K is "paper" for the K of the paper's table, where Charades has its own.
+    splits, columns = dict.fromkeys(r.split for r in results), published["columns"]
+    published_k = dict(zip(columns, published["frames"]))
+    rows, bases, lines = {}, {}, []
     for r in results:
         k = "paper" if r.k == published_k.get(r.split) else r.k
-        rows.setdefault((r.name, r.arm, k), {})[r.split] = r
-    return rows
+        row = rows.setdefault((r.name, r.arm, k), {})
+        row[r.split] = r
+        if r.name == baseline:
+            bases.setdefault(k, row)  # its first arm, which is `parallel` if it has that
 
-
-def scores_table(results: Sequence[Results], published: dict, baseline: str) -> str:
-    rows, splits, columns = rows_of(results, published), dict.fromkeys(r.split for r in results), published["columns"]
-    lines = []
     for name in dict.fromkeys(r.name for r in results):
         # What we measured, in both readings.
         for (model, arm, k), row in rows.items():
             if model != name:
                 continue
-            base = first_row(rows, baseline, k)
+            base = bases.get(k, {})
             ks = ", ".join(dict.fromkeys(str(r.k) for r in row.values()))
             for reading in READINGS:
                 cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
@@ -199,14 +194,6 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
     gains = f"gain over {baseline}: mean of ratios / ratio of averages"
     header = ["model", "arm", "reading", "K", *splits, "average", gains]
     return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
-
-
-def first_row(rows: dict, name: str, k: int | str) -> dict[str, Results]:
-    """Return the first row of a model at a K: its first arm, which is `parallel` if it has that."""
-    for (model, _, its_k), row in rows.items():
-        if (model, its_k) == (name, k):
-            return row
-    return {}
 
 
 def finished(row: dict[str, Results], reading: str) -> dict[str, float]:
@@ -234,14 +221,8 @@ def score_cell(r: Results) -> str:
         return ""
     low, high = interval([x["score"] for x in headline], ["/".join(x["videos"]) for x in headline])
     cell = f"{r.score():.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-    remarks = []
     if not r.complete():
-        remarks.append(f"{len(r.records)} of {r.settings['total']}")
-    errors = sum(bool(x["error"]) for x in r.records)
-    if errors:
-        remarks.append(f"{errors} errors")
-    if remarks:
-        cell += f" ({', '.join(remarks)})"
+        cell += f" ({len(r.records)} of {r.settings['total']})"
     return cell
 
 
@@ -269,6 +250,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", help="folders of results")
     parser.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
     args = parser.parse_args(arguments)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process, as it ends any other command
     try:
         report(args.runs, args.baseline)
     except DataError as error:

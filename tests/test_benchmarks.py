@@ -117,7 +117,9 @@ def test_subtitles_that_are_not_all_there_are_refused(tmp_path, shrink):
     videomme(tmp_path)
     shrink("videomme_wsub", subtitled=2)
     (tmp_path / "aA.srt").write_bytes(SRT.encode())
-    with pytest.raises(DataError, match=r"2 videos of videomme_wsub have an \.srt file, found 1\..*subtitle\.zip"):
+    with pytest.raises(
+        DataError, match=r"2 videos of videomme_wsub have an \.srt file, found 1\..*unpack its archives"
+    ):
         load_split("videomme_wsub", str(tmp_path))
     (tmp_path / "bB.srt").write_text("")
     assert len(load_split("videomme_wsub", str(tmp_path))) == 4
@@ -215,7 +217,7 @@ def test_an_absent_dataset_names_the_command_that_fetches_it(tmp_path):
     for problem in ("no such folder", r"no file train-\*\.parquet, where"):
         with pytest.raises(DataError, match=problem) as error:
             load_split("lvbench", str(root))
-        assert fetch in str(error.value) and "unpack its video archives" in str(error.value)
+        assert fetch in str(error.value) and "unpack its archives" in str(error.value)
         root.mkdir(exist_ok=True)
 
 
@@ -246,17 +248,14 @@ def test_a_limit_needs_the_videos_of_its_items_only(tmp_path, shrink):
 
 def test_other_revisions_and_hidden_answers_are_refused(tmp_path, shrink):
     shrink("videomme")
-    rows = [videomme_row("aA", 1) | {"question_id": "same"}, videomme_row("aA", 2) | {"question_id": "same"}]
+    row = videomme_row("aA", 1)
+    del row["question_id"]
     touch(tmp_path, "aA.mp4")
-    parquet(tmp_path / "test-0.parquet", rows)
-    with pytest.raises(DataError, match="2 items of videomme have only 1 ids"):
-        load_split("videomme", str(tmp_path))
-    del rows[0]["question_id"]
-    parquet(tmp_path / "test-0.parquet", rows[:1])
-    with pytest.raises(DataError, match=r"test-0.parquet: row 0: no field 'question_id'"):
+    parquet(tmp_path / "test-0.parquet", [row])
+    with pytest.raises(DataError, match=r"test-0.parquet: row 0: KeyError\('question_id'\)\. Another revision"):
         load_split("videomme", str(tmp_path))
     parquet(tmp_path / "test-0.parquet", [videomme_row("aA", 1, answer="")])
-    with pytest.raises(DataError, match=r"row 0: its answer '' is none of its 4 options; splits with hidden answers"):
+    with pytest.raises(DataError, match=r"row 0: .*its answer '' is none of its 4 options; splits with hidden"):
         load_split("videomme", str(tmp_path))
 
 
