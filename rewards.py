@@ -111,20 +111,18 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     }
 
 
-def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> int:
-    """Score every episode that ran. Return how many the judge failed on: they get an error, not a reward."""
+def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> None:
+    """Score every episode that ran. One on which the judge failed gets an error, not a reward."""
 
-    def give(episode: Episode) -> int:
+    def give(episode: Episode) -> None:
         try:
             episode.reward = score(episode, renderer, cfg, judge)
         except JudgeError as error:
             episode.error = f"JudgeError: {error}"
-            return 1
-        return 0
 
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
     with ThreadPoolExecutor(16) as pool:  # a judge takes seconds
-        return sum(pool.map(give, ran))
+        list(pool.map(give, ran))
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
