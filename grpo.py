@@ -43,7 +43,7 @@ class GRPOConfig:
     clip_eps_high: float | None = None
     """eps for ratios above 1; null: the same."""
     normalise: Literal["group", "batch"] = "group"
-    """group: mean and std of the group. batch: then also divided by the std over the batch, small where groups are flat."""
+    """group: mean and std of the group. batch: then also divided by the batch's std, small where groups are flat."""
     behaviour_cap: float = 5.0
     """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
     train_tokens: int = 16_384
@@ -242,7 +242,7 @@ def bundles(lessons: list[Lesson]) -> list[Bundle]:
 
 
 def micro_batches(lessons: list[Lesson], budget: int) -> list[list[Lesson]]:
-    """Return the lessons of each forward pass; all ranks get as many, the last ones empty: they run the same collectives."""
+    """Return the lessons of each forward pass. Ranks with fewer get empty ones: all run the same collectives."""
     mine = []
     for members in best_fit([len(lesson.bundle) for lesson in lessons], budget):
         mine.append([lessons[i] for i in members])

@@ -3,8 +3,8 @@
     score(episode, renderer, cfg) -> {part: value}           R = R_acc + w_fmt * R_fmt + w_tool * R_tool
     structural_mask(trajectory, renderer) -> [bool]          struct(o), the tokens that Selective Anchoring credits
 
-Only the assistant's turns are read, the forced `<think>\\n` included; of a tool call only whether it ran, never the text
-that came back. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
+Only the assistant's turns are read, the forced `<think>\\n` included; of a tool call only whether it ran, never the
+text that came back. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
 
     python -m study.lab TEXT --answer B                      what any text earns, term by term
 
@@ -75,8 +75,8 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. `reward` is R. `fmt` is the paper's f = R_fmt + lambda * R_anchor (1 at
-    most), logged in every credit mode; `paid_fmt` is what R pays: f under credit `sequence`, else R_fmt alone."""
+    """Return all parts by name, or raise JudgeError. `reward` is R. `fmt` is the paper's f = R_fmt + lambda * R_anchor
+    (1 at most), logged in every credit mode; `paid_fmt` is what R pays: f under credit `sequence`, else R_fmt alone."""
     turns = turn_texts(episode.main, renderer)
     spam = tag_spam(turns)
     if any(spam.values()):  # earns nothing, and R_anchor is that of an open think, or spam would be the better way out
@@ -216,7 +216,7 @@ def format_reward(turns: list[str], turns_that_called: set[int], answer_suffix: 
     # R_fmt = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
     #       + 0.3 * [a thought before the calls, in every turn whose calls ran]
     #       + 0.1 * [all tags balanced, and something earned above]                     and 1 at most
-    # w_answer: the release's weights of the opening and the closing tag. Without a call, R_fmt is 0.8 at most.
+    # w_answer: the release's weights of the opening and of the closing tag. Without a call, R_fmt is 0.8 at most.
     w_think, w_answer = 0.3, 0.2 + 0.1
     if answer_suffix:  # the paper's Answer Suffix
         w_think, w_answer = 0.2, 0.3 + 0.2
@@ -261,7 +261,7 @@ def strict(turns: list[str]) -> bool:
 
 def anchor_reward(turns: list[str], anchor: Anchor) -> float:
     # R_anchor = alpha * [every turn thinks and closes it] + beta * [flow] - gamma * [some think is never closed]
-    # flow: the last turn is `... </think> ... <answer>non-empty</answer>`, and ends, or `<answer>x</answer>x</answer>` pays.
+    # flow: closed, and the last turn ends with `</think> ... <answer>non-empty</answer>`, and with nothing after it.
     states = [think_state(turn) for turn in turns]
     closed = bool(turns) and all(state == "closed" for state in states)
     ending = rf"</think>(?:(?!{TAG.pattern}).)*{NON_EMPTY}\s*{re.escape(END_OF_TURN)}\Z"
@@ -300,8 +300,8 @@ def tool_reward(episode: Episode, acc: float) -> float:
 def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
     """Return, for each token of the trajectory, whether it was sampled and is structure.
 
-    Structure is every token that overlaps a tag and carries no content, and every end of a turn: an early end breaks the
-    structure, and an end in time completes it, or nothing would teach the model to stop after </answer>."""
+    Structure is every token that overlaps a tag and carries no content, and every end of a turn: an early end breaks
+    the structure, and an end in time completes it, or nothing would teach the model to stop after </answer>."""
     chosen = [False] * len(trajectory.ids)
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
@@ -319,7 +319,7 @@ def kinds_of_characters(text: str) -> list[str]:
     for i, char in enumerate(text):
         if char.isspace():
             kinds[i] = "blank"
-        elif unicodedata.category(char)[0] in "PS":  # marks and symbols
+        elif unicodedata.category(char)[0] in "PS":  # punctuation marks and symbols
             kinds[i] = "punctuation"
     for tag in TAG.finditer(text):
         kind = "closing" if tag.group().startswith("</") else "opening"
@@ -332,8 +332,8 @@ def is_structural(kinds: list[str], first: int, last: int) -> bool:
 
         yes:  </think>   >\\n   .</   ]</           no:  >B   >(   >The   and .</ where `.` is all that the tag closes
 
-    White space may share its token, and so may punctuation before a closing tag: Qwen has single tokens for `.</`, `]</`
-    and `。</`, and to sample one is to decide to close. A letter, a digit and the answer's first character may not."""
+    White space may share its token, and so may punctuation before a closing tag: Qwen has single tokens for `.</` and
+    `。</`, and to sample one is to decide to close. A letter, a digit and the answer's first character may not."""
     tag = ""  # the first one that the token touches
     for kind in kinds[first:last]:
         if kind in ("opening", "closing"):

@@ -218,8 +218,8 @@ class Sampler:
         return groups, time.perf_counter() - started
 
     def publish(self, policy: Policy, version: int) -> None:
-        """Give the policy's weights to the engines: a snapshot in safetensors, which each of them loads. It stays until the
-        next one, since a server that restarts reads it again."""
+        """Give the policy's weights to the engines: a snapshot in safetensors that each of them loads. It stays until
+        the next one, since a server that restarts reads it again."""
         export(policy, self.snapshot, policy.cfg.checkpoint, self.cfg.visual)
         serving = self.cfg.rollout
         if device().index in serving.gpus:  # one GPU for both: what this process keeps for later, the server needs now
@@ -328,7 +328,7 @@ class Clock:
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
     """Return means over all ranks: of groups (share/K, flat_groups), of all episodes (failed_rate), of calls
-    (call_errors/...), else of the episodes that ran. kappa is executed calls per episode. `ks`: the K that may be drawn."""
+    (call_errors/...), else of the episodes that ran. kappa: executed calls per episode; `ks`: the K that are drawn."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
