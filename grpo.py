@@ -43,8 +43,7 @@ class GRPOConfig:
     clip_eps_high: float | None = None
     """eps for ratios above 1; null: the same."""
     normalise: Literal["group", "batch"] = "group"
-    """group: mean and std of the group. batch: then also divided by the std over all episodes of the batch. Flat groups
-    make that std small, so the fewer groups differ, the more each of them counts."""
+    """group: mean and std of the group. batch: then also divided by the batch's std, small where groups are flat."""
     behaviour_cap: float = 5.0
     """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
     train_tokens: int = 16_384
@@ -62,7 +61,6 @@ class GRPOConfig:
 
 
 # ------------------------------------------------------------------------------------------------ advantages
-
 
 STD_FLOOR = 1e-3  # a group whose rewards vary less is flat: fractional rewards leave a residue of rounding
 
@@ -147,8 +145,7 @@ def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner
     """Put agents with the same prompt together, so that it is computed once, up to `budget` tokens (a single one may be
     longer). What does not fit opens another lesson, which repeats the prompt."""
     parts: list[list[Learner]] = []
-    newest: dict[tuple, list[Learner]] = {}  # per prompt, the part that still has room
-    length: dict[tuple, int] = {}  # its tokens
+    newest, length = {}, {}  # per prompt, the part that still has room, and its tokens
     for learner in learners:
         p = learner.agent.prompt_length
         # Two clips may have the same words, stamps included, and yet other pixels.
@@ -245,8 +242,7 @@ def bundles(lessons: list[Lesson]) -> list[Bundle]:
 
 
 def micro_batches(lessons: list[Lesson], budget: int) -> list[list[Lesson]]:
-    """Return the lessons of each forward pass. Every rank gets as many as the one with the most, the last ones empty:
-    all ranks run the same collectives."""
+    """Return the lessons of each forward pass. Ranks with fewer get empty ones: all run the same collectives."""
     mine = []
     for members in best_fit([len(lesson.bundle) for lesson in lessons], budget):
         mine.append([lessons[i] for i in members])

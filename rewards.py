@@ -3,9 +3,8 @@
     score(episode, renderer, cfg) -> {part: value}           R = R_acc + w_fmt * R_fmt + w_tool * R_tool
     structural_mask(trajectory, renderer) -> [bool]          struct(o), the tokens that Selective Anchoring credits
 
-Only the assistant's turns are read, the forced `<think>\\n` included. Of a tool call only the fact counts (which call
-ran, with what outcome), never the text that came back. The answer is the last complete `<answer>` of the last turn, after
-its last `</think>`: what was said before the reports were read, or inside a thought, is no answer.
+Only the assistant's turns are read, the forced `<think>\\n` included; of a tool call only whether it ran, never the
+text that came back. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
 
     python -m study.lab TEXT --answer B                      what any text earns, term by term
 
@@ -13,7 +12,6 @@ Deliberately missing: a learned reward model, and any I/O. Open answers are judg
 """
 
 import re
-import string
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
@@ -77,10 +75,8 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name. Raise JudgeError if a judge was asked and failed.
-
-    `reward` is R. `fmt` is the paper's f = R_fmt + lambda * R_anchor (1 at most), logged in every credit mode; `paid_fmt`
-    is what R pays: f under credit `sequence`, else R_fmt alone."""
+    """Return all parts by name, or raise JudgeError. `reward` is R. `fmt` is the paper's f = R_fmt + lambda * R_anchor
+    (1 at most), logged in every credit mode; `paid_fmt` is what R pays: f under credit `sequence`, else R_fmt alone."""
     turns = turn_texts(episode.main, renderer)
     spam = tag_spam(turns)
     if any(spam.values()):  # earns nothing, and R_anchor is that of an open think, or spam would be the better way out
@@ -97,7 +93,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     f = min(1.0, r_fmt + cfg.anchor.weight * anchor)
     paid_fmt = f if cfg.anchor.credit == "sequence" else r_fmt
     tool = tool_reward(episode, acc)
-    return {
+    parts = {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
         "reward": acc + cfg.w_fmt * paid_fmt + cfg.w_tool * tool,
         "acc": acc,
@@ -106,25 +102,22 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
         "tool": tool,
         "anchor": anchor,
         "strict": float(strict(turns)),
-        **spam,
-        **closure(turns),
     }
+    return parts | spam | closure(turns)
 
 
-def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> int:
-    """Score every episode that ran. Return how many the judge failed on: they get an error, not a reward."""
+def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> None:
+    """Score every episode that ran. One on which the judge failed gets an error, not a reward."""
 
-    def give(episode: Episode) -> int:
+    def give(episode: Episode) -> None:
         try:
             episode.reward = score(episode, renderer, cfg, judge)
         except JudgeError as error:
             episode.error = f"JudgeError: {error}"
-            return 1
-        return 0
 
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
     with ThreadPoolExecutor(16) as pool:  # a judge takes seconds
-        return sum(pool.map(give, ran))
+        list(pool.map(give, ran))
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
@@ -220,12 +213,10 @@ def token_f1(answer: str, gold: str) -> float:
 
 
 def format_reward(turns: list[str], turns_that_called: set[int], answer_suffix: bool) -> float:
-    """Return R_fmt."""
     # R_fmt = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
     #       + 0.3 * [a thought before the calls, in every turn whose calls ran]
     #       + 0.1 * [all tags balanced, and something earned above]                     and 1 at most
-    # The released code's weights; w_answer is its weight of the opening and of the closing tag, which only a pair earns.
-    # Without a call it is 0.8 at most: R_fmt, too, pays for calling.
+    # w_answer: the release's weights of the opening and of the closing tag. Without a call, R_fmt is 0.8 at most.
     w_think, w_answer = 0.3, 0.2 + 0.1
     if answer_suffix:  # the paper's Answer Suffix
         w_think, w_answer = 0.2, 0.3 + 0.2
@@ -269,10 +260,8 @@ def strict(turns: list[str]) -> bool:
 
 
 def anchor_reward(turns: list[str], anchor: Anchor) -> float:
-    """Return R_anchor."""
     # R_anchor = alpha * [every turn thinks and closes it] + beta * [flow] - gamma * [some think is never closed]
-    # flow: every turn thinks, the last one is `... </think> ... <answer>non-empty</answer>`, and then it ends. Without
-    # that end, `<answer>x</answer>x</answer>...` would be paid in full.
+    # flow: closed, and the last turn ends with `</think> ... <answer>non-empty</answer>`, and with nothing after it.
     states = [think_state(turn) for turn in turns]
     closed = bool(turns) and all(state == "closed" for state in states)
     ending = rf"</think>(?:(?!{TAG.pattern}).)*{NON_EMPTY}\s*{re.escape(END_OF_TURN)}\Z"
@@ -311,9 +300,8 @@ def tool_reward(episode: Episode, acc: float) -> float:
 def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
     """Return, for each token of the trajectory, whether it was sampled and is structure.
 
-    Structure is every token that overlaps a tag, found by character spans so that tags of several tokens count whole,
-    and every end of a turn. (An early end breaks the structure, an end in time completes it: if only early ones counted,
-    nothing would teach the model to stop after </answer>.) Tokens that also carry content are left out."""
+    Structure is every token that overlaps a tag and carries no content, and every end of a turn: an early end breaks
+    the structure, and an end in time completes it, or nothing would teach the model to stop after </answer>."""
     chosen = [False] * len(trajectory.ids)
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
@@ -331,7 +319,7 @@ def kinds_of_characters(text: str) -> list[str]:
     for i, char in enumerate(text):
         if char.isspace():
             kinds[i] = "blank"
-        elif char in string.punctuation or unicodedata.category(char).startswith("P"):
+        elif unicodedata.category(char)[0] in "PS":  # punctuation marks and symbols
             kinds[i] = "punctuation"
     for tag in TAG.finditer(text):
         kind = "closing" if tag.group().startswith("</") else "opening"
@@ -344,9 +332,8 @@ def is_structural(kinds: list[str], first: int, last: int) -> bool:
 
         yes:  </think>   >\\n   .</   ]</           no:  >B   >(   >The   and .</ where `.` is all that the tag closes
 
-    White space may share its token, and so may punctuation that stands before a closing tag: in Qwen's vocabulary `.</`,
-    `]</` and `。</` are single tokens, and to sample one is to decide to close. A letter or a digit may not (`>B`), nor
-    the answer's first character (`>(`, `>[`)."""
+    White space may share its token, and so may punctuation before a closing tag: Qwen has single tokens for `.</` and
+    `。</`, and to sample one is to decide to close. A letter, a digit and the answer's first character may not."""
     tag = ""  # the first one that the token touches
     for kind in kinds[first:last]:
         if kind in ("opening", "closing"):

@@ -108,8 +108,7 @@ SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "ga
 
 
 def main(cfg: RLConfig) -> None:
-    """Build the parts of a run, train to the last step, and export the policy. What cannot run is refused before any
-    weight is loaded."""
+    """Build the parts of a run, train to the last step, and export the policy."""
     init_distributed()
     with open_run(cfg, parse_task, check_hardware) as (source, renderer), snapshot_folder(cfg.run, source) as snapshot:
         # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
@@ -121,10 +120,10 @@ def main(cfg: RLConfig) -> None:
                 reference.model.model.visual = policy.vision
         run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
-        # The engine, the rows and the videos: all that samples.
+        # The engine and the videos: all that samples.
         if run.done < cfg.steps:
             engine, videos = shared_engine(source, renderer, cfg.rollout), Videos(cfg.decoders)
-            with videos, Sampler(cfg, Dataset(cfg.data, parse_task), engine, renderer, videos, snapshot) as sampler:
+            with videos, Sampler(cfg, engine, renderer, videos, snapshot) as sampler:
                 # The engine has the checkpoint's weights; servers that already run may hold those of another run.
                 if run.done or cfg.rollout.urls:
                     sampler.publish(policy, run.done)
@@ -148,7 +147,7 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
         clock.lap("rollout")
 
         # Reward the episodes, and turn rewards into advantages.
-        lost = give_rewards(groups, renderer, cfg.reward, judge)
+        give_rewards(groups, renderer, cfg.reward, judge)
         lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
         clock.lap("reward")
 
@@ -166,8 +165,8 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 
         # Log.
         measured |= describe(groups, cfg.choices_of_k, step)
-        measured |= speed(groups, lessons, policy, clock.seconds) | clock.seconds
-        measured |= sum_over_ranks({"lost_judgements": lost, "bad_rows": len(sampler.dataset.bad)})
+        measured |= speed(lessons, policy, clock.seconds["train_seconds"]) | clock.seconds
+        measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
         if rank() == 0:
@@ -187,10 +186,8 @@ class Sampler:
     staleness 1:  take(s) returns batch s and starts sampling batch s + 1, with the weights from before update s;
                   settle() waits for batch s + 1; only then are the weights of update s published."""
 
-    def __init__(
-        self, cfg: RLConfig, dataset: Dataset, engine: Engine, renderer: Renderer, videos: Videos, snapshot: Path
-    ):
-        self.cfg, self.dataset, self.engine, self.renderer = cfg, dataset, engine, renderer
+    def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos, snapshot: Path):
+        self.cfg, self.dataset, self.engine, self.renderer = cfg, Dataset(cfg.data, parse_task), engine, renderer
         self.snapshot = snapshot  # the folder through which the engine gets its weights
         self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
         self.ahead: Future | None = None  # the next batch, while it is being sampled
@@ -221,9 +218,8 @@ class Sampler:
         return groups, time.perf_counter() - started
 
     def publish(self, policy: Policy, version: int) -> None:
-        """Give the policy's weights to the engines: a snapshot in safetensors, which each of them loads.
-
-        The snapshot stays until the next one, since a server that restarts reads it again."""
+        """Give the policy's weights to the engines: a snapshot in safetensors that each of them loads. It stays until
+        the next one, since a server that restarts reads it again."""
         export(policy, self.snapshot, policy.cfg.checkpoint, self.cfg.visual)
         serving = self.cfg.rollout
         if device().index in serving.gpus:  # one GPU for both: what this process keeps for later, the server needs now
@@ -301,16 +297,16 @@ def update(
     return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0]))}
 
 
+@torch.no_grad()
 def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> list[list[Tensor | None]]:
     """Return log pi_prox of every micro-batch, by minibatch: of the policy before the first update. With one minibatch that
     is pi itself (None)."""
     found = []
     for minibatch in minibatches:
-        logprobs = [None] * len(minibatch)
         if len(minibatches) > 1:
-            with torch.no_grad():
-                logprobs = [policy(bundles(micro), temperature).logprobs for micro in minibatch]
-        found.append(logprobs)
+            found.append([policy(bundles(micro), temperature).logprobs for micro in minibatch])
+        else:
+            found.append([None] * len(minibatch))
     return found
 
 
@@ -332,8 +328,7 @@ class Clock:
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
     """Return means over all ranks: of groups (share/K, flat_groups), of all episodes (failed_rate), of calls
-    (call_errors/...), else of the episodes that ran. kappa is executed calls per episode, fmt the paper's f. `ks`: the K
-    that may be drawn."""
+    (call_errors/...), else of the episodes that ran. kappa: executed calls per episode; `ks`: the K that are drawn."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
@@ -368,19 +363,11 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     return mean_over_ranks(seen)
 
 
-def speed(groups: list[Group], lessons: list[Lesson], policy: Policy, seconds: dict[str, float]) -> dict[str, float]:
-    """Return tokens per second of all ranks together; sampling may lie within the training of the last step."""
-    agents = [agent for group in groups for episode in group.episodes for agent in episode.trajectories]
-    sampled = sum(sum(agent.mask) for agent in agents)
-    packed = sum(len(lesson.bundle) for lesson in lessons)
-    tokens = sum_over_ranks({"sampled": float(sampled), "packed": float(packed)})
-    sampling = max(gather(seconds["sampling_seconds"]))
-    training = max(gather(seconds["train_seconds"]))
-    return {
-        "sampled_tokens_per_second": tokens["sampled"] / sampling,
-        "trained_tokens_per_second": tokens["packed"] / training,
-        **utilisation(policy.cfg, int(tokens["packed"]), training, world_size()),
-    }
+def speed(lessons: list[Lesson], policy: Policy, seconds: float) -> dict[str, float]:
+    """Return the tokens per second that all ranks train on together, and how well that uses the GPUs."""
+    tokens = sum(gather(sum(len(lesson.bundle) for lesson in lessons)))
+    slowest = max(gather(seconds))
+    return {"trained_tokens_per_second": tokens / slowest, **utilisation(policy.cfg, tokens, slowest, world_size())}
 
 
 def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge | None = None) -> dict[str, float]:
@@ -417,10 +404,7 @@ def check_hardware(cfg: RLConfig) -> None:
     check_room(cfg, plan_rl)
 
 
-def dry_run(cfg: RLConfig) -> int:
-    return try_out(cfg, parse_task, plan_rl)
-
-
 if __name__ == "__main__":
     cfg, args = command_line(RLConfig, __doc__)
+    dry_run = partial(try_out, parse=parse_task, plans=plan_rl)
     run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

@@ -72,12 +72,16 @@ class SFTConfig(RunConfig):
             raise ValueError(f"kind_weights = {sorted(unknown)}: no kinds of token; there are {', '.join(KINDS)}")
 
 
+def plan_sft(cfg: SFTConfig) -> list[Plan]:
+    """Plan a micro-batch that is full, and full of frames."""
+    return [plan_training(cfg.policy, cfg.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)]
+
+
 SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr", "tokens_per_second", "seconds")
 
 
 def main(cfg: SFTConfig) -> None:
-    """Build the parts of a run, train to the last step, and export the policy. What cannot run is refused before any
-    weight is loaded."""
+    """Build the parts of a run, train to the last step, and export the policy."""
     init_distributed()
     with open_run(cfg, parse_dialogue, partial(check_room, plans=plan_sft)) as (source, renderer):
         # The policy and the optimizer, and all that the newest state has of them.
@@ -113,9 +117,8 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
             seconds = time.perf_counter() - clock
 
             # Log.
-            tokens = measured["tokens"]
-            measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": tokens / seconds}
-            measured |= utilisation(policy.cfg, int(tokens), seconds, world_size())
+            measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
+            measured |= utilisation(policy.cfg, int(measured["tokens"]), seconds, world_size())
             measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
             if cfg.val and run.is_time(step, cfg.eval_every):
                 with torch.no_grad():
@@ -241,18 +244,7 @@ def target_kinds(bundle: Bundle, renderer: Renderer) -> np.ndarray:
     return np.array(kinds, int)
 
 
-# ------------------------------------------------------------------------------------------------ before it starts
-
-
-def plan_sft(cfg: SFTConfig) -> list[Plan]:
-    """Plan a micro-batch that is full, and full of frames."""
-    return [plan_training(cfg.policy, cfg.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)]
-
-
-def dry_run(cfg: SFTConfig) -> int:
-    return try_out(cfg, parse_dialogue, plan_sft)
-
-
 if __name__ == "__main__":
     cfg, args = command_line(SFTConfig, __doc__)
+    dry_run = partial(try_out, parse=parse_dialogue, plans=plan_sft)
     run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

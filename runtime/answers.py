@@ -46,16 +46,10 @@ DENIED_FORMS = (
 )
 _DENIED = re.compile("|".join(pattern for _, pattern in DENIED_FORMS), re.I)
 # "Answer: B": what leads to a letter.
-_LEAD = re.compile(
-    r"(?i)\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is)?[\s:*_]{1,5}"
-)
+_LEAD = r"(?i)\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is)?[\s:*_]{1,5}"
 # "(B)", "B. Vitamin C", "**B.** red", "B: red", "B、red", "B - red", "B\nred": a letter first, and what it stands for.
-# "D.C." is no label.
-_LABEL = re.compile(
-    r"[\W_]{0,9}([A-Ja-j])"
-    r"(?:[\W_]*\Z|[*_]{0,3}(?:[)\]:、]|\.(?![A-Za-z]\b))[*_)\].:]{0,3}|\s[-–—]\s|[ \t]*\n)\s*(.*)",
-    re.S,
-)
+_MARK = r"[*_]{0,3}(?:[)\]:、]|\.(?![A-Za-z]\b))[*_)\].:]{0,3}"  # "D.C." is no label
+_LABEL = rf"(?s)[\W_]{{0,9}}([A-Ja-j])(?:[\W_]*\Z|{_MARK}|\s[-–—]\s|[ \t]*\n)\s*(.*)"
 # "A) or B)", "A. B. C.": letters that follow a label, and no text of it. "B. I" may be a numeral.
 _MORE_LETTERS = re.compile(r"[\W_]{0,5}(?:or|and)\b|(?:[\W_]*\b(?:[A-HJ]|and|or)\b)+[\W_]*\Z")
 
@@ -72,7 +66,7 @@ def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
         return letter
 
     # "Vitamin C": the text of one option. normalise() would take the label "A" for an article.
-    said = (normalise(text), normalise(_LEAD.sub("", text)))
+    said = (normalise(text), normalise(re.sub(_LEAD, "", text)))
     same = [x for x in text_of if text_of[x] in said]
     if len(same) == 1 and letter != "A":
         return same[0]
@@ -89,7 +83,7 @@ def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
 
 def _split_label(text: str) -> tuple[str, str]:
     """Return the letter that a text begins with, or "", and the words behind it."""
-    label = _LABEL.fullmatch(_LEAD.sub("", text))
+    label = re.fullmatch(_LABEL, re.sub(_LEAD, "", text))
     return (label[1].upper(), label[2]) if label else ("", text)
 
 
@@ -130,8 +124,7 @@ REWRITTEN = (
     ("1,234.5", r"(?<![\d.])(\d{1,3}),(?=\d{3}(?!\d))", r"\1"),
 )  # fmt: skip
 
-# What a time looks like, and the seconds that each of its numbers counts for. 0 marks a bare number: seconds, or what
-# its partner has ("2 to 3 minutes").
+# What a time looks like, and the seconds that each of its numbers counts for; 0: a bare number ("2 to 3 minutes").
 _UNITS = ("hours?|hrs?|h|小时|小時|時間|时", "minutes?|mins?|m|分钟|分鐘|分", "seconds?|secs?|s|秒钟|秒", "ms|毫秒")
 _PARTS = "".join(rf"(?:[ ,]{{0,2}}(?:and )?({_N}) {{0,2}}(?:{unit})(?![a-z]))?" for unit in _UNITS)
 TIME_FORMS = (
@@ -139,8 +132,7 @@ TIME_FORMS = (
     ("1 hour 2 minutes 5 s 500 ms", rf"(?={_N} {{0,2}}(?:{'|'.join(_UNITS)})(?![a-z])){_PARTS}", (3600, 60, 1, 0.001)),
     ("12.5", rf"({_N})(?!\.?\d| ?%|(?!to\d)[a-z])", (0,)),
 )
-# Where a number begins: not in "x264" or "1.2.3", but also in "12.5to20.1".
-_BEGIN = r"(?:(?<![a-z\d_])(?<!\d\.)|(?<=\dto))"
+_BEGIN = r"(?:(?<![a-z\d_])(?<!\d\.)|(?<=\dto))"  # where a number may: not in "x264", but in "12.5to20.1"
 _TIME = re.compile(_BEGIN + "(?:" + "|".join(pattern for _, pattern, _ in TIME_FORMS) + ")", re.I)
 _FACTORS = sum((factors for *_, factors in TIME_FORMS), ())
 
@@ -160,15 +152,18 @@ def parse_span(text: str) -> tuple[float, float] | None:
     text = unicodedata.normalize("NFKC", text).replace(_T, " ")
     for _, pattern, new in REWRITTEN:
         text = re.sub(pattern, new, text, flags=re.I)
-    times = [_seconds_and_unit(time) for time in _TIME.finditer(text)]
+    times = []  # each one's seconds, and the unit of a lone number
+    for time in _TIME.finditer(text):
+        parts = [(float(number), factor) for number, factor in zip(time.groups(), _FACTORS) if number]
+        seconds = sum(number * (factor or 1) for number, factor in parts)
+        times.append((seconds, parts[0][1] if len(parts) == 1 else 1))
     masked = _TIME.sub(_T, text)  # a mark for each time: a range is a pattern of words around marks
 
     starts = []
+    for _, pattern in RANGE_FORMS:
+        starts += [match.start() for match in re.finditer(pattern.replace("T", _T), masked, re.I)]
     if len(times) == 2 and not re.search(rf"{_T} or {_T}", masked):
         starts = [0]
-    else:
-        for _, pattern in RANGE_FORMS:
-            starts += [match.start() for match in re.finditer(pattern.replace("T", _T), masked, re.I)]
     if not starts:
         return None
     first = masked.count(_T, 0, max(starts))
@@ -176,13 +171,6 @@ def parse_span(text: str) -> tuple[float, float] | None:
     if start_unit == 0 and end_unit:
         start *= end_unit  # "2 to 3 minutes"
     return min(start, end), max(start, end)
-
-
-def _seconds_and_unit(time: re.Match) -> tuple[float, float]:
-    """Return a time's seconds and the factor of its only number; 1 if it has several."""
-    parts = [(float(number), factor) for number, factor in zip(time.groups(), _FACTORS) if number]
-    seconds = sum(number * (factor or 1) for number, factor in parts)
-    return seconds, parts[0][1] if len(parts) == 1 else 1
 
 
 def seconds_of(time: str) -> float:

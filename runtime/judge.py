@@ -3,8 +3,6 @@
     judge = Judge(JudgeConfig(url="https://HOST/v1", model="M"))
     judge(question, gold, answer) -> 1.0 or 0.0, or JudgeError
 
-rl.py and eval.py make the judge and hand it to the rewards, which know the settings and the error alone.
-
 Deliberately missing: shades of right. The judge says yes or no.
 """
 

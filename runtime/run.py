@@ -28,27 +28,21 @@ from runtime.visual import ContractError
 
 # What a user can mend: told in a sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
-Plans = Callable[[RunConfig], list[Plan]]
-
 MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 
 
-def check_memory(cfg: RunConfig, plans: Plans) -> None:
-    """Print the script's plans of its GPUs; ConfigError if one does not fit."""
-    for plan in plans(cfg):
-        plan.check(cfg.gpu_gib)
-
-
-def check_room(cfg: RunConfig, plans: Plans) -> None:
+def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None:
     """Refuse a run that has no room on this machine's GPUs or disk."""
     if torch.cuda.is_available():
-        check_memory(replace(cfg, gpus=world_size()), plans)
+        for plan in plans(replace(cfg, gpus=world_size())):
+            plan.check(cfg.gpu_gib)
     check_disk(cfg.policy, cfg.keep, cfg.run)
 
 
-def try_out(cfg: RunConfig, parse: Callable, plans: Plans) -> int:
+def try_out(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
     """Check memory, data and disk without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
-    check_memory(cfg, plans)
+    for plan in plans(cfg):
+        plan.check(cfg.gpu_gib)
     check_rows(parse, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse).total} rows")
     print(check_disk(cfg.policy, cfg.keep, cfg.run))
@@ -87,8 +81,7 @@ class Run:
         if rank() == 0:
             self.metrics.write(step, measured)
         if self.bad_steps > MAX_BAD_STEPS:
-            told = f"gradient not finite in {self.bad_steps} steps, more than {MAX_BAD_STEPS}: lower optim.lr"
-            raise FloatingPointError(told)
+            raise FloatingPointError(f"{self.bad_steps} gradients not finite (limit {MAX_BAD_STEPS}): lower optim.lr")
 
     def save(self, step: int) -> None:
         """Save a state to go on from, where it is time."""

@@ -145,7 +145,7 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
     judged = RewardConfig(open_answer="judge", judge=JudgeConfig(url="u", model="m"))
     open_question = Task("t", "", (), "oe", "blue")
     episodes = [episode_of_turns([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
-    assert rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge) == 1
+    rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge)
     assert episodes[0].error == "JudgeError: gone" and not episodes[0].reward
     assert not episodes[1].error and episodes[1].reward["acc"] == 1
 

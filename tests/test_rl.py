@@ -24,7 +24,7 @@ from tiny_checkpoint import Scripted, is_subagent
 
 import rl
 import sft
-from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
+from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_dialogue, parse_task
 from grpo import make_lessons
 from rewards import give_rewards
 from rl import RLConfig
@@ -34,8 +34,10 @@ from runtime.checks import differences
 from runtime.dataset import Dataset
 from runtime.doctor import self_check, trainer_logprobs
 from runtime.engine import EngineError
+from runtime.plan import plan_rl
 from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
 from runtime.render import END_OF_TURN
+from runtime.run import try_out
 from runtime.servers import SGLang
 
 run = partial(start, "rl.py")
@@ -69,10 +71,9 @@ def paid_by_chance(monkeypatch):
     """A policy that has learned nothing earns nothing, and a run without rewards moves no weight: pay for its noise."""
 
     def give(groups, renderer, cfg, judge):
-        lost = give_rewards(groups, renderer, cfg, judge)
+        give_rewards(groups, renderer, cfg, judge)
         for episode in [episode for group in groups for episode in group.episodes]:
             episode.reward["reward"] = float(sum(episode.main.ids) % 5)
-        return lost
 
     monkeypatch.setattr(rl, "give_rewards", give)
 
@@ -114,22 +115,22 @@ def test_updates_whose_gradient_is_not_finite_are_skipped_and_counted_and_end_th
     norms, more = [], {"kl_coef": 0.1, "save_every": 1, "minibatches": 2, "optim": {"lr": 1e-3, "warmup": 0.5}}
     monkeypatch.setattr("runtime.policy.clip_gradients", clip)
     monkeypatch.setattr("runtime.run.MAX_BAD_STEPS", 1)
-    with pytest.raises(FloatingPointError, match="not finite in 2 steps, more than 1: lower optim.lr"):
+    with pytest.raises(FloatingPointError, match=r"2 gradients not finite \(limit 1\): lower optim.lr"):
         train(tmp_path / "c.yaml", toy_dir, **more)
     lines = metrics(tmp_path / "c")
     assert [4e3 * line["lr"] for line in lines] == pytest.approx([1, 2, 3])  # the schedule's, skipped or not
     norms = [1, 2]
-    with pytest.raises(FloatingPointError, match="not finite in 2 steps"):  # those of before are not forgotten
+    with pytest.raises(FloatingPointError, match="2 gradients not finite"):  # those of before are not forgotten
         train(tmp_path / "c.yaml", toy_dir, **more)
     assert [line["bad_steps"] for line in metrics(tmp_path / "c")] == [0, 1, 2]
 
 
-def test_a_finished_run_exports_again_and_samples_no_more(scripted, toy_dir, tmp_path):
+def test_a_finished_run_says_so_exports_again_and_samples_no_more(scripted, toy_dir, tmp_path, capsys):
     """Past bug: it started its servers and gave them weights, only to export again."""
     for _ in range(2):
         train(tmp_path / "c.yaml", toy_dir, steps=1)
         shutil.rmtree(tmp_path / "c" / "model")  # which is there
-    assert len(scripted) == 1
+    assert len(scripted) == 1 and capsys.readouterr().out.count("/c: finished; ") == 1
 
 
 # ------------------------------------------------------------------------------------------------ the loop's parts
@@ -168,7 +169,7 @@ def draw(toy_dir, tmp_path, toy_renderer, videos):
     def sample(*steps: int, **changes):
         cfg = config.load(RLConfig, write_config(tmp_path / "draw.yaml", toy_dir, **changes))
         engine = Scripted(toy_renderer, play)
-        with rl.Sampler(cfg, Dataset(cfg.data, parse_task), engine, toy_renderer, videos, tmp_path) as sampler:
+        with rl.Sampler(cfg, engine, toy_renderer, videos, tmp_path) as sampler:
             for step in steps:
                 groups, _ = sampler.take(step)
         return groups, engine
@@ -392,7 +393,7 @@ def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, to
     try:
         for rank, engine in enumerate((owner, other)):
             monkeypatch.setattr(rl, "rank", lambda rank=rank: rank)
-            rl.Sampler(cfg, None, engine, toy_renderer, None, tmp_path / "snapshot").publish(policy, 3)
+            rl.Sampler(cfg, engine, toy_renderer, None, tmp_path / "snapshot").publish(policy, 3)
         assert owner.version == other.version == 3
         sample = other.generate(toy_renderer.encode("Which?"), [], max_new_tokens=4, temperature=1.0, seed=0)
         assert sample.version == 3
@@ -481,10 +482,10 @@ def as_the_readme_says(monkeypatch):
 def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys, as_the_readme_says):
     if path.stem.startswith("sft"):
         cfg = config.load(sft.SFTConfig, path, [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]"])
-        assert sft.dry_run(cfg) == 0
+        assert try_out(cfg, parse_dialogue, sft.plan_sft) == 0
     else:
         cfg = on_node(path.name, toy_dir)
-        assert rl.dry_run(cfg) == 1  # all is there but the cold start
+        assert try_out(cfg, parse_task, plan_rl) == 1  # all is there but the cold start
     told = capsys.readouterr().out
     used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
     assert used and all(20 < gib < 80 for gib in used) and "disk: 3 training states take " in told
@@ -495,7 +496,7 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys, as_th
 
 def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys, as_the_readme_says):
     with pytest.raises(config.ConfigError, match="training and engine on the same GPU: .* do not fit into 20 GiB"):
-        rl.dry_run(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), gpu_gib=20))
+        try_out(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), gpu_gib=20), parse_task, plan_rl)
     told = capsys.readouterr().out
     assert "KV cache" in told and told.count("sum") == 1
 

@@ -15,12 +15,13 @@ import yaml
 from scripts import REPO, finish, kill_at_random, metrics, same_metrics, same_weights, start
 
 import sft
-from data import main_messages, overview, parse_task
+from data import main_messages, overview, parse_dialogue, parse_task
 from rollout import open_engine
 from runtime import config
 from runtime.dataset import Rows
 from runtime.policy import Scores, load
 from runtime.render import Bundle, Renderer, load_tokenizer
+from runtime.run import try_out
 from runtime.visual import VisualContract
 from sft import KINDS, SFTConfig, accumulate, target_kinds
 
@@ -271,6 +272,7 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 
 
 def test_a_dry_run_of_the_toy_counts_its_rows_and_weighs_its_states(toy_dir, tmp_path, capsys):
-    assert sft.dry_run(config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))) == 0
+    cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))
+    assert try_out(cfg, parse_dialogue, sft.plan_sft) == 0
     told = capsys.readouterr().out
     assert "data: 420 rows" in told and re.search(r"disk: 3 training states take 0\.0 GiB, .* free at /", told)
