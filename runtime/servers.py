@@ -3,8 +3,8 @@
     engine = SGLang(checkpoint, renderer, gpus=(6, 7))      # starts one server per GPU
     engine = SGLang(checkpoint, renderer, urls=(...,))      # servers that already run
 
-Every response must echo the ids that the trainer will learn from, and carry the current weights' version. A dead server is
-restarted and loads the current snapshot; only lost requests run again. Our servers end when we end, even by kill -9.
+Every response must echo the trainer's prompt ids and carry the current weights' version. A dead server is restarted
+and loads the current snapshot; only lost requests run again. Our servers end when we end, even by kill -9.
 
 Deliberately missing: streaming, tensor parallelism (one server per GPU), weight sync over NCCL.
 """
@@ -16,7 +16,6 @@ import itertools
 import json
 import logging
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -81,8 +80,7 @@ class SGLang(Engine):
         self._changed, self._closed = threading.Condition(), False
         self._images: dict[int, list[str]] = {}  # id(clip.pixels) -> its frames as sent; as long as the pixels live
         self._writing, self._folder, self._numbers = threading.Lock(), None, itertools.count()
-        near = [urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls]
-        if all(near):  # the servers read frames from files in memory; else frames travel in the requests
+        if all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls):  # frames pass as files in memory
             self._folder = Path(tempfile.mkdtemp(prefix="frames-", dir=memory_folder()))
         self._connections: set[HTTPConnection] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
@@ -91,11 +89,8 @@ class SGLang(Engine):
             print(f"SGLang starts on GPUs {list(gpus)}: up to {start_timeout / 60:g} minutes; logs: {logs}", flush=True)
         for supervisor in self._supervisors:
             supervisor.start()
-        try:
-            self._ready(all)
-        except BaseException:
-            self.close()
-            raise
+        self._ready(all)
+        self.urls = [server.url for server in self._servers]
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
         images = []
@@ -137,12 +132,7 @@ class SGLang(Engine):
                 with self._changed:
                     server.busy -= 1
                     self._changed.notify_all()
-            # Wait, each a little longer or shorter: hundreds that were lost together must not return together.
-            self._pause(self.patience * random.uniform(0.5, 1.5))
-
-    @property
-    def urls(self) -> list[str]:
-        return [server.url for server in self._servers]
+            self._pause(self.patience)
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
         with self._changed:
@@ -179,17 +169,12 @@ class SGLang(Engine):
         version = int(said) if said.isdigit() else 0  # a server that has loaded no snapshot says "default"
         if self.snapshot and not oldest <= version <= self.version:
             raise _Lost(f"sampled by weights {said!r}, expected {oldest} ... {self.version}")
-        prompt = reply["prompt_token_ids"]
-        if prompt != ids:
-            at = len(os.path.commonprefix([ids, prompt]))
-            raise ContractError(
-                f"the server and the trainer read prompts that differ from position {at} on: {prompt[at : at + 5]}, "
-                f"{ids[at : at + 5]}. Compare the checkpoint's preprocessor_config.json with the run's `visual` keys"
-            )
+        if reply["prompt_token_ids"] != ids:
+            at = len(os.path.commonprefix([ids, reply["prompt_token_ids"]]))
+            told = f"the server and the trainer read prompts that differ from position {at} on"
+            raise ContractError(f"{told}: compare preprocessor_config.json with the run's `visual` keys")
         logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
-        if [token for _, token, _ in meta["output_token_logprobs"]] != reply["output_ids"]:
-            raise ContractError("the server's output ids are not those of its log-probs")
-        return Sample(reply["output_ids"], logprobs, finish, version)
+        return Sample([token for _, token, _ in meta["output_token_logprobs"]], logprobs, finish, version)
 
     def _shown(self, clip: Frames) -> list[str]:
         """Give each frame a form that the servers read, once for all rollouts and turns that show the clip."""
@@ -258,7 +243,7 @@ class SGLang(Engine):
 
     def _supervise(self, server: _Server) -> None:
         """Keep one server alive and up to date, until it has to be given up. Only this thread of its own starts it."""
-        starts, deadline = 0, time.monotonic() + self.start_timeout
+        starts, refusals, deadline = 0, 0, time.monotonic() + self.start_timeout
         try:
             while True:
                 if server.gpu is not None and (server.process is None or server.process.poll() is not None):
@@ -268,10 +253,11 @@ class SGLang(Engine):
                     if not server.healthy:
                         self._bring_up_to_date(server)
                     self._pause(2.0, lambda: not server.healthy)  # one that dies unasked is noticed after 2 s
-                    starts, deadline = 0, time.monotonic() + self.start_timeout
-                except (_Lost, EngineError) as error:  # the next snapshot may just be taking this one's place
-                    if time.monotonic() > deadline:
-                        raise EngineError(f"not ready for {self.start_timeout:g} s: {error}") from None
+                    starts, refusals, deadline = 0, 0, time.monotonic() + self.start_timeout
+                except (_Lost, EngineError) as error:  # one refused may just give way to the next snapshot
+                    refusals += isinstance(error, EngineError)
+                    if refusals > 4 or time.monotonic() > deadline:
+                        raise EngineError(f"the server is given up: {error}") from None
                     self._pause(0.5)
         except Exception as error:  # whatever it is, it belongs to the threads that wait for the server
             with self._changed:

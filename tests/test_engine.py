@@ -420,7 +420,7 @@ def test_a_server_that_dies_unasked_comes_back_with_the_current_weights(serve, r
 
 def test_a_server_that_cannot_start_is_given_up_with_the_end_of_its_log(serve):
     """It was started again and again until start_timeout."""
-    with pytest.raises(EngineError, match="not ready for 1 s"):
+    with pytest.raises(EngineError, match="given up"):
         serve("slow_start=30", start_timeout=1.0)
     with pytest.raises(EngineError, match="died twice") as error:
         serve("crash=30", start_timeout=1000.0)
@@ -469,12 +469,13 @@ def test_a_closed_client_lets_nobody_wait_and_ends_its_own_servers(serve, render
 
 
 def test_a_snapshot_that_is_missing_is_looked_for_again(serve, tmp_path):
-    """It may just be replaced by the next one."""
-    client = serve("swap", start_timeout=1.0)
+    """It may just be replaced by the next one. Past bug: one refused for good was sent for 15 minutes, without a word."""
+    client = serve("swap", start_timeout=1000.0)
     client.update_weights(tmp_path, 1)
     assert state_of(client.urls[0])["loads"] == 2
-    with pytest.raises(EngineError, match="not ready for 1 s: .*update_weights_from_disk refuses .*no such folder"):
+    with pytest.raises(EngineError, match="given up: .*update_weights_from_disk refuses .*no such folder"):
         client.update_weights(tmp_path / "nowhere", 2)
+    assert state_of(client.urls[0])["loads"] == 7
 
 
 def test_weights_of_another_run_are_replaced_even_under_the_same_number(serve, prompts, renderer, tmp_path):
