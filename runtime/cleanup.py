@@ -3,9 +3,8 @@
     folder = memory_folder()                  # /dev/shm/minparavt-x3k9a_2b, the same for every caller
     server = start_group(command)             # a process that ends with this one, and so do its children
 
-Beside this process, a shell waits for the end of a pipe that we hold open, which also comes if we are killed. The shell then
-kills the servers and removes the folder. If the shell was killed, too, the next process that makes a folder removes ours: a
-lock tells the living from the dead. Process ids would not: containers that share the memory number theirs each on its own.
+A shell beside us waits for the end of a pipe that we hold open, also by kill -9. Then it kills the servers and removes
+the folder. If it was killed, too, the next process removes ours: a lock tells the living from the dead.
 """
 
 import atexit
@@ -20,9 +19,7 @@ import tempfile
 from pathlib import Path
 
 MEMORY = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
-PREFIX = "minparavt-"
-# Groups are noted as empty folders, named by their ids. `groups` is renamed before it is read: a server that starts just now
-# is either read or can no longer note itself, and then does not begin.
+# A group notes itself as an empty folder. `groups` is renamed before it is read: one that comes later does not begin.
 END = 'read -r _; mv "$1/groups" "$1/ended"; for group in "$1/ended"/*; do kill -9 "-${group##*/}"; done; rm -rf "$1"'
 BEGIN = 'mkdir "$0/$$" && exec "$@"'
 
@@ -30,20 +27,19 @@ BEGIN = 'mkdir "$0/$$" && exec "$@"'
 @functools.cache
 def memory_folder() -> Path:
     """Make this process's folder, which nobody else may enter, and remove those of the dead."""
-    for old in MEMORY.glob(PREFIX + "?" * 8):  # as mkdtemp names them
+    for old in MEMORY.glob("minparavt-????????"):  # as mkdtemp names them
         lock = _lock(old)
         if lock is not None:
             shutil.rmtree(old, ignore_errors=True)
             os.close(lock)
     lock = None
     while lock is None:  # until it is locked, another process may take it for a dead one's
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY))
+        folder = Path(tempfile.mkdtemp(prefix="minparavt-", dir=MEMORY))
         lock = _lock(folder)
     (folder / "groups").mkdir()
     shell = subprocess.Popen(
-        ["sh", "-c", END, "sh", str(folder)],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
-        start_new_session=True, pass_fds=[lock],  # Ctrl-C is not for it, and it holds the lock until it is done
+        ["sh", "-c", END, "sh", str(folder)], cwd="/", start_new_session=True,  # Ctrl-C is not for it
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[lock],  # it keeps it
     )  # fmt: skip
     atexit.register(shell.communicate)  # closes the pipe and waits
     return folder
@@ -74,5 +70,4 @@ def kill_group(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    with contextlib.suppress(FileNotFoundError):  # it was killed before it could note itself
-        (memory_folder() / "groups" / str(process.pid)).rmdir()
+    shutil.rmtree(memory_folder() / "groups" / str(process.pid), ignore_errors=True)  # its note, if it came to that

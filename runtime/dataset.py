@@ -63,16 +63,11 @@ class Rows:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_file():
-            raise FileNotFoundError(
-                f"{path}: no such data file; `python -m study.prepare materialize` makes those published"
-            )
+            raise FileNotFoundError(f"{path}: no such data file; `python -m study.prepare materialize` makes some")
         if self.path.suffix == ".parquet":
             import pyarrow.parquet as pq  # 0.3 s that `--help` does not need
 
-            try:
-                self._rows = pq.read_table(self.path, memory_map=True)
-            except (OSError, ValueError) as error:  # an interrupted download; a Git LFS pointer
-                raise DataError(f"{path}: not a readable parquet file: {error}; fetch it again") from None
+            self._rows = pq.read_table(self.path, memory_map=True)
         elif self.path.suffix == ".jsonl":
             self._rows = [line for line in self.path.read_bytes().splitlines() if line.strip()]
         elif self.path.suffix == ".json":
@@ -190,10 +185,9 @@ def check_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
     """Raise if none of the first rows can be used: before weights are loaded, and anything is written."""
     for cfg in filter(None, cfgs):
         dataset = Dataset(replace(cfg, max_bad_fraction=1.0), parse)
-        first = min(16, len(dataset))
-        if not any(dataset.batch(position, 1) for position in range(first)):
+        if not any(dataset.batch(position, 1) for position in range(min(16, len(dataset)))):
             origin, reason = next(iter(dataset.bad.items()))
-            told = f"{origin}: {reason}; of the {first} rows that are read first, none can be used. Relative paths start at"
+            told = f"{origin}: {reason}; of the rows that are read first, none can be used. Relative paths start at"
             home = f"data.video_root = {cfg.video_root!r} (empty: the data file's folder)"
             raise DataError(f"{told} {home}; `python -m study.prepare check` lists all")
 

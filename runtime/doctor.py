@@ -19,8 +19,7 @@ from runtime.policy import Policy
 from runtime.render import Bundle, Renderer
 from runtime.visual import patchify
 
-# Largest mean |trainer's - engine's log-prob| of a batch. Rounding is far below it, a wrong image above.
-GAP_LIMIT = 0.5
+GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding is far below it, a wrong image above
 
 
 def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_temperature: float = 0.0) -> None:
@@ -37,19 +36,15 @@ def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_te
         raise EngineError(f"all {len(errors)} episodes of the first batch failed, such as: {errors[0]}")
     refuse_flaws(flaws)
 
-    # One episode is enough, and memory is dear: the shortest of those with a call, whose frames are of another size than
-    # the overview's; without any, the shortest. A rank that has no episode takes part in the passes.
+    # One episode is enough: the shortest with a call, whose crops have another size than the overview, or the shortest.
     main, subagent = [], []
     if ran:
         episode = min(ran, key=lambda episode: (not episode.executed, len(episode.main.ids)))
         main, subagent = [episode.main], episode.subagents[:1]
-    gap = logprob_gap(policy, main, temperature)
-    report_gap = logprob_gap(policy, subagent, subagent_temperature or 1.0)  # of a greedy one, they are unscaled
-    largest = max(gap, report_gap)
+    gap = logprob_gap(policy, main, temperature)  # also called by a rank that has no episode
+    largest = max(gap, logprob_gap(policy, subagent, subagent_temperature or 1.0))  # a greedy one's are unscaled
     if largest > GAP_LIMIT:
         reason = "its images, its weights, its temperature or its banned tokens are others than the trainer's"
-        if gap <= GAP_LIMIT:
-            reason = "those of a sub-agent, not of its main agent: the engine sees crops otherwise than the trainer"
         flaws = [f"trainer and engine disagree: their log-probs differ by {largest:.3f} on average; {reason}"]
     refuse_flaws(flaws)
     print0(f"trainer and engine agree: their log-probs differ by {max(gather(largest)):.4f} on average")

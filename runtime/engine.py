@@ -2,13 +2,11 @@
 
     sample = engine.generate(ids, frames, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
     engine.update_weights(snapshot_dir, version)                 # safetensors; every later sample carries the version
-
-`generate` blocks, and many threads call it, one per running agent. servers.py asks SGLang, inprocess.py a model in this
-process. Both return exactly the sampled ids (the stop token included) and log softmax(logits / temperature) of each, where
-image and video tokens are masked.
-
     run_all(engine, jobs, 256, on_done)                          # jobs that call the engine, so many at a time
     together(engine, pool, {name: job}, timeout) -> {name: result}
+
+`generate` blocks, and many threads call it, one per running agent. servers.py asks SGLang, inprocess.py a model in this
+process. Both return exactly the sampled ids and their log-probs, where image and video tokens are masked.
 """
 
 import threading
@@ -42,8 +40,7 @@ class Engine(Protocol):
         self, ids: list[int], frames: Sequence[Frames], *, max_new_tokens: int, temperature: float, seed: int,
         stop: tuple[int, ...] = (), shared: int = 0,
     ) -> Sample:  # fmt: skip
-        """Continue `ids` until the checkpoint's own end tokens or those in `stop`. `shared`: the number of leading ids
-        that other requests probably begin with, too."""
+        """Continue `ids` until an end token or one in `stop`. Other requests may begin with the first `shared` ids, too."""
 
     def expect(self, change: int) -> None:
         """Note that so many more (or fewer) threads are about to call `generate`."""
@@ -56,10 +53,9 @@ class Engine(Protocol):
 
 
 class Expected:
-    """Counts the threads that can still call the engine, and tells it when their number changes (`engine.expect`).
-
-    The engine in this process starts a batch once so many threads wait for it. One too few, and batches depend on timing;
-    one too many, and it hangs. Each job that has not ended counts, within [at_least, at_most]."""
+    """Counts the threads that can still call the engine, and tells it when their number changes (`engine.expect`). The
+    engine in this process starts a batch once so many threads wait for it. One too few, and batches depend on timing; one
+    too many, and it hangs. Each job that has not ended counts, within [at_least, at_most]."""
 
     def __init__(self, engine: Engine, jobs: Iterable, at_least: int, at_most: int):
         self.engine, self.at_least, self.at_most = engine, at_least, at_most
@@ -86,7 +82,6 @@ class Expected:
 def run_all(engine: Engine, jobs: Sequence[Callable], at_once: int, on_done: Callable[[int, Any], None]) -> None:
     """Run jobs, `at_once` at a time, and call on_done(index, result) as each ends, in this thread."""
     workers = min(at_once, len(jobs))
-    # A job that ends leaves its thread to the next.
     expected = Expected(engine, range(len(jobs)), at_least=0, at_most=workers)
     pool, running = ThreadPoolExecutor(max(1, workers), "episode"), {}
     try:  # from the first thread on: Ctrl-C may come while one starts, and only a pool that is shut down ends it

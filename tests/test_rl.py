@@ -377,11 +377,11 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
             agent.logprobs = [exact.pop(0) if sampled else 0.0 for sampled in agent.mask]
     monkeypatch.setattr("runtime.doctor.GAP_LIMIT", 1e-4)
     self_check(policy, groups, 1.0, 0.0)
-    with pytest.raises(EngineError, match="those of a sub-agent, not of its main agent"):
+    with pytest.raises(EngineError, match="trainer and engine disagree"):
         self_check(policy, groups, 1.0, 0.5)
     for report in reports:
         report.prompt_frames = [replace(clip, pixels=255 - clip.pixels) for clip in report.prompt_frames]
-    with pytest.raises(EngineError, match="those of a sub-agent, not of its main agent"):
+    with pytest.raises(EngineError, match="trainer and engine disagree"):
         self_check(policy, groups, 1.0, 0.0)
 
 
