@@ -250,6 +250,9 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     subtitled = {video for item in items for video in item.task.videos if files.find(f"{Path(video).stem}.srt")}
     if not limit and len(subtitled) < split.subtitled:
         raise DataError(f"{root}: {split.subtitled} videos of {name} have an .srt file, found {len(subtitled)}. {hint}")
+    repeated = len(items) - len({item.task.id for item in items})
+    if repeated:  # records are known by their ids
+        raise DataError(f"{root}: {repeated} items of {name} have the id of another one. {hint}")
     return items
 
 

@@ -67,7 +67,10 @@ class Rows:
         if self.path.suffix == ".parquet":
             import pyarrow.parquet as pq  # 0.3 s that `--help` does not need
 
-            self._rows = pq.read_table(self.path, memory_map=True)
+            try:
+                self._rows = pq.read_table(self.path, memory_map=True)
+            except (OSError, ValueError) as error:  # an interrupted download; a Git LFS pointer
+                raise DataError(f"{path}: not a readable parquet file: {error}; fetch it again") from None
         elif self.path.suffix == ".jsonl":
             self._rows = [line for line in self.path.read_bytes().splitlines() if line.strip()]
         elif self.path.suffix == ".json":

@@ -254,6 +254,9 @@ def test_other_revisions_and_hidden_answers_are_refused(tmp_path, shrink):
     parquet(tmp_path / "test-0.parquet", [row])
     with pytest.raises(DataError, match=r"test-0.parquet: row 0: KeyError\('question_id'\)\. Another revision"):
         load_split("videomme", str(tmp_path))
+    parquet(tmp_path / "test-0.parquet", [videomme_row("aA", 1), videomme_row("aA", 1)])
+    with pytest.raises(DataError, match="1 items of videomme have the id of another one"):
+        load_split("videomme", str(tmp_path))
     parquet(tmp_path / "test-0.parquet", [videomme_row("aA", 1, answer="")])
     with pytest.raises(DataError, match=r"row 0: .*its answer '' is none of its 4 options; splits with hidden"):
         load_split("videomme", str(tmp_path))
