@@ -33,8 +33,9 @@ def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: d
     """Return Qwen3VLConfig's arguments for one size of the family."""
     text = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
     text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+    rope = {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
     vision = tower | {"num_heads": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}
-    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+    return {"text_config": text | {"rope_parameters": rope}, "vision_config": vision, "tie_word_embeddings": tied}
 
 
 # Checkpoints that --dry-run knows without their config.json.
