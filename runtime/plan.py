@@ -8,7 +8,6 @@ Estimates for FSDP2 with bf16 computation and fp32 master weights. Where there i
 
 import functools
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,20 +150,6 @@ def plan_rl(cfg) -> list[Plan]:
     if not rollout.gpus or set(rollout.gpus) & set(range(cfg.gpus)):
         return [Plan("training and engine on the same GPU", training.held | held, training.used | used)]
     return [training, Plan(f"engine, each of {len(rollout.gpus)} GPUs", held, used)]
-
-
-def check_disk(cfg: PolicyConfig, keep: int, run: str) -> str:
-    """Weigh what a run writes: training states (fp32 weights and two moments), `keep` of them and one that is being
-    written, and the model. Refuse a disk without room for them (states that are there already count as room)."""
-    policy, folder = meta_policy(cfg), Path(run).absolute()
-    states, model = 12 * count(policy, trained=True) * (keep + 1) / GIB, 2 * count(policy) / GIB
-    there = sum(file.stat().st_size for file in folder.glob("state/step-*/*")) / GIB
-    disk = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(disk).free / GIB
-    told = f"disk: {keep + 1} training states take {states:.1f} GiB, the model {model:.1f}; {free:.1f} free at {disk}"
-    if states + model > free + there:
-        raise ConfigError(f"{told}; make room, lower `keep`, or choose a `run` on another disk")
-    return told
 
 
 def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:

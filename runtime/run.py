@@ -22,7 +22,7 @@ from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import export, load_state, peak_memory, print0, rank, save_state, world_size
 from runtime.engine import EngineError
-from runtime.plan import Plan, check_disk
+from runtime.plan import Plan
 from runtime.policy import Policy, learning_rate
 from runtime.visual import ContractError
 
@@ -40,18 +40,16 @@ def check_memory(cfg: RunConfig, plans: Plans) -> None:
 
 
 def check_room(cfg: RunConfig, plans: Plans) -> None:
-    """Refuse a run that has no room on this machine's GPUs or disk."""
+    """Refuse a run that has no room on this machine's GPUs."""
     if torch.cuda.is_available():
         check_memory(replace(cfg, gpus=world_size()), plans)
-    check_disk(cfg.policy, cfg.keep, cfg.run)
 
 
 def try_out(cfg: RunConfig, parse: Callable, plans: Plans) -> int:
-    """Check memory, data and disk without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
+    """Check memory and data without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
     check_memory(cfg, plans)
     check_rows(parse, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse).total} rows")
-    print(check_disk(cfg.policy, cfg.keep, cfg.run))
     if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
         print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
         return 1
