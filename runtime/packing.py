@@ -13,7 +13,6 @@ vision tower sees the prompt's frames once. An SFT row is a bundle with one suff
 Deliberately missing: a mask over the pack (L x L), and keys shared across bundles with equal prompts.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,8 +37,7 @@ class Segment(NamedTuple):
     prompt_start: int
     prompt_stop: int
 
-    def seen(self) -> np.ndarray:
-        """Return the tokens that its last one sees."""
+    def seen(self) -> np.ndarray:  # by its last token
         return np.concatenate([np.arange(self.prompt_start, self.prompt_stop), np.arange(self.start, self.stop)])
 
 
@@ -62,8 +60,7 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
     text goes on at p + max(rows, columns). `images` are (rows, columns) and may reach beyond this piece."""
     positions = np.empty((3, len(ids)), np.int64)
     pads = np.flatnonzero(ids == image_pad)
-    at, used, position = 0, 0, start  # tokens placed, pads placed, the next position
-    shown = 0  # images placed
+    at, used, shown, position = 0, 0, 0, start  # tokens, pads and images placed, the next position
     while at < len(ids):
         # text up to the next image, or to the end
         text_end = pads[used] if used < len(pads) else len(ids)
@@ -85,8 +82,7 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
         positions[0, at:stop] = position
         positions[1, at:stop] = position + row
         positions[2, at:stop] = position + column
-        at, used, position = stop, used + count, position + max(rows, columns)
-        shown += 1
+        at, used, shown, position = stop, used + count, shown + 1, position + max(rows, columns)
     return positions, position, shown
 
 
@@ -235,13 +231,8 @@ def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, 
         return flash_attn_varlen_func(query, key, value, *ends, causal=causal, softmax_scale=scaling)
     from torch.nn.attention.varlen import varlen_attn
 
-    options = {"window_size": (-1, 0) if causal else (-1, -1), "scale": scaling}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    else:  # torch 2.11 wants a key head for each query head
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    return varlen_attn(query, key, value, *ends, **options)
+    window = (-1, 0) if causal else (-1, -1)
+    return varlen_attn(query, key, value, *ends, scale=scaling, window_size=window, enable_gqa=True)
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:

@@ -1,6 +1,5 @@
 """The packed policy is plain transformers, token for token and gradient for gradient, only faster."""
 
-import functools
 import json
 import math
 import sys
@@ -207,17 +206,11 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, monkeypatch
     assert relative_error(ours, gradients(at_once, scores.logprobs.sum())) < 1e-5
 
 
-def torch_2_11_varlen(q, k, *args, window_size, scale):
-    assert q.shape[1] == k.shape[1] and scale == q.shape[-1] ** -0.5
-    return tiny.varlen_reference(q, k, *args, window_size == (-1, 0))
-
-
-@pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen, torch_2_11_varlen])
+@pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen])
 def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, monkeypatch, attend):
     """The kernels need a GPU; with their definition in their place, the rest of their path runs here."""
     calls = []
 
-    @functools.wraps(attend)  # its signature tells torch's versions apart
     def counted(q, *args, **options):
         calls.append(len(q))
         return attend(q, *args, **options)
