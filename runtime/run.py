@@ -22,7 +22,7 @@ from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import export, load_state, peak_memory, print0, rank, save_state, world_size
 from runtime.engine import EngineError
-from runtime.plan import Plan
+from runtime.plan import Plan, meta_policy
 from runtime.policy import Policy, learning_rate
 from runtime.visual import ContractError
 
@@ -43,6 +43,7 @@ def check_room(cfg: RunConfig, plans: Plans) -> None:
     """Refuse a run that has no room on this machine's GPUs."""
     if torch.cuda.is_available():
         check_memory(replace(cfg, gpus=world_size()), plans)
+    meta_policy(cfg.policy)  # refuses a model of another family
 
 
 def try_out(cfg: RunConfig, parse: Callable, plans: Plans) -> int:
