@@ -31,10 +31,10 @@ _SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "de
 def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: dict, tied: bool) -> dict:
     """Return Qwen3VLConfig's arguments for one size of the family."""
     text = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
     rope = {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": rope}
     vision = tower | {"num_heads": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}
-    return {"text_config": text | {"rope_parameters": rope}, "vision_config": vision, "tie_word_embeddings": tied}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
 # Checkpoints that --dry-run knows without their config.json.
@@ -68,10 +68,8 @@ class Plan:
             print0("  WARNING: may run out of memory; see which rows are the largest")
         held = sum(self.held.values()) / GIB
         if held > gpu_gib:
-            raise ConfigError(
-                f"{self.title}: weights and optimizer state, {held:.1f} GiB, do not fit into {gpu_gib:.4g} GiB; "
-                "take more GPUs, or a smaller model"
-            )
+            told = f"{self.title}: weights and optimizer state, {held:.1f} GiB, do not fit into {gpu_gib:.4g} GiB"
+            raise ConfigError(f"{told}; take more GPUs, or a smaller model")
 
 
 @functools.cache
@@ -141,8 +139,7 @@ def plan_rl(cfg) -> list[Plan]:
     if not rollout.gpus:  # the ranks sample for themselves
         used = {"KV cache of a batch, and as much to read it": 2 * kv * rollout.max_batch_tokens}
     else:
-        # A server holds its share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a
-        # frame: its bounds and stamp).
+        # A server's share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a frame).
         rows = math.ceil(min(rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size) / len(rollout.gpus))
         frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
         tokens = cfg.visual.overview_frames * frame // cfg.group_size + 2 * rollout.max_new_tokens

@@ -25,7 +25,6 @@ from runtime.config import ConfigError
 SFT = "sft.py configs/toy_sft.yaml policy.checkpoint=toy_data/model"
 RL = "rl.py configs/toy_paragrpo.yaml policy.checkpoint=toy_data/model"
 EVAL = "eval.py configs/eval/toy.yaml checkpoint=toy_data/model"
-ASK = 'study/ask.py "Which color flashes?" --video toy_data/videos/test00000.mp4'
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +36,7 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     (root / "holiday").mkdir()
     (root / "notes.txt").write_text("milk")
     shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths now lead nowhere
-    for name in ("qwen25", "no_tokenizer"):
-        shutil.copytree(toy_dir / "model", root / name)
-    (root / "no_tokenizer" / "tokenizer.json").write_text("milk")
+    shutil.copytree(toy_dir / "model", root / "qwen25")
     (root / "other" / "state" / "step-00000009").mkdir(parents=True)
     (root / "other" / "metrics.jsonl").write_text("")
     (root / "other" / "config.yaml").write_text("run: other\ngroup_size: 8\nsteps: 9")
@@ -90,7 +87,6 @@ MISTAKES = [  # and those of the page
     ("a report on no run", "study/report.py holiday", "holiday/config.yaml: not a readable YAML file"),
     ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
-    ("a torn tokenizer", f"{ASK} --model no_tokenizer", "no_tokenizer: its tokenizer is not readable: "),
 ]  # fmt: skip
 
 
