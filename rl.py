@@ -399,7 +399,7 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 
 
 def check_hardware(cfg: RLConfig) -> None:
-    """Refuse a run whose servers cannot start, or that has no room on this machine's GPUs or disk."""
+    """Refuse a run whose servers cannot start, or that has no room on this machine's GPUs."""
     check_servers(cfg.rollout, world_size())
     check_room(cfg, plan_rl)
 

@@ -12,7 +12,6 @@ Deliberately missing: interpolation, environment variables.
 import argparse
 import dataclasses
 import difflib
-import errno
 import importlib.metadata
 import json
 import os
@@ -29,8 +28,6 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 T = TypeVar("T")
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-GOES_ON = "The same command goes on from what was saved"
 
 
 class ConfigError(ValueError):
@@ -53,8 +50,7 @@ def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -
         try:
             node[leaf] = yaml.safe_load(text)
         except yaml.YAMLError:
-            cure = f"quote it whole for the shell, as in '{key}=[4, 8]'"
-            raise ConfigError(f"override {override!r}: the value is not YAML; {cure}") from None
+            raise ConfigError(f"override {override!r}: the value is not YAML; quote it whole for the shell") from None
     try:
         return build(cls, tree, "")
     except ConfigError as error:
@@ -165,8 +161,6 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
-    if os.environ.get("RANK", "0") != "0":
-        parser.error = leave
     args = parser.parse_intermixed_args()
     expandable_segments()
     try:
@@ -182,7 +176,7 @@ def expandable_segments() -> None:
 
 
 def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:
-    """Do a script's work and end the process; `errors`, a full disk and Ctrl-C are answered with a sentence."""
+    """Do a script's work and end the process; `errors` and Ctrl-C are answered with a sentence."""
     interrupted = []
 
     def interrupt(*_) -> NoReturn:
@@ -195,12 +189,11 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
         sys.exit(work(cfg))
     except errors as error:
         sys.exit(f"error: {error}")
-    except BaseException as error:
-        if interrupted:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
-            sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
-        if not isinstance(error, OSError) or error.errno not in DISK_FULL:
+    except BaseException:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
+        if not interrupted:
             raise
-        sys.exit(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
+        sentence = f"interrupted. The same command goes on from what was saved in {cfg.run}"
+        sys.exit(sentence if os.environ.get("RANK", "0") == "0" else 1)
 
 
 def leave(sentence: str = "") -> NoReturn:
@@ -239,7 +232,15 @@ class Metrics:
     Files count steps from 0, as RUN/episodes does; the console and RUN/state say how many are done."""
 
     def __init__(self, cfg: Any, name: str, done: int, shown: typing.Sequence[str] = ("loss",)):
-        self._trackers = open_trackers(cfg, done)
+        self._board = self._wandb = None
+        if "tensorboard" in cfg.report_to:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(f"{cfg.run}/tensorboard", purge_step=done, flush_secs=10)
+        if "wandb" in cfg.report_to:  # where a run that goes on is a new one of the same name
+            import wandb
+
+            self._wandb = wandb.init(project="minparavt", name=cfg.run, dir=cfg.run, config=dataclasses.asdict(cfg))
         self._path, self._name, self._steps, self._shown = Path(cfg.run) / "metrics.jsonl", name, cfg.steps, shown
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         whole = [line for line in lines if line.endswith("}")]  # a run that was killed may leave half a line
@@ -250,40 +251,23 @@ class Metrics:
         values = {"time": round(time.time(), 3), **values}  # seconds since the epoch
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
-        for track in self._trackers:
-            track(step, values)
+        if self._board:
+            for key, value in values.items():
+                self._board.add_scalar(key, value, step)
+        if self._wandb:
+            self._wandb.log(values, step=step)
         shown = " ".join(f"{key} {values[key]:.4g}" for key in self._shown if key in values)
         print(f"{self._name} step {step + 1}/{self._steps} {shown}", flush=True)
-
-
-def open_trackers(cfg: Any, done: int) -> list[Callable[[int, dict[str, float]], None]]:
-    """Open what a RunConfig's `report_to` names. A run that goes on is a new one of the same name for wandb."""
-    trackers = []
-    if "tensorboard" in cfg.report_to:
-        from torch.utils.tensorboard import SummaryWriter
-
-        board = SummaryWriter(f"{cfg.run}/tensorboard", purge_step=done, flush_secs=10)
-
-        def write(step: int, values: dict[str, float]) -> None:
-            for name, value in values.items():
-                board.add_scalar(name, value, step)
-
-        trackers.append(write)
-    if "wandb" in cfg.report_to:
-        import wandb
-
-        run = wandb.init(project="minparavt", name=cfg.run, dir=cfg.run, config=dataclasses.asdict(cfg))
-        trackers.append(lambda step, values: run.log(values, step=step))
-    return trackers
 
 
 def git_commit() -> str:
     """Return the commit that is checked out, with `+` when files (but results) differ from it, or "unknown"."""
     git = ["git", "-C", str(Path(__file__).parent.parent)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changes = [*git, "status", "--porcelain", "-uno", "--", ".", ":!results"]
-        status = subprocess.run(changes, capture_output=True, text=True, check=True)
+        commit = subprocess.check_output(
+            [*git, "rev-parse", "--short=12", "HEAD"], stderr=subprocess.DEVNULL, text=True
+        )
+        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno", "--", ".", ":!results"])
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit.stdout.strip() + ("+" if status.stdout.strip() else "")
+    return commit.strip() + ("+" if changed else "")

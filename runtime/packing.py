@@ -13,7 +13,6 @@ vision tower sees the prompt's frames once. An SFT row is a bundle with one suff
 Deliberately missing: a mask over the pack (L x L), and keys shared across bundles with equal prompts.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import varlen
 
 from runtime.render import Bundle
 from runtime.video import Frames
@@ -38,8 +38,7 @@ class Segment(NamedTuple):
     prompt_start: int
     prompt_stop: int
 
-    def seen(self) -> np.ndarray:
-        """Return the tokens that its last one sees."""
+    def seen(self) -> np.ndarray:  # by its last token
         return np.concatenate([np.arange(self.prompt_start, self.prompt_stop), np.arange(self.start, self.stop)])
 
 
@@ -62,8 +61,7 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
     text goes on at p + max(rows, columns). `images` are (rows, columns) and may reach beyond this piece."""
     positions = np.empty((3, len(ids)), np.int64)
     pads = np.flatnonzero(ids == image_pad)
-    at, used, position = 0, 0, start  # tokens placed, pads placed, the next position
-    shown = 0  # images placed
+    at, used, shown, position = 0, 0, 0, start  # tokens, pads and images placed, the next position
     while at < len(ids):
         # text up to the next image, or to the end
         text_end = pads[used] if used < len(pads) else len(ids)
@@ -85,8 +83,7 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
         positions[0, at:stop] = position
         positions[1, at:stop] = position + row
         positions[2, at:stop] = position + column
-        at, used, position = stop, used + count, position + max(rows, columns)
-        shown += 1
+        at, used, shown, position = stop, used + count, shown + 1, position + max(rows, columns)
     return positions, position, shown
 
 
@@ -182,7 +179,8 @@ def group_packed_attention(module, query, key, value, attention_mask, scaling, k
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, size]
     key, value = key[key_layout.keys], value[key_layout.keys]
     ends = (key_layout.query_ends, key_layout.key_ends, key_layout.longest_query, key_layout.longest_key)
-    return _attend_varlen(key_layout.kernel, query, key, value, ends, scaling, causal=True)[None], None
+    # Causal, aligned bottom-right: the last query sees all keys.
+    return varlen.varlen_attn(query, key, value, *ends, scale=scaling, window_size=(-1, 0), enable_gqa=True)[None], None
 
 
 def frames_flash_attention(
@@ -195,7 +193,7 @@ def frames_flash_attention(
     if frame_kernel != "sdpa":
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [P, heads, size]
         ends = (cu_seq_lens_q, cu_seq_lens_q, longest_frame, longest_frame)
-        return _attend_varlen(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
+        return varlen.varlen_attn(query, key, value, *ends, scale=scaling)[None], None
 
     # SDPA wants a batch of one length: frames that follow each other and are equally large.
     out, start = [], 0
@@ -227,23 +225,6 @@ def encode_frames(vision, clips: Sequence[Frames], patch: int, merge: int, kerne
     return torch.stack([seen.pooler_output, *seen.deepstack_features])
 
 
-def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
-    """Run one kernel over all segments. A causal mask is aligned bottom-right: the last query sees all keys."""
-    if kernel == "flash":
-        from flash_attn import flash_attn_varlen_func
-
-        return flash_attn_varlen_func(query, key, value, *ends, causal=causal, softmax_scale=scaling)
-    from torch.nn.attention.varlen import varlen_attn
-
-    options = {"window_size": (-1, 0) if causal else (-1, -1), "scale": scaling}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    else:  # torch 2.11 wants a key head for each query head
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    return varlen_attn(query, key, value, *ends, **options)
-
-
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:
     out = []
     for segment, mask in zip(layout.segments, layout.masks):
@@ -259,15 +240,10 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLay
 
 
 def pick_kernel(where: torch.device, dtype: torch.dtype) -> str:
-    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or SDPA calls for each segment."""
-    if where.type != "cuda" or dtype != torch.bfloat16:
-        return "sdpa"
-    try:  # the package flash-attn-4 fills a folder of the same name, so ask for the function itself
-        from flash_attn import flash_attn_varlen_func  # noqa: F401
-
-        return "flash"
-    except ImportError:
+    """Return "varlen", torch's FlashAttention for all segments at once, where it runs; else "sdpa", a call for each."""
+    if where.type == "cuda" and dtype == torch.bfloat16:
         return "varlen"
+    return "sdpa"
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches

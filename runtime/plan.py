@@ -8,7 +8,6 @@ Estimates for FSDP2 with bf16 computation and fp32 master weights. Where there i
 
 import functools
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +31,8 @@ _SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "de
 def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: dict, tied: bool) -> dict:
     """Return Qwen3VLConfig's arguments for one size of the family."""
     text = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+    rope = {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": rope}
     vision = tower | {"num_heads": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
@@ -68,10 +68,8 @@ class Plan:
             print0("  WARNING: may run out of memory; see which rows are the largest")
         held = sum(self.held.values()) / GIB
         if held > gpu_gib:
-            raise ConfigError(
-                f"{self.title}: weights and optimizer state, {held:.1f} GiB, do not fit into {gpu_gib:.4g} GiB; "
-                "take more GPUs, or a smaller model"
-            )
+            told = f"{self.title}: weights and optimizer state, {held:.1f} GiB, do not fit into {gpu_gib:.4g} GiB"
+            raise ConfigError(f"{told}; take more GPUs, or a smaller model")
 
 
 @functools.cache
@@ -141,8 +139,7 @@ def plan_rl(cfg) -> list[Plan]:
     if not rollout.gpus:  # the ranks sample for themselves
         used = {"KV cache of a batch, and as much to read it": 2 * kv * rollout.max_batch_tokens}
     else:
-        # A server holds its share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a
-        # frame: its bounds and stamp).
+        # A server's share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a frame).
         rows = math.ceil(min(rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size) / len(rollout.gpus))
         frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
         tokens = cfg.visual.overview_frames * frame // cfg.group_size + 2 * rollout.max_new_tokens
@@ -150,20 +147,6 @@ def plan_rl(cfg) -> list[Plan]:
     if not rollout.gpus or set(rollout.gpus) & set(range(cfg.gpus)):
         return [Plan("training and engine on the same GPU", training.held | held, training.used | used)]
     return [training, Plan(f"engine, each of {len(rollout.gpus)} GPUs", held, used)]
-
-
-def check_disk(cfg: PolicyConfig, keep: int, run: str) -> str:
-    """Weigh what a run writes: training states (fp32 weights and two moments), `keep` of them and one that is being
-    written, and the model. Refuse a disk without room for them (states that are there already count as room)."""
-    policy, folder = meta_policy(cfg), Path(run).absolute()
-    states, model = 12 * count(policy, trained=True) * (keep + 1) / GIB, 2 * count(policy) / GIB
-    there = sum(file.stat().st_size for file in folder.glob("state/step-*/*")) / GIB
-    disk = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(disk).free / GIB
-    told = f"disk: {keep + 1} training states take {states:.1f} GiB, the model {model:.1f}; {free:.1f} free at {disk}"
-    if states + model > free + there:
-        raise ConfigError(f"{told}; make room, lower `keep`, or choose a `run` on another disk")
-    return told
 
 
 def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:

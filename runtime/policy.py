@@ -134,7 +134,6 @@ class Policy(nn.Module):
         if forbidden:
             raise ValueError(f"tokens {sorted(forbidden)} have mask 1, but they are never sampled")
         ids = torch.from_numpy(packed.ids).to(self.device)  # [L]
-        positions = torch.from_numpy(packed.positions).to(self.device)  # [3, L]
         sources = torch.from_numpy(packed.sources).to(self.device)  # [N]
         targets = torch.from_numpy(packed.targets).to(self.device)  # [N]
 
@@ -153,7 +152,7 @@ class Policy(nn.Module):
         hidden = self.text(
             inputs_embeds=hidden,
             # Three rows: time, height, width. A fourth would be read as text positions, and split where they restart.
-            position_ids=positions[:, None],  # [3, 1, L]
+            position_ids=torch.from_numpy(packed.positions).to(self.device)[:, None],  # [3, 1, L]
             visual_pos_masks=pads,
             deepstack_visual_embeds=list(visual[1:]),
             key_layout=packing.KeyLayout(packed.segments, self.kernel, self.device),

@@ -28,10 +28,7 @@ END_OF_TURN = "<|im_end|>"
 def load_tokenizer(checkpoint: str | Path):
     from transformers import AutoTokenizer  # 2 s of imports that `--help` does not need
 
-    try:
-        return AutoTokenizer.from_pretrained(str(checkpoint))
-    except Exception as error:  # of the tokenizers library, whose own kind of error is Exception itself
-        raise ContractError(f"{checkpoint}: its tokenizer is not readable: {error}; copy it here again") from None
+    return AutoTokenizer.from_pretrained(str(checkpoint))
 
 
 @dataclass
@@ -141,7 +138,11 @@ class Renderer:
         complete = 0  # characters that the bytes so far have completed
         spans = []
         for piece in self.tokenizer.convert_ids_to_tokens(ids):
-            data = self._bytes(piece or "")  # rows of the embedding without a token have no text
+            piece = piece or ""  # rows of the embedding without a token have no text
+            try:
+                data = bytes([self._byte_of[character] for character in piece])
+            except KeyError:  # an added token, which may hold any characters
+                data = piece.encode()
             begun = []  # characters that have begun when the token's first byte has been read, and its last
             for part in (data[:1], data[1:]):
                 complete += len(decoder.decode(part))
@@ -150,12 +151,6 @@ class Renderer:
             start = begun[0] - 1 if data else begun[0]  # the first byte stands in the last character that has begun
             spans.append((start, begun[1]))
         return spans
-
-    def _bytes(self, piece: str) -> bytes:
-        try:
-            return bytes([self._byte_of[character] for character in piece])
-        except KeyError:  # an added token, which may hold any characters
-            return piece.encode()
 
     def _read_ends_of_turn(self) -> tuple[int, ...]:
         config = read_json(Path(self.tokenizer.name_or_path) / "generation_config.json") or {}

@@ -22,7 +22,7 @@ from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import export, load_state, peak_memory, print0, rank, save_state, world_size
 from runtime.engine import EngineError
-from runtime.plan import Plan, check_disk
+from runtime.plan import Plan, meta_policy
 from runtime.policy import Policy, learning_rate
 from runtime.visual import ContractError
 
@@ -32,20 +32,19 @@ MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than
 
 
 def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None:
-    """Refuse a run that has no room on this machine's GPUs or disk."""
+    """Refuse a run that has no room on this machine's GPUs."""
     if torch.cuda.is_available():
         for plan in plans(replace(cfg, gpus=world_size())):
             plan.check(cfg.gpu_gib)
-    check_disk(cfg.policy, cfg.keep, cfg.run)
+    meta_policy(cfg.policy)  # refuses a model of another family
 
 
 def try_out(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
-    """Check memory, data and disk without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
+    """Check memory and data without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
     for plan in plans(cfg):
         plan.check(cfg.gpu_gib)
     check_rows(parse, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse).total} rows")
-    print(check_disk(cfg.policy, cfg.keep, cfg.run))
     if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
         print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
         return 1

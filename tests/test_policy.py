@@ -1,10 +1,7 @@
 """The packed policy is plain transformers, token for token and gradient for gradient, only faster."""
 
-import functools
 import json
 import math
-import sys
-import types
 from dataclasses import replace
 
 import numpy as np
@@ -207,25 +204,17 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, monkeypatch
     assert relative_error(ours, gradients(at_once, scores.logprobs.sum())) < 1e-5
 
 
-def torch_2_11_varlen(q, k, *args, window_size, scale):
-    assert q.shape[1] == k.shape[1] and scale == q.shape[-1] ** -0.5
-    return tiny.varlen_reference(q, k, *args, window_size == (-1, 0))
-
-
-@pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen, torch_2_11_varlen])
-def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, monkeypatch, attend):
-    """The kernels need a GPU; with their definition in their place, the rest of their path runs here."""
+def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, monkeypatch):
+    """The kernel needs a GPU; with its definition in its place, the rest of its path runs here."""
     calls = []
 
-    @functools.wraps(attend)  # its signature tells torch's versions apart
     def counted(q, *args, **options):
         calls.append(len(q))
-        return attend(q, *args, **options)
+        return tiny.torch_varlen(q, *args, **options)
 
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=counted))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
-    policy.kernel = "flash" if attend is tiny.flash_attn_2 else "varlen"
+    policy.kernel = "varlen"
     layers = len(policy.text.layers) + len(policy.vision.blocks)
     for seed in range(2):
         bundles, _ = tiny.random_bundles(seed)
@@ -241,7 +230,7 @@ def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, share
 def test_kernels_are_picked_by_device_and_dtype():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert packing.pick_kernel(cpu, torch.bfloat16) == packing.pick_kernel(gpu, torch.float32) == "sdpa"
-    assert packing.pick_kernel(gpu, torch.bfloat16) in ("flash", "varlen")
+    assert packing.pick_kernel(gpu, torch.bfloat16) == "varlen"
 
 
 def test_the_heads_gradient_is_summed_over_chunks_in_fp32(tmp_path):

@@ -10,7 +10,6 @@ import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -473,13 +472,8 @@ def on_node(name: str, toy_dir: Path) -> RLConfig:
     return config.load(RLConfig, REPO / "configs" / name, [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]"])
 
 
-@pytest.fixture
-def as_the_readme_says(monkeypatch):
-    monkeypatch.setattr("runtime.plan.shutil.disk_usage", lambda folder: SimpleNamespace(free=320e9))
-
-
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*_[28]b*.yaml")), ids=lambda path: path.stem)
-def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys, as_the_readme_says):
+def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
     if path.stem.startswith("sft"):
         cfg = config.load(sft.SFTConfig, path, [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]"])
         assert try_out(cfg, parse_dialogue, sft.plan_sft) == 0
@@ -488,13 +482,13 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys, as_th
         assert try_out(cfg, parse_task, plan_rl) == 1  # all is there but the cold start
     told = capsys.readouterr().out
     used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
-    assert used and all(20 < gib < 80 for gib in used) and "disk: 3 training states take " in told
+    assert used and all(20 < gib < 80 for gib in used)
     assert f"training, each of {cfg.gpus} GPUs" in told or "training and engine on the same GPU" in told
     if cfg.policy.checkpoint.startswith("runs"):
         assert f"{cfg.policy.checkpoint} is not there yet; the plan is that of Qwen/Qwen3-VL" in told
 
 
-def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys, as_the_readme_says):
+def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
     with pytest.raises(config.ConfigError, match="training and engine on the same GPU: .* do not fit into 20 GiB"):
         try_out(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), gpu_gib=20), parse_task, plan_rl)
     told = capsys.readouterr().out

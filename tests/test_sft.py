@@ -1,7 +1,6 @@
 """The cold start: its loss is the plain one, ranks and kills change nothing, and bad batches do not pass silently."""
 
 import random
-import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from scripts import REPO, finish, kill_at_random, metrics, same_metrics, same_weights, start
+from scripts import finish, kill_at_random, metrics, same_metrics, same_weights, start
 
 import sft
 from data import main_messages, overview, parse_dialogue, parse_task
@@ -264,15 +263,8 @@ def test_a_step_or_a_held_out_set_without_a_usable_row_has_no_loss(toy_dir, tmp_
     assert "val_loss" not in lines[-1]
 
 
-def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    says = r"report_to = \['wandb'\]: wandb is not installed; `pip install wandb`"
-    with pytest.raises(config.ConfigError, match=says):
-        config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["report_to=[wandb]"])
-
-
-def test_a_dry_run_of_the_toy_counts_its_rows_and_weighs_its_states(toy_dir, tmp_path, capsys):
+def test_a_dry_run_of_the_toy_counts_its_rows(toy_dir, tmp_path, capsys):
     cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))
     assert try_out(cfg, parse_dialogue, sft.plan_sft) == 0
     told = capsys.readouterr().out
-    assert "data: 420 rows" in told and re.search(r"disk: 3 training states take 0\.0 GiB, .* free at /", told)
+    assert "data: 420 rows" in told
