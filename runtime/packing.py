@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from runtime.render import Bundle
 from runtime.video import Frames
@@ -179,8 +178,7 @@ def group_packed_attention(module, query, key, value, attention_mask, scaling, k
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, size]
     key, value = key[key_layout.keys], value[key_layout.keys]
     ends = (key_layout.query_ends, key_layout.key_ends, key_layout.longest_query, key_layout.longest_key)
-    # Causal, aligned bottom-right: the last query sees all keys.
-    return varlen.varlen_attn(query, key, value, *ends, scale=scaling, window_size=(-1, 0), enable_gqa=True)[None], None
+    return _attend_varlen(key_layout.kernel, query, key, value, ends, scaling, causal=True)[None], None
 
 
 def frames_flash_attention(
@@ -193,7 +191,7 @@ def frames_flash_attention(
     if frame_kernel != "sdpa":
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [P, heads, size]
         ends = (cu_seq_lens_q, cu_seq_lens_q, longest_frame, longest_frame)
-        return varlen.varlen_attn(query, key, value, *ends, scale=scaling)[None], None
+        return _attend_varlen(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
 
     # SDPA wants a batch of one length: frames that follow each other and are equally large.
     out, start = [], 0
@@ -225,6 +223,18 @@ def encode_frames(vision, clips: Sequence[Frames], patch: int, merge: int, kerne
     return torch.stack([seen.pooler_output, *seen.deepstack_features])
 
 
+def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
+    """Run one kernel over all segments. A causal mask is aligned bottom-right: the last query sees all keys."""
+    if kernel == "flash":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(query, key, value, *ends, causal=causal, softmax_scale=scaling)
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if causal else (-1, -1)
+    return varlen_attn(query, key, value, *ends, scale=scaling, window_size=window, enable_gqa=True)
+
+
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:
     out = []
     for segment, mask in zip(layout.segments, layout.masks):
@@ -240,10 +250,15 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLay
 
 
 def pick_kernel(where: torch.device, dtype: torch.dtype) -> str:
-    """Return "varlen", torch's FlashAttention for all segments at once, where it runs; else "sdpa", a call for each."""
-    if where.type == "cuda" and dtype == torch.bfloat16:
+    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or SDPA calls for each segment."""
+    if where.type != "cuda" or dtype != torch.bfloat16:
+        return "sdpa"
+    try:  # the package flash-attn-4 fills a folder of the same name, so ask for the function itself
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+
+        return "flash"
+    except ImportError:
         return "varlen"
-    return "sdpa"
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches

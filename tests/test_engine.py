@@ -3,7 +3,9 @@
 import gc
 import os
 import signal
+import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -237,21 +239,23 @@ def no_sdpa(*args, **options):
 
 @pytest.fixture
 def as_on_a_gpu(checkpoint, renderer, monkeypatch):
-    """as_on_a_gpu() -> an engine that reads with a GPU's kernel."""
+    """as_on_a_gpu("varlen") -> an engine that reads with this kernel."""
     opened = []
 
-    def open_engine(**options) -> InProcess:
+    def open_engine(kernel: str, **options) -> InProcess:
+        monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=tiny.flash_attn_2))
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", tiny.torch_varlen)
         monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", no_sdpa)
         opened.append(InProcess(checkpoint, renderer, **options))
-        opened[0].kernel = "varlen"
+        opened[0].kernel = kernel
         return opened[0]
 
     yield open_engine
     opened[0].close()
 
 
-def test_a_gpus_kernel_samples_what_a_cpus_sdpa_samples(engine, as_on_a_gpu, renderer, prompts):
+@pytest.mark.parametrize("kernel", ["flash", "varlen"])
+def test_a_gpus_kernels_sample_what_a_cpus_sdpa_samples(engine, as_on_a_gpu, renderer, prompts, kernel):
     """Greedy and random rows of one batch that end at different times; shared prompts; frames after the prompt."""
     rows = []
     for i, (ids, clips) in enumerate(prompts):
@@ -264,7 +268,7 @@ def test_a_gpus_kernel_samples_what_a_cpus_sdpa_samples(engine, as_on_a_gpu, ren
         rows.append(request(later, [*clips, *delta.frames], seed=i, shared=len(ids)))
     assert engine.kernel == "sdpa"
     expected = at_once(engine, rows)
-    for sample, wanted in zip(at_once(as_on_a_gpu(), rows), expected, strict=True):
+    for sample, wanted in zip(at_once(as_on_a_gpu(kernel), rows), expected, strict=True):
         assert (sample.ids, sample.finish) == (wanted.ids, wanted.finish)
         assert np.allclose(sample.logprobs, wanted.logprobs, atol=1e-5, rtol=0)
 

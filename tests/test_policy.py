@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import types
 from dataclasses import replace
 
 import numpy as np
@@ -204,17 +206,19 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, monkeypatch
     assert relative_error(ours, gradients(at_once, scores.logprobs.sum())) < 1e-5
 
 
-def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, monkeypatch):
-    """The kernel needs a GPU; with its definition in its place, the rest of its path runs here."""
+@pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen])
+def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, monkeypatch, attend):
+    """The kernels need a GPU; with their definition in their place, the rest of their path runs here."""
     calls = []
 
     def counted(q, *args, **options):
         calls.append(len(q))
-        return tiny.torch_varlen(q, *args, **options)
+        return attend(q, *args, **options)
 
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=counted))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
-    policy.kernel = "varlen"
+    policy.kernel = "flash" if attend is tiny.flash_attn_2 else "varlen"
     layers = len(policy.text.layers) + len(policy.vision.blocks)
     for seed in range(2):
         bundles, _ = tiny.random_bundles(seed)
@@ -230,7 +234,7 @@ def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, share
 def test_kernels_are_picked_by_device_and_dtype():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     assert packing.pick_kernel(cpu, torch.bfloat16) == packing.pick_kernel(gpu, torch.float32) == "sdpa"
-    assert packing.pick_kernel(gpu, torch.bfloat16) == "varlen"
+    assert packing.pick_kernel(gpu, torch.bfloat16) in ("flash", "varlen")
 
 
 def test_the_heads_gradient_is_summed_over_chunks_in_fp32(tmp_path):

@@ -200,9 +200,13 @@ def varlen_reference(q, k, v, query_ends, key_ends, longest_query, longest_key, 
     return out
 
 
-def torch_varlen(q, *args, scale, window_size=(-1, -1), enable_gqa=False):
-    assert window_size in ((-1, 0), (-1, -1)) and scale == q.shape[-1] ** -0.5
-    assert enable_gqa or q.shape[1] == args[0].shape[1]
+def flash_attn_2(q, *args, causal, softmax_scale):
+    assert softmax_scale == q.shape[-1] ** -0.5
+    return varlen_reference(q, *args, causal)
+
+
+def torch_varlen(q, *args, window_size, scale, enable_gqa):
+    assert window_size in ((-1, 0), (-1, -1)) and scale == q.shape[-1] ** -0.5 and enable_gqa
     return varlen_reference(q, *args, window_size == (-1, 0))
 
 
