@@ -6,6 +6,7 @@ only a run can show, by doctor.self_check.
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,9 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_below_1(self, "steps", "eval_every", "save_every", "keep")
+        for name in self.report_to:
+            if importlib.util.find_spec(name) is None:
+                raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
 
 
 @contextlib.contextmanager
@@ -112,13 +116,16 @@ def check_run(cfg: Any) -> None:
     left = any((run / "state").glob("step-*")) or (run / "model").exists()  # else there is nothing to spoil
     if not left or not (run / "config.yaml").exists():
         return
-    before = load(type(cfg), run / "config.yaml")  # a setting that is younger than the run had its default there
+    cure = "choose another `run`, or delete the folder"
+    try:  # a setting that is younger than the run had its default there
+        before = load(type(cfg), run / "config.yaml")
+    except ConfigError as error:
+        raise ConfigError(f"{run} is of another script, or of another version of this code ({error}): {cure}") from None
     changed = []
     for key, text in differences(settings(before), settings(cfg)).items():
         if not {key, key.partition(".")[0]} & MAY_CHANGE:
             changed.append(text)
     if changed:
-        cure = "choose another `run`, or delete the folder"
         raise ConfigError(f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: {cure}")
 
 

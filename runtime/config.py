@@ -12,6 +12,7 @@ Deliberately missing: interpolation, environment variables.
 import argparse
 import dataclasses
 import difflib
+import errno
 import importlib.metadata
 import json
 import os
@@ -28,6 +29,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 T = TypeVar("T")
+GOES_ON = "The same command goes on from what was saved"
 
 
 class ConfigError(ValueError):
@@ -161,6 +163,8 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
+    if os.environ.get("RANK", "0") != "0":
+        parser.error = leave
     args = parser.parse_intermixed_args()
     expandable_segments()
     try:
@@ -176,7 +180,7 @@ def expandable_segments() -> None:
 
 
 def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:
-    """Do a script's work and end the process; `errors` and Ctrl-C are answered with a sentence."""
+    """Do a script's work and end the process; `errors`, a full disk and Ctrl-C are answered with a sentence."""
     interrupted = []
 
     def interrupt(*_) -> NoReturn:
@@ -189,11 +193,12 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
         sys.exit(work(cfg))
     except errors as error:
         sys.exit(f"error: {error}")
-    except BaseException:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
-        if not interrupted:
+    except BaseException as error:
+        if interrupted:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
+            sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
+        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        sentence = f"interrupted. The same command goes on from what was saved in {cfg.run}"
-        sys.exit(sentence if os.environ.get("RANK", "0") == "0" else 1)
+        sys.exit(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
 
 
 def leave(sentence: str = "") -> NoReturn:

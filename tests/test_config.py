@@ -14,6 +14,7 @@ import pytest
 from scripts import REPO
 
 from runtime import config
+from sft import SFTConfig
 
 
 @dataclass(frozen=True)
@@ -162,3 +163,10 @@ print("torch", torch._C._accelerator_getAllocatorSettings(), torch.cuda.is_initi
     told = subprocess.run([sys.executable, "-c", probe], cwd=REPO, capture_output=True, text=True, check=True).stdout
     scripts = "".join(f"{name} expandable_segments:True\n" for name in ("sft.py", "eval.py", "ask", "rl.py"))
     assert told == scripts + "torch expandable_segments:True False\n"
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    says = r"report_to = \['wandb'\]: wandb is not installed; `pip install wandb`"
+    with pytest.raises(config.ConfigError, match=says):
+        config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["report_to=[wandb]"])

@@ -71,7 +71,7 @@ MISTAKES = [  # and those of the page
     ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, answer, structure"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
-    ("another script's run", f"{SFT} run=other", "other/config.yaml: group_size = 8: unknown key"),
+    ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),
     ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl', this code runs dense Qwen3-VL"),
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python -m study.prepare materialize`"),
@@ -118,7 +118,7 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
         tree = yaml.safe_load(saved.read_text())
         saved.write_text(yaml.safe_dump(tree | {"gone": 1}))
         status, told = typed(f"{base} steps=2")
-        assert status == 1 and "once/config.yaml: gone = 1: unknown key" in told
+        assert status == 1 and "another version of this code (once/config.yaml: gone = 1: unknown key" in told
         del tree["tools"], tree["data"]["seed"]
         saved.write_text(yaml.safe_dump(tree))
         assert not typed(f"{base} steps=2 optim.lr=1e-4 decoders=2")[0]
