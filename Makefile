@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo paradox test test-all test-sglang soak test-qwen mutants test-gpu lint format clean
+.PHONY: setup demo paradox test test-all test-sglang soak test-qwen test-gpu lint format clean
 
 $(VENV)/.installed: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,10 +56,6 @@ demo: $(VENV)/.installed
 # Every run of study/paradox.py (some hours on two cores; goes on where it was stopped) -> results/paradox.md
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
-
-# Whether the tests notice when the method is broken (6 minutes of one core) -> results/mutants.md
-mutants: $(VENV)/.installed
-	$(BIN)/python tests/mutants.py
 
 # What only a GPU can show, in the environment that is active, as requirements.txt makes it (10 minutes of one GPU, no SGLang,
 # no network); `make test-all` runs the same parts small, on a CPU.

@@ -63,7 +63,7 @@ def test_every_later_resize_of_a_decoded_frame_is_the_identity(width, height, co
 
 
 @given(width=SIDES, height=SIDES, tokens=st.sampled_from([1, 4, 64, 256]))
-def test_without_a_largest_area_frames_cover_the_least_with_at_most_a_row_and_a_column_more(width, height, tokens):
+def test_without_a_largest_area_frames_just_cover_the_least(width, height, tokens):
     contract = VisualContract(frame_pixels=tokens * 1024)
     w, h = contract.frame_size(width, height)
     assert (w // 32) * (h // 32) >= tokens > (w // 32 - 1) * (h // 32 - 1)
@@ -74,7 +74,7 @@ AREAS = st.sampled_from([(1024, 50_176), (25_088, 100_352), (100_352, 100_352), 
 
 
 @given(width=SIDES, height=SIDES, patch=st.sampled_from([14, 16]), areas=AREAS)
-def test_between_two_areas_a_frame_is_as_large_as_qwens_own_processors_make_it(width, height, patch, areas):
+def test_between_two_areas_a_frame_is_as_large_as_qwens_own_makes_it(width, height, patch, areas):
     if max(width, height) / min(width, height) > 200:
         return  # those refuse it
     contract = VisualContract(patch=patch, frame_pixels=areas[0], max_frame_pixels=areas[1])
@@ -117,7 +117,7 @@ def test_areas_that_contradict_each_other_are_refused():
 # ------------------------------------------------------------------------------------------------ the contract in checkpoints
 
 
-def test_a_checkpoint_made_under_another_contract_is_refused_with_both_values(tmp_path):
+def test_a_checkpoint_of_another_contract_is_refused_with_both_values(tmp_path):
     VisualContract(frame_pixels=4096).save(tmp_path)
     VisualContract(frame_pixels=4096).check(tmp_path)
     with pytest.raises(ContractError, match=r"frame_pixels: this run has 65536, the checkpoint 4096"):
@@ -163,7 +163,7 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
             VisualContract.load(tmp_path)
 
 
-def test_a_checkpoint_from_before_a_key_existed_is_accepted_with_its_default(tmp_path):
+def test_a_checkpoint_older_than_a_key_is_accepted_with_its_default(tmp_path):
     """Its visual.json names no largest area, and its pixels are those of a contract without one."""
     contract = VisualContract(frame_pixels=1024)
     contract.save(tmp_path)

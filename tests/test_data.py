@@ -217,7 +217,7 @@ def rl(video, **info):
     return {"prompt": [{"role": "user", "content": "<video>\nWhich?"}], "videos": [{"video": video}], "extra_info": json.dumps(info)}  # fmt: skip
 
 
-def test_an_rl_row_becomes_a_task_and_what_parquet_fills_up_with_none_is_not_there(video, tmp_path):
+def test_an_rl_row_becomes_a_task_without_what_parquet_fills_up(video, tmp_path):
     """Rows of a file share one struct: what only some of them have is None in the others."""
     infos = [{"answer": "B", "question_type": "mcq", "options": ["x", "y"], "id": "one"}, {"answer": "x"}]
     pq.write_table(pa.Table.from_pylist([rl(video) | {"extra_info": info} for info in infos]), tmp_path / "rl.parquet")
@@ -387,7 +387,7 @@ def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
         assert names == ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2"]
 
 
-def test_packing_puts_each_row_the_longest_first_where_the_least_room_stays():
+def test_packing_puts_the_longest_first_where_the_least_room_stays():
     """60 | 50 | 40 beside 60, where it just fits | 30 and 20 beside 50. What is over the length stands alone."""
     assert best_fit([20, 30, 40, 50, 60], 100) == [[4, 2], [3, 1, 0]]
     assert best_fit([5, 101, 60, 35, 250], 100) == [[4], [1], [2, 3, 0]]

@@ -145,7 +145,7 @@ def train(path: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_2b_trains_in_bf16_resumes_bit_for_bit_and_exports_to_transformers(tmp_path):
+def test_a_2b_trains_in_bf16_resumes_bit_for_bit_and_exports(tmp_path):
     path = checkpoint(tmp_path / "model", TWO_B)
     VisualContract(frame_pixels=256 * 256 if GPU else 64 * 64).save(path)
     for name in ("tokenizer.json", "chat_template.jinja"):

@@ -139,7 +139,7 @@ def test_batch_normalisation_lifts_the_few_that_vary(toy_renderer):
     assert not flat.advantages.any()
 
 
-def test_batch_normalisation_is_over_the_advantages_of_all_ranks_and_not_over_the_anchors(toy_renderer, monkeypatch):
+def test_batch_normalisation_is_over_all_ranks_and_spares_the_anchor(toy_renderer, monkeypatch):
     cfg = settings(normalise="batch")
     one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE])
     own, anchored = group_advantage([1, 0, 1]), group_advantage([0.7, 0.7, -0.3])
@@ -207,7 +207,7 @@ def test_the_loss_of_a_token_is_the_formula():
     assert watched["gap"].tolist() == pytest.approx([0.2, 0, 0, 0, 2.0])
 
 
-def test_a_token_that_the_engine_could_not_have_sampled_leaves_the_gradient_alone():
+def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     """Past bug: 0 * inf in the backward pass of a token that was left out."""
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages, old, weights = np.float32([[1, 1], [-200, -2], [1, 1]])
@@ -269,7 +269,7 @@ def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_di
     tiny.assert_close(*found, 1e-4)
 
 
-def test_further_minibatches_are_clipped_against_the_policy_before_the_first(toy_renderer, toy_dir):
+def test_minibatches_are_clipped_against_the_policy_before_the_first(toy_renderer, toy_dir):
     groups = [group(toy_renderer, settings(), [TIDY, WRONG, LOOSE], name, (40, 41, i)) for i, name in enumerate("abcd")]
     clipped = {}
     for minibatches in (1, 2):

@@ -110,7 +110,7 @@ def python(tmp_path, name: str, then: str = "") -> tuple[str, str]:
     return "-c", f"import sys, time\nwith open({str(tmp_path / 'order')!r}, 'a') as f: f.write('{name}')\n{then}"
 
 
-def test_steps_run_in_order_until_one_fails_and_a_done_job_is_not_run_again(tmp_path, capsys):
+def test_steps_run_in_order_until_one_fails_and_no_job_twice(tmp_path, capsys):
     jobs = [Job(step, step[0], python(tmp_path, step[0])) for step in reversed(STEPS)]
     fails = jobs[1]._replace(command=python(tmp_path, "t", "sys.exit(1)"))
     assert not paradox.run_jobs([jobs[0], fails, *jobs[2:]], tmp_path)

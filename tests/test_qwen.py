@@ -136,7 +136,7 @@ def painted(renderer: Renderer, trajectory: Trajectory) -> str:
         "a \ufffd⟦</think><answer⟧>B⟦</answer><|im_end|>⟧",
     ],
 )
-def test_structure_is_tags_with_closing_punctuation_and_ends_of_turn_and_never_the_answer(renderer, expected):
+def test_structure_is_tags_and_ends_of_turn_and_never_the_answer(renderer, expected):
     trajectory = said(renderer, expected.replace("⟦", "").replace("⟧", ""), forced=THINK_PREFIX)
     assert painted(renderer, trajectory) == THINK_PREFIX + expected
 

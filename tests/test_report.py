@@ -66,7 +66,7 @@ def content(page) -> dict:
 # ---- curves and table
 
 
-def test_runs_that_differ_in_their_seed_and_its_folder_alone_are_a_mean_with_the_samples_std():
+def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_std():
     runs = []
     for seed, accuracy in enumerate((1.0, 2.0, 6.0)):
         start = {"policy": {"checkpoint": f"runs/seed{seed}/sft/model"}, "data": {"seed": seed}, "run": str(seed)}
@@ -83,7 +83,7 @@ def test_runs_that_differ_in_their_seed_and_its_folder_alone_are_a_mean_with_the
     assert line == {"group": 0, "x": [0, 1], "y": [2.0, 4.0], "std": [pytest.approx(math.sqrt(2)), 0.0]}
 
 
-def test_the_table_is_the_mean_of_each_runs_last_ten_steps_and_the_std_over_runs():
+def test_the_table_is_the_mean_of_last_ten_steps_and_std_over_runs():
     """Accuracy by K: with gating a run's mean is over harder questions; the table said 0.91, and 0.98 of plain GRPO."""
     first = run_of("a", *({"acc/K=16": float(i), "fmt": 1.0, "acc": 0.9} for i in range(12)), lr=1.0, seed=0)
     second = run_of("b", *({"acc/K=16": 4.5} for _ in range(12)), lr=1.0, seed=1)

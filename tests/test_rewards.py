@@ -162,7 +162,7 @@ def test_closure_is_the_share_of_opened_tags_that_were_closed():
     assert earned([DONE + "</answer>"])["closure/answer"] == 1  # to close more often is no better
 
 
-def test_a_turn_ends_by_any_token_of_the_checkpoints_list_if_it_was_sampled():
+def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
     """Past bug: Qwen also ends by <|endoftext|>, which lost the flow, was never strict and no structure."""
 
     class TwoEnds(Characters):

@@ -106,7 +106,7 @@ def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted
     assert not any(p.requires_grad for p in reference.parameters())
 
 
-def test_updates_whose_gradient_is_not_finite_are_skipped_and_counted_and_end_the_run(toy_dir, tmp_path, monkeypatch):
+def test_updates_that_are_not_finite_are_skipped_and_end_the_run(toy_dir, tmp_path, monkeypatch):
     def clip(policy, largest):
         norms.append(clip_gradients(policy, largest))
         return math.nan if len(norms) in (3, 5, 6) else norms[-1]  # the first of two minibatches; then both
@@ -347,7 +347,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
         tiny.assert_close(means, expected, 1e-3)
 
 
-def test_frames_that_calls_returned_are_learned_with_the_episode_that_saw_them(draw, toy_dir):
+def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_dir):
     """The log-probs of packed groups are those of each episode alone."""
     groups, engine = draw(0, rollout={"tool_return": "frames", "max_new_tokens": 64})
     episodes = [episode for group in groups for episode in group.episodes]

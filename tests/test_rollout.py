@@ -81,7 +81,7 @@ def as_the_template_writes_it(episode: Episode, turns_said, renderer) -> str:
 # ---- 1: tokens in, tokens out
 
 
-def test_the_trainer_reads_exactly_what_the_engine_was_asked_and_what_it_said(renderer):
+def test_the_trainer_reads_what_the_engine_was_asked_and_said(renderer):
     """Each request is a prefix of the final trajectory, and continues with the sampled ids."""
     said = turns("so</think>" + call() + call(20, 40) + END, "done</think><answer>cat</answer>" + END)
     engine = Scripted(renderer, said)
@@ -222,7 +222,7 @@ def test_after_the_last_round_calls_are_not_run(renderer):
     assert told == [False, False, False, True]
 
 
-def test_a_turn_that_is_cut_off_ends_the_episode_and_no_trajectory_outgrows_the_context(renderer):
+def test_a_turn_that_is_cut_off_ends_the_episode_within_the_context(renderer):
     engine = Scripted(renderer, turns("x</think>" + call() + "and then I" + "." * 200))
     [episode] = play(renderer, None, engine=engine, max_new_tokens=100)
     assert episode.main.finish == "length" and episode.calls == [] and len(engine.asked) == 1

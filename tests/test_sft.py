@@ -136,7 +136,7 @@ def test_a_rank_reads_its_own_share_of_the_rows(toy_dir, toy_renderer, tmp_path,
     assert shares == [3, 2, 2]
 
 
-def test_the_loss_is_over_the_weights_of_all_ranks_which_have_as_many_micro_batches(monkeypatch):
+def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
     """Another rank has the same micro-batch, and two more."""
     passes = []
 

@@ -123,7 +123,7 @@ def test_what_is_no_time_is_a_text_for_the_model(written):
     assert caught.value.kind == "bad_arguments" and len(str(caught.value)) < 120
 
 
-def test_windows_are_clamped_to_the_video_and_an_impossible_one_names_the_valid_range():
+def test_windows_are_clamped_and_an_impossible_one_names_the_range():
     assert crop(start_time=-10, end_time=5).window == (0, 5)
     assert crop(start_time=50, end_time=1e308).window == (50, 60)
     for start, end in ((10, 10), (20, 10), (60, 70), (-9, -1)):

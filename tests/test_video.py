@@ -475,7 +475,7 @@ def test_no_worker_outlives_its_parent(good, fake_av, end):
 # ---- threads and the cache -----------------------------------------------------------------------------------------
 
 
-def test_many_threads_share_decodes_errors_and_frames_that_nobody_can_change(good, tmp_path, asked):
+def test_threads_share_decodes_errors_and_frames_nobody_can_change(good, tmp_path, asked):
     bad = bad_file("text", tmp_path)
     asks = [([i % 11, 20 + i % 7, 59], (WIDTH, HEIGHT) if i % 3 else (48, 32)) for i in range(200)]
     with Videos(workers=2) as many, Videos(workers=1, cache_bytes=0) as one:
