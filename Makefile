@@ -47,7 +47,7 @@ soak: $(VENV)/.installed .venv-sglang/.installed
 test-qwen: $(VENV)/.installed .qwen/.fetched
 	$(BIN)/python -m pytest -m qwen
 
-# The paradox and its cure on one seed (8 minutes on two cores); fails if they do not show. Then one question that needs two
+# The paradox and its cure on one seed (8 to 13 minutes on two cores); fails if they do not show. Then one question that needs two
 # windows at once.
 demo: $(VENV)/.installed
 	$(BIN)/python -m study.paradox demo
