@@ -36,11 +36,12 @@ from runtime import config
 from runtime.api import Api, OpenAI, check_api
 from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub
 from runtime.dataset import DataError
-from runtime.engine import Engine, EngineError
+from runtime.engine import Engine
 from runtime.judge import Judge, JudgeError
 from runtime.render import Renderer, load_tokenizer
+from runtime.run import USER_ERRORS
 from runtime.video import Videos
-from runtime.visual import ContractError, VisualContract
+from runtime.visual import VisualContract
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,5 +325,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["table"]:
         sys.exit(tables.main(sys.argv[2:]))
     cfg, args = config.command_line(EvalConfig, __doc__)
-    errors = (config.ConfigError, ContractError, EngineError, DataError, FileNotFoundError)
-    config.run_script(dry_run if args.dry_run else main, cfg, *errors)
+    config.run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)
