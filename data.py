@@ -10,24 +10,20 @@ SFT, RL, evaluation and `ask` open every agent with the functions here. runtime/
 `python -m study.prepare` checks them, and makes the published ones ready. Deliberately missing: prompts per dataset.
 """
 
-import contextlib
 import hashlib
 import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from runtime.answers import normalise, parse_span
 from runtime.dataset import RowError, decode_json
-from runtime.render import Bundle, Renderer
-from runtime.video import Frames, VideoError, Videos
+from runtime.render import Bundle, Live, Renderer
+from runtime.video import Frames, Videos
 from runtime.visual import VisualContract
 
 # ------------------------------------------------------------------------------------------------ the nouns
@@ -75,7 +71,7 @@ class Call:
     turn: int
     name: str
     arguments: dict[str, Any]
-    text: str = ""  # what the model read: a report or an error text
+    text: str = ""  # what the model read: a report, an error, or which frames it was shown
     error: str = ""  # "" = executed; else one of CALL_ERRORS, or a kind of the tool's own
     window: tuple[float, float] | None = None  # seconds, after clamping
     seconds: float = 0.0
@@ -139,14 +135,25 @@ THINK_PREFIX = "<think>\n"  # forced at the start of every turn of a main agent
 NO_REPORT = "(empty report)"
 
 
-def main_messages(task: Task, overview: Sequence[Frames], with_tools: bool) -> list[dict]:
+def true_prompt(system: str, stamped: bool, tool_return: str = "subagent") -> str:
+    """Return a system prompt that claims no times where frames have no stamps, and no reports where calls return frames."""
+    text = system
+    if not stamped:
+        text = text.replace(", each after its time", "").replace(", and when", "")
+    if tool_return == "frames":
+        text = text.replace("each returns a report", "each returns frames of its window")
+    return type(system)(text)  # render.Live stays Live
+
+
+def main_messages(task: Task, overview: Sequence[Frames], with_tools: bool, stamped=True, returns="subagent") -> list:
     """Return the messages that open a main agent, in SFT, RL, evaluation and `ask` alike."""
     parts: list[str | Frames] = []
     for path, frames in zip(task.videos, overview, strict=True):
         if len(task.videos) > 1:  # tools pick a video by its name
             parts.append(f"\n{os.path.basename(path)}: ")
         parts.append(frames)
-    system = SYSTEM_WITH_TOOLS if with_tools else SYSTEM
+    # Ours, and live: it names the tags.
+    system = Live(true_prompt(SYSTEM_WITH_TOOLS if with_tools else SYSTEM, stamped, returns))
     return [{"role": "system", "content": system}, {"role": "user", "content": [*parts, "\n" + task.question]}]
 
 
@@ -180,16 +187,6 @@ def draw_frames(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0)
 # ------------------------------------------------------------------------------------------------ RL rows
 
 
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """Turn the errors of a row whose shape nobody foresaw into a RowError: it costs that row, not the run."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError) as error:
-        raise RowError(f"malformed: {error!r}") from error
-
-
-@_refusing()
 def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task:
     """Read `prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
     info = decode_json(row.get("extra_info") or {}, "extra_info")
@@ -227,8 +224,10 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     if kind == "oe" and not normalise(answer):
         raise RowError(f"answer = {answer!r}: the answer of an open question must have a word or a number")
 
+    name = origin if info.get("id") is None else str(info["id"])
+    name.encode()  # K and all seeds are drawn by its bytes, which half a character does not have
     return Task(
-        id=origin if info.get("id") is None else str(info["id"]),
+        id=name,
         question=users[-1].replace("<video>", "").strip(),
         videos=tuple(paths),
         kind=kind,
@@ -253,7 +252,7 @@ class Media:
     def frames(self, videos: Videos, contract: VisualContract) -> Frames:
         """Decode what is shown."""
         if self.still:
-            return _still(self.path, contract)
+            return videos.image(self.path, contract.frame_size)
         if self.start is None:
             return videos.overview(self.path, self.nframes or contract.overview_frames, contract.frame_size)
         fps, most = contract.crop_fps, contract.crop_max_frames
@@ -274,7 +273,6 @@ class Dialogue:
     system: str = SUBAGENT_SYSTEM
 
 
-@_refusing()
 def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> Dialogue:
     """Read `messages` (a JSON string or a list); tool results are `tool` messages, or user text in <tool_response> tags.
 
@@ -329,18 +327,19 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
 
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
     """Return the tokens and frames of a row, with mask 1 on the assistant's tokens only."""
-    contract = renderer.contract
+    contract, stamped = renderer.contract, bool(renderer.contract.stamp)
     media = [clip.frames(videos, contract) for clip in dialogue.media]
 
     # The opening that this agent has in a rollout.
     if dialogue.agent == "sub":
         if len(media) != 1:
             raise RowError(f"a sub-agent's row shows one video or image, this one {len(media)}")
-        messages = subagent_messages(media[0], dialogue.question or None, dialogue.request, dialogue.system)
+        system = true_prompt(dialogue.system, stamped)
+        messages = subagent_messages(media[0], dialogue.question or None, dialogue.request, system)
     else:
         paths = tuple(clip.path for clip in dialogue.media)
         task = Task(dialogue.id, dialogue.question, paths, "oe", "")
-        messages = main_messages(task, media, with_tools=dialogue.agent == "main")
+        messages = main_messages(task, media, dialogue.agent == "main", stamped)
 
     # The turns, their clips decoded.
     for turn in dialogue.turns:
@@ -418,17 +417,6 @@ def _responses(parts: list[str | Media]) -> list[list[str | Media]]:
     if current:
         raise RowError("text or media after the last </tool_response>")
     return responses
-
-
-def _still(path: str, contract: VisualContract) -> Frames:
-    """Read an image as one frame; it has no time, so it gets no stamp."""
-    try:
-        with Image.open(path) as image:
-            size = contract.frame_size(*image.size)
-            pixels = np.array(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))
-    except (OSError, Image.DecompressionBombError) as error:
-        raise VideoError(path, f"not a readable image: {error}") from None
-    return Frames(pixels[None], (None,))
 
 
 def _resolve(url: str, root: Path) -> str:

@@ -61,15 +61,7 @@ class Tool:
 def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> Look:
     """Show dense frames of one window."""
     path = choose_video(task, arguments)
-    duration = videos.info(path).duration
-    start, end = read_time(arguments, "start_time"), read_time(arguments, "end_time")
-    # An impossible window is an error; a window that reaches beyond the video is clamped to it.
-    whole = f"the video lasts from 0 to {duration:.1f} seconds"
-    if start >= end:
-        raise ToolError("bad_arguments", f"start_time must be less than end_time; {whole}.")
-    if start >= duration or end <= 0:
-        raise ToolError("bad_arguments", f"The window lies outside the video; {whole}.")
-    start, end = max(0.0, start), min(end, duration)
+    start, end = read_window(arguments, videos.info(path).duration)
     # The model may ask for a number of frames; otherwise the contract's rate gives it.
     fps, most = contract.crop_fps, contract.crop_max_frames
     if arguments.get("num_frames") is not None:
@@ -128,6 +120,17 @@ def read_time(arguments: dict, name: str) -> float:
             return int(clock[1] or 0) * 3600 + int(clock[2]) * 60 + float(clock[3])
         value = re.sub("(?:second|sec)?s?$", "", value.strip())
     return read_number(value, name)
+
+
+def read_window(arguments: dict, duration: float) -> tuple[float, float]:
+    """Read start_time and end_time. An impossible window is an error; one that reaches beyond the video is clamped to it."""
+    start, end = read_time(arguments, "start_time"), read_time(arguments, "end_time")
+    whole = f"the video lasts from 0 to {duration:.1f} seconds"
+    if start >= end:
+        raise ToolError("bad_arguments", f"start_time must be less than end_time; {whole}.")
+    if start >= duration or end <= 0:
+        raise ToolError("bad_arguments", f"The window lies outside the video; {whole}.")
+    return max(0.0, start), min(end, duration)
 
 
 def read_number(value: Any, name: str) -> float:

@@ -30,6 +30,8 @@ import yaml
 
 T = TypeVar("T")
 GOES_ON = "The same command goes on from what was saved"
+# Keys by which a config tells whose it is.
+SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
 
 
 class ConfigError(ValueError):
@@ -38,7 +40,10 @@ class ConfigError(ValueError):
 
 def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -> T:
     """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`."""
-    tree = read_tree(Path(path))
+    tree, hints = read_tree(Path(path)), typing.get_type_hints(cls)
+    for key, script in SCRIPTS.items():
+        if key in tree and key not in hints:
+            raise ConfigError(f"{path} is a config of {script}, as its `{key}` says; start {script} with it")
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
@@ -49,6 +54,10 @@ def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"override {override!r}: {parent} is a value, it has no keys below it")
+        # In a mapping of names, such as `splits`, one name looks as if it were the only one.
+        others = sorted(node.keys() - {leaf})
+        if others and parents and typing.get_origin(hints.get(parents[0])) is dict:
+            raise ConfigError(f"{override}: {', '.join(others)} would stay; write '{parents[0]}={{{leaf}: {text}}}'")
         try:
             node[leaf] = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -112,6 +121,8 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):  # X | None: the only union that configs use
         return None if value is None else _coerce(args[0], value, key, default)
+    if value is None and hint is not object:
+        raise ConfigError(f"{key}: the value is empty; give one, or leave the key out")
     if origin is typing.Literal:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"
@@ -170,7 +181,7 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     try:
         return load(cls, args.config, args.overrides), args
     except ConfigError as error:
-        leave(f"config error: {error}")
+        leave(f"error: {error}")
 
 
 def expandable_segments() -> None:
@@ -183,12 +194,17 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
     """Do a script's work and end the process; `errors`, a full disk and Ctrl-C are answered with a sentence."""
     interrupted = []
 
-    def interrupt(*_) -> NoReturn:
+    def interrupt(which: int, _) -> None:
+        """Raise KeyboardInterrupt, and again after a second if it was lost: Python drops what a file object raises while it
+        is deleted, and torch deletes one per saved tensor. While an exception is being handled the run is ending: wait."""
         interrupted.append(True)
-        raise KeyboardInterrupt
+        signal.setitimer(signal.ITIMER_REAL, 1)
+        if which == signal.SIGINT or sys.exception() is None:
+            raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+        for which in (signal.SIGINT, signal.SIGALRM):
+            signal.signal(which, interrupt)
     try:
         sys.exit(work(cfg))
     except errors as error:
@@ -199,6 +215,8 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         sys.exit(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def leave(sentence: str = "") -> NoReturn:

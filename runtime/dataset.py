@@ -4,20 +4,29 @@
     Dataset(cfg, parse_task).batch(step, size)        # RL rows -> Task
 
 A batch is a pure function of (seed, step): the position to resume at is the step number, and every rank takes its slice
-of the same batch, whatever the number of ranks. A bad row is reported once, skipped and counted.
+of the same batch, whatever the number of ranks. A bad row is reported once, skipped and counted: whatever is raised while
+it is read, parsed or encoded is its own (`row_errors`).
 
 Deliberately missing: epochs as a concept of the trainers, worker processes that load data (video.py has its own).
 """
 
+import contextlib
 import json
+import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from runtime.video import VideoError
+from runtime.visual import ContractError
+
+log = logging.getLogger(__name__)
+_logged: set[type] = set()  # types of exceptions whose traceback this process has shown
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,8 @@ class DataConfig:
     """Where relative paths of the rows start; empty: at the data file's own folder."""
     seed: int = 0
     max_bad_fraction: float = 0.01
-    """The run stops when more than this share of the rows that a rank meets is unusable."""
+    """The run stops when more than this share of the rows that a rank meets is unusable. In RL, each video that cannot be
+    shown counts as one, too."""
 
 
 class DataError(ValueError):
@@ -55,6 +65,25 @@ class DataError(ValueError):
 
 class RowError(DataError):
     """A row that cannot be used; the text is the reason. What parses rows raises it (docs/add_a_dataset.md)."""
+
+
+@contextlib.contextmanager
+def row_errors() -> Iterator[None]:
+    """Turn whatever is raised while one row is read, parsed or encoded into a RowError: rows come from outside, and nobody
+    foresees them all. The first of each type that is not a row's own logs its traceback, since it may be a bug of ours."""
+    try:
+        yield
+    except ContractError:  # no row can cause it: the chat template does not fit, which is true of the whole run
+        raise
+    except Exception as error:
+        reason = str(error)
+        if not isinstance(error, RowError | VideoError):
+            reason = f"{type(error).__name__}: {error}"
+            if type(error) not in _logged:
+                _logged.add(type(error))
+                log.exception("a row raised %s, for the first time:", type(error).__name__)
+        # What a row says may be a megabyte, and hold what no terminal takes: half a character, line breaks, commands.
+        raise RowError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:1000])) from error
 
 
 class Rows:
@@ -95,7 +124,7 @@ class Draw(NamedTuple):
 
     item: Any  # what `parse` made of it: a Task or a Dialogue, by its `id`
     epoch: int
-    repeat: int  # rows of the same id that stand before it in the batch of all ranks
+    repeat: int  # rows of the same id that stand before it in the batch of all ranks, where they are counted
 
 
 class Dataset:
@@ -124,21 +153,24 @@ class Dataset:
         """Rows of an epoch of the mixture."""
         return sum(_draws(self._mixture))
 
-    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw]:
-        """Return this rank's share of a step's batch. Bad rows leave it shorter."""
+    def batch(self, step: int, size: int, rank: int = 0, world: int = 1, count_ids: bool = False) -> list[Draw]:
+        """Return this rank's share of a step's batch. Bad rows leave it shorter. To count rows of the same id, the other
+        ranks' rows are parsed, too: only a parsed row tells its id."""
         draws, times = [], Counter()
         # A rank meets its share of the rows in the first epoch, and then others in every further one.
         self._share = min(self.total, max(self.total, (step + 1) * size) // world)
         for i in range(size):
+            mine = i % world == rank
+            if not mine and not count_ids:
+                continue
             source, rows, row, epoch = self._row(step * size + i)
             origin = f"{self._names[rows.path]}:{row}"
-            mine = i % world == rank
             if mine and origin in self.bad:
                 continue
-            # The other ranks' rows are parsed, too: their names count, and only a parsed row tells its own.
             root = Path(self.cfg.video_root or rows.path.parent)
             try:
-                item = self._parse(rows[row], origin, root, source.loss_weight)
+                with row_errors():
+                    item = self._parse(rows[row], origin, root, source.loss_weight)
             except RowError as error:
                 if mine:
                     self.reject(origin, str(error))
@@ -149,7 +181,7 @@ class Dataset:
         return draws
 
     def reject(self, origin: str, reason: str) -> None:
-        """Count a row as bad: named once, skipped from now on; too many stop the run."""
+        """Count a row, or a video of rows, as bad: named once; a row is skipped from now on. Too many stop the run."""
         if origin in self.bad:
             return
         self.bad[origin] = reason
@@ -206,5 +238,5 @@ def decode_json(value: Any, what: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
-        raise RowError(f"{what} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # brackets within brackets, a hundred thousand deep
+        raise RowError(f"{what} is not JSON: {error!r}") from None

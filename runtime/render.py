@@ -6,8 +6,8 @@
 A message is {"role": system|user|assistant|tool, "content": str | list of str and Frames}. Each frame becomes its time
 stamp followed by an image: `<12.5 seconds><|vision_start|><|image_pad|>...<|vision_end|>`.
 
-Text from outside (of users and tools) can never become a control token: every added token that it spells is tokenised
-as ordinary characters, unless the text is our own (`Live`).
+Text from outside can never become a control token: every added token that it spells is tokenised as ordinary characters,
+whoever's turn it stands in, a row's system prompt too. Only a text that we mark as our own (`Live`) is read as it is.
 """
 
 import codecs
@@ -63,7 +63,7 @@ _SAID = re.compile(rf"(?<={re.escape(_ASSISTANT)})(.*?{re.escape(END_OF_TURN)})"
 
 
 class Live(str):
-    """Text of our own in a user's or a tool's turn: the control tokens that it spells are live."""
+    """Text of our own: the control tokens that it spells are live."""
 
 
 def clock(seconds: float) -> str:
@@ -179,8 +179,8 @@ class Renderer:
                         stamp = "" if time is None else self.contract.stamp.format(time, i=i, clock=clock(time))
                         rendered += [{"type": "text", "text": stamp}, {"type": "image"}]
                 else:
-                    ours = role == "system" or isinstance(part, Live)
-                    rendered.append({"type": "text", "text": part if ours else self.inert(part, role)})
+                    text = part if isinstance(part, Live) else self.inert(part, role)
+                    rendered.append({"type": "text", "text": text})
             plain.append({"role": role, "content": rendered})
         text = self.tokenizer.apply_chat_template(plain, tools=tools, tokenize=False, add_generation_prompt=generate)
         return text, frames

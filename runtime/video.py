@@ -1,15 +1,16 @@
-"""Video files -> frames with true timestamps, without ever hanging or killing the run.
+"""Video and image files -> frames with true timestamps, without ever hanging or killing the run.
 
     with Videos(workers=4) as videos:
         frames = videos.window("v.mp4", 12.5, 20.0, size_rule, fps=1.0, max_frames=16)
 
-Datasets hold files that hang or crash a decoder inside C code, out of reach of any exception. So FFmpeg runs only in
-worker processes that can be killed and replaced: a bad file costs its own question a VideoError. A file that cannot be
+Datasets hold files that hang or crash a decoder inside C code, out of reach of any exception. So FFmpeg and Pillow run only
+in worker processes that can be killed and replaced: a bad file costs its own question a VideoError. A file that cannot be
 opened, or takes its decoder down with it, is quarantined: this process never asks for it again.
 
-Two verbs cross the pipe. `probe` reads the packets, without decoding them, into an index: the presentation time of each
-frame, and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted times come out.
-Frames are matched by presentation time, never by counting, which edit lists and open GOPs shift.
+Two verbs cross the pipe for videos. `probe` reads the packets, without decoding them, into an index: the presentation time
+of each frame, and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted times come
+out. Frames are matched by presentation time, never by counting, which edit lists and open GOPs shift. Images have two more:
+`measure` reads the header, `image` decodes and scales.
 
 Deliberately missing: audio, GPU decoding, URLs, subtitles, the choice of a frame's size (the caller's `size_rule`).
 """
@@ -24,9 +25,9 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,8 +41,10 @@ Identity = tuple[str, int, int]  # (real path, bytes, mtime in ns): a replaced f
 class VideoError(Exception):
     """A file that cannot give the frames asked for."""
 
-    def __init__(self, path: str | Path, reason: str):
+    def __init__(self, path: str | Path, reason: str, transient: bool = False):
         super().__init__(f"{path}: {reason}")
+        self.reason = reason
+        self.transient = transient  # the machine may be the cause: it was slow, or short of memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,12 +215,35 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
     return found
 
 
+# A phone's picture has up to 108 million pixels, an A3 page at 600 dpi 70 million, a frame in 8K 33 million.
+MAX_IMAGE_PIXELS = 120_000_000  # 360 MB once decoded
+
+
+def _measure(path: str) -> tuple[int, int]:
+    """Return an image's (width, height), which its header says; refuse one that is too large to decode."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        width, height = image.size
+    if width * height > MAX_IMAGE_PIXELS:
+        raise ValueError(f"{width} x {height} pixels, more than {MAX_IMAGE_PIXELS:,} in all: make it smaller")
+    return width, height
+
+
+def _image(path: str, size: tuple[int, int]) -> np.ndarray:
+    """Decode an image and scale it."""
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return np.array(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))  # [H, W, 3]
+
+
 def _serve(fd: int, timeout: float) -> None:
     """Answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone: a worker's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     import av  # noqa: F401 (before "ready": a missing decoder is our error, not that of the first video)
 
-    pipe, verbs = Connection(fd), {"probe": _probe, "decode": _decode}
+    pipe, verbs = Connection(fd), {"probe": _probe, "decode": _decode, "measure": _measure, "image": _image}
     try:
         pipe.send("ready")
         while True:
@@ -302,11 +328,14 @@ class Videos(AbstractContextManager):
         self._closed = False
         self._cache: OrderedDict[tuple, Future] = OrderedDict()  # oldest use first; not done: somebody decodes it
         self._cached_bytes = 0
-        self._bad: dict[Identity, str] = {}  # file -> what is wrong with it
+        self._bad: dict[Identity, tuple[str, bool]] = {}  # file -> what is wrong with it, and whether that is transient
+        # path -> why no overview of it can be shown, for whoever counts such files; not where the machine may be the cause
+        self.unreadable: dict[str, str] = {}
 
     def info(self, path: str | Path) -> VideoInfo:
-        identity = self._identify(path)
-        info = self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
+        with self._noting(path):
+            identity = self._identify(path)
+            info = self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
         info.times.flags.writeable = False
         return info
 
@@ -324,7 +353,8 @@ class Videos(AbstractContextManager):
     def overview(self, path: str | Path, k: int, size_rule: SizeRule) -> Frames:
         """Return k frames spread evenly over the video, or all of them if it has fewer."""
         info = self.info(path)
-        return self.frames(path, uniform_indices(info.n_frames, k), size_rule(info.width, info.height))
+        with self._noting(path):
+            return self.frames(path, uniform_indices(info.n_frames, k), size_rule(info.width, info.height))
 
     def window(
         self, path: str | Path, start: float, end: float, size_rule: SizeRule, fps: float, max_frames: int
@@ -333,6 +363,13 @@ class Videos(AbstractContextManager):
         info = self.info(path)
         indices = window_indices(info.times, start, end, fps, max_frames)
         return self.frames(path, indices, size_rule(info.width, info.height))
+
+    def image(self, path: str | Path, size_rule: SizeRule) -> Frames:
+        """Return an image as one frame; it has no time."""
+        identity = self._identify(path)
+        size = size_rule(*self._ask(path, identity, "measure"))
+        pixels = self._ask(path, identity, "image", size)
+        return Frames(pixels[None], (None,))
 
     def close(self) -> None:
         with self._lock:
@@ -343,16 +380,26 @@ class Videos(AbstractContextManager):
     def __exit__(self, *_) -> None:
         self.close()
 
+    @contextmanager
+    def _noting(self, path: str | Path) -> Iterator[None]:
+        """Note a file as unreadable if it turns out to be so."""
+        try:
+            yield
+        except VideoError as error:
+            if not error.transient:
+                self.unreadable[str(path)] = error.reason
+            raise
+
     def _identify(self, path: str | Path) -> Identity:
         try:
             status = os.stat(path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise VideoError(path, f"cannot be opened ({error}); check the path") from None
         if not stat.S_ISREG(status.st_mode):  # opening a FIFO or a device may block for ever
-            raise VideoError(path, "is not a regular file; pass the path of a video file")
+            raise VideoError(path, "is not a regular file; pass the path of a video or an image")
         identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns)
         if identity in self._bad:
-            raise VideoError(path, self._bad[identity])
+            raise VideoError(path, *self._bad[identity])
         return identity
 
     def _cached(self, key: tuple, make: Callable) -> VideoInfo | np.ndarray:
@@ -395,9 +442,9 @@ class Videos(AbstractContextManager):
             # Killed from outside, a worker says nothing about the file. If it answered while decoding, the file is
             # damaged in one place, and elsewhere good.
             outside = worker.process.returncode in (-signal.SIGKILL, -signal.SIGTERM) and not worker.expired
-            if not outside and (dead or verb == "probe"):
-                self._bad[identity] = value
-            raise VideoError(path, value)
+            if not outside and (dead or verb != "decode"):
+                self._bad[identity] = value, worker.expired
+            raise VideoError(path, value, outside or worker.expired)
         return value
 
     def _fit(self, worker: _Worker | None) -> _Worker:

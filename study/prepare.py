@@ -26,9 +26,9 @@ from tqdm import tqdm
 from data import Dialogue, Media, Task, encode_dialogue, parse_dialogue, parse_task
 from runtime import config
 from runtime.checks import find_checkpoint
-from runtime.dataset import DataConfig, RowError, Rows
+from runtime.dataset import DataConfig, RowError, Rows, row_errors
 from runtime.render import Renderer, load_tokenizer
-from runtime.video import Frames, VideoError, Videos
+from runtime.video import Frames, Videos
 from runtime.visual import VisualContract
 from tools import TOOLS, parse_calls
 
@@ -85,18 +85,19 @@ def check(target: str, model: str) -> int:
         """Do to a row what a training does, up to its tokens."""
         found = Looked()
         try:
-            row = rows[i]
-            parse = parse_dialogue if "messages" in row else parse_task
-            item = parse(row, f"row {i} of {rows.path}", home)
-            found.id = item.id
-            for clip in describe(item, tools, found):
-                clip.frames(videos, contract)
-            if renderer and isinstance(item, Dialogue):
-                schemas = [TOOLS[name].schema for name in tools]
-                found.tokens = len(encode_dialogue(item, videos, renderer, schemas))
-            if found.tokens > longest:
-                raise RowError(f"{found.tokens} tokens, more than pack_tokens = {longest}")
-        except (RowError, VideoError) as error:
+            with row_errors():
+                row = rows[i]
+                parse = parse_dialogue if "messages" in row else parse_task
+                item = parse(row, f"row {i} of {rows.path}", home)
+                found.id = item.id
+                for clip in describe(item, tools, found):
+                    clip.frames(videos, contract)
+                if renderer and isinstance(item, Dialogue):
+                    schemas = [TOOLS[name].schema for name in tools]
+                    found.tokens = len(encode_dialogue(item, videos, renderer, schemas))
+                if found.tokens > longest:
+                    raise RowError(f"{found.tokens} tokens, more than pack_tokens = {longest}")
+        except RowError as error:
             found.flaw = str(error)
         return found
 
@@ -165,6 +166,8 @@ def materialize(root: Path, parquet_dir: Path, output_dir: Path) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    if output_dir.resolve() == parquet_dir.resolve():  # a wrong `root` would spoil the only copy
+        raise ValueError(f"--output-dir {output_dir} is --parquet-dir itself; write into another folder")
     files = sorted(parquet_dir.glob("*.parquet"))
     if not files:
         print(f"{parquet_dir}: no parquet files here", file=sys.stderr)
@@ -196,8 +199,12 @@ def materialize(root: Path, parquet_dir: Path, output_dir: Path) -> int:
                     row[column] = json.dumps(walk(json.loads(row[column])), ensure_ascii=False)
                 else:
                     row[column] = walk(row[column])
-        pq.write_table(pa.Table.from_pylist(rows, table.schema), output_dir / file.name)
-        print(f"{output_dir / file.name}: {len(rows)} rows")
+        # Under another name first: half a file is never taken for a whole one, and what a link leads to stays.
+        target = output_dir / file.name
+        unborn = target.with_name(target.name + ".new")
+        pq.write_table(pa.Table.from_pylist(rows, table.schema), unborn)
+        unborn.rename(target)
+        print(f"{target}: {len(rows)} rows")
     if missing:
         listing = output_dir / "missing.txt"
         listing.write_text("".join(f"{n}\t{path}\n" for path, n in sorted(missing.items())))

@@ -17,7 +17,7 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from data import Media, Task, overview
+from data import Media, Task, main_messages, overview
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import ContractError, VisualContract, patchify
 from tools import crop_video
@@ -264,14 +264,23 @@ def test_outside_text_never_becomes_a_control_token(renderer, question, reply):
     added = set(renderer.tokenizer.added_tokens_decoder)
 
     def tokens(question, reply):
-        prompt = renderer.render([{"role": "user", "content": [noise(2), question]}], generate=True)
+        opening = [{"role": "system", "content": reply}, {"role": "user", "content": [noise(2), question]}]
+        prompt = renderer.render(opening, generate=True)
         return prompt.ids, renderer.continuation([reply]).ids
 
     prompt, delta = tokens(question, reply)
     harmless = tokens("q", "r")
     assert [t for t in prompt + delta if t in added] == [t for ids in harmless for t in ids if t in added]
-    assert re.sub("|".join(ODD), "", question) in renderer.decode(prompt)
+    assert all(re.sub("|".join(ODD), "", text) in renderer.decode(prompt) for text in (question, reply))
     assert re.sub("|".join(ODD), "", reply) in renderer.decode(delta)
+
+
+def test_our_own_system_prompt_has_the_live_tags_of_the_chat_template(toy_renderer):
+    messages = main_messages(Task("t", "Which?", (), "oe", "x"), [], with_tools=True)
+    plain = [message | {"content": "".join(message["content"])} for message in messages]
+    theirs = toy_renderer.tokenizer.apply_chat_template(plain, return_dict=False)
+    assert toy_renderer.render(messages).ids == theirs
+    assert theirs.count(toy_renderer.tokenizer.convert_tokens_to_ids("<think>")) == 1
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])

@@ -28,21 +28,24 @@ class Fork:
             shutil.copy(path, root)
         for room in ("runtime", "evals", "study", "configs"):
             shutil.copytree(REPO / room, root / room)
+        (root / "tests").mkdir()
+        for name in ("conftest", "scripts", "tiny_checkpoint"):
+            shutil.copy(REPO / "tests" / f"{name}.py", root / "tests")
         (root / "toy_data").mkdir()
         for path in toy.iterdir():  # what a guide adds beside them stays in the copy
             (root / "toy_data" / path.name).symlink_to(path)
         blocks = re.findall(r"^```(\w+)\n(.*?)^```$", (REPO / "docs" / guide).read_text("utf-8"), re.M | re.S)
         self.diffs = [text for kind, text in blocks if kind == "diff"]
-        self.configs = [text for kind, text in blocks if kind == "yaml"]
+        self.files = [text for kind, text in blocks if kind in ("yaml", "python")]
         self.commands = [text for kind, text in blocks if kind == "sh"]
 
     def change(self) -> None:
-        """Apply the guide's diffs, and write its configs where their first line says."""
+        """Apply the guide's diffs, and write its configs and tests where their first line says."""
         for diff in self.diffs:
             told = subprocess.run(["patch", "-p1"], cwd=self.root, input=diff, text=True, capture_output=True)
             assert told.returncode == 0, f"{told.stdout}\n{diff}"
-        for text in self.configs:
-            (self.root / re.match(r"# (configs/\S+\.yaml)\n", text)[1]).write_text(text, "utf-8")
+        for text in self.files:
+            (self.root / re.match(r"# ((?:configs|tests)/\S+)\n", text)[1]).write_text(text, "utf-8")
 
     def shell(self, i: int) -> str:
         """What the guide's i-th block of commands prints: its Python runs in forked processes, `cat` in bash."""
@@ -73,7 +76,8 @@ def fork(tmp_path, toy_dir):
 
 def a_call_runs_beside_its_siblings() -> None:
     """An episode whose agent calls both tools, the new one also badly."""
-    from test_rollout import play, reports, text_of, turns, user_turns
+    from test_rollout import reports, text_of, user_turns
+    from tiny_checkpoint import play, turns
 
     from rollout import RolloutConfig
     from runtime import config
@@ -140,6 +144,7 @@ def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
     fork.shell(0)
     episode = json.loads((fork.root / "zoom.json").read_text("utf-8"))
     assert '"zoom_frame"' in episode["main"]["text"] and not episode["error"]
+    assert "1 passed" in fork.shell(1)
 
 
 # ---- a reward

@@ -79,9 +79,14 @@ def test_where_memory_is_full_frames_travel_as_images(client):
 def test_servers_get_the_context_of_the_config_and_its_flags_after_it(monkeypatch, tmp_path):
     """SGLang would reserve 2 GB for the model's own context, and start with no longer one."""
     opened = []
-    monkeypatch.setattr(rollout, "SGLang", lambda *args, **options: opened.append(options["server_args"]))
+
+    def server(*args, server_args, **rest):
+        return SimpleNamespace(wait_until_ready=lambda: opened.append(server_args))
+
+    monkeypatch.setattr(rollout, "SGLang", server)
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
     for asked in (24_576, 40_000):
         rollout.open_engine(tmp_path, None, gpus=(0,), server_args=("--a=1",), max_context=asked)
     rollout.open_engine("m", None, urls=("http://node7:1",), max_context=24_576)
+    rollout.open_engine("m", None, urls=("http://node7:1",), wait=False)
     assert opened == [("--context-length", "24592", "--a=1"), ("--context-length", "32768", "--a=1"), ()]

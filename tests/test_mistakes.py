@@ -34,6 +34,9 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     for name, there in (("configs", REPO / "configs"), ("toy_data", toy_dir)):
         (root / name).symlink_to(there)
     (root / "holiday").mkdir()
+    (root / "linked").mkdir()
+    (root / "linked" / "model").symlink_to(toy_dir / "model")
+    (root / "same").symlink_to(toy_dir)
     (root / "notes.txt").write_text("milk")
     shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths now lead nowhere
     shutil.copytree(toy_dir / "model", root / "qwen25")
@@ -66,16 +69,23 @@ MISTAKES = [  # and those of the page
     # the command line and YAML
     ("no equals sign", f"{SFT} steps 5", "override 'steps': write it as key.sub=value"),
     ("no such YAML", "sft.py configs/toysft.yaml", "No such file"),
-    ("another script's YAML", "rl.py configs/toy_sft.yaml", "unknown key; RLConfig has group_size, kl"),
+    ("another script's YAML", "rl.py configs/toy_sft.yaml", "configs/toy_sft.yaml is a config of sft.py, as its `batch_rows` says; start sft.py with it"),
+    ("RL's YAML", "eval.py configs/grpo_8b.yaml", "configs/grpo_8b.yaml is a config of rl.py"),
+    ("an evaluation's YAML", "sft.py configs/eval/toy.yaml", "configs/eval/toy.yaml is a config of eval.py"),
+    ("an empty value", f"{SFT} run=", "run: the value is empty; give one, or leave the key out"),
     ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not among tools.TOOLS: crop_video"),
     ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, answer, structure"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),
+    ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
+    ("its own start, elsewhere in the run", f"{RL} policy.checkpoint=qwen25 run=.", "'qwen25' is in the folder of run = '.'"),
+    ("a folder that is no run's", f"{RL} policy.checkpoint=qwen25 run=same", "same has a model or states, but no config.yaml to say of which run: choose another `run`"),
     ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl', this code runs dense Qwen3-VL"),
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python -m study.prepare materialize`"),
     ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "no field `prompt`, as RL rows have it; rows with `messages` are for sft.py"),
+    ("sources as output", "study/prepare.py materialize --root gone --parquet-dir holiday --output-dir linked/../holiday", "--output-dir linked/../holiday is --parquet-dir itself; write into another folder"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "greedy episodes of a group are all alike"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
@@ -111,6 +121,7 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
     base = f"{SFT} run=once steps=1 batch_rows=2 val=null"
     try:
         assert not typed(base)[0] and (desk / "once" / "model").is_dir()
+        assert "finished; the model of step 1 is exported again" in typed(base)[1]
         status, told = typed(f"{base} batch_rows=4")
         assert status == 1 and "once is of a run with other settings (batch_rows: 2, now 4), so it cannot go on" in told
         # A setting that is younger than the run had its default there; one that is gone makes it another version's.
@@ -145,6 +156,18 @@ def test_a_resumed_run_may_find_its_data_elsewhere_but_not_mix_them_anew(tmp_pat
         key = change.partition("=")[0]
         with pytest.raises(ConfigError, match=rf"is of a run with other settings \({key}: .*, so it cannot go on"):
             checks.check_run(cfg(change))
+
+
+def test_materialize_never_writes_into_a_source(tmp_path, typed, toy_dir):
+    (tmp_path / "out").mkdir()
+    for name in ("a", "b"):
+        shutil.copy(toy_dir / "val.parquet", tmp_path / f"{name}.parquet")
+    (tmp_path / "out" / "a.parquet").symlink_to(tmp_path / "a.parquet")
+    before = (tmp_path / "a.parquet").read_bytes()
+    command = f"study/prepare.py materialize --root gone --parquet-dir {tmp_path} --output-dir {tmp_path}/out"
+    assert "media files" in typed(command)[1]
+    assert (tmp_path / "a.parquet").read_bytes() == before
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.parquet", "b.parquet", "missing.txt"]
 
 
 # ------------------------------------------------------------------------------------------------ the page

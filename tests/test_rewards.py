@@ -152,7 +152,7 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
 
 def test_the_rewards_load_no_client_of_an_endpoint():
     """Past bug: they asked the judge themselves, so who read a reward read an HTTP client, too."""
-    code = "import sys, rewards; sys.exit(sum(name in sys.modules for name in ('runtime.api', 'requests')))"
+    code = "import sys, rewards; sys.exit(sum(name in sys.modules for name in ('openai', 'httpx', 'requests')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 

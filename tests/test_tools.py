@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_checkpoint import CONTRACT, MemoryVideos
 
 from data import Task
-from tools import TOOLS, Look, ToolError, choose_video, parse_calls, read_time, use
+from tools import TOOLS, Look, ToolError, choose_video, parse_calls, read_time, read_window, use
 
 TASK = Task("t", "What happens?", ("/data/first.mp4", "/data/second.mp4"), "oe", "")
 
@@ -126,6 +126,7 @@ def test_what_is_no_time_is_a_text_for_the_model(written):
 def test_windows_are_clamped_and_an_impossible_one_names_the_range():
     assert crop(start_time=-10, end_time=5).window == (0, 5)
     assert crop(start_time=50, end_time=1e308).window == (50, 60)
+    assert read_window({"start_time": "-1", "end_time": "0:45"}, 37.3) == (0, 37.3)  # as other tools call it
     for start, end in ((10, 10), (20, 10), (60, 70), (-9, -1)):
         with pytest.raises(ToolError, match="from 0 to 60.0 seconds"):
             crop(start_time=start, end_time=end)

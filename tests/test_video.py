@@ -5,6 +5,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import wave
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from scripts import REPO, alive, wait_for
 
+from data import Media
 from runtime import video
 from runtime.video import VideoError, Videos, uniform_indices, window_indices
+from runtime.visual import VisualContract
 
 WIDTH, HEIGHT = 96, 64
 # Without look-ahead x264 writes the same file each time; with it, the bits depend on how busy the machine is.
@@ -288,7 +292,7 @@ def test_a_bad_file_is_a_clear_error_and_costs_nobody_else(reader, good, tmp_pat
     with pytest.raises(VideoError) as caught:
         reader.overview(path, 60, same_size)
     assert str(caught.value).startswith(f"{path}: ") and reason in str(caught.value)
-    assert len(reader._bad) - before == quarantined
+    assert len(reader._bad) - before == quarantined and reader.unreadable[str(path)] in str(caught.value)
     assert number(reader.frames(good, [17], (WIDTH, HEIGHT)).pixels[0]) == 17
 
 
@@ -332,6 +336,7 @@ def test_damage_costs_the_frames_that_it_hits_and_no_others(tmp_path):
             assert [number(p) for p in frames.pixels] == list(range(0, 30, 5))
             with pytest.raises(VideoError, match="cannot be decoded"):
                 videos.frames(path, range(30, 100, 5), (WIDTH, HEIGHT))
+        assert not videos.unreadable  # its overview was never asked for
 
 
 def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, good, asked):
@@ -344,6 +349,44 @@ def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, go
         assert asked == ["probe"] and len(reasons) == 1
         path.write_bytes(Path(good).read_bytes())
         assert videos.info(path).n_frames == 60
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+def test_an_image_is_one_frame_without_a_time_that_a_worker_decodes(reader, tmp_path, asked):
+    path = tmp_path / "a.png"
+    Image.fromarray(picture(5)).save(path)
+    frames = reader.image(path, lambda width, height: (width // 2, height // 4))
+    expected = Image.fromarray(picture(5)).resize((WIDTH // 2, HEIGHT // 4), Image.Resampling.BICUBIC)
+    assert np.array_equal(frames.pixels, np.asarray(expected)[None]) and frames.times == (None,)
+    assert asked == ["measure", "image"]
+
+
+def test_an_image_of_too_many_pixels_is_never_decoded(reader, tmp_path, asked):
+    path = tmp_path / "a.png"
+    Image.new("1", (12_000, 12_000)).save(path)
+    for _ in range(2):
+        with pytest.raises(VideoError, match="12000 x 12000 pixels, more than 120,000,000"):
+            reader.image(path, same_size)
+    assert asked == ["measure"]
+
+
+def test_a_pipe_in_the_place_of_an_image_holds_up_nobody(reader, tmp_path):
+    """Past bug: the trainer opened it, and waited without end."""
+    os.mkfifo(tmp_path / "a.png")
+    told = []
+
+    def show() -> None:
+        try:
+            Media(str(tmp_path / "a.png"), still=True).frames(reader, VisualContract())
+        except VideoError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert [line.partition(": ")[2] for line in told] == ["is not a regular file; pass the path of a video or an image"]
 
 
 # ---- workers that hang, crash, age and end -------------------------------------------------------------------------
@@ -362,6 +405,9 @@ def test_a_hung_worker_is_killed_and_replaced_and_its_siblings_work_on(good, tmp
         with pytest.raises(VideoError, match=r"hung its decoder for 1\.5 s"):
             hung.result(timeout=4)
         assert not alive(victim)
+        with pytest.raises(VideoError, match="hung its decoder"):  # out of use, but the machine may have been the cause
+            videos.info(good)
+        assert not videos.unreadable
         assert len(videos.overview(other, 4, same_size)) == 4 and victim not in worker_pids(videos)
 
 
@@ -376,7 +422,7 @@ def test_only_a_file_that_crashes_two_workers_by_itself_is_quarantined(good, tmp
     with Videos(workers=1) as videos:
         with pytest.raises(VideoError, match=r"killed its decoder \(exit code -"):
             videos.info(good)
-        assert len(videos._bad) == quarantined
+        assert len(videos._bad) == len(videos.unreadable) == quarantined
 
 
 def test_a_worker_that_is_killed_while_it_starts_is_started_again(good, tmp_path, fake_av):

@@ -1,4 +1,8 @@
-"""An untrained Qwen3-VL with a tokenizer and chat template, and in-memory videos: what the rollout's tests stand on."""
+"""An untrained Qwen3-VL with a tokenizer and chat template, in-memory videos and scripted agents: what the tests of the
+rollout and of a tool stand on.
+
+    [episode] = play(renderer, turns("Closer.</think>" + call + END, last, report="It is red."), tools=("my_tool",))
+"""
 
 import json
 import threading
@@ -10,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 import data
-from data import Trajectory
+from data import Episode, Task, Trajectory
+from rollout import RolloutConfig, rollout
 from runtime.engine import Sample
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
@@ -20,6 +25,10 @@ from tools import TOOLS
 
 # Four tokens per frame: with one, M-RoPE positions are plain ones and prove nothing.
 CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)
+
+
+TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
+END = "<|im_end|>"
 
 
 def build(path: Path, contract: VisualContract = CONTRACT, seed: int = 0, **sizes) -> Path:
@@ -107,6 +116,9 @@ class Scripted:
         said = said[:max_new_tokens]
         return Sample(said, [-1.0] * len(said), finish, self.version)
 
+    def wait_until_ready(self) -> None:
+        pass
+
     def expect(self, change: int) -> None:
         with self._lock:
             self.expected += change
@@ -122,6 +134,29 @@ class Scripted:
 
 def is_subagent(prompt: str) -> bool:
     return data.SUBAGENT_SYSTEM in prompt
+
+
+def turns(*said, report="I saw a cat."):
+    """Make an agent that says these turns, one after the other, and sub-agents that report."""
+
+    def reply(prompt: str, seed: int) -> str:
+        if is_subagent(prompt):
+            return (report(prompt) if callable(report) else report) + END
+        turn = prompt.count("<|im_start|>assistant") - 1
+        return said[min(turn, len(said) - 1)]
+
+    return reply
+
+
+def play(
+    renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, engine=None, videos=None, k=4, step=0, **cfg
+) -> list[Episode]:
+    """Return the episodes of agents that say what `reply` returns. `cfg`: settings of RolloutConfig."""
+    common = {"engine": engine or Scripted(renderer, reply, latency), "videos": videos or MemoryVideos()}
+    settings = RolloutConfig(**{"max_context": 100_000, **cfg})
+    ks = [k] * len(tasks)
+    groups = rollout(tasks, ks, group_size, cfg=settings, step=step, progress=False, renderer=renderer, **common)
+    return [episode for group in groups for episode in group.episodes]
 
 
 def check_trajectory(agent: Trajectory, renderer: Renderer) -> None:
