@@ -9,8 +9,9 @@ RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: 
 it, the score (and under `lenient` both, as the splits' own scorers read), calls, costs, and the error if there was one.
 Its first line holds the settings that shape a result; a file of answers under other settings is refused.
 
-An item is asked again if it ended in an error (which counts as wrong until then), or if its question, options, answer
-or subtitles have changed. `limit=2` asks two items of each split, and needs no other videos; a larger one goes on.
+An item is asked again if it ended in an error or an API's refusal (which count as wrong until then), or if its question,
+options, answer or subtitles have changed. `limit=2` asks two items of each split, and needs no other videos; a larger
+one goes on.
 
 Deliberately missing: several checkpoints in a run, several machines for a run, ensembles, majority votes.
 """
@@ -18,13 +19,20 @@ Deliberately missing: several checkpoints in a run, several machines for a run, 
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
+import os
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from huggingface_hub import snapshot_download
 from tqdm import tqdm
+from transformers import AutoConfig
 
 import data
 from evals import tables
@@ -34,14 +42,18 @@ from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import RolloutConfig, Stage, derive, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub
+from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub
 from runtime.dataset import DataError
 from runtime.engine import Engine
 from runtime.judge import Judge, JudgeError
+from runtime.plan import plan_engine
 from runtime.render import Renderer, load_tokenizer
 from runtime.run import USER_ERRORS
 from runtime.video import Videos
 from runtime.visual import VisualContract
+
+# A server on each GPU of this machine; without SGLang, the model runs in this process.
+GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +65,7 @@ class EvalConfig:
     name: str
     """The row of the table. A name of published.yaml, also "ParaVT-8B (own)", brings its published numbers along."""
     checkpoint: str
-    """A Hugging Face folder, or its name on the hub."""
+    """A Hugging Face folder, the name of a model on the hub that a file of configs/ uses, or hub:OWNER/MODEL."""
     splits: dict[str, str]
     """Split -> the folder of its dataset."""
     frames: tuple[int, ...] = (64,)
@@ -61,7 +73,7 @@ class EvalConfig:
     arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
     """How the protocol `agent` may call tools (`rollout.dispatch`). Every split is asked once in each way."""
     prompting: Prompting = Prompting()
-    rollout: RolloutConfig = RolloutConfig(temperature=0.0)
+    rollout: RolloutConfig = RolloutConfig(temperature=0.0, gpus=GPUS, concurrency=32 * max(1, len(GPUS)))
     api: Api = Api()
     """A model behind an API, asked in place of the checkpoint. The checkpoint's tokenizer and chat template still write
     the prompts; `rollout.concurrency` bounds the requests under way."""
@@ -72,7 +84,7 @@ class EvalConfig:
     limit: int = 0
     """Only the first so many items of each split; 0: all."""
     seed: int = 0
-    decoders: int = 8
+    decoders: int = min(64, os.cpu_count() or 1)
 
     def __post_init__(self):
         unknown = [name for name in self.splits if name not in SPLITS]
@@ -80,6 +92,8 @@ class EvalConfig:
             raise ValueError(f"splits = {unknown}: there is only {', '.join(SPLITS)}")
         if not self.agentic and self.arms != ("parallel",):
             raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has them")
+        if not self.frames or not self.arms:
+            raise ValueError("frames and arms: each needs at least one value, or nothing is asked")
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
         if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):
@@ -97,20 +111,8 @@ class EvalConfig:
 
 def main(cfg: EvalConfig) -> int:
     """Ask what has not been answered yet, and print the table; exit status 1 where all items of a split failed."""
-    check_run(cfg)
-    source, contract = find_model(cfg)
-    renderer = Renderer(load_tokenizer(source), contract)
-    weights = cfg.api.model if cfg.api.url else weights_digest(source)
-
-    # What has been answered is not asked again.
-    cells, todo = cells_of(cfg), []
-    for cell in cells:
-        header = settings(cfg, cell, contract, weights)
-        records = earlier_results(cell, header)
-        answered = {record["id"] for record in records}
-        items = [item for item in cell.items if item.task.id not in answered]
-        if items:
-            todo.append((cell, items, [header, *records]))
+    cells, source = cells_of(cfg), find_model(cfg)
+    renderer, todo = prepare(cfg, cells, source)
 
     # Ask the rest. Nothing is written before the engine is there.
     if todo:
@@ -131,47 +133,93 @@ def main(cfg: EvalConfig) -> int:
 
 
 def dry_run(cfg: EvalConfig) -> int:
-    """Print what is there and missing, and what the published run did otherwise; exit status 1 if data is missing."""
+    """Print what is there and missing, and what the published run did otherwise; exit status 1 if something is missing.
+    What else the run would refuse ends the dry run, too, with the same sentence."""
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    missing = 0
+    cells, missing = [], 0
     for split, root in cfg.splits.items():
         try:
-            count = len(load_split(split, root, cfg.limit))
-            print(f"  ok      {split}: {count} items, {count * len(cfg.frames) * len(cfg.arms)} episodes")
+            found = cells_of(replace(cfg, splits={split: root}))
+            print(f"  ok      {split}: {len(found[0].items)} items, {len(found) * len(found[0].items)} episodes")
+            cells += found
         except DataError as error:
             missing = 1
             print(f"  MISSING {split}: {error}")
 
-    for text in tables.read_published()["differs"].get(cfg.name.partition(" (")[0], ()):
-        print(f"  note    the published run: {text}")
+    for text in unlike_published(cfg):
+        print(f"  note    {text}")
 
-    # What the model needs: a refusal ends the dry run with its sentence.
-    if on_the_hub(cfg.checkpoint):
-        print(f"  note    {cfg.checkpoint} is not here; the run would fetch it from the hub")
-    else:
-        find_model(cfg)
-    check_api(cfg.api)
-    if not cfg.api.url:
-        check_servers(cfg.rollout)
+    source = None
+    try:
+        source = find_model(cfg, fetch=False)
+        if not source:
+            print(f"  note    {cfg.checkpoint} is not here; the run would fetch it from the hub")
+    except config.ConfigError as error:
+        missing = 1
+        print(f"  MISSING {error}")
+    prepare(cfg, cells, source)
     return missing
 
 
-def find_model(cfg: EvalConfig) -> tuple[Path, VisualContract]:
-    """Return the checkpoint's folder and contract. Of a model behind an API, only the tokenizer is needed."""
-    source = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)
-    contract = cfg.visual or VisualContract.load(source)
-    contract.check(source)
-    return source, contract
+def unlike_published(cfg: EvalConfig) -> list[str]:
+    """List how this run differs from its row in configs/eval, and that one from the published run."""
+    row, found = cfg.name.partition(" (")[0], []
+    ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or VisualContract()))
+    for path in sorted(tables.PUBLISHED.parent.glob("*.yaml")):
+        if config.read_tree(path).get("name") == row:
+            theirs = dataclasses.asdict(config.load(EvalConfig, path))
+            for key, text in config.differences(theirs, ours).items():
+                shapes_results = key.startswith(("frames", "arms", "prompting", "rollout", "visual"))
+                if shapes_results and key not in MAY_CHANGE:
+                    found.append(f"unlike {path.name}: {text}")
+    for group in tables.read_published()["differs"].get(row, ()):
+        found += [f"the published run: {text}" for text in group]
+    return found
+
+
+def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
+    """Return the checkpoint's folder; one on the hub is fetched, or None. A model behind an API needs the tokenizer only."""
+    name = cfg.checkpoint.removeprefix("hub:")
+    if not Path(name).is_dir():
+        # Without the prefix, a name that no config has is a path.
+        configs = [path.read_text("utf-8") for path in (Path(__file__).parent / "configs").rglob("*.yaml")]
+        known = re.search(rf"(^checkpoint|family): {re.escape(name)}[\s,}}]", "\n".join(configs), re.M)
+        if not on_the_hub(name) or not (known or name != cfg.checkpoint):
+            rule = "no such folder, and no file of configs/ names it; training leaves RUN/model, the hub has hub:OWNER/MODEL"
+            raise config.ConfigError(f"checkpoint = {cfg.checkpoint!r}: {rule}")
+        if not fetch:
+            try:
+                cached = Path(snapshot_download(name, local_files_only=True))
+            except OSError:
+                return None
+            return cached if cfg.api.url or any(cached.glob("*.safetensors")) else None
+    return find_checkpoint(name, weights=not cfg.api.url)
+
+
+def check_engine(cfg: EvalConfig, source: Path | None) -> None:
+    """Refuse a model or a judge that does not answer, and a model that does not fit into the GPUs that it is given."""
+    if cfg.grading.open_answer == "judge":
+        check_api(cfg.grading.judge)
+    if cfg.api.url:
+        check_api(cfg.api)
+        return
+    check_servers(cfg.rollout)
+    if source and torch.cuda.is_available() and not cfg.rollout.urls:
+        model = AutoConfig.from_pretrained(source)
+        stored = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+        weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it computes in bf16
+        longest = cfg.rollout.max_context  # one trajectory, at least
+        plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
 
 
 def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
     if cfg.api.url:
-        check_api(cfg.api)
         return OpenAI(cfg.api, renderer)
-    check_servers(cfg.rollout)
+    gpus = () if cfg.rollout.urls else cfg.rollout.gpus  # all of this machine, by default
     return open_engine(
-        source, renderer, gpus=cfg.rollout.gpus, urls=cfg.rollout.urls, server_args=cfg.rollout.server_args,
-        max_batch_tokens=cfg.rollout.max_batch_tokens, max_context=cfg.rollout.max_context,
+        source, renderer, gpus=gpus, urls=cfg.rollout.urls, server_args=cfg.rollout.server_args,
+        tensor_parallel=cfg.rollout.tensor_parallel, max_batch_tokens=cfg.rollout.max_batch_tokens,
+        max_context=cfg.rollout.max_context, logs=Path(cfg.run) / "logs",
     )  # fmt: skip
 
 
@@ -203,21 +251,54 @@ def cells_of(cfg: EvalConfig) -> list[Cell]:
     return found
 
 
+def prepare(cfg: EvalConfig, cells: Sequence[Cell], source: Path | None) -> tuple[Renderer | None, list]:
+    """Refuse what could not run, or would mix with other results: the run and its dry run both come by here. Return the
+    renderer, and (cell, items to ask, lines before them) where there are any. A dry run may lack cells or the source."""
+    check_run(cfg)
+    renderer, headers, todo = None, [], []
+    if source:
+        contract = cfg.visual or VisualContract.load(source)
+        contract.check(source)
+        renderer = Renderer(load_tokenizer(source), contract)
+        weights = cfg.api.model if cfg.api.url else weights_digest(source)
+
+        # What has been answered is not asked again.
+        for cell in cells:
+            header = settings(cfg, cell, contract, weights)
+            headers.append(tables.Results(header, []))
+            records = earlier_results(cell, header)
+            answered = {record["id"] for record in records}
+            items = [item for item in cell.items if item.task.id not in answered]
+            if items:
+                todo.append((cell, items, [header, *records]))
+
+        # Other files of this folder may be of another model.
+        mine = {cell.path for cell in cells}
+        others = [path for path in sorted(Path(cfg.run).glob("*-K*-*.jsonl")) if path not in mine]
+        tables.refuse_mixtures([*map(tables.read_results, others), *headers])
+
+    if todo or not (source and cells):
+        check_engine(cfg, source)
+    return renderer, todo
+
+
 def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str) -> dict[str, Any]:
     """Collect what shapes a result, for the file's first line. Where and how fast it is computed does not; what a fork's
     tool asks its sub-agents (`Look.request`) is not seen here."""
     rollout, grading = dataclasses.asdict(cell.rollout), cfg.grading
-    elsewhere = ("gpus", "urls", "server_args", "max_batch_tokens", "concurrency", "call_timeout", "dispatch")
+    elsewhere = MAY_CHANGE | {"rollout.dispatch"}
     prompts = [cfg.prompting.texts]
     if cfg.agentic:
-        prompts += [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST]
-        prompts += [cell.rollout.schemas]
+        for text in (data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM):
+            prompts.append(data.true_prompt(text, bool(contract.stamp), cell.rollout.tool_return))
+        prompts += [data.SUBAGENT_REQUEST, cell.rollout.schemas]
     place = {"name": cfg.name, "split": cell.split, "k": cell.k, "arm": cell.arm, "total": cell.total}
     header = place | {
         "weights": weights,
+        "api": {"url": cfg.api.url, "parameters": cfg.api.parameters},
         "prompts": digest(prompts),
         "prompting": dataclasses.asdict(cfg.prompting),
-        "rollout": {name: value for name, value in rollout.items() if name not in elsewhere},
+        "rollout": {name: value for name, value in rollout.items() if f"rollout.{name}" not in elsewhere},
         "visual": dataclasses.asdict(contract),
         "grading": {"open_answer": grading.open_answer, "untagged_answer": grading.untagged_answer},
         "judge": grading.judge.model,
@@ -227,11 +308,16 @@ def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash the names and sizes of a checkpoint's files and the first MiB of each, where a shard has trained weights."""
-    whole = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.is_file()):
+    """Hash a checkpoint: names and sizes of its files, and 1024 blocks of 4 KiB spread over each, so small files whole.
+    Training changes weights everywhere; a change between the blocks, such as of one norm, is not seen."""
+    whole, block = hashlib.sha256(), 4096
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt", ".safetensors")):
+        size = path.stat().st_size
+        whole.update(f"{path.name}/{size}/".encode())
         with path.open("rb") as file:
-            whole.update(f"{path.name}/{path.stat().st_size}/".encode() + file.read(1 << 20))
+            for start in range(0, size, max(block, size // 1024)):
+                file.seek(start)
+                whole.update(file.read(block))
     return whole.hexdigest()[:16]
 
 

@@ -4,13 +4,14 @@
 
 1. Scores with 95 % intervals: one row per model, arm and reading of the answers (READINGS), each split at the K of the
    paper's table, with the average of its columns and the gain over the baseline's first arm; other K in rows of their
-   own; under it what was published. A split that is not finished says `n of N`; errors count as wrong.
+   own; its gain item by item; what was published of finished splits. Others say `n of N`; errors count as wrong.
 2. What a score cost, and how clean it is: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
 
 Deliberately missing: significance tests, breakdowns.
 """
 
 import argparse
+import difflib
 import json
 import signal
 import sys
@@ -24,6 +25,7 @@ import numpy as np
 import yaml
 
 from evals.benchmarks import figures
+from runtime.config import differences
 from runtime.dataset import DataError
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
@@ -32,6 +34,7 @@ LEGEND = """
 
 strict: an answer counts where its protocol asks for it: the agent's in closed tags as in training, all of `direct`'s.
 lenient: read as the splits' own scorers do, in prose too. The published numbers are lenient.
+gain: points over the baseline on the items of both, and how many they are. Intervals: bootstrap over videos.
 Models of other authors are asked in our words, unless their run names a prompt_file."""
 
 
@@ -67,19 +70,28 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """Read a file of results. A last line that a kill has torn is ignored."""
-    content = path.read_bytes()
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
-    settings, *records = map(json.loads, lines)
-    return Results(settings, records)
+    """Read a file of results. A last line that a kill has torn is ignored; any other damage raises DataError."""
+    content, found = path.read_bytes(), []
+    lines = content[: content.rfind(b"\n") + 1].splitlines() or [b""]
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line))
+            found[-1]["total" if number == 1 else "id"]
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f"{path}: line {number} is damaged; delete it (line 1: the file), to ask again") from None
+    return Results(found[0], found[1:])
 
 
 def collect(runs: Sequence[str | Path]) -> list[Results]:
-    """Read the results in the folders of all runs."""
+    """Read the results in the folders of all runs. A damaged file is named and left out."""
     results, paths = [], {}
     for run in runs:
         for path in sorted(Path(run).glob("*-K*-*.jsonl")):
-            found = read_results(path)
+            try:
+                found = read_results(path)
+            except DataError as error:
+                print(f"left out: {error}", file=sys.stderr)
+                continue
             cell = (found.name, found.arm, found.k, found.split)
             if cell in paths:
                 raise DataError(f"{paths[cell]} and {path} have the same place in the table: give one another `name`")
@@ -91,16 +103,29 @@ def collect(runs: Sequence[str | Path]) -> list[Results]:
     return results
 
 
+def refuse_mixtures(results: Sequence[Results]) -> None:
+    """Refuse results of one name that come of different models or ways of sampling: a row would be true of neither."""
+    first = {}
+    for r in results:
+        identity = {key: r.settings.get(key) for key in ("weights", "api", "rollout")}
+        other, expected = first.setdefault(r.name, (r, identity))
+        wrong = differences(expected, identity)
+        wrong.pop("rollout.max_context", None)  # a limit, that one split may need more of
+        if wrong:
+            told = f"{other.split} K={other.k} {other.arm} and {r.split} K={r.k} {r.arm} differ ({'; '.join(wrong.values())})"
+            raise DataError(f"name = {r.name!r}: {told}; give one another `name` and `run`, or delete its file")
+
+
 def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of values in 0 ... 1. The questions of one video are not independent, so
-    videos are the sample, not questions."""
+    """Return the 95 % interval of the mean, by bootstrap. The questions of one video are not independent, so videos are
+    drawn, with all their questions; of one video alone nothing is known."""
     _, index = np.unique(list(videos), return_inverse=True)
     sums, counts = np.bincount(index, values), np.bincount(index)  # [C], C videos
-    mean, c = sums.sum() / counts.sum(), len(counts)
-    # se² = C / (C - 1) · Σ_c (S_c - n_c · mean)² / N²; of one video nothing is known, and Σ is 0
-    variance = c / max(1, c - 1) * ((sums - counts * mean) ** 2).sum() / counts.sum() ** 2
-    half = 1.96 * variance**0.5
-    return max(0.0, float(mean - half)), min(1.0, float(mean + half))
+    if len(counts) == 1:
+        return np.nan, np.nan
+    drawn = np.random.default_rng(0).integers(len(counts), size=(1000, len(counts)))  # [1000, C]
+    low, high = np.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def executed(record: dict) -> int:
@@ -116,7 +141,9 @@ def costs(r: Results) -> dict[str, float]:
         totals["failed_calls"] += len(x["calls"]) - executed(x)
         for name in ("turns", "tokens", "agent_tokens", "seconds"):
             totals[name] += x[name]
-        totals["error_rate"] += 100 * bool(x["error"])
+        refused = x["error"].startswith("Refusal: ")
+        totals["error_rate"] += 100 * (bool(x["error"]) and not refused)
+        totals["refused_rate"] += 100 * refused
         totals["unparsed_rate"] += 100 * (x["prediction"] is None and not x["error"])
         totals["truncated_rate"] += 100 * x["truncated"]
     return {name: total / len(r.records) for name, total in totals.items()}
@@ -132,9 +159,14 @@ def read_published() -> dict[str, Any]:
 def report(runs: Sequence[str | Path], baseline: str = "") -> str:
     """Print all tables as Markdown; returns the text."""
     results, published = collect(runs), read_published()["table"]
+    refuse_mixtures(results)
     names = list(dict.fromkeys(r.name for r in results))
+    baseline = baseline or names[0]
+    if baseline not in names:
+        near = difflib.get_close_matches(baseline, names, n=1, cutoff=0)[0]
+        raise DataError(f"--baseline {baseline!r}: no results have that name; did you mean {near!r}?")
     results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
-    text = scores_table(results, published, baseline or names[0]) + "\n\n" + costs_table(results)
+    text = scores_table(results, published, baseline) + "\n\n" + costs_table(results)
     print(text)
     return text
 
@@ -163,7 +195,8 @@ def put_between_marks(path: Path, name: str, writer: str, text: str, title: str)
 
 def scores_table(results: Sequence[Results], published: dict, baseline: str) -> str:
     # Group the results into rows. K is "paper" for the K of the paper's table, where Charades has its own.
-    splits, columns = dict.fromkeys(r.split for r in results), published["columns"]
+    found, columns = dict.fromkeys(r.split for r in results), published["columns"]
+    splits = sorted(found, key=[*columns, *found].index)  # in the paper's order, then others
     published_k = dict(zip(columns, published["frames"]))
     rows, bases, lines = {}, {}, []
     for r in results:
@@ -185,9 +218,18 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
                 summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
                 lines.append([name, arm, reading, ks, *cells, *summary])
 
-        # What was published of it, if it has any of these splits.
+            # Item by item, where the baseline has the same ones: also of `limit=20`.
+            for reading in READINGS:
+                cells = dict.fromkeys(splits, "")
+                for split in row.keys() & base.keys():
+                    cells[split] = gain_cell(row[split].read(reading), base[split].read(reading))
+                if base is not row and any(cells.values()):
+                    lines.append([name, arm, f"gain, {reading}", ks, *cells.values(), "", ""])
+
+        # What was published of the splits that it has finished.
         scores = published_scores(name, published)
-        cells = [scores.get(split, "") for split in splits]
+        done = {r.split for r in results if r.name == name and r.complete()}
+        cells = [scores.get(split, "") if split in done else "" for split in splits]
         if any(cells):
             summary = average_and_gain(scores, published_scores(baseline, published), columns)
             lines.append([name, "published", "lenient", "", *cells, *summary])
@@ -215,15 +257,36 @@ def average_and_gain(ours: dict[str, float], base: dict[str, float], columns: Se
     return average, gain
 
 
-def score_cell(r: Results) -> str:
-    headline = [x for x in r.records if r.split != "mmvu" or x["kind"] == "mcq"]  # what the first figure is the mean of
-    if not headline:
+def headline(r: Results) -> list[dict]:
+    """Return the records that the split's first figure is the mean of."""
+    return [x for x in r.records if r.split != "mmvu" or x["kind"] == "mcq"]
+
+
+def mean_cell(values: Sequence[float], records: Sequence[dict], sign: str = "") -> str:
+    """Write the mean of the records' values with its interval, in percent."""
+    if not records:
         return ""
-    low, high = interval([x["score"] for x in headline], ["/".join(x["videos"]) for x in headline])
-    cell = f"{r.score():.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-    if not r.complete():
+    low, high = interval(values, ["/".join(x["videos"]) for x in records])
+    return f"{100 * sum(values) / len(values):{sign}.1f} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+
+
+def score_cell(r: Results) -> str:
+    records = headline(r)
+    cell = mean_cell([x["score"] for x in records], records)
+    if cell and not r.complete():
         cell += f" ({len(r.records)} of {r.settings['total']})"
     return cell
+
+
+def gain_cell(ours: Results, base: Results) -> str:
+    """Write the gain on the items that both have, its interval, and how many they are."""
+    theirs = {(x["id"], x.get("item")): x["score"] for x in headline(base)}  # an item that has changed is another one
+    gains, shared = [], []
+    for x in headline(ours):
+        if (x["id"], x.get("item")) in theirs:
+            gains.append(x["score"] - theirs[x["id"], x.get("item")])
+            shared.append(x)
+    return f"{mean_cell(gains, shared, '+')} ({len(gains)})" if gains else ""
 
 
 def published_scores(name: str, published: dict) -> dict[str, float]:

@@ -1,12 +1,12 @@
 """api.py: a model behind an OpenAI-compatible chat endpoint: asked as it is, or as an engine. For evaluation only.
 
-    check_api(Api(url="https://HOST/v1", model="gpt-4o"))    # refuses a missing key, and an address without an answer
-    Chat(api).ask(messages, max_tokens=8)                    # -> (text, "stop" or "length")
+    check_api(Api(url="https://HOST/v1", model="gpt-4o"))    # one small request, before the first item
+    Chat(api).ask(messages, max_tokens=8, temperature=0)     # -> (text, "stop" or "length"), or Refusal, or EngineError
     engine = OpenAI(api, renderer)                           # engine.generate(ids, frames, ...), as engine.py says
 
-To the engine, a prompt goes out as the messages that its ids spell, frames as images in their places. The reply comes
-back as text, which the renderer's tokenizer cuts into ids and thus counts; what the API itself counted is printed at the
-end. Log-probs are unknown (0), so nothing that is sampled here can be trained on.
+The openai package sends requests, again where that can help. The engine's prompts go out as the messages that their ids
+spell. The renderer's tokenizer cuts a reply into ids; what the API itself counted is printed at the end. Log-probs are
+unknown (0), so nothing that is sampled here can be trained on.
 
 Deliberately missing: forced openings of a turn, seeds, stop tokens, streaming.
 """
@@ -14,17 +14,16 @@ Deliberately missing: forced openings of a turn, seeds, stop tokens, streaming.
 import base64
 import io
 import os
-import random
+import re
 import sys
-import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
-import numpy as np
+from PIL import Image
 
 from runtime.config import ConfigError
-from runtime.engine import EngineError, Sample
+from runtime.engine import Engine, EngineError, Sample
 from runtime.render import END_OF_TURN, IMAGE_PAD, VISION_END, VISION_START, Renderer
 from runtime.video import Frames
 
@@ -40,79 +39,84 @@ class Api:
     model: str = ""
     key: str = "OPENAI_API_KEY"
     """The environment variable that holds the key, which is written nowhere; empty: no key is sent."""
+    timeout: float = 180.0
+    """Seconds of an attempt. A busy API gets seven."""
+    parameters: dict[str, object] = field(default_factory=dict)
+    """Replaces what a request says beside its messages; null drops it. OpenAI's o-series and gpt-5 need
+    {max_completion_tokens: N, temperature: null}, where N includes their thoughts."""
 
     def __post_init__(self):
         if self.url and not self.model:
             raise ValueError(f"url = {self.url!r}: needs the name of a model, too")
+        if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself: not repeated here
+            raise ValueError("key: give the name of an environment variable that holds it, such as OPENAI_API_KEY")
+
+
+class Refusal(EngineError):
+    """The model refused, or a filter did; the text is the reason."""
 
 
 def check_api(api: Api) -> None:
-    """Refuse an API without its key, or that does not answer at all."""
-    import requests
-
-    if not api.url:
-        return
-    if api.key and not os.environ.get(api.key):
-        raise ConfigError(f"api.key = {api.key!r}: there is no such environment variable; export it, or name another")
+    """Refuse an API that fails a small request: before the first item, a wrong key or model costs nothing."""
     try:
-        requests.get(f"{api.url.rstrip('/')}/models", timeout=10)  # whatever it says, it is there
-    except requests.RequestException as error:
-        raise ConfigError(f"api.url = {api.url!r} does not answer: {error}") from None
+        Chat(api, retries=1).ask([{"role": "user", "content": "Say yes."}], max_tokens=16, temperature=0)
+    except Refusal:
+        pass  # it answers
+    except EngineError as error:
+        cure = "correct url, model or parameters, or the key in the environment"
+        raise ConfigError(f"{api.model!r} fails a first small request: {error}; {cure}") from None
 
 
 class Chat:
-    """Client of one endpoint, for many threads at once. It asks again, ever more slowly, where that can help."""
+    """Client of one endpoint, for many threads at once."""
 
-    def __init__(self, api: Api, attempts: int = 6, timeout: float = 600.0, patience: float = 1.0):
-        self.api, self.attempts = api, attempts
-        self.timeout = timeout  # seconds of one attempt
-        self.patience = patience  # seconds before the second attempt; doubles
-        self.counted = {"requests": 0, "prompt_tokens": 0, "completion_tokens": 0}
-        self._key = os.environ.get(api.key, "") if api.key else ""
-        self._lock = threading.Lock()
+    def __init__(self, api: Api, retries: int = 6):
+        import openai  # here: it takes half a second, and most runs ask no API
+
+        self.api, self.usages, self.key = api, [], os.environ.get(api.key, "").strip()
+        if api.key and not self.key:
+            raise ConfigError(f"key = {api.key!r}: there is no such environment variable; export it, or name another")
+        local = urlsplit(api.url).hostname in ("localhost", "127.0.0.1", "::1")  # nothing for a proxy
+        http = openai.DefaultHttpxClient(trust_env=not local, event_hooks={"response": [give_up_without_quota]})
+        self.client = openai.OpenAI(
+            base_url=api.url, api_key=self.key, max_retries=retries, http_client=http,
+            timeout=openai.Timeout(api.timeout, connect=10),
+        )  # fmt: skip
 
     def ask(self, messages: list[dict], **settings) -> tuple[str, str]:
-        """Return (text, stop or length), or raise EngineError."""
-        import requests
+        """Return (text, stop or length), or raise Refusal or EngineError."""
+        import openai
 
-        body = {"model": self.api.model, "messages": messages, **settings}
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        problem, pause = "", self.patience
-        for attempt in range(self.attempts):
-            if attempt:  # jitter: requests that were refused together must not return together
-                time.sleep(pause * random.uniform(1.0, 1.5))
-                pause *= 2
-            try:
-                reply = requests.post(
-                    f"{self.api.url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=self.timeout
-                )
-            except requests.RequestException as error:
-                problem = str(error)
-                continue
-            told = reply.text.replace(self._key, "[the key]") if self._key else reply.text
-            problem = f"status {reply.status_code}: {told[:300]}"
-            if reply.status_code in (408, 409, 429) or reply.status_code >= 500:
-                if reply.headers.get("Retry-After", "").isdecimal():
-                    pause = max(pause, float(reply.headers["Retry-After"]))
-                continue
-            if reply.status_code >= 400:
-                raise EngineError(f"{self.api.url}: {problem}")
-            try:
-                answer = reply.json()
-                choice = answer["choices"][0]
-                said = str(choice["message"]["content"] or "")
-            except (ValueError, KeyError, IndexError, TypeError):
-                continue
-            usage = answer.get("usage") or {}
-            with self._lock:
-                self.counted["requests"] += 1
-                for name in ("prompt_tokens", "completion_tokens"):
-                    self.counted[name] += usage.get(name) or 0
-            return said, "length" if choice.get("finish_reason") == "length" else "stop"
-        raise EngineError(f"{self.api.url}: no answer after {self.attempts} tries, last: {problem}")
+        # A request has one of both limits.
+        settings |= self.api.parameters
+        if "max_completion_tokens" in settings:
+            settings["max_tokens"] = None
+        body = {name: value for name, value in settings.items() if value is not None}
+        reply = ""
+        try:
+            reply = self.client.chat.completions.create(model=self.api.model, messages=messages, extra_body=body)
+            message, finish = reply.choices[0].message, reply.choices[0].finish_reason
+            said, refusal = message.content, message.refusal
+        except (openai.OpenAIError, AttributeError, IndexError, TypeError) as error:
+            told = f"{error} {error.__cause__ or reply}".strip()
+            if self.key:
+                told = told.replace(self.key, "[the key]")
+            raise EngineError(f"{self.api.url}: {told[:300]}") from None
+        self.usages.append(reply.usage)
+
+        # An answer that thoughts have cut off has no content either.
+        if refusal or finish in ("content_filter", "tool_calls") or (said is None and finish != "length"):
+            raise Refusal(refusal or f"no answer, finish_reason {finish}")
+        return said or "", "length" if finish == "length" else "stop"
 
 
-class OpenAI:
+def give_up_without_quota(response) -> None:
+    """Let the client ask again after 429 only where the API is busy, not where no money is left."""
+    if response.status_code == 429 and b"insufficient_quota" in response.read():
+        response.headers["x-should-retry"] = "false"
+
+
+class OpenAI(Engine):
     """The engine."""
 
     version = 0
@@ -144,7 +148,11 @@ class OpenAI:
             if token == begin:
                 content = []
             elif token == image:
-                content.append({"type": "image_url", "image_url": {"url": data_url(pictures[shown])}})
+                # A request has a limit of its size, and 64 PNGs come near it.
+                file = io.BytesIO()
+                Image.fromarray(pictures[shown]).save(file, "jpeg", quality=95, subsampling=0)
+                url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+                content.append({"type": "image_url", "image_url": {"url": url}})
                 shown += 1
             elif token == end:
                 # The first line of a turn is its role.
@@ -152,18 +160,9 @@ class OpenAI:
                 messages.append({"role": role, "content": [part for part in content if part.get("text") != ""]})
         return messages
 
-    def expect(self, change: int) -> None:
-        """An API batches on its own."""
-
     def close(self) -> None:
-        counts = ", ".join(f"{n} {name}" for name, n in self.chat.counted.items())
-        print(f"{self.chat.api.model}: {counts}", file=sys.stderr)
-
-
-def data_url(pixels: np.ndarray) -> str:
-    """Write a frame ([H, W, 3] uint8) as a JPEG: a request has a limit of its size, and 64 PNGs come near it."""
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "jpeg", quality=95, subsampling=0)
-    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+        counts = {"requests": len(self.chat.usages), "prompt_tokens": 0, "completion_tokens": 0}
+        for usage in self.chat.usages:
+            for name in ("prompt_tokens", "completion_tokens"):
+                counts[name] += getattr(usage, name, 0) or 0
+        print(f"{self.chat.api.model}: {', '.join(f'{n} {name}' for name, n in counts.items())}", file=sys.stderr)

@@ -10,9 +10,9 @@ import json
 import re
 from dataclasses import dataclass
 
+from runtime.api import Api, Chat
 from runtime.engine import EngineError
 
-TRIES, SECONDS = 3, 30.0
 LONGEST_ANSWER = 1000  # characters that the judge reads
 # The answer is written by the model that is graded: as a string of JSON, it cannot pass for a part of the request.
 PROMPT = (
@@ -24,13 +24,11 @@ VERDICT = re.compile(r"\W*(yes|no)\W*", re.I)  # the whole reply
 
 
 @dataclass(frozen=True)
-class JudgeConfig:
-    """An OpenAI-compatible chat endpoint that grades open answers."""
+class JudgeConfig(Api):
+    """A chat endpoint that grades open answers."""
 
-    url: str = ""
-    model: str = ""
     key: str = ""
-    """The environment variable that holds the endpoint's key; empty: no key is sent."""
+    timeout: float = 30.0
 
 
 class JudgeError(RuntimeError):
@@ -41,26 +39,19 @@ class Judge:
     """Asks for verdicts, for many threads at once. Each is kept: a group often gives the same answer."""
 
     def __init__(self, cfg: JudgeConfig):
-        from runtime.api import Api, Chat  # here, because the rewards import this file and need no client
-
-        self.cfg, self.verdicts = cfg, {}  # the request -> its verdict
-        self.chat = Chat(Api(cfg.url, cfg.model, cfg.key), attempts=TRIES, timeout=SECONDS)
+        self.chat = Chat(cfg, retries=2) if cfg.url else None
+        self.verdicts = {}  # the request -> its verdict
 
     def __call__(self, question: str, gold: str, answer: str) -> float:
         given = json.dumps(answer[:LONGEST_ANSWER], ensure_ascii=False)
         prompt = PROMPT.format(question=question, gold=gold, answer=given)
         if prompt not in self.verdicts:
-            self.verdicts[prompt] = self.ask(prompt)
-        return self.verdicts[prompt]
-
-    def ask(self, prompt: str) -> float:
-        said = ""
-        for _ in range(TRIES):
             try:
-                said, _ = self.chat.ask([{"role": "user", "content": prompt}], temperature=0, max_tokens=8)
+                said, _ = self.chat.ask([{"role": "user", "content": prompt}], max_tokens=8, temperature=0)
             except EngineError as error:
-                raise JudgeError(str(error)) from None
+                raise JudgeError(f"{type(error).__name__}: {error}") from None
             verdict = VERDICT.fullmatch(said)
-            if verdict:
-                return float(verdict[1].lower() == "yes")
-        raise JudgeError(f"{self.cfg.url}: no yes or no after {TRIES} tries; the last reply: {said[:200]}")
+            if not verdict:
+                raise JudgeError(f"neither yes nor no, but {said[:200]!r}")
+            self.verdicts[prompt] = float(verdict[1].lower() == "yes")
+        return self.verdicts[prompt]

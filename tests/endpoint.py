@@ -1,9 +1,21 @@
-"""A chat endpoint in a thread: real HTTP, and replies that a test has written."""
+"""A chat endpoint in a thread: real HTTP, requests held to the official types, and replies that a test has written."""
 
+import contextlib
 import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
+from pydantic import TypeAdapter
+
+REQUEST = TypeAdapter(CompletionCreateParamsNonStreaming)
+
+
+def hold_to_the_types(body: dict) -> None:
+    for message in REQUEST.validate_python(body)["messages"]:
+        list(message["content"])  # checked as it is read
+    assert set(body) <= set(CompletionCreateParamsNonStreaming.__annotations__)
 
 
 class Endpoint(ThreadingHTTPServer):
@@ -13,8 +25,9 @@ class Endpoint(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.replies, self.bodies, self.keys, self.lock = list(replies), [], set(), threading.Lock()
         self.under_way, self.most = 0, 0  # requests
+        self.seconds, self.wrong = 0.05, []  # of a reply; requests that the official types refuse
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -26,7 +39,12 @@ class _Handler(BaseHTTPRequestHandler):
             there.bodies.append(body)
             there.keys.add(self.headers["Authorization"])
             reply = there.replies.pop(0) if len(there.replies) > 1 else there.replies[0]
-        time.sleep(0.05)
+        try:
+            assert self.path.endswith("/v1/chat/completions")
+            hold_to_the_types(body)
+        except (AssertionError, ValueError) as error:
+            there.wrong.append(f"{body}: {error}")
+        time.sleep(there.seconds)
         if isinstance(reply, str):
             choice = {"message": {"content": reply}, "finish_reason": "stop"}
             reply = 200, {}, {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}
@@ -34,10 +52,11 @@ class _Handler(BaseHTTPRequestHandler):
             there.under_way -= 1
         status, headers, body = reply
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in {"Content-Type": "application/json", **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
+        with contextlib.suppress(BrokenPipeError):  # nobody waits any more
+            self.wfile.write(json.dumps(body).encode())
 
     def log_message(self, *_):
         pass

@@ -1,5 +1,6 @@
 """Evaluation: interrupted and failing runs end with the results of one that was neither; tables are computed by hand."""
 
+import importlib.util
 import json
 import math
 import os
@@ -14,13 +15,16 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
 from endpoint import Endpoint
-from scripts import REPO, start, wait_for
+from scripts import REPO, Forked, finish, start, wait_for
 from tiny_checkpoint import Scripted, is_subagent
 
 import data
@@ -31,7 +35,7 @@ from evals import protocols, tables
 from evals.benchmarks import load_split
 from evals.tables import interval, read_results
 from rollout import derive
-from runtime import config, judge
+from runtime import config
 from runtime.dataset import DataError
 from runtime.engine import EngineError
 from runtime.render import END_OF_TURN
@@ -162,9 +166,9 @@ def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, m
     (tmp_path / "words.yaml").write_text('user: "{frames} {question}"')
     shutil.copytree(toy_dir / "model", tmp_path / "trained")
     weights = tmp_path / "trained" / "model.safetensors"
-    changed = bytearray(weights.read_bytes())
-    changed[8 + int.from_bytes(changed[:8], "little")] ^= 1  # the first weight, behind the header: of equal size
-    weights.write_bytes(changed)
+    before = weights.read_bytes()
+    kept = len(before) * 3 // 4  # past bug: only the first MiB of a file was looked at
+    weights.write_bytes(before[:kept] + bytes(byte ^ 1 for byte in before[kept:]))
     path = write()
     model(says("red"))
     run(path)
@@ -181,6 +185,31 @@ def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, m
         with pytest.raises(config.ConfigError, match="made under other settings") as error:
             run(path, change)
         assert says_what in str(error.value)
+
+
+def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, model, toy_dir, tmp_path):
+    """Past bug: retrained, and asked the splits that were left, a model shared its row with its predecessor."""
+    path, engines = write(), model(says("red"))
+    run(path)
+    shutil.copytree(toy_dir / "model", tmp_path / "trained")
+    (tmp_path / "trained" / "model.safetensors").write_bytes(bytes(10_000))
+    for work in (evaluation.main, dry_run):
+        for change, named in (
+            (f"checkpoint={tmp_path}/trained", "weights: "),
+            ("rollout.temperature=1", "rollout.temperature: 0.0, now 1"),
+        ):
+            with pytest.raises(
+                DataError, match=f"name = 'toy': toy K=4 direct and toy K=8 direct differ .*{named}.*another `name`"
+            ):
+                work(load(path, "frames=[8]", change))
+    assert len(engines) == 1 and not results_file(tmp_path, k=8).exists()
+    run(path, "frames=[8]", "rollout.max_context=30000")
+    # Two folders of one name are a row, too.
+    changed = read_results(results_file(tmp_path)).settings | {"weights": "others", "split": "mlvu"}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "mlvu-K4-direct.jsonl").write_text(json.dumps(changed) + "\n" + json.dumps(line("0", 1)) + "\n")
+    with pytest.raises(DataError, match="toy K=4 direct and mlvu K=4 direct differ .weights: '.*', now 'others'"):
+        tables.report([tmp_path / "run", tmp_path / "b"])
 
 
 def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_dir, tmp_path):
@@ -307,16 +336,19 @@ def test_a_connection_that_fails_leaves_nothing(write, monkeypatch, tmp_path):
 
 
 def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(judge, "TRIES", 1)
-    settings = {"open_answer": "judge", "judge": {"url": "http://127.0.0.1:1/v1", "model": "j"}}
-    path = write(grading=settings)
+    monkeypatch.setattr("openai._base_client.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    there = Endpoint("Yes.", (500, {}, {"error": "gone"}))
+    path = write(grading={"open_answer": "judge", "judge": {"url": there.url, "model": "j"}})
     model(says("reddish"))
     run(path)
+    there.shutdown()
     for answer, prediction, score, judged, turns, _, error in found(results_file(tmp_path)).values():
         assert (answer, prediction, score, judged, turns) == ("reddish", None, 0.0, False, 1)
-        assert error.startswith("JudgeError: http://127.0.0.1:1/v1: no answer after 1 tries")
+        assert error.startswith(f"JudgeError: EngineError: {there.url}: Error code: 500")
     header, _, row = sections(capsys.readouterr().out)["Per item"]
     assert row[header.index("error_rate")] == "100.00"
+    with pytest.raises(config.ConfigError, match="'j' fails a first small request: http://127.0.0.1:1/v1"):
+        run(path, "grading.judge.url=http://127.0.0.1:1/v1")  # before an item is asked in vain
     there = Endpoint("Yes.")
     run(path, f"grading.judge.url={there.url}")  # where the judge runs is no setting
     there.shutdown()
@@ -381,6 +413,7 @@ def test_an_interval_is_the_binomials_and_as_wide_as_there_are_videos():
     low, high = interval(ones, [str(i // 10) for i in range(1000)])  # ten questions a video, right or wrong together
     assert high - low == pytest.approx(width * math.sqrt(10), rel=0.15)
     assert interval([1, 0] * 50, [f"v{i // 2}" for i in range(100)]) == (0.5, 0.5)  # all videos are alike
+    assert str(interval([1, 1, 1], ["v"] * 3)) == "(nan, nan)"  # of one video nothing is known
 
 
 def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
@@ -397,7 +430,7 @@ def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
             write_results(tmp_path / name, split, [line("0", scores[split] / 100)], name=name, arm=arm, k=k)
         write_results(tmp_path / name, "charades", lines("1"), name=name, arm=arm, k=64)  # asked at both
     shown = sections(tables.report([tmp_path / row[0] for row in expected], baseline="Qwen3-VL-8B"))
-    found = {(row[0], row[1], row[3]): row[-2:] for row in shown["Scores"][2:]}
+    found = {(row[0], row[1], row[3]): row[-2:] for row in shown["Scores"][2:] if not row[2].startswith("gain")}
     for name, arm, average, gain in expected:
         assert found[name, arm, "32, 64"] == found[name, "published", ""] == [average, gain]
         assert found[name, arm, "64"] == ["", "+0.0 / +0.0 % (1)"]  # its other Charades
@@ -405,13 +438,55 @@ def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
 
 def test_a_score_says_what_is_missing_or_published(tmp_path):
     rows = [*lines("110"), line("3", 0, error="EngineError: gone", prediction=None)]
-    write_results(tmp_path, "videomme", rows, name="ParaVT-8B (mine)", total=2700)
     write_results(tmp_path, "lvbench", lines("1100"), name="ParaVT-8B (mine)")  # still a row of the table
+    write_results(tmp_path, "videomme", rows, name="ParaVT-8B (mine)", total=2700)
     header, _, *scores = sections(tables.report([tmp_path]))["Scores"]
+    assert header[4:6] == ["videomme", "lvbench"]  # in the paper's order, whichever file comes first
     by_split = [dict(zip(header, row)) for row in scores]
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\] \(4 of 2700\)", by_split[0]["videomme"])
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\]", by_split[0]["lvbench"])
-    assert (by_split[-1]["arm"], by_split[-1]["videomme"], by_split[-1]["lvbench"]) == ("published", "62.1", "39.8")
+    assert (by_split[-1]["arm"], by_split[-1]["videomme"], by_split[-1]["lvbench"]) == ("published", "", "39.8")
+
+
+def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_path):
+    """With limit=20 there was none, but the published scores of all 2700 items stood beside the 20."""
+    ours = [line(f"{v}-{n}", v < 6, video=f"v/{v}.mp4", item="q") for v in range(7) for n in range(3)][:20]
+    base = [row | {"score": float(i % 2), "lenient": row["lenient"] | {"score": 1.0}} for i, row in enumerate(ours)]
+    base[0]["item"] = "another question"
+    write_results(tmp_path / "a", "videomme", ours, name="ParaVT-8B", total=2700)
+    write_results(tmp_path / "b", "videomme", base[:19], name="Qwen3-VL-8B", total=2700)
+    found = sections(tables.report([tmp_path / "a", tmp_path / "b"], "Qwen3-VL-8B"))
+    assert "published" not in {row[1] for row in found["Scores"]}
+    # Of items 1 to 18, ours has 17 and the base 9 (the odd ones), or all 18 in the lenient reading.
+    gains = {row[2]: row[4] for row in found["Scores"] if row[2].startswith("gain")}
+    strict, lenient = (re.fullmatch(r"(\S+) \[(\S+), (\S+)\] \(18\)", cell).groups() for cell in gains.values())
+    assert (strict[0], lenient[0]) == ("+44.4", "-5.6") and lenient[2] == "+0.0"
+    # All 7 ** 7 draws of 7 videos: two items of the first, one of the last, three of the others.
+    sums, counts = np.array([2, 3, 3, 3, 3, 3, 0]) - [1, 2, 1, 2, 1, 2, 0], np.array([2, 3, 3, 3, 3, 3, 1])
+    draws = np.array(np.meshgrid(*[np.arange(7)] * 7)).reshape(7, -1)
+    exact = np.quantile(100 * sums[draws].sum(0) / counts[draws].sum(0), [0.025, 0.975])
+    assert [float(strict[1]), float(strict[2])] == pytest.approx(exact, abs=3)
+
+
+def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_path, capsys):
+    write_results(tmp_path, "videomme", lines("11"))
+    for number, damage in ((2, b'{"id": "0", "sc\n'), (1, b"\n"), (1, b'{"id": "0"}\n')):
+        path = write_results(tmp_path, "lvbench", lines("10"))
+        content = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([*content[: number - 1], damage, *content[number:]]))
+        with pytest.raises(DataError, match=f"lvbench-K64-parallel.jsonl: line {number} is damaged; delete it"):
+            read_results(path)
+        header, _, row, *_ = sections(tables.report([tmp_path]))["Scores"]
+        assert header[4:-2] == ["videomme"] and row[4].startswith("100.0")
+        assert f"left out: {path}: line {number} is damaged" in capsys.readouterr().err
+
+
+def test_a_baseline_that_is_not_there_is_refused_with_the_nearest_name(tmp_path):
+    """The column of gains was empty, and nobody said why."""
+    for name in ("ParaVT-8B (own)", "Qwen3-VL-8B (own)"):
+        write_results(tmp_path / name, "lvbench", lines("1"), name=name)
+    with pytest.raises(DataError, match=r"--baseline 'Qwen3-VL-8B': .* did you mean 'Qwen3-VL-8B \(own\)'\?"):
+        tables.report(list(tmp_path.iterdir()), "Qwen3-VL-8B")
 
 
 def test_both_readings_stand_side_by_side_each_with_its_own_gain(tmp_path):
@@ -426,7 +501,7 @@ def test_both_readings_stand_side_by_side_each_with_its_own_gain(tmp_path):
     told = tables.report([tmp_path / "ours", tmp_path / "base"], "Qwen3-VL-8B")
     header, _, *rows = sections(told)["Scores"]
     column, gain = header.index("videomme"), len(header) - 1
-    found = {(row[0], row[1], row[2]): (row[column][:4], row[gain]) for row in rows}
+    found = {(row[0], row[1], row[2]): (row[column][:4], row[gain]) for row in rows if not row[2].startswith("gain")}
     assert found == {
         ("ParaVT-8B", "parallel", "strict"): ("60.0", "+500.0 / +500.0 % (1)"),
         ("ParaVT-8B", "parallel", "lenient"): ("60.0", "+20.0 / +20.0 % (1)"),
@@ -452,7 +527,7 @@ def test_costs_are_means_and_rates_over_all_items(tmp_path):
     rows[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "tokens": 30, "seconds": 3.0, "truncated": True}
     assert tables.costs(read_results(write_results(tmp_path, "videomme", rows, total=2700))) == {
         "calls": 0.5, "failed_calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
-        "error_rate": 0, "unparsed_rate": 50, "truncated_rate": 50,
+        "error_rate": 0, "refused_rate": 0, "unparsed_rate": 50, "truncated_rate": 50,
     }  # fmt: skip
 
 
@@ -495,7 +570,7 @@ def test_a_row_is_asked_in_both_ways(path):
     # As in the published run: all alike.
     visual, agent, protocol = cfg.visual, cfg.rollout, own.prompting.protocol
     assert (visual.frame_pixels, visual.max_frame_pixels, visual.stamp, cfg.frames) == (100352, 602112, "", (64,))
-    assert (agent.temperature, agent.max_new_tokens, agent.max_context, len(agent.gpus)) == (0, 2048, 65536, 8)
+    assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
     assert cfg.prompting.protocol == (protocol if protocol in protocols.PROTOCOLS else "think")
     if cfg.agentic:
         assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
@@ -503,6 +578,34 @@ def test_a_row_is_asked_in_both_ways(path):
     assert (own.name, own.run) == (f"{cfg.name} (own)", f"runs/eval/own/{row}") and cfg.run == f"runs/eval/{row}"
     assert (own.checkpoint, own.splits) == (cfg.checkpoint, cfg.splits)
     assert (own.visual or VisualContract()).patch == visual.patch == (16 if cfg.agentic else 14)
+
+
+def two_gpus_with_sglang_and_three_cores() -> None:
+    sys.modules.pop("eval", None)
+    torch.cuda.device_count, os.cpu_count = lambda: 2, lambda: 3
+    importlib.util.find_spec = lambda name: name
+    from eval import EvalConfig
+
+    for row, at_once in (("paravt_8b", 64), ("gpt4o", 8)):  # of GPT-4o, requests under way
+        cfg = config.load(EvalConfig, f"configs/eval/{row}.yaml")
+        print(cfg.rollout.gpus, cfg.rollout.concurrency == at_once, cfg.decoders)
+
+
+def test_a_row_takes_the_gpus_and_cores_of_its_machine():
+    """A row was written for 8 GPUs; on another machine it was refused."""
+    cfg = load(CONFIGS / "own" / "paravt_8b.yaml")
+    assert (cfg.rollout.gpus, cfg.rollout.concurrency, cfg.decoders) == ((), 32, os.cpu_count())  # none, no SGLang
+    assert finish(Forked(two_gpus_with_sglang_and_three_cores)) == "(0, 1) True 3\n() True 3\n"
+    assert load(CONFIGS / "toy.yaml").rollout.gpus == ()
+
+
+def test_one_split_named_is_one_split_asked():
+    """splits.charades=... asked the six others of base.yaml, too."""
+    path = CONFIGS / "paravt_8b.yaml"
+    assert load(path, "splits={charades: x}").splits == {"charades": "x"}
+    with pytest.raises(config.ConfigError, match=r"videomme_wsub.* would stay; write 'splits=\{charades: x\}'"):
+        load(path, "splits.charades=x")
+    assert load(CONFIGS / "toy.yaml", "splits.toy=x").splits == {"toy": "x"}  # there is no other
 
 
 def test_every_command_in_a_config_is_one_that_loads():
@@ -526,8 +629,6 @@ def test_a_dry_run_names_all_that_is_missing_and_unlike_the_paper(row, tmp_path,
     assert f"note    {cfg.checkpoint} is not here; the run would fetch it from the hub" in told
     for split, root in cfg.splits.items():
         assert f"MISSING {split}: {root}: no such folder" in told and f"--local-dir {root}`" in told
-    own = {"paravt_8b": "after 3 rounds the letter", "conan": "not its clips", "gpt4o": "copied from leaderboards"}
-    assert {name for name, text in own.items() if text in told} == {row}
     assert ("published run: frames are JPEGs" in told) == (row != "gpt4o")
 
 
@@ -538,9 +639,41 @@ def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys):
     for override, rule in (
         ("visual={frame_pixels: 4096}", "this run has 4096, the checkpoint 1024"),
         ("rollout.urls=[localhost:9]", "no server answers at localhost:9"),
+        ("run=/dev/null/here", "/dev/null is no folder that can be written"),
     ):
-        with pytest.raises((config.ConfigError, ContractError), match=rule):
-            dry_run(load(CONFIGS / "own" / "paravt_8b.yaml", *usual, override))
+        for work in (dry_run, evaluation.main):
+            with pytest.raises((config.ConfigError, ContractError), match=rule):
+                work(load(CONFIGS / "own" / "paravt_8b.yaml", *usual, override))
+
+
+@pytest.mark.parametrize("name", ["runs/sft_8b/model", "nowhere/model", "Somebody/Else", "hub:a/b/c"])
+def test_a_checkpoint_that_is_nowhere_is_missing(write, name, capsys):
+    """Past bug: whatever looked like owner/model was "on the hub", before and after a training left it."""
+    cfg = load(write(), f"checkpoint={name}")
+    assert dry_run(cfg) == 1
+    assert f"MISSING checkpoint = '{name}': no such folder, and no file of configs/ names" in capsys.readouterr().out
+    with pytest.raises(config.ConfigError, match=f"checkpoint = '{name}': no such folder"):
+        evaluation.main(cfg)
+    for there in ("hub:Somebody/Else", "Qwen/Qwen3-VL-2B-Instruct"):
+        assert dry_run(load(write(), f"checkpoint={there}")) == 0
+        assert f"note    {there} is not here; the run would fetch it" in capsys.readouterr().out
+
+
+def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_dir, monkeypatch, capsys):
+    cfg, weights = load(write()), (toy_dir / "model" / "model.safetensors").stat().st_size
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=weights))
+    text = json.loads((toy_dir / "model" / "config.json").read_text())["text_config"]
+    kv = 4 * text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"]
+    assert dry_run(cfg) == 0  # stored in 32 bits, served in 16
+    told = capsys.readouterr().out
+    cache = f"{2 * kv * cfg.rollout.max_batch_tokens / 2**30:.1f} GiB"
+    assert re.search(f"KV cache of a batch, and as much to read it +{cache}", told)
+    assert "WARNING: may run out of memory" in told
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=weights // 3))
+    for work in (dry_run, evaluation.main):
+        with pytest.raises(config.ConfigError, match="engine, each of 1 GPUs: weights.* do not fit into"):
+            work(cfg)
 
 
 def test_what_cannot_run_says_so(write):

@@ -11,17 +11,21 @@ from typing import get_args
 
 import pytest
 import yaml
+from scripts import REPO
 from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory
 
+import data
 from data import Task
+from eval import EvalConfig
 from evals import protocols
 from evals.benchmarks import Cue, Item
 from evals.protocols import WORDS, Prompting, Protocol, play
 from rollout import RolloutConfig, Stage, dump, opening, run_episode
+from runtime import config
 from runtime.engine import EngineError
-from runtime.render import Renderer
-from runtime.visual import ContractError
-from tools import UNPARSEABLE
+from runtime.render import Live, Renderer
+from runtime.visual import ContractError, VisualContract
+from tools import TOOLS, UNPARSEABLE
 
 TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))  # 60 s, 2 frames per second
 END = "<|im_end|>"
@@ -149,6 +153,47 @@ def test_the_agents_protocol_is_an_episode_of_training(ask, renderer):
     assert [c.text for c in outcome.episode.calls] == ["a cat", "a cat"] == [c.text for c in episode.calls]
     _, model = ask("agent", ["x" + END], dataclasses.replace(TASK, kind="tvg", options=()))
     assert f"\n{TASK.question} Give its start and end in seconds." in model.read[0]  # how to answer is said to it, too
+
+
+TRAINED = """You answer questions about a video. You see frames of it, each after its time.
+Think between <think> and </think>, then give the final answer between <answer> and </answer>: an option's letter, a time span as start - end in seconds, or a few words.
+The frames are only a sample. If they do not show enough, call tools before you answer: several calls in one turn run in parallel, and each returns a report."""  # noqa: E501
+
+
+@pytest.mark.parametrize("row", ["paravt_8b", "qwen3vl_8b", "own/paravt_8b", "own/qwen3vl_8b"])
+def test_a_row_is_told_what_is_so(renderer, row):
+    """The rows of the table show bare images and return frames; they were told of times and reports."""
+    cfg = config.load(EvalConfig, REPO / "configs" / "eval" / f"{row}.yaml")
+    own = cfg.visual is None  # as trained: stamps and reports
+    reports = ["a cat" + END] * 2 if own else []
+    reader = Renderer(renderer.tokenizer, cfg.visual or VisualContract())
+    model = Model(reader, "look</think>" + crop(0, 9) + crop(20, 30.04) + END, *reports, ANSWER)
+    episode, answer = play(Stage(model, reader, MemoryVideos(), cfg.rollout), Item(TASK), 64, 7, cfg.prompting)
+    assert answer == "B" and not episode.error
+    system, shown = re.search("system\n(.*?)\n\n# Tools.*user\n(.*)", model.read[0], re.S).groups()
+    [first, second] = re.findall("<tool_response>\n(.*?)\n</tool_response>", model.read[-1], re.S)
+    if own:
+        assert system == TRAINED and shown.startswith("<0.0 seconds>#<1.0 seconds>#")
+        assert (first, second) == ("a cat", "a cat") and "part of a video, each after its time." in model.read[1]
+        return
+    unstamped = TRAINED.replace(", each after its time", "")
+    assert system == unstamped.replace("returns a report", "returns frames of its window")
+    assert shown.startswith("#" * 64 + "\n" + TASK.question)
+    assert first == "#" * 9 + "9 frames from 0.0 s to 9.0 s" and second == "#" * 10 + "10 frames from 20.0 s to 30.0 s"
+
+
+def test_without_stamps_nobody_is_told_of_times_in_training_either(renderer):
+    blind, videos = Renderer(renderer.tokenizer, dataclasses.replace(CONTRACT, stamp="")), MemoryVideos()
+    model = Model(blind, "look</think>" + crop(0, 9) + END, "a cat" + END, ANSWER)
+    stage = Stage(model, blind, videos, RolloutConfig(temperature=0.0))
+    run_episode(stage, TASK, 4, opening(TASK, 4, stage), 7)
+    said = ({"role": "assistant", "content": ["a cat"]},)
+    for asked, agent in zip(model.read, ("main", "sub")):
+        row = data.Dialogue("d", agent, "", (data.Media("/data/v.mp4", 4),), said)
+        [learned] = data.encode_dialogue(row, videos, blind, [TOOLS["crop_video"].schema]).suffixes
+        head = asked.partition("#")[0]  # the system prompt and the tools
+        assert blind.decode(learned).startswith(head) and "time." not in head and "when" not in head
+    assert isinstance(data.true_prompt(Live("x"), stamped=False), Live)  # a tool's own text may name tags
 
 
 # ---- several turns
@@ -341,6 +386,19 @@ def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, rend
     turns = [renderer.decode(episode.main.ids[a:b]) for a, b in episode.main.turns]
     assert turns == [said[0], said[2], said[4]] and len(episode.subagents) == 2
     assert sum(episode.main.mask) == sum(len(renderer.encode(t)) for t in turns)
+
+
+def test_its_own_sage_is_asked_as_its_docstring_says(renderer):
+    """The model behind its tools was cut off after 512 tokens, and the stamps were in no setting."""
+    cfg = config.load(EvalConfig, REPO / "configs" / "eval" / "own" / "sage.yaml")
+    reader = Renderer(renderer.tokenizer, cfg.visual)
+    model = Model(reader, plan(tool=FIND), "at 11" + END, *[plan("A", tool=PARTS, verdict=False)] * 20)
+    videos = MemoryVideos(duration=200, size=(640, 480))
+    episode, _ = play(Stage(model, reader, videos, cfg.rollout), Item(TASK), cfg.frames[0], 7, cfg.prompting)
+    assert {(r.max_new_tokens, r.temperature) for r in model.asked} == {(32768, 0)} and len(model.asked) == 1 + 1 + 10
+    assert model.read[0].count("#") == 128 and "00:00:00#00:00:01#" in model.read[0]  # of 200 at 1 per second
+    overview = model.asked[0].frames[0].pixels.shape[1:3]
+    assert cfg.visual.frame_tokens(*overview) == 48 and cfg.visual.stamp == "{clock}"
 
 
 def test_sage_is_sampled_warmer_again_and_reads_the_last_ten_results(ask, monkeypatch):
