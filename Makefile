@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo paradox test test-all test-sglang soak test-qwen test-gpu lint format clean
+.PHONY: setup demo paradox test test-all test-nodes test-sglang soak test-qwen test-gpu lint format clean
 
 $(VENV)/.installed: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,10 @@ test: $(VENV)/.installed
 # Also whole trainings and runs that are killed again and again.
 test-all: $(VENV)/.installed
 	$(PYTEST) -m "not sglang and not qwen"
+
+# Two nodes as network namespaces (2 to 4 minutes of two cores); it needs root, and says so where it has not.
+test-nodes: $(VENV)/.installed
+	PYTHONPATH=. $(BIN)/python tests/two_nodes.py
 
 # A real SGLang server on a CPU, in an environment of its own.
 .venv-sglang/.installed: tests/sglang_cpu/install.sh
@@ -57,8 +61,8 @@ demo: $(VENV)/.installed
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
 
-# What only a GPU can show, in the environment that is active, as requirements.txt makes it (10 minutes of one GPU, no SGLang,
-# no network); `make test-all` runs the same parts small, on a CPU.
+# What only a GPU can show, in the environment that is active, as requirements.txt makes it (15 minutes of one GPU, no network; a
+# server, too, where SGLang is installed); `make test-all` runs the same parts small, on a CPU.
 test-gpu:
 	CUDA_VISIBLE_DEVICES=0 $(PYTHON) -m pytest tests/test_gpu.py -m "slow or not slow" -s
 

@@ -15,6 +15,8 @@ first batch by the newest weights; with `staleness: 0` and the engine in this pr
 Deliberately missing: batches that are more than one update old, trainers that come and go.
 """
 
+import contextlib
+import shutil
 import sys
 import threading
 import time
@@ -35,7 +37,7 @@ from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_
 from rewards import RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime.checks import RunConfig, check_servers, open_run
-from runtime.config import command_line, refuse_below_1, run_script
+from runtime.config import ConfigError, command_line, refuse_below_1, run_script
 from runtime.dataset import Dataset
 from runtime.distributed import (
     barrier,
@@ -43,9 +45,13 @@ from runtime.distributed import (
     export,
     gather,
     init_distributed,
+    local_rank,
+    local_size,
     mean_over_ranks,
+    place,
     print0,
     rank,
+    saved_step,
     snapshot_folder,
     sum_over_ranks,
     world_size,
@@ -54,9 +60,10 @@ from runtime.doctor import self_check
 from runtime.engine import Engine
 from runtime.judge import Judge
 from runtime.plan import plan_rl, utilisation
-from runtime.policy import Policy, load, make_optimizer, optimizer_step
+from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
 from runtime.render import Renderer
 from runtime.run import USER_ERRORS, Run, check_room, try_out
+from runtime.servers import on_this_machine
 from runtime.video import Videos
 from tools import TOOLS
 
@@ -110,7 +117,14 @@ SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "ga
 def main(cfg: RLConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
     init_distributed()
-    with open_run(cfg, parse_task, check_hardware) as (source, renderer), snapshot_folder(cfg.run, source) as snapshot:
+    with open_run(cfg, parse_task, check_hardware) as (source, renderer), contextlib.ExitStack() as until_it_ends:
+        per_node = on_this_machine(cfg.rollout.urls)  # servers elsewhere sample for all nodes
+        snapshots = until_it_ends.enter_context(snapshot_folder(cfg.run, source, per_node))
+        # Servers start while the policy loads; where both share a GPU, afterwards: they take a share of what is free by then.
+        shared, engine = set(cfg.rollout.gpus) & set(range(local_size())), None
+        if not shared and saved_step(Path(cfg.run) / "state") < cfg.steps:
+            engine = until_it_ends.enter_context(contextlib.closing(shared_engine(source, renderer, cfg)))
+
         # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
         policy_cfg = replace(cfg.policy, checkpoint=str(source))
         policy, reference = load(policy_cfg, renderer.never_sampled), None
@@ -120,13 +134,14 @@ def main(cfg: RLConfig) -> None:
                 reference.model.model.visual = policy.vision
         run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
-        # The engine and the videos: all that samples.
         if run.done < cfg.steps:
-            engine, videos = shared_engine(source, renderer, cfg.rollout), Videos(cfg.decoders)
-            with videos, Sampler(cfg, engine, renderer, videos, snapshot) as sampler:
+            engine, videos = engine or shared_engine(source, renderer, cfg), Videos(cfg.decoders)
+            with videos, Sampler(cfg, engine, renderer, videos, snapshots) as sampler:
+                engine.wait_until_ready()
                 # The engine has the checkpoint's weights; servers that already run may hold those of another run.
                 if run.done or cfg.rollout.urls:
-                    sampler.publish(policy, run.done)
+                    sampler.export(policy, run.done)
+                    sampler.publish(run.done)
                 train(cfg, policy, reference, sampler, run)
         run.export()
 
@@ -149,6 +164,7 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
         # Reward the episodes, and turn rewards into advantages.
         give_rewards(groups, renderer, cfg.reward, judge)
         lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
+        barrier()  # who is ahead waits here, not inside NCCL
         clock.lap("reward")
 
         # Update. Before the first one: does the trainer compute the engine's log-probs?
@@ -157,11 +173,16 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
         measured = update(policy, reference, run.optimizer, lessons, cfg, step)
         clock.lap("train")
 
-        # Sync: the engine gets the new weights once it samples no more.
+        # Sync: the new weights are written while the engine still samples, and loaded once it samples no more.
+        sampler.export(policy, step + 1)
+        clock.lap("export")
         sampler.settle()
         clock.lap("wait")
-        sampler.publish(policy, step + 1)
+        sampler.publish(step + 1)
         clock.lap("publish")
+        sampler.prefetch(step + 2)  # goes on during all that follows
+        if local_rank() == 0:
+            shutil.rmtree(sampler.snapshots / f"weights-{step}", ignore_errors=True)  # no server reads it any more
 
         # Log.
         measured |= describe(groups, cfg.choices_of_k, step)
@@ -183,53 +204,69 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 class Sampler:
     """Samples batches by step number: when they are asked for, or (staleness 1) one step ahead, in a thread.
 
-    staleness 1:  take(s) returns batch s and starts sampling batch s + 1, with the weights from before update s;
-                  settle() waits for batch s + 1; only then are the weights of update s published."""
+    staleness 1:  take(s) returns batch s, while batch s + 1 is sampled with the weights from before update s;
+                  settle() waits for batch s + 1; then update s is published, and prefetch(s + 2) begins at once."""
 
-    def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos, snapshot: Path):
+    def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos, snapshots: Path):
         self.cfg, self.dataset, self.engine, self.renderer = cfg, Dataset(cfg.data, parse_task), engine, renderer
-        self.snapshot = snapshot  # the folder through which the engine gets its weights
+        self.snapshots = snapshots  # the folder through which the engine gets its weights
         self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
-        self.ahead: Future | None = None  # the next batch, while it is being sampled
+        self.ahead: dict[int, Future] = {}  # by step: batches that nobody has taken yet
         self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
+        self.videos = videos
 
     def take(self, step: int) -> tuple[list[Group], float]:
         """Return this rank's groups of a step and the seconds that sampling them took; begin the next where it may."""
-        batch = self.ahead.result() if self.ahead else self.sample(step)
-        if self.cfg.staleness and step + 1 < self.cfg.steps:
-            self.ahead = self.thread.submit(self.sample, step + 1)
+        batch = self.ahead.pop(step).result() if step in self.ahead else self.sample(step)
+        self.prefetch(step + 1)
         return batch
 
+    def prefetch(self, step: int) -> None:
+        """Begin to sample the batch of a step, if it may be sampled ahead, will be needed and is not under way."""
+        if self.cfg.staleness and step < self.cfg.steps and step not in self.ahead:
+            self.ahead[step] = self.thread.submit(self.sample, step)
+
     def settle(self) -> None:
-        """Wait until nobody samples, so that the weights may change: all tokens of a batch are of one version."""
-        if self.ahead:
-            wait([self.ahead])
+        """Wait until no rank samples, so that the weights may change: all tokens of a batch are of one version."""
+        wait(self.ahead.values())
+        barrier()
 
     def sample(self, step: int) -> tuple[list[Group], float]:
         cfg, started = self.cfg, time.perf_counter()
         tasks, ks = [], []
-        for task, epoch, repeat in self.dataset.batch(step, cfg.batch_tasks, rank(), world_size()):
+        draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size(), count_ids=True)
+        for task, epoch, repeat in draws:
             if repeat:  # K and all seeds are drawn by the name, so a name that the batch has twice needs two
                 task = replace(task, id=f"{task.id}#{repeat + 1}")
             tasks.append(task)
             ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         progress = rank() == 0 and sys.stderr.isatty()
         groups = self.rollout(tasks, ks, cfg.group_size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
+        # A video that cannot be shown is counted as a bad row is, once, however many tasks ask about it.
+        for task in tasks:
+            for path in task.videos:
+                if path in self.videos.unreadable:
+                    self.dataset.reject(path, self.videos.unreadable[path])
         return groups, time.perf_counter() - started
 
-    def publish(self, policy: Policy, version: int) -> None:
-        """Give the policy's weights to the engines: a snapshot in safetensors that each of them loads. It stays until
-        the next one, since a server that restarts reads it again."""
-        export(policy, self.snapshot, policy.cfg.checkpoint, self.cfg.visual)
-        serving = self.cfg.rollout
+    def export(self, policy: Policy, version: int) -> None:
+        """Write a snapshot of the policy, in safetensors. A server that restarts meanwhile still reads the one before."""
+        target, per_node = self.snapshots / f"weights-{version}", on_this_machine(self.cfg.rollout.urls)
+        export(policy, target, policy.cfg.checkpoint, self.cfg.visual, per_node=per_node)
+
+    def publish(self, version: int) -> None:
+        """Have the engines load a snapshot."""
+        snapshot, serving = self.snapshots / f"weights-{version}", self.cfg.rollout
         if device().index in serving.gpus:  # one GPU for both: what this process keeps for later, the server needs now
             torch.cuda.empty_cache()
-        if rank() == 0 or not (serving.gpus or serving.urls):
-            self.engine.update_weights(self.snapshot, version)
-            barrier()
-        else:
-            barrier()  # rank 0 has loaded them into the servers, which all ranks share
-            self.engine.update_weights(self.snapshot, version, push=False)
+        me, _ = place(on_this_machine(serving.urls))
+        pushes = me == 0 or not (serving.gpus or serving.urls)
+        if pushes:
+            self.engine.update_weights(snapshot, version)
+        barrier()
+        if not pushes:  # the first rank has loaded them into the servers, which the others share
+            self.engine.update_weights(snapshot, version, push=False)
+        barrier()  # from now on nobody reads an older snapshot
 
     def __enter__(self) -> "Sampler":
         return self
@@ -240,15 +277,22 @@ class Sampler:
         self.thread.shutdown()
 
 
-def shared_engine(source: Path, renderer: Renderer, cfg: RolloutConfig) -> Engine:
-    """Open the engine in this process, or servers: rank 0 starts and supervises them, the other ranks connect."""
-    if not cfg.gpus:
-        return open_engine(source, renderer, urls=cfg.urls, max_batch_tokens=cfg.max_batch_tokens)
-    engine = None
-    if rank() == 0:
-        engine = open_engine(source, renderer, gpus=cfg.gpus, server_args=cfg.server_args, max_context=cfg.max_context)
-    urls = gather(engine.urls if engine else None)[0]
-    return engine or open_engine(source, renderer, urls=urls)
+def shared_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
+    """Open the engine in this process, or begin to start servers: a node's first rank supervises them, its others
+    connect."""
+    serving, engine = cfg.rollout, None
+    if not serving.gpus:
+        return open_engine(source, renderer, urls=serving.urls, max_batch_tokens=serving.max_batch_tokens, wait=False)
+    if local_rank() == 0:
+        logs = Path(cfg.run) / "logs"
+        if rank() > 0:
+            logs /= f"node-{rank() // local_size()}"
+        engine = open_engine(
+            source, renderer, gpus=serving.gpus, tensor_parallel=serving.tensor_parallel, server_args=serving.server_args,
+            max_context=serving.max_context, logs=logs, wait=False,
+        )  # fmt: skip
+    urls = gather(engine.urls if engine else None)[rank() - local_rank()]
+    return engine or open_engine(source, renderer, urls=urls, wait=False)
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -271,7 +315,7 @@ def update(
     sums, norms = {"tokens": 0.0, "loss": 0.0}, []
     proximal = proximal_logprobs(policy, minibatches, temperature)
     for minibatch, prox_logprobs in zip(minibatches, proximal):
-        for micro, prox in zip(minibatch, prox_logprobs):
+        for i, (micro, prox) in enumerate(zip(minibatch, prox_logprobs)):
             # Policy and reference, at the temperature of sampling; a frozen vision tower works once for both.
             features = policy.encode(bundles(micro)) if policy.vision_frozen else None
             scores = policy(bundles(micro), temperature, features)
@@ -282,6 +326,7 @@ def update(
 
             # Each lesson's weight is its share of the batch; a minibatch is an update of its own, so it weighs as a batch.
             loss, watched = lessons_loss(scores, micro, prox, ref_logprobs, cfg)
+            sum_over_nodes(policy, now=i + 1 == len(minibatch))
             (loss * len(minibatches)).backward()
 
             sums["tokens"] += len(scores.logprobs)
@@ -381,7 +426,7 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
     subagents = replace(cfg.rollout.subagents, temperature=0.0)
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
-        groups = sampler.rollout(asked, ks, 1, cfg=greedy, progress=False)
+        groups = sampler.rollout(asked, ks, 1, cfg=greedy, progress=False, stopped=None)  # not stopped with the sampler
         give_rewards(groups, sampler.renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
@@ -400,7 +445,9 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 
 def check_hardware(cfg: RLConfig) -> None:
     """Refuse a run whose servers cannot start, or that has no room on this machine's GPUs."""
-    check_servers(cfg.rollout, world_size())
+    if cfg.batch_tasks < world_size():
+        raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {world_size()} ranks needs a task; raise it")
+    check_servers(cfg.rollout, local_size())
     check_room(cfg, plan_rl)
 
 

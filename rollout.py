@@ -87,7 +87,9 @@ class RolloutConfig:
     """Episodes that run at the same time, on each rank."""
     subagents: SubagentConfig = field(default_factory=SubagentConfig)
     gpus: tuple[int, ...] = ()
-    """One SGLang server is started and supervised on each."""
+    """SGLang servers are started and supervised on them: one on each, or on every `tensor_parallel` of them."""
+    tensor_parallel: int = 1
+    """GPUs of one server. `gpus` are cut in order: [4, 5, 6, 7] and 2 are a server on 4 and 5, and one on 6 and 7."""
     urls: tuple[str, ...] = ()
     """SGLang servers that already run (with SGLANG_VLM_CACHE_SIZE_MB=0 if the vision tower trains: their cache of image
     embeddings outlives a weight update). Neither gpus nor urls: the model runs in this process."""
@@ -105,6 +107,12 @@ class RolloutConfig:
         for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+        size, gpus = self.tensor_parallel, list(self.gpus)
+        if size < 1 or len(gpus) % size:
+            raise ValueError(f"gpus = {gpus} cannot be cut into servers of tensor_parallel = {size}: give a multiple")
+        for flag in self.server_args:
+            if flag.startswith(("--tp", "--tensor-parallel")):
+                raise ValueError(f"server_args: {flag}: a server sees only its own GPUs; set `tensor_parallel` instead")
 
     @property
     def rounds(self) -> tuple[int, int]:
@@ -148,9 +156,10 @@ def derive(*parts: Any) -> int:
 
 def opening(task: Task, k: int, stage: Stage) -> Rendered:
     """Render the prompt of a task, which all rollouts of its group share."""
-    frames = data.overview(task, k, stage.videos, stage.renderer.contract)
-    messages = data.main_messages(task, frames, with_tools=stage.cfg.dispatch != "none")
-    return stage.renderer.render(messages, stage.cfg.schemas, generate=True)
+    cfg, contract = stage.cfg, stage.renderer.contract
+    frames = data.overview(task, k, stage.videos, contract)
+    messages = data.main_messages(task, frames, cfg.dispatch != "none", bool(contract.stamp), cfg.tool_return)
+    return stage.renderer.render(messages, cfg.schemas, generate=True)
 
 
 def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
@@ -286,7 +295,8 @@ def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> tuple[Call, li
             call.window = found.window
             stage.observe("look", call)
             if stage.cfg.tool_return == "frames":
-                frames = [found.frames]
+                frames, (start, end) = [found.frames], found.window
+                call.text = f"{len(found.frames)} frames from {start:.1f} s to {end:.1f} s"
             else:
                 call.agent, call.text = ask_subagent(stage, found, seed)
     except ToolError as error:
@@ -303,7 +313,8 @@ def ask_subagent(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
     """Ask a sub-agent: the same weights, a fresh context, and only these frames and the tool's request (the paper: not even
     the question)."""
     cfg = stage.cfg.subagents
-    messages = data.subagent_messages(look.frames, question=None, request=look.request, system=look.system)
+    system = data.true_prompt(look.system, bool(stage.renderer.contract.stamp))
+    messages = data.subagent_messages(look.frames, question=None, request=look.request, system=system)
     agent = open_trajectory(stage.renderer.render(messages, generate=True))
     sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, stage.renderer.ends_of_turn)
     start, end = agent.prompt_length, len(agent.ids)
@@ -321,7 +332,7 @@ def rollout(
     cfg: RolloutConfig, seed: int = 0, step: int = 0, progress: bool = True, stopped: threading.Event | None = None,
 ) -> list[Group]:  # fmt: skip
     """Play G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw
-    the same tokens (SGLang's batching is not repeatable). Once `stopped` is set, no agent starts another turn."""
+    the same tokens (SGLang heeds no seeds). Once `stopped` is set, no agent starts another turn."""
     stage = Stage(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
@@ -360,13 +371,19 @@ def rollout(
 
 def open_engine(
     checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
-    server_args: Sequence[str] = (), max_batch_tokens: int = 131_072, max_context: int = 0,
+    server_args: Sequence[str] = (), tensor_parallel: int = 1, max_batch_tokens: int = 131_072, max_context: int = 0,
+    logs: str | Path | None = None, wait: bool = True,
 ) -> Engine:  # fmt: skip
-    """Open the engine that a config describes: without GPUs and URLs it is this process, with its GPU if it has one."""
+    """Open the engine that a config describes: without GPUs and URLs it is this process, with its GPU if it has one. With
+    `wait=False` servers may still be starting: call `wait_until_ready`."""
     if gpus or urls:
         if gpus and max_context:
             server_args = (*context_flags(checkpoint, max_context), *server_args)
-        return SGLang(checkpoint, renderer, gpus=gpus, urls=urls, server_args=server_args)
+        place = {"gpus": gpus, "urls": urls, "tensor_parallel": tensor_parallel, "logs": logs}
+        engine = SGLang(checkpoint, renderer, server_args=server_args, **place)
+        if wait:
+            engine.wait_until_ready()
+        return engine
     import torch  # which a client of servers does not need
 
     from runtime.inprocess import InProcess

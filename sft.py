@@ -28,14 +28,14 @@ from data import Dialogue, encode_dialogue, parse_dialogue
 from rewards import TAG
 from runtime.checks import RunConfig, open_run
 from runtime.config import command_line, refuse_below_1, run_script
-from runtime.dataset import DataConfig, Dataset, RowError
+from runtime.dataset import DataConfig, Dataset, RowError, row_errors
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import best_fit
 from runtime.plan import Plan, plan_training, utilisation
-from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
+from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step, sum_over_nodes
 from runtime.render import Bundle, Renderer
 from runtime.run import USER_ERRORS, Run, check_room, try_out
-from runtime.video import VideoError, Videos
+from runtime.video import Videos
 from tools import TOOLS
 
 # What a character of the assistant's text is, by the first group of these; all others are prose.
@@ -150,11 +150,12 @@ def accumulate(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
 
     total = sum_over_ranks({"w": float(sum(micro.weights.sum() for micro in batch))})["w"]
     sums = {"loss": 0.0, "tokens": 0.0} | {f"{what}_{kind}": 0.0 for kind in KINDS for what in ("nll", "targets")}
-    for micro in batch:
+    for i, micro in enumerate(batch):
         nll = -policy(micro.bundles).logprobs  # [N]
         weights = torch.from_numpy(micro.weights).to(nll)  # [N]
         loss = (weights * nll).sum() / total
         if loss.requires_grad:
+            sum_over_nodes(policy, now=i + 1 == len(batch))
             loss.backward()
 
         sums["loss"] += loss.item()
@@ -212,8 +213,9 @@ class Batches:
     def encode(self, dialogue: Dialogue) -> Bundle | str:
         """Return the dialogue's bundle, or the reason why it cannot be used."""
         try:
-            bundle = encode_dialogue(dialogue, self.videos, self.renderer, self.schemas)
-        except (RowError, VideoError) as error:
+            with row_errors():
+                bundle = encode_dialogue(dialogue, self.videos, self.renderer, self.schemas)
+        except RowError as error:
             return str(error)
         if len(bundle) > self.cfg.pack_tokens:
             return f"{len(bundle)} tokens, more than pack_tokens = {self.cfg.pack_tokens}"

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import requests
 import torch
 
-from runtime.config import ConfigError, differences, load, refuse_below_1
+from runtime.config import ConfigError, differences, git_commit, leave, load, refuse_below_1
 from runtime.dataset import DataConfig, check_rows
-from runtime.distributed import checkpoint_dir, rank, rank0_first
+from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first
 from runtime.policy import OptimConfig, PolicyConfig, dtype_of
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
@@ -29,9 +29,9 @@ from runtime.visual import VisualContract
 MAY_CHANGE = {
     "run", "steps", "save_every", "keep", "decoders", "gpus", "gpu_gib", "train_tokens", "pack_tokens",
     "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
-    "rollout.gpus", "rollout.urls", "rollout.server_args", "rollout.concurrency", "rollout.call_timeout",
-    "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to",
-    "data.video_root", "data.max_bad_fraction", "optim",
+    "rollout.gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
+    "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
+    "report_to", "data.video_root", "data.max_bad_fraction", "optim",
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ class RunConfig:
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Who gets the figures of metrics.jsonl, too; each needs its library."""
     gpus: int = 8
-    """Training GPUs that --dry-run plans for; torchrun decides how many there are ..."""
+    """Training GPUs of a node that --dry-run plans for; torchrun decides how many there are ..."""
     gpu_gib: float = 80.0
     """... and the machine, how much memory each has."""
 
@@ -76,6 +76,7 @@ def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], No
     with contextlib.ExitStack() as until_it_ends:
 
         def inspect() -> tuple[Path, Renderer]:
+            check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
             check_run(cfg)
             dtype_of(cfg.policy)
             source = find_checkpoint(cfg.policy.checkpoint)
@@ -87,7 +88,9 @@ def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], No
                 until_it_ends.enter_context(only_run_in(Path(cfg.run)))
             return source, renderer
 
-        yield rank0_first(inspect)
+        found = rank0_first(inspect)
+        check_nodes(cfg)
+        yield found
 
 
 @contextlib.contextmanager
@@ -104,18 +107,48 @@ def only_run_in(run: Path) -> Iterator[None]:
             print(f"{run}/.lock: {error}; see to it that no other run uses this folder")
         lock.truncate(0)
         print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
+        os.fsync(lock.fileno())  # the other nodes read it
         yield
 
 
+def check_start(run: Path, checkpoint: Path) -> None:
+    """Refuse a run whose result would replace the checkpoint that it starts from, also under another name."""
+    if not checkpoint.is_dir():
+        return
+    start = checkpoint.resolve()
+    if start.is_relative_to(run.resolve()) or start == (run / "model").resolve():
+        raise ConfigError(
+            f"policy.checkpoint = {str(checkpoint)!r} is in the folder of run = {str(run)!r}, which would overwrite its own "
+            "start; choose another `run`"
+        )
+
+
+def check_nodes(cfg: Any) -> None:
+    """Refuse ranks that do not share the run's folder, or that run other settings, code or data than rank 0 does."""
+    lock = Path(cfg.run) / ".lock"
+    sizes = {source.path: Path(source.path).stat().st_size for source in cfg.data.sources}
+    mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit(), "bytes": sizes}
+    mine["nproc_per_node"] = local_size()
+    first, *others = gather(mine)
+    for number, theirs in enumerate(others, 1):
+        other = differences(first, theirs)
+        if "lock" in other:
+            leave(f"error: run = {cfg.run!r}: rank {number} sees another; run must be a folder that all nodes share")
+        if other:
+            leave(f"error: rank {number} differs from rank 0 ({'; '.join(other.values())}): start all nodes alike")
+
+
 def check_run(cfg: Any) -> None:
-    """Refuse a folder that cannot be written, and a run that would go on from the state of another one."""
+    """Refuse a folder that cannot be written, that holds a model of nobody knows whom, or the state of another run."""
     run = Path(cfg.run)
     there = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"run = {cfg.run!r}: {there} is no folder that can be written; choose another `run`")
     left = any((run / "state").glob("step-*")) or (run / "model").exists()  # else there is nothing to spoil
-    if not left or not (run / "config.yaml").exists():
+    if not left:
         return
+    if not (run / "config.yaml").exists():
+        raise ConfigError(f"{run} has a model or states, but no config.yaml to say of which run: choose another `run`")
     cure = "choose another `run`, or delete the folder"
     try:  # a setting that is younger than the run had its default there
         before = load(type(cfg), run / "config.yaml")
@@ -164,6 +197,10 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
         )
     if cfg.gpus and max(cfg.gpus) >= torch.cuda.device_count():
         raise ConfigError(f"rollout.gpus = {list(cfg.gpus)}: there are {torch.cuda.device_count()} GPUs here")
+    fa3 = "attention-backend fa3" in " ".join(cfg.server_args).replace("=", " ")
+    for gpu in cfg.gpus:
+        if fa3 and torch.cuda.get_device_capability(gpu)[0] >= 10:  # a server would end with an assertion
+            raise ConfigError(f"rollout.server_args: GPU {gpu} is too new for fa3; drop the flag, or give flashinfer")
     check_urls(cfg.urls)
 
 

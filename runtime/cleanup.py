@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,8 +20,11 @@ import tempfile
 from pathlib import Path
 
 MEMORY = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
-# A group notes itself as an empty folder. `groups` is renamed before it is read: one that comes later does not begin.
-END = 'read -r _; mv "$1/groups" "$1/ended"; for group in "$1/ended"/*; do kill -9 "-${group##*/}"; done; rm -rf "$1"'
+# A group notes itself as a folder, and as files in it the names of its shared memory. `groups` is renamed before it is
+# read: one that comes later does not begin.
+END = """read -r _; mv "$1/groups" "$1/ended"
+for group in "$1/ended"/*; do kill -9 "-${group##*/}"; done
+for file in "$1/ended"/*/*; do rm -f "$1/../${file##*/}"; done; rm -rf "$1" """
 BEGIN = 'mkdir "$0/$$" && exec "$@"'
 
 
@@ -65,9 +69,26 @@ def start_group(command: list[str], **options) -> subprocess.Popen:
     return subprocess.Popen(noted, stdin=subprocess.DEVNULL, start_new_session=True, **options)
 
 
+def note_shared_memory(process: subprocess.Popen) -> None:
+    """Note what a server of `start_group` keeps in /dev/shm and SIGKILL leaves there: SGLang's load figures, and the
+    semaphores of Python's multiprocessing. Their names do not tell whose they are, but what the group has mapped is its."""
+    inodes = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.getpgid(int(maps.parent.name)) == process.pid:
+                inodes |= set(re.findall(rf" (\d+) +{MEMORY}/", maps.read_text()))
+    for file in (*MEMORY.glob("sglang_loads_*"), *MEMORY.glob("sem.mp-*")):
+        with contextlib.suppress(OSError):  # it has gone, or the group's note has
+            if str(file.stat().st_ino) in inodes:
+                (memory_folder() / "groups" / str(process.pid) / file.name).touch()
+
+
 def kill_group(process: subprocess.Popen) -> None:
     """Kill a process of `start_group`, and its children, which may outlive it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    shutil.rmtree(memory_folder() / "groups" / str(process.pid), ignore_errors=True)  # its note, if it came to that
+    note = memory_folder() / "groups" / str(process.pid)  # if it came to that
+    for file in note.glob("*"):
+        (MEMORY / file.name).unlink(missing_ok=True)
+    shutil.rmtree(note, ignore_errors=True)

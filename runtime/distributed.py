@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -45,7 +45,8 @@ from runtime.visual import VisualContract
 
 # ------------------------------------------------------------------------------------------------ ranks
 
-TIMEOUT = datetime.timedelta(hours=2)  # an episode may wait for a server's restart, rank 0 for a download
+TIMEOUT = datetime.timedelta(hours=2)  # of barrier() and gather(), where ranks wait for episodes, judges, a download
+NCCL_TIMEOUT = datetime.timedelta(minutes=30)  # the ranks have just met in gloo: a long wait means that one is lost
 
 
 def init_distributed() -> None:
@@ -59,7 +60,7 @@ def init_distributed() -> None:
     alone = {}
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, **alone)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=NCCL_TIMEOUT, **alone)
 
 
 @functools.cache
@@ -74,6 +75,22 @@ def rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_size() -> int:
+    """Return how many ranks a node has: all of them, but for torchrun --nnodes."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+
+
+def local_rank() -> int:
+    return rank() % local_size()
+
+
+def place(per_node: bool) -> tuple[int, int]:
+    """Return this rank's number and how many there are: on its node, or in all."""
+    if per_node:
+        return local_rank(), local_size()
+    return rank(), world_size()
 
 
 def device() -> torch.device:
@@ -190,6 +207,12 @@ def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, An
     return run["step"], run["extra"]
 
 
+def saved_step(folder: str | Path) -> int:
+    """Return the step of the newest complete state, or 0 where there is none."""
+    states = _states(Path(folder))
+    return int(states[-1].name.removeprefix("step-")) if states else 0
+
+
 def _states(folder: Path) -> list[Path]:
     """List the complete states, the oldest first: the name alone says that a state is whole."""
     return sorted(path for path in folder.glob("step-*") if not path.suffix)
@@ -223,44 +246,53 @@ def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) ->
         raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
 
 
-def export(policy, folder: str | Path, source: str | Path, contract: VisualContract, file_bytes: int = 2 << 30) -> None:
+def export(
+    policy, folder: str | Path, source: str | Path, contract: VisualContract, file_bytes: int = 2 << 30, per_node=False
+) -> None:
     """Write the policy as a Hugging Face checkpoint: its weights, in the dtype it computes in, and all else as in
-    `source`. A folder of that name is replaced.
+    `source`. A folder of that name is replaced. `per_node`: every node writes one, into a folder of its own.
 
-    Each rank writes every world-th file: it holds one file of `file_bytes`, and one gathered weight, at a time."""
+    Each rank writes every n-th file of n ranks: it holds one file of about `file_bytes`, and one gathered weight, at a
+    time."""
     folder, dtype = Path(folder), policy.dtype
+    me, ranks = place(per_node)
     unfinished, replaced = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
-    if rank() == 0:
+    if me == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     barrier()
 
-    # which weights go into which file
+    # which weights go into which file: as many files for each rank, and the next largest weight into the smallest of them
     weights = dict(policy.model.named_parameters())  # a tied head is listed once, as transformers stores it
-    shapes = {name: torch.empty(weight.shape, dtype=dtype, device="meta") for name, weight in weights.items()}
-    split = split_torch_state_dict_into_shards(shapes, max_shard_size=file_bytes)
-    files = list(split.filename_to_tensors)
+    total = dtype.itemsize * sum(weight.numel() for weight in weights.values())
+    count = ranks * math.ceil(total / (ranks * file_bytes))
+    sizes, file_of = [0] * count, {}
+    for name in sorted(weights, key=lambda name: -weights[name].numel()):
+        i = sizes.index(min(sizes))
+        sizes[i] += weights[name].numel()
+        file_of[name] = f"model-{i + 1:05d}-of-{count:05d}.safetensors".replace("-00001-of-00001", "")
+    files = sorted(set(file_of.values()))
 
     # all ranks gather each weight; the one whose file it is keeps it
-    for first in range(0, len(files), world_size()):
+    for first in range(0, len(files), ranks):
         mine = {}
-        for i in range(first, min(first + world_size(), len(files))):
-            for member in split.filename_to_tensors[files[i]]:
-                weight = weights[member].detach().to(dtype)
+        for i in range(first, min(first + ranks, len(files))):
+            for name in [name for name in weights if file_of[name] == files[i]]:
+                weight = weights[name].detach().to(dtype)
                 if isinstance(weight, DTensor):
                     weight = weight.full_tensor()
-                if i - first == rank():
-                    mine[member] = weight
+                if i - first == me:
+                    mine[name] = weight
         if mine:  # copied to the host and written by all ranks at the same time, not between two gathers
-            on_host = {member: weight.cpu().contiguous() for member, weight in mine.items()}
+            on_host = {name: weight.cpu().contiguous() for name, weight in mine.items()}
             with _writing(unfinished):
-                save_file(on_host, unfinished / files[first + rank()], metadata={"format": "pt"})
+                save_file(on_host, unfinished / files[first + me], metadata={"format": "pt"})
     barrier()
 
     # what stands beside the weights; then the names change
-    if rank() == 0:
-        if split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    if me == 0:
+        if len(files) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": file_of}
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         for path in Path(source).iterdir():
             if path.is_file() and path.suffix not in NOT_COPIED and not path.name.endswith(".index.json"):
@@ -279,20 +311,27 @@ def export(policy, folder: str | Path, source: str | Path, contract: VisualContr
 
 
 @contextlib.contextmanager
-def snapshot_folder(run: str | Path, source: Path) -> Iterator[Path]:
-    """Choose where snapshots go: into memory if two fit there, the old one and the one being written, else into the run."""
-    if rank() > 0:
-        yield gather(None)[0]
+def snapshot_folder(run: str | Path, source: Path, per_node: bool = True) -> Iterator[Path]:
+    """Choose this node's folder of snapshots: in memory if two fit there, the old one and the one being written, else in
+    the run. Not `per_node`: one folder for all, in the run."""
+    me, _ = place(per_node)
+    if me > 0:
+        yield gather(None)[rank() - me]
         return
-    folder = Path(run) / "snapshot"
+    folder = Path(run).absolute() / "snapshot"  # servers may stand in another directory
+    if per_node:
+        folder = folder.with_name(f"snapshot-{rank() // local_size()}")
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    if shutil.disk_usage(MEMORY).free > 2.2 * size:
+    if not per_node:
+        print(f"servers elsewhere read the weights from {folder}: all machines must see it")
+    elif shutil.disk_usage(MEMORY).free > 2.2 * size:
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
-        (Path(run) / "memory.txt").write_text(f"{memory_folder()}\n")  # for those who wonder whose it is
+        if rank() == 0:
+            (Path(run) / "memory.txt").write_text(f"{memory_folder()}\n")  # for those who wonder whose it is
     else:
         print(f"{MEMORY} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
     try:
-        yield gather(folder / "weights")[0]
+        yield gather(folder)[rank()]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -36,6 +36,9 @@ class Sample:
 class Engine(Protocol):
     version: int
 
+    def wait_until_ready(self) -> None:
+        """Wait until all servers that were started serve; an EngineError tells of one that does not."""
+
     def generate(
         self, ids: list[int], frames: Sequence[Frames], *, max_new_tokens: int, temperature: float, seed: int,
         stop: tuple[int, ...] = (), shared: int = 0,

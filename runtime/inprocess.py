@@ -11,8 +11,8 @@ outlasts `call_timeout`.
 Not SDPA for the sampled tokens: with a mask it computes all scores in fp32 on a GPU, or, by cuDNN, plans each new length
 of the keys anew.
 
-Deliberately missing: requests that join a running batch, paged keys (each token copies all of them), tensor parallelism,
-and a CUDA stream of its own: on one GPU, sampling and training take turns whatever `staleness` says.
+Deliberately missing: requests that join a running batch, paged keys, tensor parallelism, and a CUDA stream of its own: on
+one GPU, sampling and training take turns whatever `staleness` says.
 
 Shapes: B rows, N tokens of the packed prompts, L keys of the longest row, H hidden, V vocabulary, M visual tokens,
 D DeepStack levels.
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AttentionInterface, DynamicCache, Qwen3VLForConditionalGeneration
+from transformers import AttentionInterface, Cache, DynamicLayer, Qwen3VLForConditionalGeneration
 
 from runtime import packing
 from runtime.engine import EngineError, Sample
@@ -105,6 +105,8 @@ class InProcess:
             self._changed.notify_all()
         return request.result.result()
 
+    def wait_until_ready(self) -> None: ...
+
     def expect(self, change: int) -> None:
         with self._changed:
             self._expected += change
@@ -147,14 +149,14 @@ class InProcess:
                 return
 
     def _batches(self, waiting: list[_Request]) -> list[list[_Request]]:
-        """Cut into batches within the token budget, of rows of similar length; a group stays together if it fits."""
+        """Cut into batches within the token budget, padding included. A quarter may be padding: more batches, more passes."""
         batches = []
         for request in waiting:
             if batches:
                 rows = [*batches[-1], request]
-                # Ids and answers are padded each to the longest of them.
-                width = max(len(r.ids) for r in rows) + max(r.max_new_tokens for r in rows)
-                if len(rows) * width <= self.max_batch_tokens and 2 * len(request.ids) <= 3 * len(rows[0].ids):
+                longest, most = max(len(r.ids) for r in rows), max(r.max_new_tokens for r in rows)
+                padding = sum(longest - len(r.ids) for r in rows)
+                if len(rows) * (longest + most) <= self.max_batch_tokens and padding <= self.max_batch_tokens // 4:
                     batches[-1].append(request)
                     continue
             batches.append([request])
@@ -180,6 +182,22 @@ def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_
     return out.flatten(1, 2)[:, None], None
 
 
+class _Keys(DynamicLayer):
+    """A block's keys and values: of the packed prompts, then of one row per request. `keys` and `values` have room behind
+    `length`, where a new token's are written in place. All are copied only when the room is used up."""
+
+    def update(self, key_states, value_states, *_, **__):
+        if not self.is_initialized:
+            return super().update(key_states, value_states)
+        if self.length == self.keys.shape[2]:
+            room = (0, 0, 0, self.length // 8 + 16)
+            self.keys, self.values = F.pad(self.keys, room), F.pad(self.values, room)
+        self.keys[:, :, self.length] = key_states[:, :, 0]
+        self.values[:, :, self.length] = value_states[:, :, 0]
+        self.length += 1
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
 class _Batch:
     """Requests that are sampled together."""
 
@@ -187,7 +205,7 @@ class _Batch:
         self.engine, self.requests = engine, requests
         self.model, self.renderer = engine.model, engine.renderer
         self.device = self.model.device
-        self.cache = DynamicCache(config=self.model.config.text_config)
+        self.cache = Cache(layer_class_to_replicate=_Keys)
 
     def _bundles(self) -> tuple[list[Bundle], list[_Request]]:
         """Return a bundle per prompt, its suffixes the rests of its requests' ids; and the requests in that order."""
@@ -197,7 +215,8 @@ class _Batch:
 
         bundles, in_order = [], []
         for requests in sharing.values():
-            prompt, frames = requests[0].ids[: requests[0].shared], requests[0].frames
+            shared = requests[0].shared if len(requests) > 1 else 0  # a request alone is read in one piece
+            prompt, frames = requests[0].ids[:shared], requests[0].frames
             # The clips whose pads stand in the prompt; the others follow it in each request.
             pads, shown = prompt.count(self.renderer.image_pad), 0
             while pads > 0:
@@ -206,7 +225,7 @@ class _Batch:
                 shown += 1
             bundle = Bundle(prompt, [], [], list(frames[:shown]))
             for request in requests:
-                rest = request.ids[request.shared :]
+                rest = request.ids[shared:]
                 bundle.suffixes.append(rest)
                 bundle.masks.append([0] * len(rest))
                 bundle.frames += frames[shown:]
@@ -220,11 +239,14 @@ class _Batch:
         bundles, self.requests = self._bundles()
         packed = packing.pack_bundles(bundles, self.renderer.image_pad, contract.cell)
 
-        # Embed the tokens, and put the frames where their pads are.
-        features = []
-        for bundle in bundles:
-            for clip in bundle.frames:  # one at a time, which bounds the memory
-                features.append(packing.encode_frames(tower, [clip], contract.patch, contract.merge, kernel))
+        # Embed the tokens, and put the frames where their pads are. Short clips are encoded together, up to the frames of
+        # an overview, which bounds the memory.
+        parts: list[list[Frames]] = []
+        for clip in [clip for bundle in bundles for clip in bundle.frames]:
+            if not parts or sum(map(len, parts[-1])) + len(clip) > contract.overview_frames:
+                parts.append([])
+            parts[-1].append(clip)
+        features = [packing.encode_frames(tower, part, contract.patch, contract.merge, kernel) for part in parts]
         ids = torch.from_numpy(packed.ids).to(self.device)[None]  # [1, N]
         embeds, visual = self.model.get_input_embeddings()(ids), {}
         if features:
@@ -243,8 +265,9 @@ class _Batch:
             **visual,
         ).last_hidden_state[0]  # [N, H]
 
-        # Each suffix and its prompt make a row: [1, heads, N, size] -> [B, heads, L, size], padded on the left.
-        suffixes = [s for s in packed.segments if s.prompt_stop > s.prompt_start]
+        # Each request makes a row: [1, heads, N, size] -> [B, heads, L, size], padded on the left.
+        prompts = {s.prompt_start for s in packed.segments if s.prompt_stop > s.prompt_start}
+        suffixes = [s for s in packed.segments if s.start not in prompts]
         longest = max(len(s.seen()) for s in suffixes)  # L
         places = np.zeros((len(suffixes), longest), np.int64)
         real = np.zeros((len(suffixes), longest), bool)
@@ -257,6 +280,7 @@ class _Batch:
         for layer in self.cache.layers:
             layer.keys = layer.keys[0][:, places].transpose(0, 1)
             layer.values = layer.values[0][:, places].transpose(0, 1)
+            layer.length = longest
         return hidden[places[:, -1]]
 
     @torch.inference_mode()
@@ -306,13 +330,21 @@ class _Batch:
 def draw(logits, temperatures, uniforms):
     """Draw one token per row [B] from softmax(logits / temperature), greedily where the temperature is 0, and return it
     with its log-prob. A row's token depends on nothing but its logits, temperature and uniform, a number in [0, 1)."""
+    # On a CPU about a MB at a time: larger tensors cost more to allocate than to compute.
+    rows = len(logits) if logits.is_cuda else max(1, 2**18 // logits.shape[1])
+    parts = zip(logits.split(rows), temperatures.split(rows), uniforms.split(rows))
+    tokens, logprobs = zip(*(_draw_rows(*part) for part in parts))
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _draw_rows(logits, temperatures, uniforms):
     tau = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     scaled = logits / tau  # [B, V]
     top = scaled.amax(-1, keepdim=True)
     # The token is where the cumulative distribution (here times a constant) passes the row's uniform.
-    ends = (scaled - top).exp().cumsum(-1, dtype=torch.float64)  # [B, V]
+    ends = (scaled - top).exp_().cumsum(-1, dtype=torch.float64)  # [B, V]
     total = ends[:, -1:]
-    tokens = (ends <= uniforms[:, None] * total).sum(-1, keepdim=True)  # [B, 1]
+    tokens = torch.searchsorted(ends, uniforms[:, None] * total, right=True)  # [B, 1]
     if not temperatures.all():
         tokens = torch.where(temperatures[:, None] > 0, tokens, scaled.argmax(-1, keepdim=True))
     logprobs = scaled.gather(-1, tokens).double() - top - total.log()

@@ -120,6 +120,8 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     logits = 16 * min(cfg.logit_chunk, tokens) * text.vocab_size + 4 * head
     used["at the fullest moment: a block's backward pass, or logits"] = max(backward, logits)
 
+    if gpus == 1:  # FSDP2 divides it into another tensor, on a stream of its own, whose memory the allocator keeps
+        used["gradient of embeddings and head once more, fp32"] = 4 * (trained - count(policy.text.layers))
     # A guess: CUDA, NCCL and cuBLAS hold about 3 GiB that PyTorch's allocator does not count, kernels 1 GiB that it counts.
     used["overhead: CUDA, NCCL, kernels, and 5 % between tensors"] = 4 * GIB + 0.05 * sum((held | used).values())
     return Plan(f"training, each of {gpus} GPUs", held, used)
@@ -134,19 +136,30 @@ def plan_rl(cfg) -> list[Plan]:
     if rollout.urls:
         return [training]
 
-    text, held = policy.text.config, {"weights of the engine, bf16": 2 * count(policy)}
-    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim  # bytes of a token's keys and values
-    if not rollout.gpus:  # the ranks sample for themselves
-        used = {"KV cache of a batch, and as much to read it": 2 * kv * rollout.max_batch_tokens}
-    else:
-        # A server's share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a frame).
-        rows = math.ceil(min(rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size) / len(rollout.gpus))
-        frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
-        tokens = cfg.visual.overview_frames * frame // cfg.group_size + 2 * rollout.max_new_tokens
-        used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
+    # A server's share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a frame).
+    episodes = min(rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size)
+    rows = math.ceil(episodes * rollout.tensor_parallel / max(1, len(rollout.gpus)))
+    frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
+    tokens = cfg.visual.overview_frames * frame // cfg.group_size + 2 * rollout.max_new_tokens
+    engine = plan_engine(rollout, policy.text.config, 2 * count(policy), rows, tokens)
     if not rollout.gpus or set(rollout.gpus) & set(range(cfg.gpus)):
-        return [Plan("training and engine on the same GPU", training.held | held, training.used | used)]
-    return [training, Plan(f"engine, each of {len(rollout.gpus)} GPUs", held, used)]
+        title, held = "training and engine on the same GPU", training.held | engine.held
+        return [Plan(title, held, training.used | engine.used)]
+    return [training, engine]
+
+
+def plan_engine(rollout, text, weights: float, rows: int, tokens: int) -> Plan:
+    """Plan a GPU that samples: of a RolloutConfig's servers, whose keys are of so many rows; or of the engine in this process.
+    `text`: the language model's config; `weights`: their bytes. The GPUs of a server share both."""
+    share = rollout.tensor_parallel
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head / share  # bytes of a token's keys and values
+    if rollout.gpus:
+        used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
+    else:
+        used = {"KV cache of a batch, and as much to read it": 2 * kv * rollout.max_batch_tokens}
+    title = f"engine, each of {len(rollout.gpus) or 1} GPUs"
+    return Plan(title, {"weights of the engine, bf16": weights / share}, used)
 
 
 def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:

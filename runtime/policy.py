@@ -11,8 +11,9 @@ One forward serves the training pass, the reference and the check of the engine'
 as one flat sequence in which the prompt of a group stands once (packing.py). Logits exist for one chunk of target tokens
 at a time, in the backward pass too.
 
-Ranks shard the text blocks with FSDP2. Gradients of all ranks add up (a loss divides by the count of all ranks). Each
-forward runs the same collectives whatever it is given: no bundles, no images, no targets.
+The ranks of a node shard the text blocks with FSDP2, and each node has all shards (HSDP). Gradients of all ranks add up
+(a loss divides by the count of all ranks). Each forward runs the same collectives whatever it is given: no bundles, no
+images, no targets.
 
 Deliberately missing: tensor and sequence parallelism, LoRA, the video channel, attention dropout.
 
@@ -32,14 +33,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from runtime import packing
 from runtime.config import ConfigError
-from runtime.distributed import checkpoint_dir, device
+from runtime.distributed import checkpoint_dir, device, local_size, world_size
 from runtime.render import Bundle
 from runtime.video import Frames
 
@@ -274,8 +275,12 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
 
 
 def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where: torch.device) -> None:
-    """Shard the weights over all ranks, each block as a unit and the rest as the root; a frozen tower stays whole."""
-    mesh = dist.init_device_mesh(where.type, (dist.get_world_size(),))
+    """Shard the weights over the ranks of a node, each block as a unit and the rest as the root; a frozen tower stays whole.
+    Every node has all shards, so that weights never travel between nodes: gradients do (`sum_over_nodes`)."""
+    shape, names = (world_size(),), ("ranks",)
+    if local_size() < world_size():
+        shape, names = (world_size() // local_size(), local_size()), ("nodes", "ranks")
+    mesh = dist.init_device_mesh(where.type, shape, mesh_dim_names=names)
     whole = set(policy.vision.parameters()) if policy.vision_frozen else set()
     # Without cast_forward_inputs the vision tower's rotary angles stay fp32, as in transformers.
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -284,6 +289,13 @@ def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
         unit.set_gradient_divide_factor(1.0)  # gradients of all ranks add up
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def sum_over_nodes(policy: nn.Module, now: bool) -> None:
+    """Let the next backward passes add up gradients over the nodes, too, or only over the ranks of each. Once per update is
+    enough: in its last pass."""
+    if isinstance(policy, FSDPModule):
+        policy.set_requires_all_reduce(now)
 
 
 def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:
@@ -316,8 +328,9 @@ def _read_weights(model: nn.Module, path: Path) -> None:
                     raise ConfigError(f"{file}: {name} is {stored.get_shape()}, by config.json {list(parameter.shape)}")
                 start = 0
                 if isinstance(parameter, DTensor):  # FSDP2 gives rank r the r-th of equal chunks of rows
-                    rows = math.ceil(len(parameter) / parameter.device_mesh.size())
-                    start = parameter.device_mesh.get_local_rank() * rows
+                    mesh = parameter.device_mesh["ranks"]  # of one node
+                    rows = math.ceil(len(parameter) / mesh.size())
+                    start = mesh.get_local_rank() * rows
                     parameter = parameter.to_local()
                 if len(parameter):
                     parameter.copy_(stored[start : start + len(parameter)])

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 from torch.optim import Optimizer
+from tqdm import tqdm
 
 from runtime.checks import RunConfig
 from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
-from runtime.distributed import export, load_state, peak_memory, print0, rank, save_state, world_size
+from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
 from runtime.engine import EngineError
 from runtime.plan import Plan, meta_policy
 from runtime.policy import Policy, learning_rate
@@ -34,7 +35,7 @@ MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than
 def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None:
     """Refuse a run that has no room on this machine's GPUs."""
     if torch.cuda.is_available():
-        for plan in plans(replace(cfg, gpus=world_size())):
+        for plan in plans(replace(cfg, gpus=local_size())):
             plan.check(cfg.gpu_gib)
     meta_policy(cfg.policy)  # refuses a model of another family
 
@@ -78,7 +79,8 @@ class Run:
         lr = learning_rate(self.cfg.optim, step, self.cfg.steps)
         measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
-            self.metrics.write(step, measured)
+            with tqdm.external_write_mode():  # the next batch's bar may be on the screen
+                self.metrics.write(step, measured)
         if self.bad_steps > MAX_BAD_STEPS:
             raise FloatingPointError(f"{self.bad_steps} gradients not finite (limit {MAX_BAD_STEPS}): lower optim.lr")
 

@@ -1,12 +1,13 @@
 """servers.py: SGLang servers as an engine: started, supervised and asked over HTTP.
 
-    engine = SGLang(checkpoint, renderer, gpus=(6, 7))      # starts one server per GPU
+    engine = SGLang(checkpoint, renderer, gpus=(6, 7))      # starts one server per GPU, or per `tensor_parallel` GPUs
     engine = SGLang(checkpoint, renderer, urls=(...,))      # servers that already run
+    engine.wait_until_ready()                               # they start meanwhile
 
 Every response must echo the trainer's prompt ids and carry the current weights' version. A dead server is restarted
 and loads the current snapshot; only lost requests run again. Our servers end when we end, even by kill -9.
 
-Deliberately missing: streaming, tensor parallelism (one server per GPU), weight sync over NCCL.
+Deliberately missing: streaming, weight sync over NCCL, seeds (they count only in the engine in this process).
 """
 
 import base64
@@ -33,7 +34,7 @@ from urllib.parse import urlsplit
 import numpy as np
 from PIL import Image
 
-from runtime.cleanup import kill_group, memory_folder, start_group
+from runtime.cleanup import kill_group, memory_folder, note_shared_memory, start_group
 from runtime.engine import Engine, EngineError, Sample
 from runtime.render import Renderer
 from runtime.video import Frames
@@ -52,7 +53,7 @@ class _Lost(Exception):
 @dataclass
 class _Server:
     url: str
-    gpu: int | None = None  # None: somebody else started it
+    gpus: str = ""  # "4,5"; none: somebody else started it
     process: subprocess.Popen | None = None
     busy: int = 0  # requests under way
     healthy: bool = False  # it answers, with the current weights
@@ -68,29 +69,43 @@ class SGLang(Engine):
     def __init__(
         self,
         checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
-        server_args: Sequence[str] = (),
+        server_args: Sequence[str] = (), tensor_parallel: int = 1,  # GPUs of one server
+        logs: str | Path | None = None,  # folder of the servers' logs; None: a new one in /tmp
         launch: Callable[[int], list[str]] | None = None,  # port -> command; tests start something smaller
         start_timeout: float = 900.0,  # seconds of a server's start
         patience: float = 2.0,  # seconds between attempts
     ):  # fmt: skip
         self.version, self.snapshot, self.restarts = 0, None, 0
         self.renderer, self.start_timeout, self.patience = renderer, start_timeout, patience
-        self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, server_args))
-        self._servers = [_Server(url.rstrip("/")) for url in urls] + [_Server("", gpu) for gpu in gpus]
+        flags = (*server_args, f"--tp-size={tensor_parallel}")
+        self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
+        self._servers = [_Server(url.rstrip("/")) for url in urls]
+        with contextlib.ExitStack() as probes:  # open until each server has a port, or two might get the same
+            for first in range(0, len(gpus), tensor_parallel):
+                probe = probes.enter_context(socket.create_server(("127.0.0.1", 0)))
+                url = f"http://127.0.0.1:{probe.getsockname()[1]}"  # a restarted server keeps it: other ranks know it
+                self._servers.append(_Server(url, ",".join(map(str, gpus[first : first + tensor_parallel]))))
+        self.urls = [server.url for server in self._servers]
+        # Each rank has a client of its own. While nobody has anything to do, each begins with another server.
+        turn = int(os.environ.get("RANK", 0)) % len(self._servers)
+        self._servers = self._servers[turn:] + self._servers[:turn]
         self._changed, self._closed = threading.Condition(), False
         self._images: dict[int, list[str]] = {}  # id(clip.pixels) -> its frames as sent; as long as the pixels live
+        self._readers: dict[int, dict] = {}  # likewise -> {hash of a prompt that it opens: server that read it last}
         self._writing, self._folder, self._numbers = threading.Lock(), None, itertools.count()
-        if all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls):  # frames pass as files in memory
+        if on_this_machine(urls):  # frames pass as files in memory
             self._folder = Path(tempfile.mkdtemp(prefix="frames-", dir=memory_folder()))
         self._connections: set[HTTPConnection] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         if gpus:
-            logs = f"{tempfile.gettempdir()}/sglang-{os.getpid()}-gpu*.log"
+            self._logs = logs = Path(logs or tempfile.mkdtemp(prefix="sglang-"))
+            logs.mkdir(parents=True, exist_ok=True)
             print(f"SGLang starts on GPUs {list(gpus)}: up to {start_timeout / 60:g} minutes; logs: {logs}", flush=True)
         for supervisor in self._supervisors:
             supervisor.start()
+
+    def wait_until_ready(self) -> None:
         self._ready(all)
-        self.urls = [server.url for server in self._servers]
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
         images = []
@@ -99,21 +114,12 @@ class SGLang(Engine):
         payload = {
             "input_ids": self.renderer.compact(ids),
             "image_data": images,
-            "sampling_params": {
-                "temperature": temperature,
-                "top_p": 1.0,  # log-probs are not renormalised for truncated sampling
-                "top_k": -1,
-                "sampling_seed": seed % 2**31,
-                "max_new_tokens": max_new_tokens,
-                "stop_token_ids": list(stop),
-                "skip_special_tokens": False,
-                "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
-            },
+            "sampling_params": self._sampling(max_new_tokens, temperature, seed, stop),
             "return_logprob": True,
             "return_prompt_token_ids": True,
         }
 
-        # Ask the healthy server that has the least to do, until one has answered.
+        # Ask healthy servers until one has answered.
         deadline, problem = time.monotonic() + self.timeout, None
         while True:
             with self._changed:
@@ -121,7 +127,7 @@ class SGLang(Engine):
                 left = deadline - time.monotonic()
                 if not ready or left <= 0:
                     raise EngineError(f"not served within {self.timeout:g} s, last: {problem}")
-                server, oldest = min(ready, key=lambda s: s.busy), self.version
+                server, oldest = self._choose(ready, ids[:shared], frames), self.version
                 server.busy += 1
             try:
                 return self._sample(self._ask(server, "/generate", left, payload), ids, oldest)
@@ -141,7 +147,7 @@ class SGLang(Engine):
                 server.healthy = False  # until it has loaded them, be it because another rank pushes
                 server.ours |= not push
             self._changed.notify_all()
-        self._ready(all)
+        self._ready(all if push else any)  # who pushes knows which servers it has given up
 
     def close(self) -> None:
         """End requests under way with an EngineError, and our servers with their children."""
@@ -158,6 +164,29 @@ class SGLang(Engine):
                 server.process = None
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _sampling(self, max_new_tokens: int, temperature: float, seed: int, stop: Sequence[int]) -> dict:
+        return {
+            "temperature": temperature,
+            "top_p": 1.0,  # log-probs are not renormalised for truncated sampling
+            "top_k": -1,
+            "sampling_seed": seed % 2**31,  # does nothing without --enable-deterministic-inference
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": list(stop),
+            "skip_special_tokens": False,
+            "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
+        }
+
+    def _choose(self, ready: list[_Server], prompt: list[int], frames: Sequence[Frames]) -> _Server:
+        """Return the server that read the shared prompt last, for its cache has it, unless it has a group's worth of requests
+        (8) more than another; else the one with the least to do."""
+        chosen = min(ready, key=lambda server: server.busy)
+        if prompt and frames:
+            key, readers = hash(tuple(prompt)), self._readers[id(frames[0].pixels)]
+            if readers.get(key) in ready and readers[key].busy < chosen.busy + 8:
+                chosen = readers[key]
+            readers[key] = chosen
+        return chosen
 
     def _sample(self, reply: dict, ids: list[int], oldest: int) -> Sample:
         """Accept a reply only if it is a result, by the right weights, of the prompt that the trainer will see."""
@@ -181,8 +210,8 @@ class SGLang(Engine):
         key = id(clip.pixels)
         with self._writing:  # the rollouts of a group begin together
             if key not in self._images:
-                self._images[key] = [self._send(pixels) for pixels in clip.pixels]
-                weakref.finalize(clip.pixels, _forget, self._images, key)  # its files go with it
+                self._images[key], self._readers[key] = [self._send(pixels) for pixels in clip.pixels], {}
+                weakref.finalize(clip.pixels, _forget, self._images, self._readers, key)  # its files go with it
             return self._images[key]
 
     def _send(self, pixels: np.ndarray) -> str:
@@ -206,16 +235,16 @@ class SGLang(Engine):
                 raise EngineError("the engine was closed")
 
     def _ready(self, enough: Callable[[Iterable[bool]], bool], seconds: float | None = None) -> list[_Server]:
-        """Return the healthy servers as soon as enough are (all or any), or the time is over."""
+        """Return the healthy servers as soon as enough (all or any) of those that live are, or the time is over."""
 
-        def possible() -> bool:
-            return enough(not server.failed for server in self._servers)
+        def living() -> list[_Server]:
+            return [server for server in self._servers if not server.failed]
 
         with self._changed:  # its lock is re-entrant, and waiting in _pause releases it whole
-            self._pause(seconds, lambda: enough(server.healthy for server in self._servers) or not possible())
-            if not possible():
-                raise EngineError(next(server.failed for server in self._servers if server.failed))
-            return [server for server in self._servers if server.healthy]
+            self._pause(seconds, lambda: enough(server.healthy for server in living()) or not living())
+            if not living():
+                raise EngineError(self._servers[0].failed)
+            return [server for server in living() if server.healthy]
 
     def _ask(self, server: _Server, route: str, timeout: float, payload: dict | None = None) -> dict:
         """Send a request over a connection of its own, which `close` can break off, and past any http_proxy."""
@@ -243,13 +272,16 @@ class SGLang(Engine):
 
     def _supervise(self, server: _Server) -> None:
         """Keep one server alive and up to date, until it has to be given up. Only this thread of its own starts it."""
-        starts, refusals, deadline = 0, 0, time.monotonic() + self.start_timeout
+        starts, refusals, cold, deadline = 0, 0, True, time.monotonic() + self.start_timeout
         try:
             while True:
-                if server.gpu is not None and (server.process is None or server.process.poll() is not None):
-                    server.healthy, starts = False, starts + 1
+                if server.gpus and (server.process is None or server.process.poll() is not None):
+                    server.healthy, cold, starts = False, True, starts + 1
                     self._start(server, starts)
                 try:
+                    if server.gpus and cold:
+                        self._warm_up(server)
+                        cold = False
                     if not server.healthy:
                         self._bring_up_to_date(server)
                     self._pause(2.0, lambda: not server.healthy)  # one that dies unasked is noticed after 2 s
@@ -263,6 +295,8 @@ class SGLang(Engine):
             with self._changed:
                 server.healthy, server.failed = False, str(error) if isinstance(error, EngineError) else repr(error)
                 self._changed.notify_all()
+                if not self._closed:
+                    log.warning("%s serves no more: %s", server.url, server.failed)
 
     def _bring_up_to_date(self, server: _Server) -> None:
         info = self._ask(server, "/model_info", 10)
@@ -276,29 +310,41 @@ class SGLang(Engine):
             server.healthy = version == self.version  # else still newer weights have come meanwhile
             self._changed.notify_all()
 
+    def _warm_up(self, server: _Server) -> None:
+        """Let a new server sample a greedy and a random turn in one batch. Such a batch, as main agents and sub-agents make
+        it, takes a path that is compiled at its first use: up to a minute, which the first episodes would wait."""
+        sampling = [self._sampling(8, temperature, 0, ()) for temperature in (0.0, 1.0)]
+        asked = {"input_ids": [[0], [0]], "sampling_params": sampling, "return_logprob": True}
+        self._ask(server, "/generate", self.start_timeout, asked)
+        note_shared_memory(server.process)  # all that it needs is there now
+
     def _start(self, server: _Server, attempt: int) -> None:
-        output = Path(tempfile.gettempdir()) / f"sglang-{os.getpid()}-gpu{server.gpu}.log"
+        output = self._logs / f"sglang-gpu{server.gpus}.log"
         if attempt > 2:
             end = "\n".join(output.read_text("utf-8", "replace").splitlines()[-20:])
-            raise EngineError(f"the server on GPU {server.gpu} died twice at its start; {output} ends:\n{end}")
-        if not server.url:  # a restarted server keeps its address, which other ranks know
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                server.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+            raise EngineError(f"the server on GPU {server.gpus} died twice at its start; {output} ends:\n{end}")
         if server.process:
             self.restarts += 1
             code = server.process.returncode
-            log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpu, code, output)
+            log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpus, code, output)
             kill_group(server.process)  # its children may live on
         env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
+        env["CUDA_VISIBLE_DEVICES"] = server.gpus
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[server.gpu] if visible else str(server.gpu)
+        if visible:  # our GPUs are counted among these
+            devices = visible.split(",")
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[int(gpu)] for gpu in server.gpus.split(","))
         env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}  # it sends itself a first request
         # The server's cache of image embeddings outlives weight updates: with it, a tower that trains serves old features.
         env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
         command = self._launch(int(server.url.rpartition(":")[2]))
         with open(output, "ab") as file:
             server.process = start_group(command, env=env, stdout=file, stderr=file)
+
+
+def on_this_machine(urls: Sequence[str]) -> bool:
+    """Return whether servers read the files of this machine; those that we start have no URL yet."""
+    return all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls)
 
 
 def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra: Sequence[str] = ()) -> list[str]:
@@ -315,8 +361,9 @@ def context_flags(checkpoint: str | Path, max_context: int) -> list[str]:
     return ["--context-length", str(min(max_context + 16, text["max_position_embeddings"]))]  # 16: the end of a turn
 
 
-def _forget(images: dict[int, list[str]], key: int) -> None:
+def _forget(images: dict[int, list[str]], readers: dict[int, dict], key: int) -> None:
     """Remove the files of a clip that is freed. Another one may get the id of its pixels."""
+    del readers[key]
     for sent in images.pop(key):
         if sent.startswith("file://"):
             Path(sent.removeprefix("file://")).unlink(missing_ok=True)

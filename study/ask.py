@@ -2,11 +2,13 @@
 
     python -m study.ask --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
     python -m study.ask doctor --model M --video v.mp4          # a table; exit status 1 if a check fails
+    python -m study.ask doctor --gpu 7 --video v.mp4            # of an SGLang server as configs/paragrpo_8b.yaml starts it
 
 The first prints the agent's thoughts turn by turn, its parallel calls on a timeline, and their reports as they arrive.
 The *token doctor* makes the model's own engine continue after two parallel calls that work and one that does not, and
 checks the episode against independent witnesses: the chat template, transformers' position ids, and the trainer's
 log-probs. Run it on every new checkpoint, SGLang version or contract: it finds what training would only show as noise.
+With --gpu it starts a server there, checks it at two temperatures, kills it, and checks what comes back.
 """
 
 import argparse
@@ -25,16 +27,22 @@ import numpy as np
 
 import data
 from data import Call, Episode, Task
+from rl import RLConfig
 from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, open_engine, opening, run_episode
-from runtime.checks import check_urls, find_checkpoint
+from runtime import config
+from runtime.checks import check_servers, find_checkpoint
+from runtime.cleanup import kill_group
 from runtime.config import ConfigError, expandable_segments
+from runtime.doctor import engine_logprobs, flaw_of, position_error, trainer_logprobs
 from runtime.engine import Engine, EngineError, Sample
+from runtime.policy import Policy, PolicyConfig, load
 from runtime.render import END_OF_TURN, Renderer, load_tokenizer
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS
 
 WIDTH = 40  # characters of the timeline
+CONFIG = Path(__file__).resolve().parent.parent / "configs" / "paragrpo_8b.yaml"
 
 
 def main() -> int:
@@ -43,7 +51,10 @@ def main() -> int:
     parser.add_argument("doctor" if doctor else "question")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the episode as JSON, for study.report")
-    parser.add_argument("--model", required=True, help="a checkpoint's folder, or its name on the hub")
+    if doctor:
+        parser.add_argument("--gpu", type=int, help="start a server there; the trainer takes the first GPU")
+        parser.add_argument("--config", default=CONFIG, help="whose server, and whose model without --model")
+    parser.add_argument("--model", required=not doctor, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
     parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
@@ -54,6 +65,13 @@ def main() -> int:
     cfg = RolloutConfig(tools=tools, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
     expandable_segments()
     try:
+        cfg = replace(cfg, urls=tuple(args.url))
+        if doctor:
+            run = config.load(RLConfig, args.config)
+            args.model = args.model or run.policy.checkpoint
+        if doctor and args.gpu is not None:
+            its = run.rollout
+            cfg = replace(cfg, gpus=(args.gpu,), server_args=its.server_args, max_context=its.max_context)
         with Videos(workers=2) as videos:
             stage = stage_of(args, videos, cfg)
             with contextlib.closing(stage.engine):
@@ -64,12 +82,13 @@ def main() -> int:
 
 def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> Stage:
     """Return everything an agent needs, from the checkpoint's own contract."""
-    source = find_checkpoint(args.model, weights=not args.url)
-    check_urls(args.url)
+    source = find_checkpoint(args.model, weights=not cfg.urls)
+    check_servers(cfg, ranks=1)
     contract = VisualContract.load(source)
     contract.check(source)
     renderer = Renderer(load_tokenizer(source), contract)
-    return Stage(open_engine(source, renderer, urls=args.url), renderer, videos, cfg)
+    place = {"gpus": cfg.gpus, "urls": cfg.urls, "server_args": cfg.server_args, "max_context": cfg.max_context}
+    return Stage(open_engine(source, renderer, **place), renderer, videos, cfg)
 
 
 def play(stage: Stage, question: str, args: argparse.Namespace) -> Episode:
@@ -141,30 +160,60 @@ class Witness:
 
 
 def run_doctor(args: argparse.Namespace, stage: Stage) -> int:
-    """Play an episode with two calls that work and one that does not; print what holds of it."""
+    """Print what holds of an episode and, with a server of our own, of two more."""
+    policy = load(PolicyConfig(args.model), stage.renderer.never_sampled, train=False)
+    rows = list(examine(args, stage, policy))
+    if stage.cfg.gpus:
+        rows += examine_server(args, stage, policy)
+    for name, good, detail in rows:
+        print(f"{'ok  ' if good else 'FAIL'}  {name:27}  {detail}")
+    return int(not all(good for _, good, _ in rows))
+
+
+def play_witnessed(args: argparse.Namespace, stage: Stage, temperature: float) -> tuple[Episode, Witness]:
+    """Play an episode with two calls that work and one that does not."""
     middle = stage.videos.info(args.video[0]).duration / 2
     said = "Let me look.\n</think>"
     for start, end in ((0, middle), (middle, 0), (middle, 2 * middle)):
         call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end}}
         said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
     witness = Witness(stage.engine, [*stage.renderer.encode(said), stage.renderer.end_of_turn])
-    stage = replace(stage, engine=witness, cfg=replace(stage.cfg, max_turns=1, temperature=1.0))
+    stage = replace(stage, engine=witness, cfg=replace(stage.cfg, max_turns=1, temperature=temperature))
     episode = play(stage, "What happens in this video?", args)
     if episode.error:
         raise EngineError(episode.error)
-    rows = list(examine(stage, episode, witness, args.model))
-    for name, good, detail in rows:
-        print(f"{'ok  ' if good else 'FAIL'}  {name:27}  {detail}")
-    return int(not all(good for _, good, _ in rows))
+    return episode, witness
 
 
-def examine(stage: Stage, episode: Episode, witness: Witness, model: str) -> Iterator[tuple[str, bool, str]]:
+def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[bool, str]:
+    """Compare trainer and engine by the log-probs of what the model itself said; its reports are greedy, so unscaled."""
+    gaps = []
+    for agent in episode.trajectories:
+        start, scale = agent.turns[-1][0], temperature if agent is episode.main else 1.0
+        ours = trainer_logprobs(policy, [agent], scale, start)
+        gaps += (ours - engine_logprobs([agent], start)).abs().tolist()
+    limit = 1e-3 if str(policy.dtype).endswith("float32") else 0.3
+    return max(gaps) < limit, f"mean {np.mean(gaps):.1e}, max {max(gaps):.1e} over {len(gaps)} tokens (limit {limit:g})"
+
+
+def examine_server(args: argparse.Namespace, stage: Stage, policy: Policy) -> Iterator[tuple[str, bool, str]]:
+    """Yield the same of a server that we have started: at the temperature of training, and after its death."""
+    episode, _ = play_witnessed(args, stage, 0.7)
+    yield "they agree at 0.7", *agreement(policy, episode, 0.7)
+
+    # It comes back by itself, and with the weights that it was given last.
+    stage.engine.update_weights(find_checkpoint(args.model), 1)
+    kill_group(stage.engine._servers[0].process)
+    episode, witness = play_witnessed(args, stage, 1.0)
+    good, evidence = agreement(policy, episode, 1.0)
+    back = stage.engine.restarts == 1 and witness.asked[-1][1].version == 1
+    yield "and after kill -9", good and back, f"{stage.engine.restarts} restart, {evidence}"
+
+
+def examine(args: argparse.Namespace, stage: Stage, policy: Policy) -> Iterator[tuple[str, bool, str]]:
     """Yield (what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
-    from runtime.doctor import engine_logprobs, flaw_of, position_error, trainer_logprobs  # torch
-    from runtime.policy import PolicyConfig, load
-
+    episode, witness = play_witnessed(args, stage, 1.0)
     renderer, main, agents = stage.renderer, episode.main, episode.trajectories
-    policy = load(PolicyConfig(model), renderer.never_sampled, train=False)
 
     # Every request of the engine, with its reply, is the beginning of some trajectory.
     kept = 0
@@ -198,24 +247,22 @@ def examine(stage: Stage, episode: Episode, witness: Witness, model: str) -> Ite
     worst = max(position_error(policy, agent, renderer) for agent in agents)
     yield "positions", worst == 0, f"M-RoPE differs from transformers' by at most {worst}"
 
-    # Log-probs of what the model itself said, with its frames and with black ones.
-    gaps, moved = [], []
+    yield "engine and trainer agree", *agreement(policy, episode, 1.0)
+
+    # Log-probs of the same tokens, but of black frames.
+    moved = []
     for agent in agents:
         start = agent.turns[-1][0]
         ours = trainer_logprobs(policy, [agent], 1.0, start)
-        gaps += (ours - engine_logprobs([agent], start)).abs().tolist()
         black = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in agent.frames]
         blind = trainer_logprobs(policy, [replace(agent, prompt_frames=black, call_frames=[])], 1.0, start)
         moved.append((blind - ours).abs().max().item())
-    limit = 1e-3 if str(policy.dtype).endswith("float32") else 0.3
-    evidence = f"mean {np.mean(gaps):.1e}, max {max(gaps):.1e} over {len(gaps)} tokens (limit {limit:g})"
-    yield "engine and trainer agree", max(gaps) < limit, evidence
     yield "frames are seen", min(moved) > 1e-4, f"black frames move a log-prob by {min(moved):.1e} at least"
 
 
 def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
     """Return the episode as the messages that it came from."""
-    messages = data.main_messages(episode.task, episode.main.prompt_frames, with_tools=True)
+    messages = data.main_messages(episode.task, episode.main.prompt_frames, True, bool(renderer.contract.stamp))
     said = [renderer.decode(episode.main.ids[start:end]).removesuffix(END_OF_TURN) for start, end in episode.main.turns]
     messages.append({"role": "assistant", "content": said[0]})
     messages += [{"role": "tool", "content": [call.text]} for call in episode.calls]

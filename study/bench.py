@@ -6,23 +6,28 @@
 
 The sides take turns (A B A B ...). Before the clock runs, both have run once and their results were compared: gradient for
 gradient, token for token. A difference ends the program. A gain is the median over pairs of neighbours, since what else the
-machine does hits neighbours alike.
+machine does hits neighbours alike. (`step` has no sides: it shows what hides behind what in a step of RL, as planned.)
 
 Deliberately missing: memory, other frameworks, the speed of SGLang itself, several GPUs, the optimizer's step; what our
 Python adds to an episode, and decoding, which commit 73b2e4e measured.
 """
 
 import argparse
+import contextlib
 import functools
 import inspect
 import operator
 import os
 import sys
+import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -30,13 +35,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+import rl
+import runtime.run
 from data import Task
 from evals.tables import markdown
 from grpo import GRPOConfig, token_losses
 from rollout import RolloutConfig, Stage, opening, run_all, run_episode
+from runtime import config
 from runtime.config import git_commit
 from runtime.distributed import device
-from runtime.engine import Sample
+from runtime.engine import Engine, Sample
 from runtime.inprocess import InProcess
 from runtime.policy import PolicyConfig, load, recompute
 from runtime.render import Bundle, Renderer, load_tokenizer
@@ -138,7 +146,7 @@ def update(repeats: int = 3, frames: int = 64, side: int = 256, suffixes=range(2
 
 
 @dataclass
-class Scripted:
+class Scripted(Engine):
     """An engine whose main agent calls, so often in a turn, and then answers, in no time; a report takes `seconds`."""
 
     renderer: Renderer
@@ -146,8 +154,6 @@ class Scripted:
     per_turn: int
     seconds: float
     version: int = 0
-
-    def expect(self, change: int) -> None: ...
 
     def generate(self, ids, frames, *, shared=0, **rest) -> Sample:
         if len(frames[0]) < 64:  # a crop: a sub-agent asks
@@ -179,8 +185,8 @@ def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterato
 
 
 def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[str]]:
-    """64 requests at once: transformers' generate, one after the other / inprocess.py. The toy's sizes, prompts of 4 to
-    64 frames x 4 tokens, up to 32 new tokens, fp32; greedy tokens equal."""
+    """64 requests at once: transformers' generate on one batch, padded on the left / inprocess.py. The toy's sizes, up to
+    32 new tokens, fp32; prompts of 4 to 64 frames x 4 tokens, and of 8 to 64 tokens of text. Greedy tokens equal."""
     contract, folder = VisualContract(frame_pixels=64 * 64), OURS / "engine"
     renderer = Renderer(load_tokenizer(TOY / "model"), contract)
     # Greedy text of large random weights varies.
@@ -189,31 +195,146 @@ def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[s
     ours = InProcess(folder, renderer, device=str(device()))
     greedy = {"max_new_tokens": most, "do_sample": False, "bad_words_ids": [[t] for t in renderer.never_sampled]}
 
-    def alone(requests: list) -> list[list[int]]:
-        found = []
-        for ids, clip, _ in requests:
-            row = torch.tensor([ids], device=device())
-            out = plain.generate(**plain_inputs(plain, row, [clip]), attention_mask=torch.ones_like(row), **greedy)
-            found.append(out[0, len(ids) :].tolist())
-        return found
+    def padded(requests: list) -> list[list[int]]:
+        pad, longest = plain.generation_config.pad_token_id, max(len(ids) for ids, _, _ in requests)
+        rows = torch.tensor([[pad] * (longest - len(ids)) + ids for ids, _, _ in requests], device=device())
+        clips = [clip for _, shown, _ in requests for clip in shown]
+        asked = plain_inputs(plain, rows, clips) if clips else {"input_ids": rows}
+        out = plain.generate(**asked, attention_mask=(rows != pad).int(), **greedy)
+        return [row[longest:].tolist() for row in out]
 
-    def together(requests: list) -> list[list[int]]:
+    def ragged(requests: list) -> list[list[int]]:
         ask, found = functools.partial(ours.generate, max_new_tokens=most, temperature=0.0, seed=0), {}
-        jobs = [functools.partial(ask, ids, [clip], shared=shared) for ids, clip, shared in requests]
+        jobs = [functools.partial(ask, ids, clips, shared=shared) for ids, clips, shared in requests]
         run_all(ours, jobs, len(jobs), found.__setitem__)
         return [found[i].ids for i in range(len(jobs))]
+
+    def same(one: list, other: list) -> bool:  # up to what pads the rows that ended before others
+        return all(row[: len(said)] == said for row, said in zip(one, other, strict=True))
 
     for prompts in (count, count // 8):
         requests = []
         for i in range(prompts):
             group = draw_group(plain.config, (4, 8, 16, 32, 64)[i % 5], 64, [4] * (count // prompts), seed=i)
-            requests += [(group.prompt + begun, group.frames[0], len(group.prompt)) for begun in group.suffixes]
+            requests += [(group.prompt + begun, group.frames, len(group.prompt)) for begun in group.suffixes]
         what = f"{prompts} prompts, each {count // prompts} times"
-        yield versus(what, functools.partial(alone, requests), functools.partial(together, requests), repeats)
+        yield versus(what, functools.partial(padded, requests), functools.partial(ragged, requests), repeats, same)
+    rng = np.random.default_rng(0)
+    texts = [(rng.integers(20, 120, length).tolist(), [], 0) for length in rng.integers(8, 65, count)]
+    what = f"{count} texts"
+    yield versus(what, functools.partial(padded, texts), functools.partial(ragged, texts), 3 * repeats, same)
     ours.close()
 
 
-BENCHES = {bench.__name__: bench for bench in (update, dispatch, engine)}
+# ------------------------------------------------------------------------------------------------ a step of RL, played
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+TURN = 250 / 2048  # what a turn usually writes, of what the longest episode writes
+PHASES = {  # who passes them, and the function that they are; the others are the engine's
+    "trainer: state": (runtime.run, "save_state"),
+    "trainer: update": (rl, "update"),
+    "trainer: export": (rl, "export"),
+    "trainer: wait": (rl.Sampler, "settle"),
+    "trainer: push": None,
+    "sampler: batch": (rl.Sampler, "sample"),
+    "sampler: overviews": (Videos, "overview"),
+    "sampler: reading": None,
+    "sampler: writing": None,
+    "sampler: crops": (Videos, "window"),
+}
+
+
+def planned(way: str) -> dict[str, float]:
+    """Read the seconds of a way to serve, TP-1 or TP-4, from the table in the head of the 8B's config."""
+    lines = (CONFIGS / "paragrpo_8b.yaml").read_text("utf-8").splitlines()
+    names, *rows = ([cell.strip() for cell in line.split("|")] for line in lines if line.startswith("# |"))
+    return {row[1]: float(row[names.index(way)]) for row in rows}
+
+
+class Node(Engine):
+    """An engine that takes as long as planned, on a clock that runs `speed` times as fast; and what ran when."""
+
+    def __init__(self, plan: dict[str, float], speed: float, episodes: int):
+        self.plan, self.speed, self.episodes, self.version = plan, speed, episodes, 0
+        self.renderer = Renderer(load_tokenizer(TOY / "model"), toy.CONTRACT)
+        self.spans: list[tuple[str, float, float]] = []  # phase, start, end
+        self.reading, self.answers = threading.Lock(), 0
+
+    @contextlib.contextmanager
+    def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
+        """Record when this ran, and let it last so many planned seconds."""
+        began = time.perf_counter()
+        yield
+        time.sleep(max(0.0, began + seconds / self.speed - time.perf_counter()))
+        self.spans.append((name, began * self.speed, time.perf_counter() * self.speed))
+
+    def update_weights(self, path, version, push=True) -> None:
+        with self.phase("trainer: push", self.plan["push"]):
+            self.version = version
+
+    def generate(self, ids, frames, *, temperature, shared=0, seed=0, **rest) -> Sample:
+        # An episode makes four requests, which are read one after the other. The one that answers last is the longest.
+        reported = "<tool_response>" in self.renderer.decode(ids[shared:])
+        with self.phase("sampler: reading"), self.reading:
+            time.sleep(self.plan["reading"] / (4 * self.episodes) / self.speed)
+            self.answers += reported
+            longest = self.answers % self.episodes == 0
+
+        # Write a report, two calls or the answer.
+        seconds = self.plan["writing"] * TURN
+        if temperature == 0:
+            said, seconds = "No flash.", self.plan["reports"]
+        elif not reported:
+            said = toy.call(0, 16) + toy.call(16, 32)
+        else:
+            said = f"<answer>{toy.NAMES[seed % 8]}</answer>"
+            if longest:
+                seconds = self.plan["writing"] - seconds
+        with self.phase("sampler: writing", seconds):
+            sampled = self.renderer.encode(f"{said}<|im_end|>")
+        return Sample(sampled, [-1.0] * len(sampled), "stop", self.version)
+
+
+def play(way: str, speed: float, changes: Sequence[str]) -> Node:
+    """Run rl.py on the toy for four steps, with a state saved after the second. What takes long on a node does so here."""
+    with contextlib.ExitStack() as until_done:
+        keys = [f"run={until_done.enter_context(tempfile.TemporaryDirectory())}", f"policy.checkpoint={TOY}/model"]
+        keys += [f"data.sources=[{{path: {TOY}/rl.parquet}}]", "val=null", "staleness=1", "steps=4", "save_every=2"]
+        cfg = config.load(rl.RLConfig, CONFIGS / "toy_paragrpo.yaml", [*keys, *changes])
+        node = Node(planned(way), speed, cfg.batch_tasks * cfg.group_size)
+        for name, function in PHASES.items():
+            if function:
+                timed = node.phase(name, node.plan.get(name.partition(": ")[2], 0))(getattr(*function))
+                until_done.enter_context(patch.object(*function, timed))
+        until_done.enter_context(patch.multiple(rl, shared_engine=lambda *_: node, self_check=lambda *_: None))
+        until_done.enter_context(contextlib.redirect_stdout(sys.stderr))
+        rl.main(cfg)
+    return node
+
+
+def step(speed: float = 2.0, *changes: str) -> Iterator[list[str]]:
+    """A step of RL on a node, from one push of weights to the next: when each phase begins and ends, in seconds of the node.
+    rl.py on the toy, with a stand-in for the engine; times as planned in the head of configs/paragrpo_8b.yaml. TP-1: four
+    servers; TP-4: one on four GPUs. "+ state": a training state was saved just before, as after every tenth step."""
+    columns, means = [[*PHASES, "the step"]], ["mean of ten steps"]
+    for way in ("TP-1", "TP-4"):
+        spans = play(way, speed, changes).spans
+        pushed = [end for name, _, end in spans if name == "trainer: push"]
+        for start, end in zip(pushed[:2], pushed[1:]):
+            found, column = defaultdict(list), []
+            for name, *span in spans:
+                if start <= span[0] < end:
+                    found[name] += span
+            for phase in PHASES:
+                times = found[phase]
+                column.append(f"{min(times) - start:.1f} - {max(times) - start:.1f}" if times else "")
+            columns.append([*column, f"{end - start:.1f}"])
+        means += [f"{(9 * (pushed[1] - pushed[0]) + pushed[2] - pushed[1]) / 10:.1f}", ""]
+    yield from map(list, zip(*columns))
+    yield means
+
+
+BENCHES = {bench.__name__: bench for bench in (update, dispatch, engine, step)}
 
 
 def main() -> int:
@@ -224,7 +345,10 @@ def main() -> int:
     machine = f"{where}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
     torch.backends.cudnn.allow_tf32 = False  # the plain side's convolution would differ from our matrix product
     for name in names:
-        table = markdown(inspect.getdoc(BENCHES[name]), ["what", "plain, s", "ours, s", "gain"], list(BENCHES[name]()))
+        columns = ["what", "plain, s", "ours, s", "gain"]
+        if name == "step":
+            columns = ["phase", "TP-1", "TP-1 + state", "TP-4", "TP-4 + state"]
+        table = markdown(inspect.getdoc(BENCHES[name]), columns, list(BENCHES[name]()))
         made = f"`python -m study.bench {name}` at commit {git_commit()}; {machine}; torch {torch.__version__}."
         print(f"\n#### {name}, {where}\n\n{table}\n\n{made}", flush=True)
     return 0

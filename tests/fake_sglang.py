@@ -4,31 +4,41 @@
 
 Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 now and then),
 abort, drift (one image token too few), stale (loads weights but keeps the old version's name), swap (finds no weights
-the first time), slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log).
+the first time), slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log), memory
+(keeps files in /dev/shm as a real one does). GET /model_info tells what it has seen.
 """
 
 import base64
+import hashlib
 import io
 import json
+import mmap
+import multiprocessing
 import os
 import random
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from PIL import Image
 
 port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
-state = {"version": "default", "served": 0, "answered": 0, "loads": 0}
+state = {"version": "default", "served": 0, "answered": 0, "loads": 0, "warmed": [], "prompts": {}, "read": {}}
 lock = threading.Lock()
 
 
 def generate(request: dict) -> tuple[int, dict]:
+    if "image_data" not in request:  # before it serves: a batch
+        state["warmed"].append([params["temperature"] for params in request["sampling_params"]])
+        return 200, [{} for _ in request["input_ids"]]
     with lock:
         state["served"] += 1
         number = state["served"]
+        shown = str(request["image_data"][:1])
+        state["prompts"][shown] = state["prompts"].get(shown, 0) + 1
     if fault == "die_after" and number > int(amount):
         while state["answered"] < int(amount):  # what it has taken on before, it still answers
             time.sleep(0.001)
@@ -66,6 +76,8 @@ def load(request: dict) -> tuple[int, dict]:
         return 400, {"success": False, "message": "the cache holds keys of the old weights"}
     if fault != "stale":
         state["version"] = request["weight_version"]
+    files = sorted(path for path in Path(request["model_path"]).iterdir() if path.is_file())
+    state["read"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     return 200, {"success": True, "message": ""}
 
 
@@ -86,7 +98,7 @@ class Handler(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.answer(*{"/generate": generate, "/update_weights_from_disk": load}[self.path](request))
         with lock:
-            state["answered"] += self.path == "/generate"
+            state["answered"] += "image_data" in request
 
     def log_message(self, *_):
         pass
@@ -100,6 +112,13 @@ class Server(ThreadingHTTPServer):
 if fault == "crash":
     print(*[f"line {i}" for i in range(int(amount))], sep="\n")
     sys.exit(3)
+if fault == "memory":
+    semaphore = multiprocessing.get_context("spawn").Lock()
+    loads = Path(f"/dev/shm/sglang_loads_{random.randrange(10**9)}_test.shm")
+    loads.write_bytes(bytes(4096))
+    with loads.open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 4096)
+    state["memory"] = [f"/dev/shm/sem.{semaphore._semlock.name[1:]}", str(loads)]
 if fault == "slow_start":
     time.sleep(float(amount))
 Server(("127.0.0.1", port), Handler).serve_forever()

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,9 +31,9 @@ FORKS.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.aut
 class Forked(FORKS.Process):
     """A script or a function in a forked process, with the part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, command: list[str] | Callable[[], None], folder: Path = REPO, ranks: int = 1):
+    def __init__(self, command: list[str] | Callable[[], None], folder: Path = REPO, ranks: int = 1, nodes: int = 1):
         super().__init__(daemon=True)
-        self.command, self.folder, self.ranks = command, str(folder), ranks
+        self.command, self.folder, self.ranks, self.nodes = command, str(folder), ranks, nodes
         self.environment = os.environ | ONE_THREAD
         self.log = tempfile.mkstemp(suffix=".log")[1]
         self.start()
@@ -48,7 +49,8 @@ class Forked(FORKS.Process):
         os.chdir(self.folder)
         sys.path.insert(0, self.folder)
         if self.ranks > 1:
-            fork_ranks(self.ranks)
+            fork_ranks(self.ranks, self.nodes)
+        status = 0
         try:
             if callable(self.command):
                 self.command()
@@ -58,9 +60,16 @@ class Forked(FORKS.Process):
             else:
                 sys.argv = self.command
                 runpy.run_path(self.command[0], run_name="__main__")
-        finally:  # which multiprocessing leaves out
-            threading._shutdown()
-            atexit._run_exitfuncs()
+        except SystemExit as end:
+            status = end.code
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        # What multiprocessing leaves out. As in an interpreter, the exception and its frames are gone by now: a thread of a
+        # pool that they hold would never end.
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.exit(status)
 
     @property
     def returncode(self) -> int | None:
@@ -78,14 +87,16 @@ class Forked(FORKS.Process):
         return told, None
 
 
-def fork_ranks(world: int) -> None:
-    """Return in each of `world` ranks. The caller's process waits for them and ends; one that fails ends the others."""
+def fork_ranks(world: int, nodes: int = 1) -> None:
+    """Return in each of `world` ranks, whose variables are those of torchrun on so many nodes. The caller's process waits
+    for them and ends; one that fails ends the others."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
-    ranks = set()
+    ranks, local = set(), world // nodes
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
     for rank in range(world):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "GROUP_RANK": str(rank // local)}
         pid = os.fork()
         if pid == 0:
             return

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripts import fake_server
 
 from rollout import RolloutConfig, load_episodes
-from runtime import checks, inprocess
+from runtime import checks, inprocess, servers
+from runtime.doctor import engine_logprobs
 from runtime.engine import Sample
 from runtime.video import Frames
 from runtime.visual import VisualContract
@@ -67,9 +69,9 @@ def test_a_bug_of_ours_is_not_one_line(command, monkeypatch):
 def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monkeypatch):
     wanted = []
     monkeypatch.setattr(checks, "checkpoint_dir", lambda name, only: wanted.extend(only) or toy_dir / "model")
-    monkeypatch.setattr(ask, "check_urls", lambda urls: None)
-    monkeypatch.setattr(ask, "open_engine", lambda *_, urls: None)
-    ask.stage_of(argparse.Namespace(model="owner/name", url=["http://somewhere"]), None, RolloutConfig())
+    monkeypatch.setattr(ask, "check_servers", lambda cfg, ranks: None)
+    monkeypatch.setattr(ask, "open_engine", lambda *_, **place: None)
+    ask.stage_of(argparse.Namespace(model="owner/name"), None, RolloutConfig(urls=("http://somewhere",)))
     assert wanted == ["*.json", "*.jinja", "*.txt"]
 
 
@@ -113,3 +115,25 @@ def test_the_doctor_notices_an_engine_that_differs_from_the_trainer(command, mon
     monkeypatch.setattr(inprocess.InProcess, "generate", fault)
     status, printed = command("doctor", "--max-new-tokens", "8")
     assert status == 1 and not table(printed)["engine and trainer agree"], printed
+
+
+@pytest.mark.parametrize("wrong_at", [None, 0.7])
+def test_the_doctor_asks_a_server_of_its_own_at_two_temperatures_and_after_its_death(command, monkeypatch, wrong_at):
+    """The server is a stand-in, so the trainer repeats what it said; the trainer's own model sees no frames then."""
+    started = []
+
+    def server_command(checkpoint, renderer, port, flags):
+        started.append(flags)
+        return fake_server(renderer, port)
+
+    def trainer_logprobs(policy, agents, temperature, start):
+        return engine_logprobs(agents, start) + (temperature == wrong_at)
+
+    monkeypatch.setattr(servers, "server_command", server_command)
+    monkeypatch.setattr(ask, "check_servers", lambda cfg, ranks: None)
+    monkeypatch.setattr(ask, "trainer_logprobs", trainer_logprobs)
+    status, printed = command("doctor", "--gpu", "7")
+    found = table(printed)
+    assert [name for name in found if not found[name]] == ["frames are seen"] + ["they agree at 0.7"] * bool(wrong_at)
+    assert status == 1 and len(found) == 9
+    assert len(started) == 2 and {"--attention-backend=fa3", "--context-length"} < set(started[1])

@@ -4,7 +4,9 @@ exported is an ordinary Hugging Face checkpoint."""
 import json
 import multiprocessing
 import random
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from runtime import distributed
 from runtime.distributed import (
     export,
     gather,
@@ -20,6 +23,7 @@ from runtime.distributed import (
     mean_over_ranks,
     rank,
     save_state,
+    saved_step,
     sum_over_ranks,
 )
 from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
@@ -96,7 +100,7 @@ def test_the_newest_complete_states_stay_and_left_overs_go(tmp_path):
         save_state(tmp_path, model, optimizer, step, keep=2)
     (tmp_path / "step-00000010.tmp").mkdir()  # a save that was killed
     (tmp_path / "step-00000001.old").mkdir()  # a removal that was killed
-    assert load_state(tmp_path, model, optimizer)[0] == 9
+    assert load_state(tmp_path, model, optimizer)[0] == saved_step(tmp_path) == 9
     save_state(tmp_path, model, optimizer, 10, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
 
@@ -141,16 +145,30 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
 # ------------------------------------------------------------------------------------------------ exports
 
 
-@pytest.mark.parametrize("tied, file_bytes", [(True, 60_000), (False, 2 << 30)])
-def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, tied, file_bytes):
-    source = tiny.write(tmp_path / "source", tied)
+@pytest.mark.parametrize("tied, file_bytes, ranks", [(True, 140_000, 4), (False, 2 << 30, 1)])
+def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, monkeypatch, tied, file_bytes, ranks):
+    """Threads are the ranks. Each writes as many files, about equal ones, so that no rank waits for another."""
+    source, mine, meet = tiny.write(tmp_path / "source", tied), threading.local(), threading.Barrier(ranks)
     policy, optimizer = fresh(source)
     train(policy, optimizer, range(2))
-    export(policy, tmp_path / "out", source, CONTRACT, file_bytes=file_bytes)
-    files = sorted(p.name for p in (tmp_path / "out").glob("*.safetensors"))
-    stored = [name for f in files for name in load_file(tmp_path / "out" / f)]
+    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
+    monkeypatch.setattr(distributed, "rank", lambda: mine.rank)
+    monkeypatch.setattr(distributed, "barrier", lambda: meet.wait(20))
+
+    def run(rank):
+        mine.rank = rank
+        export(policy, tmp_path / "out", source, CONTRACT, file_bytes=file_bytes)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(run, range(ranks)))
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    stored = [name for file in files for name in load_file(file)]
     assert len(stored) == len(set(stored)) and ("lm_head.weight" in stored) is not tied
-    assert (len(files) > 5) is (file_bytes == 60_000)
+    if ranks == 1:
+        assert [file.name for file in files] == ["model.safetensors"]
+    else:
+        sizes = sorted(file.stat().st_size for file in files)
+        assert len(files) == 8 and sizes[-2] < 1.1 * sizes[0]  # the last one is that of the embeddings alone
     model = tiny.plain(tmp_path / "out")
     assert (model.lm_head.weight is model.model.language_model.embed_tokens.weight) is tied
     assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in policy.model.named_parameters())

@@ -1,5 +1,6 @@
 """What a process leaves behind: neither servers nor files in memory, however it ends; and nothing of others goes."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -83,26 +84,33 @@ def test_only_dead_folders_of_ours_go_and_a_planted_link_leads_nowhere(tmp_path,
 
 
 def test_servers_and_their_children_end_with_a_process_that_is_killed(tmp_path):
-    """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Also one that had been restarted."""
+    """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Also one that had been restarted. Their shared
+    memory goes with them, but not that of others."""
+    others = multiprocessing.get_context("spawn").Lock()
     script = f"""
 import os, sys, time
 from runtime.servers import SGLang
-fake = "sleep 300 & echo $! $$ >> {tmp_path}/pids; exec {sys.executable} tests/fake_sglang.py $0 1 32 2"
-engine = SGLang("", None, gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
+from types import SimpleNamespace
+fake = "sleep 300 & echo $! $$ >> {tmp_path}/pids; exec {sys.executable} tests/fake_sglang.py $0 1 32 2 memory"
+engine = SGLang("", SimpleNamespace(never_sampled=[]), gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
+engine.wait_until_ready()
+print(*engine._ask(engine._servers[0], "/model_info", 5)["memory"], flush=True)
 os.kill(engine._servers[0].process.pid, 9)
 while not (engine.restarts and engine._servers[0].healthy):
     time.sleep(0.01)
-print("up", flush=True)
+print(*engine._ask(engine._servers[0], "/model_info", 5)["memory"], flush=True)
 time.sleep(300)
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
     try:
-        assert (
-            process.stdout.readline().startswith("SGLang starts on GPUs [0]: ") and process.stdout.readline() == "up\n"
-        )
+        assert process.stdout.readline().startswith("SGLang starts on GPUs [0]: ")
+        memory = [[Path(name) for name in process.stdout.readline().split()] for _ in range(2)]
         first, second = [list(map(int, line.split())) for line in (tmp_path / "pids").read_text().splitlines()]
         assert not any(map(alive, first)) and all(map(alive, second))
+        assert [[path.exists() for path in paths] for paths in memory] == [[False, False], [True, True]]
     finally:
         process.kill()
         process.communicate()
     wait_for(lambda: not any(map(alive, second)), seconds=5)
+    wait_for(lambda: not any(path.exists() for path in memory[1]), seconds=5)
+    assert Path(f"/dev/shm/sem.{others._semlock.name[1:]}").exists()

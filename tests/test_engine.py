@@ -17,7 +17,9 @@ import torch
 from scripts import alive, fake_server, wait_for
 from tiny_checkpoint import noise
 
-from runtime.checks import check_urls
+from rollout import RolloutConfig
+from runtime.checks import check_servers, check_urls
+from runtime.config import ConfigError
 from runtime.engine import EngineError, Sample
 from runtime.inprocess import InProcess, _Batch, _Request, draw
 from runtime.servers import SGLang
@@ -325,6 +327,7 @@ def serve(checkpoint, renderer):
 
         options = {"patience": 0.05, "start_timeout": 20.0, **options}
         clients.append(SGLang(checkpoint, renderer, gpus=range(servers), launch=launch, **options))
+        clients[-1].wait_until_ready()
         return clients[-1]
 
     yield start
@@ -380,6 +383,113 @@ def test_servers_share_requests_and_all_have_the_weights_pushed_last(serve, prom
     assert sum(state["served"] for state in states) == 48 and min(state["served"] for state in states) >= 18
 
 
+def test_a_prompt_is_read_by_one_server_and_forgotten_with_its_frames(serve, renderer):
+    client, clips = serve("slow=0.5", servers=2), [noise(1, seed=seed) for seed in range(2)]
+    ids = renderer.render([{"role": "user", "content": [clips[0], "What?"]}], generate=True).ids
+    rows = [request(ids + [20 + i], [clip], shared=len(ids)) for clip in clips for i in range(8)]
+    at_once(client, rows)
+    assert [list(state_of(url)["prompts"].values()) for url in client.urls] == [[8], [8]]
+    # The other one answers, too, where the first has far more to do, or is away.
+    [first] = client._readers[id(clips[0].pixels)].values()
+    [second] = [server for server in client._servers if server is not first]
+    first.busy += 8
+    client.generate(**rows[0])
+    first.busy -= 8
+    assert [state_of(server.url)["served"] for server in (first, second)] == [8, 9]
+    second.process.kill()
+    client.generate(**rows[0])
+    assert state_of(first.url)["served"] == 9
+    del clips, rows
+    assert not client._readers
+
+
+def test_servers_without_work_are_chosen_by_rank(serve, renderer, prompts, monkeypatch):
+    """Each rank's first prompt went to the first server."""
+    owner = serve(servers=2)
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        client = SGLang("", renderer, urls=owner.urls)
+        client.wait_until_ready()
+        assert client.urls == owner.urls
+        client.generate(**request(*prompts[1], shared=5))
+        client.close()
+    assert [state_of(url)["served"] for url in owner.urls] == [2, 2]
+
+
+def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, tmp_path, monkeypatch, caplog):
+    told = []
+
+    def command(checkpoint, renderer, port, flags):
+        told.append(flags)
+        return fake_server(renderer, port, "crash=2" if len(told) > 2 else "")
+
+    monkeypatch.setattr("runtime.servers.server_command", command)
+    options = {"server_args": ["--a=1"], "tensor_parallel": 2, "logs": tmp_path / "run" / "logs"}
+    client = SGLang("", renderer, gpus=(4, 5, 6, 7), **options)
+    client.wait_until_ready()
+    assert told == [("--a=1", "--tp-size=2")] * 2 and len(set(client.urls)) == 2
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"sglang-gpu4,5.log", "sglang-gpu6,7.log"}
+    client._servers[1].process.kill()
+    wait_for(lambda: client._servers[1].failed)
+    assert "the server on GPU 6,7 died twice at its start" in caplog.text and "logs/sglang-gpu6,7.log" in caplog.text
+    client.update_weights(tmp_path, 1)  # one that is given up does not end the run while another lives
+    assert client.generate(**request([1], [])).version == 1
+    other_rank = SGLang("", renderer, urls=client.urls)
+    other_rank.update_weights(tmp_path, 1, push=False)  # nor does a rank that has not yet given it up wait for it
+    other_rank.close()
+    client._servers[0].process.kill()
+    wait_for(lambda: client._servers[0].failed)
+    with pytest.raises(EngineError, match="the server on GPU 4,5 died twice at its start; .*logs/sglang-gpu4,5.log"):
+        client.wait_until_ready()
+    client.close()
+
+
+def test_servers_start_while_the_caller_goes_on_and_sample_once_before_they_serve(renderer, prompts, tmp_path):
+    """A greedy and a random turn in one batch, once per start. Somebody else's servers are not warmed."""
+    client = SGLang("", renderer, gpus=(0, 1), launch=lambda port: fake_server(renderer, port), patience=0.05)
+    assert len(set(client.urls)) == 2 and not any(server.healthy for server in client._servers)
+    client.wait_until_ready()
+    client.update_weights(tmp_path, 1)
+    visitor = SGLang("", renderer, urls=client.urls)
+    visitor.wait_until_ready()
+    client._servers[0].process.kill()
+    client.generate(**request(*prompts[0]))
+    client.wait_until_ready()
+    assert client.restarts == 1
+    assert [state_of(url)["warmed"] for url in client.urls] == [[[0.0, 1.0]]] * 2
+    visitor.close(), client.close()
+
+
+def test_a_server_killed_between_export_and_push_serves_no_mixed_weights(serve, prompts, tmp_path):
+    """The next snapshot may lie there already: a restarted server loads the one that was pushed last."""
+    client = serve()
+    for version in (1, 2):
+        (tmp_path / f"weights-{version}").mkdir()
+        (tmp_path / f"weights-{version}" / "model.safetensors").write_text(f"weights {version}")
+        if version == 1:
+            client.update_weights(tmp_path / "weights-1", 1)
+    read = state_of(client.urls[0])["read"]
+    client._servers[0].process.kill()
+    assert client.generate(**request(*prompts[0])).version == 1
+    assert client.restarts == 1 and state_of(client.urls[0])["read"] == read
+    client.update_weights(tmp_path / "weights-2", 2)
+    assert client.generate(**request(*prompts[0])).version == 2 and state_of(client.urls[0])["read"] != read
+
+
+def test_what_servers_cannot_run_with_is_refused(monkeypatch):
+    """The flag is right on Hopper, but a B200's server would end with an assertion."""
+    for wrong in ({"gpus": (4, 5, 6)}, {"server_args": ("--tp-size=2",)}, {"server_args": ("--tp", "2")}):
+        with pytest.raises(ValueError, match="tensor_parallel"):
+            RolloutConfig(tensor_parallel=2, **wrong)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu: (9 + gpu, 0))
+    for flags in (["--attention-backend=fa3"], ["--a", "--attention-backend", "fa3"]):
+        check_servers(RolloutConfig(gpus=(0,), server_args=flags))
+        with pytest.raises(ConfigError, match="GPU 1 is too new for fa3; .* flashinfer"):
+            check_servers(RolloutConfig(gpus=(0, 1), server_args=flags))
+    check_servers(RolloutConfig(gpus=(1,), server_args=["--attention-backend=flashinfer"]))
+
+
 def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, monkeypatch):
     """Every request went to the proxy, and so did the one that SGLang sends itself before it serves."""
     for name in ("no_proxy", "NO_PROXY"):
@@ -390,16 +500,16 @@ def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, m
     names += ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in names:
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    client = serve(servers=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,7")
+    client = serve(servers=4, tensor_parallel=2)
     assert client.generate(**request(*prompts[1])).finish == "stop"
     check_urls(client.urls)
     straight = requests.Session()
     straight.trust_env = False
-    for url, device in zip(client.urls, "47"):
+    for url, devices in zip(client.urls, ("2,3", "4,7"), strict=True):
         seen = straight.get(url + "/model_info").json()["environment"]
         assert seen["no_proxy"] == seen["NO_PROXY"] == "127.0.0.1"
-        assert seen["CUDA_VISIBLE_DEVICES"] == device and not set(names) & set(seen)
+        assert seen["CUDA_VISIBLE_DEVICES"] == devices and not set(names) & set(seen)
 
 
 def test_a_server_that_dies_unasked_comes_back_with_the_current_weights(serve, renderer, prompts, tmp_path):
@@ -451,6 +561,7 @@ def test_a_closed_client_lets_nobody_wait_and_ends_its_own_servers(serve, render
     """Nobody waits for an answer, its own server's or another's, nor for a server that is away."""
     owner = serve("slow=60")
     client, idle = (SGLang("", renderer, urls=owner.urls) for _ in range(2))
+    client.wait_until_ready(), idle.wait_until_ready()
     idle._servers[0].url = "http://127.0.0.1:9"  # where nobody listens
     process = owner._servers[0].process.pid
     for engine in (idle, client, owner):

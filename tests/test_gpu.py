@@ -1,10 +1,13 @@
-"""What only a GPU can show, in ten minutes of one; on a CPU the same parts run small, so that they are known to run.
+"""What only a GPU can show, in a quarter of an hour; on a CPU the same parts run small, so that they are known to run.
 
 make test-gpu                          # a line of JSON per figure, printed and kept in runs/gpu.jsonl
 """
 
 import json
+import subprocess
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -180,12 +183,17 @@ def update(cfg: PolicyConfig) -> None:
 # ------------------------------------------------------------------------------------------------ sampling, looking
 
 
-@pytest.mark.slow
-def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path):
+def with_tokenizer(folder: Path) -> Path:
+    """A checkpoint that can be asked: eight layers of the 2B's widths; on a CPU tiny ones."""
     text = TWO_B["text_config"]
     sizes = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
     sizes |= {"num_hidden_layers": 8, "num_key_value_heads": 8, "rope_parameters": text["rope_parameters"]}
-    path = tiny_checkpoint.build(tmp_path / "model", **(sizes if GPU else {}))
+    return tiny_checkpoint.build(folder, **(sizes if GPU else {}))
+
+
+@pytest.mark.slow
+def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path):
+    path = with_tokenizer(tmp_path / "model")
     renderer = tiny_checkpoint.renderer(path)
     engine = InProcess(path, renderer, device=WHERE, dtype="bfloat16" if GPU else "float32")
     assert (engine.kernel != "sdpa") == GPU
@@ -219,6 +227,17 @@ def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path):
     sampled = sum(len(sample.ids) for sample in samples.values())
     note("engine", kernel=engine.kernel, tokens_per_second=round(sampled / seconds), gap=round(gap, 6))
     assert gap < 0.05
+
+
+@pytest.mark.slow
+def test_an_sglang_server_agrees_with_the_trainer_before_and_after_its_death(toy_dir, tmp_path):
+    if not GPU or not find_spec("sglang"):
+        pytest.skip("needs a GPU and SGLang in this environment; test_ask.py has a stand-in, test_sglang.py a CPU's")
+    command = [sys.executable, "-m", "study.ask", "doctor", "--gpu", "0", "--config", "configs/paragrpo_2b_1gpu.yaml"]
+    command += ["--model", str(with_tokenizer(tmp_path / "model")), "--video", str(toy_dir / "videos/test00000.mp4")]
+    done = subprocess.run(command, cwd=scripts.REPO, capture_output=True, text=True)
+    note("doctor", table=[line for line in done.stdout.splitlines() if line.startswith(("ok", "FAIL"))])
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

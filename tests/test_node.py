@@ -22,6 +22,7 @@ from runtime import config, distributed, doctor, servers
 from runtime.engine import EngineError
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
+from study.bench import planned
 
 PAGE = (REPO / "docs" / "node.md").read_text("utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)\n```$", PAGE, re.M | re.S)
@@ -58,6 +59,17 @@ def test_it_shows_the_figures_of_a_step_in_their_order():
         assert line.split("/", 1)[1].split()[1:] == [word for key in shown for word in (key, "...")]
 
 
+@pytest.mark.parametrize("way, most", [("TP-1", 40), ("TP-4", 28)])
+def test_the_planned_step_is_the_sum_of_its_terms(way, most):
+    plan = planned(way)
+    terms = [plan[term] for term in ("overviews", "reading", "writing", "reports", "crops", "push")]
+    assert plan["a step"] == pytest.approx(sum(terms)) and plan["a step"] < most
+    assert f"| {plan['a step']:.0f} s a step, 54 steps" in PAGE
+    # A state delays the next update, its export and the push, as far as sampling does not take as long.
+    exposed = plan["state"] + plan["update"] + plan["export"] + plan["push"] - plan["a step"]
+    assert f"{54 * (plan['a step'] + exposed / 10) / 60:.0f} minutes" in PAGE
+
+
 def test_without_room_in_shared_memory_weights_go_through_the_run(tmp_path, toy_dir, monkeypatch, capsys):
     monkeypatch.setattr(distributed.shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 10))
     with distributed.snapshot_folder(tmp_path / "run", toy_dir / "model") as snapshot:
@@ -73,7 +85,7 @@ def train_beside_stand_ins(toy: Path) -> None:
     doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
     publish = rl.Sampler.publish
 
-    def watched(sampler, policy, version):
+    def watched(sampler, version):
         engine = sampler.engine
         if version == 1 and engine.version == 0:
             os.killpg(engine._servers[1].process.pid, signal.SIGKILL)
@@ -81,7 +93,7 @@ def train_beside_stand_ins(toy: Path) -> None:
                 time.sleep(0.01)
         if version == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        publish(sampler, policy, version)
+        publish(sampler, version)
 
     rl.Sampler.publish = watched
     sys.argv = ["rl.py", str(REPO / "configs/paragrpo_8b.yaml"), "visual.frame_pixels=1024", "save_every=1"]

@@ -2,14 +2,17 @@
 
 import json
 import math
+import os
 import sys
 import types
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -17,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from runtime import packing
-from runtime.distributed import rank
+from runtime.distributed import rank, world_size
 from runtime.policy import (
     OptimConfig,
     PolicyConfig,
@@ -26,6 +29,7 @@ from runtime.policy import (
     load,
     make_optimizer,
     optimizer_step,
+    sum_over_nodes,
 )
 from runtime.render import Bundle
 
@@ -293,13 +297,16 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
 
 
 def step_on(policy, passes, bundles) -> dict:
-    """Return gradients accumulated over `passes`, one optimizer step, and what the new weights say."""
+    """Return gradients accumulated over `passes`, one optimizer step, what the new weights say, and how often gradients
+    were sent between nodes."""
     optimizer = make_optimizer(policy, OptimConfig(lr=1e-2))
     before = [policy(micro).logprobs.detach() for micro in passes]
     with torch.no_grad():
         policy(bundles)  # a pass without backward, as an evaluation between steps
-    for micro in passes:
-        policy(micro).logprobs.sum().backward()
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
+        for i, micro in enumerate(passes):
+            sum_over_nodes(policy, now=i + 1 == len(passes))
+            policy(micro).logprobs.sum().backward()
     found = {n: whole(p.grad).clone() for n, p in policy.model.named_parameters() if p.grad is not None}
     with torch.no_grad():
         policy(bundles)
@@ -307,7 +314,7 @@ def step_on(policy, passes, bundles) -> dict:
     optimizer.step()
     with torch.no_grad():
         after = policy(bundles).logprobs
-    return {"before": before, "gradients": found, "norm": norm, "after": after}
+    return {"before": before, "gradients": found, "norm": norm, "after": after, "sent": sent.call_count}
 
 
 def whole(x):
@@ -317,34 +324,36 @@ def whole(x):
 def micro_batches(rank: int, world: int) -> list[list[Bundle]]:
     """Ranks with several bundles, with text only, and with nothing at all."""
     bundles, text = tiny.random_bundles(4)[0], tiny.random_bundles(7, images=False)[0]
-    if world == 1:
-        return [bundles, text]
-    half = len(bundles) // 2
-    return [bundles[half:], []] if rank else [bundles[:half], text]
+    mine = bundles[len(bundles) * rank // world : len(bundles) * (rank + 1) // world]
+    return [mine, text if rank == 0 else []]
 
 
 RANK_CASES = {  # tied, freeze, dtype
     "tied": (True, (), "fp32"),
     "frozen": (False, ("vision",), "fp32"),
     "bf16 untied": (False, (), "bf16"),
+    "two nodes": (False, (), "fp32"),  # of two ranks each; the others have one node of two
 }
 
 
-def both_ranks(folder):
-    for name, (tied, freeze, dtype) in RANK_CASES.items():
+def all_ranks(folder, cases):
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    for name in cases:
+        tied, freeze, dtype = RANK_CASES[name]
         policy = load(PolicyConfig(str(folder / f"tied{tied}"), freeze=freeze, dtype=dtype), tiny.NEVER_SAMPLED)
         assert all(isinstance(p, DTensor) is p.requires_grad for p in policy.parameters())
         assert all(p.dtype == torch.float32 for p in policy.parameters() if p.requires_grad)
-        found = step_on(policy, micro_batches(rank(), 2), tiny.random_bundles(4)[0])
+        mine = micro_batches(rank(), world_size())
+        found = step_on(policy, mine, tiny.random_bundles(4)[0])
         reference = load(policy.cfg, tiny.NEVER_SAMPLED, train=False)
         with torch.no_grad():  # ranks with different shares, and the policy's own numbers before its step
-            scores = reference(micro_batches(rank(), 2)[0])
+            scores = reference(mine[0])
         torch.testing.assert_close(scores.logprobs, found["before"][0], atol=0.02 if dtype == "bf16" else 1e-6, rtol=0)
         torch.save(found, folder / f"{name}{rank()}.pt")
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     for tied in (True, False):
         path = tiny.write(folder / f"tied{tied}", tied) / "config.json"
@@ -353,23 +362,29 @@ def two_ranks(tmp_path_factory):
         for part in (written, written["text_config"], written["vision_config"]):
             part["dtype"] = "bfloat16"
         path.write_text(json.dumps(written))
-    tiny.on_ranks(both_ranks, 2, folder)
+    tiny.on_ranks(all_ranks, 2, folder, list(RANK_CASES)[:-1])
     return folder
 
 
-@pytest.mark.parametrize("case", RANK_CASES)
-def test_two_ranks_are_one_process(two_ranks, case):
+@pytest.mark.parametrize("case", [*list(RANK_CASES)[:-1], pytest.param("two nodes", marks=pytest.mark.slow)])
+def test_ranks_are_one_process(ranks, case):
     """Log-probs, summed gradients, their norm and the step, with short and empty micro-batches on one rank.
 
     Two passes without backward stand around the step: FSDP2 by default leaves the root's weights gathered after such a
     pass, and the next step would be invisible in them."""
     tied, freeze, dtype = RANK_CASES[case]
-    found = [torch.load(two_ranks / f"{case}{r}.pt", weights_only=True) for r in range(2)]
-    one = load(PolicyConfig(str(two_ranks / f"tied{tied}"), freeze=freeze), tiny.NEVER_SAMPLED)
+    if case == "two nodes":
+        tiny.on_ranks(all_ranks, 4, ranks, [case])
+    found = [torch.load(path, weights_only=True) for path in sorted(ranks.glob(f"{case}?.pt"))]
+    one = load(PolicyConfig(str(ranks / f"tied{tied}"), freeze=freeze), tiny.NEVER_SAMPLED)
     expected = step_on(one, micro_batches(0, 1), tiny.random_bundles(4)[0])
     close = 1e-5 if dtype == "fp32" else 0.1
-    assert found[0]["norm"] == found[1]["norm"] == pytest.approx(expected["norm"], rel=close)
+    assert {f["norm"] for f in found} == {found[0]["norm"]} and found[0]["norm"] == pytest.approx(
+        expected["norm"], rel=close
+    )
     assert relative_error(found[0]["gradients"], expected["gradients"]) < close
+    units = 1 + len(one.text.layers) + len(one.vision.blocks)
+    assert (len(found), found[0]["sent"]) == ((4, units) if case == "two nodes" else (2, 0))  # once, for two passes
     if dtype == "fp32":
         merged = torch.cat([f["before"][0] for f in found])
         torch.testing.assert_close(merged, expected["before"][0], atol=1e-5, rtol=1e-5)

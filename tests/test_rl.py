@@ -6,17 +6,21 @@ import random
 import re
 import shutil
 import sys
+import threading
 import time
+from collections import defaultdict
+from concurrent.futures import wait
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 import yaml
 from safetensors.torch import load_file
-from scripts import REPO, fake_server, finish, kill_at_random, metrics, same_metrics, same_weights, start
+from scripts import REPO, Forked, fake_server, finish, kill_at_random, metrics, same_metrics, same_weights, start
 from test_grpo import group as group_that_said
 from test_sft import write_config as sft_config
 from tiny_checkpoint import Scripted, is_subagent
@@ -36,7 +40,7 @@ from runtime.engine import EngineError
 from runtime.plan import plan_rl
 from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
 from runtime.render import END_OF_TURN
-from runtime.run import try_out
+from runtime.run import Run, try_out
 from runtime.servers import SGLang
 
 run = partial(start, "rl.py")
@@ -258,6 +262,93 @@ def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tm
     assert 0 < second["wait_seconds"] < last["sampling_seconds"] - 0.15
 
 
+def held_out(toy_dir: Path) -> dict:
+    return {"val": {"sources": [{"path": str(toy_dir / "val.parquet")}]}, "eval_every": 1, "val_tasks": 1}
+
+
+def test_a_step_is_written_evaluated_and_saved_while_a_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch):
+    """Batch s ends when weights s are being written, and batch s + 1 begins before step s is evaluated and saved. A server
+    that restarts while the new weights are loaded finds the old ones. All ranks meet before they enter NCCL."""
+    begun, writing, told, there = defaultdict(threading.Event), defaultdict(threading.Event), [], []
+
+    def note(owner, name, before=lambda *_: None):
+        original = getattr(owner, name)
+
+        def noted(*args, **more):
+            told.append(name)
+            before(*args)
+            return original(*args, **more)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    def sample(sampler, step):
+        begun[step].set()
+        assert step == 0 or writing[step].wait(20), "nothing is written before sampling has ended"
+        return sample_batch(sampler, step)
+
+    def sampling(step):
+        assert step >= 3 or begun[step].wait(20), "the next batch waits"
+
+    def left(folder):
+        there.append(sorted(path.name for path in folder.iterdir()))
+
+    sample_batch = rl.Sampler.sample
+    monkeypatch.setattr(rl.Sampler, "sample", sample)
+    monkeypatch.setattr(rl, "update", lambda *_: {"loss": 0.0, "grad_norm": 0.0})
+    note(rl, "barrier")
+    note(rl, "update")
+    note(rl.Sampler, "export", lambda sampler, policy, version: writing[version].set())
+    note(Scripted, "wait_until_ready")
+    note(Scripted, "update_weights", lambda engine, path, version: left(path.parent))
+    note(rl, "evaluate", lambda tasks, sampler, *_: left(sampler.snapshots) or sampling(sampler.engine.version + 1))
+    note(Run, "save", lambda run, step: sampling(step + 2))
+    lines = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1, save_every=1, **held_out(toy_dir))
+    step = ["barrier", "update", "export", "barrier", "update_weights", "barrier", "barrier", "evaluate", "save"]
+    assert told == ["wait_until_ready", *step * 3] and begun.keys() == {0, 1, 2}
+    names = ["weights-1"], ["weights-1", "weights-2"], ["weights-2"], ["weights-2", "weights-3"], ["weights-3"]
+    assert there == [names[0], *names] and all(line["export_seconds"] > 0 for line in lines)
+
+
+def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_evaluation(
+    scripted, toy_dir, tmp_path, monkeypatch
+):
+    """Past bug: from then on, no agent of an evaluation spoke."""
+
+    def rollout(*args, step=0, engine, **more):
+        if step == 2:
+            engine = Scripted(engine.renderer, lambda prompt, seed: 1 / 0)
+        return play_all(*args, step=step, engine=engine, **more)
+
+    def evaluate(tasks, sampler, *more):
+        wait([sampler.ahead[2]], 20)
+        return look(tasks, sampler, *more)
+
+    play_all, look = rl.rollout, rl.evaluate
+    monkeypatch.setattr(rl, "rollout", rollout)
+    monkeypatch.setattr(rl, "evaluate", evaluate)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "c.yaml", toy_dir, steps=4, staleness=1, **held_out(toy_dir))
+    assert [(line["failed_rate"], line["eval/failed_rate"]) for line in metrics(tmp_path / "c")] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("gpu, order", [(1, ["servers", "policy", "closed"]), (0, ["policy"])])
+def test_servers_start_before_the_policy_loads_unless_they_share_its_gpu(toy_dir, tmp_path, monkeypatch, gpu, order):
+    """And a policy that cannot be loaded ends them."""
+
+    def load(*_):
+        told.append("policy")
+        raise config.ConfigError("no weights")
+
+    told = []
+    servers = SimpleNamespace(close=lambda: told.append("closed"))
+    monkeypatch.setattr(rl, "check_servers", lambda *_: None)
+    monkeypatch.setattr(rl, "shared_engine", lambda *_: told.append("servers") or servers)
+    monkeypatch.setattr(rl, "load", load)
+    with pytest.raises(config.ConfigError, match="no weights"):
+        train(tmp_path / "c.yaml", toy_dir, rollout={"gpus": [gpu]})
+    assert told == order
+
+
 def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path, monkeypatch):
     """Past bug: its sub-agents sampled."""
     rewarded, agents = [], {"max_turns": 1, "subagents": {"temperature": 0.9}}
@@ -392,7 +483,9 @@ def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, to
     try:
         for rank, engine in enumerate((owner, other)):
             monkeypatch.setattr(rl, "rank", lambda rank=rank: rank)
-            rl.Sampler(cfg, engine, toy_renderer, None, tmp_path / "snapshot").publish(policy, 3)
+            sampler = rl.Sampler(cfg, engine, toy_renderer, None, tmp_path)
+            sampler.export(policy, 3)
+            sampler.publish(3)
         assert owner.version == other.version == 3
         sample = other.generate(toy_renderer.encode("Which?"), [], max_new_tokens=4, temperature=1.0, seed=0)
         assert sample.version == 3
@@ -431,9 +524,17 @@ def test_two_processes_have_the_metrics_of_one(uninterrupted, toy_dir, cold_star
 
 @pytest.mark.slow
 def test_a_rank_without_any_task_keeps_step(toy_dir, tmp_path):
-    """Invariant 10: one task for two ranks; the second has nothing to roll out and nothing to learn."""
-    finish(run(write_config(tmp_path / "run.yaml", toy_dir, batch_tasks=1, steps=2), ranks=2))
+    """Invariant 10: one task for two ranks; the second has nothing to roll out and nothing to learn. A run that begins so
+    is refused, but ranks may also lose their tasks."""
+    cfg = write_config(tmp_path / "run.yaml", toy_dir, batch_tasks=1, steps=2)
+    assert "batch_tasks = 1: each of 2 ranks needs a task" in finish(run(cfg, ranks=2), code=1)
+    finish(Forked(partial(unchecked, cfg), ranks=2))
     assert len(metrics(tmp_path / "run")) == 2
+
+
+def unchecked(cfg: Path) -> None:
+    rl.check_hardware = lambda _: None
+    rl.main(config.load(RLConfig, cfg))
 
 
 @pytest.mark.slow

@@ -9,46 +9,20 @@ import threading
 import time
 
 import pytest
-from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory, is_subagent
+from tiny_checkpoint import CONTRACT, END, TASK, MemoryVideos, Scripted, check_trajectory, is_subagent, play, turns
 
 import data
 from data import Episode, Task
-from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load_episodes, rollout
+from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load_episodes
 from runtime.engine import EngineError
 from runtime.render import IMAGE_PAD
 from runtime.visual import ContractError
 from tools import TOOLS, ToolError
 
-TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
-END = "<|im_end|>"
-
 
 def call(start=0, end=20, **more) -> str:
     arguments = {"start_time": start, "end_time": end, **more}
     return f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
-
-
-def turns(*said, report="I saw a cat."):
-    """A main agent that says these turns, and sub-agents that report."""
-
-    def reply(prompt: str, seed: int) -> str:
-        if is_subagent(prompt):
-            return (report(prompt) if callable(report) else report) + END
-        turn = prompt.count("<|im_start|>assistant") - 1
-        return said[min(turn, len(said) - 1)]
-
-    return reply
-
-
-def play(
-    renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, engine=None, videos=None, k=4, step=0, **cfg
-) -> list[Episode]:
-    """Episodes of agents that say what `reply` returns. `cfg`: settings of RolloutConfig."""
-    common = {"engine": engine or Scripted(renderer, reply, latency), "videos": videos or MemoryVideos()}
-    settings = RolloutConfig(**{"max_context": 100_000, **cfg})
-    ks = [k] * len(tasks)
-    groups = rollout(tasks, ks, group_size, cfg=settings, step=step, progress=False, renderer=renderer, **common)
-    return [episode for group in groups for episode in group.episodes]
 
 
 def tasks_named(count: int) -> list[Task]:

@@ -16,6 +16,7 @@ import tiny_checkpoint
 import torch
 from scripts import metrics
 from test_engine import at_once, check_logprobs, request
+from test_rl import paid_by_chance as paid_by_chance
 from test_rl import write_config
 from tiny_checkpoint import MemoryVideos, noise
 
@@ -52,7 +53,9 @@ def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
-    return client(checkpoint, renderer, gpus=gpus, launch=launch, start_timeout=600)
+    client = client(checkpoint, renderer, gpus=gpus, launch=launch, start_timeout=600)
+    client.wait_until_ready()
+    return client
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +168,13 @@ def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, oth
         assert {v for v, m in zip(main.versions, main.mask) if m} == {4}
 
 
-def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, toy_renderer, tmp_path, monkeypatch):
+def test_training_samples_one_step_ahead_on_a_server_of_its_own(
+    toy_dir, toy_renderer, tmp_path, monkeypatch, paid_by_chance
+):
     monkeypatch.setattr("runtime.doctor.GAP_LIMIT", 1e-4)
     client = serve(toy_dir / "model", toy_renderer)
     sampling = {"max_turns": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
-    changes = {"optim": {"lr": 1e-4}, "batch_tasks": 8, "staleness": 1, "rollout": sampling}
+    changes = {"optim": {"lr": 2e-5}, "batch_tasks": 8, "staleness": 1, "rollout": sampling}
     try:  # its first batch is checked against GAP_LIMIT
         rl.main(config.load(rl.RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **changes)))
     finally:
@@ -178,4 +183,5 @@ def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, toy_ren
     assert [line["staleness"] for line in lines] == [0, 1, 1, 1, 1, 1]
     assert not any(line["failed_rate"] for line in lines)
     assert lines[0]["gap"] < 1e-4
-    assert all(0 < line["gap"] < 0.1 for line in lines[1:])  # one small update between the two policies
+    print("GAPS", [line["gap"] for line in lines])
+    assert all(1e-3 < line["gap"] < 0.1 for line in lines[1:])  # one small update between the two policies

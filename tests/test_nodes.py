@@ -1,0 +1,135 @@
+"""Two nodes: ranks that share neither memory nor, without the user's doing, a disk.
+
+Here a node is some of the ranks of one machine, with a working directory and a folder for /dev/shm of its own."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import requests
+import torch
+from scripts import Forked, fake_server, finish, wait_for
+from test_rl import write_config as rl_config
+from test_sft import write_config as sft_config
+
+import rl
+import sft
+from runtime import cleanup, config, distributed, doctor, servers
+from runtime.policy import PolicyConfig, load
+
+
+def train_sft(cfg: Path, *overrides: str) -> None:
+    """Run sft.py in this node's own directory."""
+    node = Path(os.environ["GROUP_RANK"])
+    node.mkdir(exist_ok=True)
+    os.chdir(node)
+    if node == Path("0"):
+        overrides = ()
+    config.run_script(sft.main, config.load(sft.SFTConfig, cfg, overrides))
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_nodes_that_do_not_share_the_run_are_refused(toy_dir, tmp_path):
+    cfg = sft_config(tmp_path / "run.yaml", toy_dir, run="run", steps=1)
+    told = finish(Forked(partial(train_sft, cfg), tmp_path, ranks=2, nodes=2), code=1)
+    assert told == "error: run = 'run': rank 1 sees another; run must be a folder that all nodes share\n"
+    assert not list(tmp_path.glob("*/run/[!.]*"))
+
+
+def test_nodes_with_other_settings_or_data_are_refused(toy_dir, tmp_path):
+    for node, rows in enumerate(["perception", "sft"]):
+        (tmp_path / str(node)).mkdir()
+        shutil.copy(toy_dir / f"{rows}.parquet", tmp_path / str(node) / "rows.parquet")
+    data = {"sources": [{"path": "rows.parquet"}], "video_root": str(toy_dir)}
+    cfg = sft_config(tmp_path / "run.yaml", toy_dir, data=data)
+    told = finish(Forked(partial(train_sft, cfg, "batch_rows=8"), tmp_path, ranks=2, nodes=2), code=1)
+    assert told.startswith("error: rank 1 differs from rank 0 (config.batch_rows: 4, now 8; bytes.rows.parquet: ")
+    assert told.endswith("): start all nodes alike\n") and not (tmp_path / "run" / "config.yaml").exists()
+
+
+# ------------------------------------------------------------------------------------------------ who samples
+
+
+def train_rl(cfg: Path) -> None:
+    """Run rl.py beside stand-ins, in this node's own memory; afterwards its first rank asks each what it has seen."""
+    doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
+    node = os.environ.get("GROUP_RANK", "0")
+    cleanup.MEMORY = distributed.MEMORY = cfg.parent / f"memory-{node}"
+    cleanup.MEMORY.mkdir(exist_ok=True)
+    rl.check_servers = lambda *_: None
+    servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
+    publish, sum_over_nodes, passes = rl.Sampler.publish, rl.sum_over_nodes, []
+
+    def counted(policy, now):
+        passes.append(now)
+        sum_over_nodes(policy, now)
+
+    def watched(sampler, version):
+        publish(sampler, version)
+        seen = [requests.get(url + "/model_info").json() for url in sampler.engine.urls]
+        told = {"snapshots": str(sampler.snapshots), "servers": seen, "passes": passes, "sent": sent.call_count}
+        (cfg.parent / f"seen-{os.environ.get('RANK')}.json").write_text(json.dumps(told))
+
+    rl.Sampler.publish, rl.sum_over_nodes = watched, counted
+    with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as sent:
+        config.run_script(rl.main, config.load(rl.RLConfig, cfg))
+
+
+def test_each_node_samples_by_its_own_servers_and_keeps_images_and_weights_in_its_own_memory(toy_dir, tmp_path):
+    """Past bug of every test: LOCAL_RANK was RANK, so rank 2 would have written into rank 0's /dev/shm."""
+    cfg = rl_config(
+        tmp_path / "run.yaml", toy_dir, rollout={"gpus": [4, 5]}, steps=1, batch_tasks=4, kl_coef=0.1, train_tokens=20
+    )
+    finish(Forked(partial(train_rl, cfg), ranks=4, nodes=2))
+    seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(4)]
+    read = seen[0]["servers"][0]["read"]  # by file its hash: a node's two ranks write one each
+    assert len([name for name in read if name.endswith(".safetensors")]) == 2
+    units = 1 + len(load(PolicyConfig(str(toy_dir / "model"))).text.layers)
+    for rank, told in enumerate(seen):
+        *before, last = told["passes"]
+        assert before and not any(before) and last and told["sent"] == units  # gradients cross once per update
+        assert told["snapshots"] == seen[rank // 2 * 2]["snapshots"]
+        assert told["snapshots"].startswith(f"{tmp_path}/memory-{rank // 2}/")
+        for server in told["servers"]:
+            assert (server["version"], server["loads"], len(server["warmed"])) == ("1", 1, 1)
+            assert server["read"] == read and server["served"]
+            assert all(f"/memory-{rank // 2}/" in image for image in server["prompts"])
+    logs = (tmp_path / "run" / "logs").rglob("*.log")
+    assert len({str(log) for log in logs}) == 4 and (tmp_path / "run" / "logs" / "node-1").is_dir()
+    assert not list(tmp_path.glob("memory-*/*"))
+    assert (tmp_path / "run" / "memory.txt").read_text().startswith(f"{tmp_path}/memory-0/")
+
+
+def test_servers_elsewhere_read_the_weights_from_the_runs_folder(toy_dir, toy_renderer, tmp_path):
+    """127.1 is this machine under a name that says nothing of it; and a server need not stand where the trainer does."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(fake_server(toy_renderer, port), cwd="/", stderr=subprocess.PIPE)
+    wait_for(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
+    cfg = rl_config(tmp_path / "c.yaml", toy_dir, run="run", rollout={"urls": [f"http://127.1:{port}"]}, steps=1)
+    told = finish(Forked(partial(train_rl, cfg), tmp_path))
+    state = requests.get(f"http://127.0.0.1:{port}/model_info").json()
+    server.kill()
+    server.communicate()
+    assert f"servers elsewhere read the weights from {tmp_path}/run/snapshot" in told
+    weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert state["version"] == "1" and state["read"]["model.safetensors"] == hashlib.sha256(weights).hexdigest()
+    assert not (tmp_path / "run" / "snapshot").exists() and not (tmp_path / "run" / "memory.txt").exists()
+
+
+def test_in_sft_too_gradients_cross_in_the_last_pass_only(monkeypatch):
+    crossed = []
+    monkeypatch.setattr(sft, "sum_over_nodes", lambda policy, now: crossed.append(now))
+    policy = lambda bundles: SimpleNamespace(logprobs=torch.zeros(1, requires_grad=True))  # noqa: E731
+    sft.accumulate(policy, [sft.MicroBatch([], np.ones(1, np.float32), np.zeros(1, int))] * 3)
+    assert crossed == [False, False, True]
