@@ -397,7 +397,10 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, judge: Judge) -> dict
         **verdict,
         "lenient": lenient,
         **form,
-        "calls": [{"name": c.name, "window": c.window, "error": c.error, "seconds": c.seconds} for c in episode.calls],
+        "calls": [
+            {"name": call.name, "window": call.window, "error": call.error, "text": call.text, "seconds": call.seconds}
+            for call in episode.calls
+        ],
         "turns": len(turns),
         "tokens": sum(episode.main.mask),
         "agent_tokens": sum(sum(call.agent.mask) for call in episode.calls if call.agent),

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from data import CALL_ERRORS, Group, Task, draw_frames, parse_task
 from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
-from rewards import RewardConfig, give_rewards
+from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime.checks import RunConfig, check_servers, open_run
 from runtime.config import ConfigError, command_line, refuse_below_1, run_script
@@ -373,7 +373,8 @@ class Clock:
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
     """Return means over all ranks: of groups (share/K, flat_groups), of all episodes (failed_rate), of calls
-    (call_errors/...), else of the episodes that ran. kappa: executed calls per episode; `ks`: the K that are drawn."""
+    (call_errors/...), of sub-agents' reports (report/...), else of the episodes that ran. kappa: executed calls per
+    episode; `ks`: the K that are drawn."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
@@ -399,6 +400,10 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
         for call in episode.calls:
             for kind in kinds:
                 seen[f"call_errors/{kind}"].append(call.error == kind)
+            if call.agent:  # a report ends by itself, in a few words, and has no tags
+                seen["report/ended"].append(call.agent.finish == "stop")
+                seen["report/tokens"].append(sum(call.agent.mask))
+                seen["report/tagged"].append(bool(TAG.search(call.text)))
         seen["truncated_rate"].append(episode.main.finish == "length")
         seen["turns"].append(len(episode.main.turns))
         seen["sampled_tokens"].append(sum(episode.main.mask))

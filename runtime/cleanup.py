@@ -9,6 +9,7 @@ the folder. If it was killed, too, the next process removes ours: a lock tells t
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import os
@@ -16,6 +17,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -61,6 +63,12 @@ def _lock(folder: Path) -> int | None:
             return descriptor
     os.close(descriptor)
     return None
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process once its parent has died, however it did."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def start_group(command: list[str], **options) -> subprocess.Popen:

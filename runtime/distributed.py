@@ -39,7 +39,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from runtime.cleanup import MEMORY, memory_folder
+from runtime.cleanup import MEMORY, end_with_parent, memory_folder
 from runtime.config import leave
 from runtime.visual import VisualContract
 
@@ -57,6 +57,8 @@ def init_distributed() -> None:
         return
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        end_with_parent()  # torchrun's ranks have sessions of their own, and would outlive its kill -9
     alone = {}
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}

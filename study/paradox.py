@@ -20,12 +20,14 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
 from evals.tables import executed, markdown, put_between_marks, read_published, read_results
 from runtime.cleanup import kill_group, start_group
 from runtime.config import git_commit, read_tree, write_whole
+from study import toy
 from study.report import LINE_COLORS, png_axes
 
 # A CPU rounds in its own way, and small differences grow: what holds on one path may be luck. Path -> its environment.
@@ -78,6 +80,8 @@ DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # the curves: neither half 
 # ------------------------------------------------------------------------------------------------ the jobs
 
 STEPS = ("build", "start", "train", "evaluate")  # the jobs of a step run side by side, after those of the step before
+RANKS = 2  # of a cold start, which nothing runs beside; on another number of cores as well, for the same figures
+NEWS = 20  # seconds between two lines about a job
 
 
 class Job(NamedTuple):
@@ -110,7 +114,8 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "", evaluations=("
             source["path"] = str(toy / Path(source["path"]).name)
         changes += [f"policy.checkpoint={toy}/model", f"data.sources={json.dumps(sources)}"]
         changes += [f"val.sources=[{{path: {toy}/sft_val.parquet}}]"]
-        add("start", row.name, "sft.py", "configs/toy_sft.yaml", *changes)
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}")
+        add("start", row.name, *torchrun, "sft.py", "configs/toy_sft.yaml", *changes)
 
     model = rl_toy / "model" if row.name == "base" else folder / row.name / "model"
     for kind in evaluations:
@@ -145,7 +150,7 @@ def study_jobs(root: Path) -> list[Job]:
 
 
 def run_jobs(jobs: list[Job], root: Path) -> bool:
-    """Run what is not done, step by step, one process per core; False once a job fails. All end with this process."""
+    """Run what is not done, step by step, a core for each process; False once a job fails. All end with this process."""
     done, logs, cores = root / "done", root / "logs", len(os.sched_getaffinity(0))
     done.mkdir(parents=True, exist_ok=True)
     logs.mkdir(exist_ok=True)
@@ -153,21 +158,35 @@ def run_jobs(jobs: list[Job], root: Path) -> bool:
     failed = []
     for step in STEPS:
         waiting = [job for job in jobs if job.step == step and not (done / job.name).exists()]
+        at_once = max(cores // RANKS, 1) if step == "start" else cores
         while waiting and not failed:
-            running, waiting = dict.fromkeys(waiting[:cores]), waiting[cores:]
+            running, waiting = dict.fromkeys(waiting[:at_once]), waiting[at_once:]
             for job in running:
                 print(f"{job.name}: runs, and writes {logs}/{job.name}.log", flush=True)
                 command, env = [sys.executable, *job.command], environment | PATHS[job.path]
                 with (logs / f"{job.name}.log").open("ab") as log:
                     running[job] = start_group(command, stdout=log, stderr=log, env=env)
+            wait_with_news(running, logs)
             for job, process in running.items():
-                if process.wait() == 0:
+                if process.returncode == 0:
                     (done / job.name).write_text(git_commit())
                 else:
                     failed.append(job)
                     print(f"{job.name}: failed, see {logs}/{job.name}.log", flush=True)
                 kill_group(process)
     return not failed
+
+
+def wait_with_news(running: dict[Job, subprocess.Popen], logs: Path) -> None:
+    """Wait until all processes have ended. Every 20 seconds, print the last line of each log."""
+    told = time.monotonic()
+    while alive := [job for job, process in running.items() if process.poll() is None]:
+        time.sleep(0.2)
+        if time.monotonic() - told > NEWS:
+            told = time.monotonic()
+            for job in alive:
+                lines = (logs / f"{job.name}.log").read_text(errors="replace").splitlines()  # of progress bars, too
+                print(f"{job.name}: {lines[-1][:100] if lines else ''}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ the numbers
@@ -182,27 +201,50 @@ def read_figures(root: Path) -> Figures:
     for marker in sorted((root / "done").glob("seed*-gate")):
         seed = marker.name.removesuffix("-gate")
         found[f"{seed}/gate"] = json.loads((root / seed / "gate.json").read_text()) | {"commit": marker.read_text()}
+    for row in VARIANTS:
+        for marker in sorted((root / "done").glob(f"seed*-{row.name}")):
+            if row.config:
+                seed = marker.name.removesuffix(f"-{row.name}")
+                lines = (root / seed / row.name / "metrics.jsonl").read_text().splitlines()
+                found[f"{seed}/{row.name}"] = cure_of(list(map(json.loads, lines))) | {"commit": marker.read_text()}
     for marker in sorted((root / "done").glob("seed*-eval-*")):
         seed, _, run = marker.name.partition("-eval-")
+        flashes = {flash.name: flash for flash in toy.draw_splits(int(seed[4]))["test"]}
         by_k: dict[int, list[dict]] = {ALL: []}
         for file in sorted((root / seed / "eval" / run).glob("*-parallel.jsonl")):
             results = read_results(file)
             by_k[results.settings["k"]] = results.records
             by_k[ALL] += results.records
         for k, records in by_k.items():
-            found[f"{seed}/{run}/parallel/K={k}"] = figures_of(records) | {"commit": marker.read_text()}
+            found[f"{seed}/{run}/parallel/K={k}"] = figures_of(records, flashes) | {"commit": marker.read_text()}
     return found
 
 
-def figures_of(records: list[dict]) -> dict[str, float]:
+def figures_of(records: list[dict], flashes: dict[str, toy.Flash]) -> dict[str, float]:
     """Return the figures of some results: `fmt` is the paper's f, `calls` its kappa."""
     columns = {
         "fmt": [record["fmt"] for record in records],
         "strict": [record["strict"] for record in records],
         "calls": [executed(record) for record in records],
         "accuracy": [record["score"] for record in records],
+        "reports_right": [],
     }
-    return {name: round(statistics.fmean(values), 4) for name, values in columns.items()}
+    for record in records:
+        flash = flashes[Path(record["videos"][0]).name]
+        for call in record["calls"]:
+            if not call["error"]:
+                columns["reports_right"].append(call["text"] == toy.told(flash, toy.crop_times(flash, *call["window"])))
+    return {name: round(statistics.fmean(values), 4) for name, values in columns.items() if values}
+
+
+def cure_of(lines: list[dict]) -> dict[str, float]:
+    """Return how well the last third of a training holds: the lowest means over 5 steps, and f at the end."""
+    means = {}
+    for name in ("acc", "strict", "fmt"):
+        values = [line[name] for line in lines]
+        means[name] = [statistics.fmean(values[i - 5 : i]) for i in range(len(values) - 19, len(values) + 1)]
+    found = {"lowest_accuracy": min(means["acc"]), "lowest_strict": min(means["strict"]), "last_fmt": means["fmt"][-1]}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
 def by_seed(figures: Figures, name: str, what: str, k: int = ALL, kind: str = "sampled", path: str = "") -> BySeed:

@@ -52,6 +52,7 @@ SECTIONS = {
     "Accuracy by K": "acc/K=*[0-9]",
     "Format": "fmt strict anchor closure/*",
     "Calls": "kappa turns",
+    "Sub-agents' reports": "report/ended report/tagged report/tokens",
     "Learning": "loss val_loss entropy kl clip_fraction gap grad_norm flat_groups lr",
     "Evaluation": "eval/* eval_no_tools/*",
     "Seconds": "seconds *_seconds",
@@ -62,6 +63,8 @@ TITLES = {  # of the keys that do not speak for themselves
     "fmt": "format reward f",
     "strict": "strictly well-formed",
     "kappa": "κ: executed calls per episode",
+    "report/ended": "reports that end by themselves",
+    "report/tagged": "reports with tags in them",
     "kl": "KL to the reference",
     "gap": "log-prob gap between trainer and engine",
 }
