@@ -83,6 +83,26 @@ def test_only_dead_folders_of_ours_go_and_a_planted_link_leads_nowhere(tmp_path,
     assert (tmp_path / "precious" / "thesis").exists()
 
 
+def test_ranks_end_with_torchrun_even_if_it_is_killed(tmp_path):
+    """It gives each rank a session of its own: killing its process group, as `study.paradox` does, left them training."""
+    script = tmp_path / "rank.py"
+    script.write_text("""
+import os, time
+from runtime.distributed import init_distributed
+init_distributed()
+print(os.getpid(), flush=True)
+time.sleep(120)
+""")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    process = subprocess.Popen(
+        torchrun, cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True
+    )
+    ranks = [int(process.stdout.readline()) for _ in range(2)]
+    assert all(map(alive, ranks))
+    process.kill()
+    wait_for(lambda: not any(map(alive, ranks)), seconds=10)
+
+
 def test_servers_and_their_children_end_with_a_process_that_is_killed(tmp_path):
     """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Also one that had been restarted. Their shared
     memory goes with them, but not that of others."""

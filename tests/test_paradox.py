@@ -15,10 +15,12 @@ from eval import EvalConfig
 from rl import RLConfig
 from runtime import config
 from sft import SFTConfig
-from study import paradox
+from study import paradox, toy
 from study.paradox import CLAIMS, CONTRAST, PATHS, ROWS, STEPS, VARIANTS, Job, by_seed, judge, read_figures
 
 ROOT = Path("runs/paradox")
+# A video of the test split that shows nothing in its first 8 seconds, and a flash within 32, whatever the seed.
+LATE = toy.Flash("test00000.mp4", seed=0, duration=32, color="red", start=12.0, length=2.0)
 JOBS = paradox.study_jobs(ROOT)
 CLASSES = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
 
@@ -27,8 +29,9 @@ def configs(script: str) -> dict[str, SFTConfig | RLConfig | EvalConfig]:
     """Return the configs of all jobs that run a script, by the job's name: seed0-grpo."""
     found = {}
     for job in JOBS:
-        if job.command[0] == script:
-            found[job.name] = config.load(CLASSES[script], str(REPO / job.command[1]), job.command[2:])
+        if script in job.command:  # after torchrun, or alone
+            where = job.command.index(script)
+            found[job.name] = config.load(CLASSES[script], str(REPO / job.command[where + 1]), job.command[where + 2 :])
     return found
 
 
@@ -131,6 +134,13 @@ def test_a_job_ends_with_the_study_even_if_it_is_killed(tmp_path):
     assert not (tmp_path / "done" / "slow").exists()
 
 
+def test_a_job_that_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(paradox, "NEWS", 0.3)
+    job = Job("train", "slow", python(tmp_path, "s", "print('step 1\\rstep 2', flush=True)\ntime.sleep(1)"))
+    assert paradox.run_jobs([job], tmp_path)
+    assert "slow: step 2\n" in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------------------------------------ the tables
 
 
@@ -141,7 +151,12 @@ def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> N
         lines = [{"name": name, "split": "toy", "k": 4, "arm": "parallel", "items": len(values), "total": 128}]
         for i, score in enumerate(values):
             calls = 2 if i >= 4 else i % 2
-            lines.append({"id": str(i), "score": score, "calls": [{"error": ""}] * calls, "fmt": 0.25, "strict": 1.0})
+            made = [
+                {"error": "", "window": [0, 8], "text": toy.NOTHING},
+                {"error": "", "window": [8, 16], "text": toy.NOTHING},
+            ]
+            line = {"id": str(i), "score": score, "calls": made[:calls], "fmt": 0.25, "strict": 1.0}
+            lines.append(line | {"videos": [f"videos/{LATE.name}"]})
         for kind in ("greedy", "sampled"):
             run = ROWS[name].evaluation(kind)
             folder = root / f"seed{seed}" / "eval" / run
@@ -154,6 +169,7 @@ def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> N
 def studied(tmp_path, monkeypatch) -> Path:
     """A repository's root, in which some of the study has run."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(toy, "draw_splits", lambda seed: {"test": [LATE]})
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "paradox.json").write_text("{}")
     four = [1, 1, 0, 1]
@@ -171,7 +187,20 @@ def test_figures_are_of_each_seed_and_path(studied):
     assert by_seed(figures, "sft", "accuracy", 8) == by_seed(figures, "grpo", "calls") == {}
     assert by_seed(figures, "sft", "calls") == {0: 0.5, 1: 1.25}
     assert by_seed(figures, "sft", "fmt") == {0: 0.25, 1: 0.25}
+    assert by_seed(figures, "sft", "reports_right") == {0: 1.0, 1: 0.6}  # 4 of 10 say that they see nothing, and lie
     assert paradox.show(figures, "sft", "calls") == "0.88 ± 0.53" and paradox.show(figures, "grpo", "calls") == ""
+
+
+def test_a_collapse_that_recovers_before_the_end_is_seen(tmp_path):
+    acc = [0.0] * 35 + [1.0] * 10 + [0.5] * 5 + [1.0] * 10  # 60 steps, of which the last 20 count
+    metrics = [{"acc": a, "strict": 1 - a / 2, "fmt": i / 60} for i, a in enumerate(acc)]
+    folder = tmp_path / "seed1-old" / "paragrpo"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "seed1-old-paragrpo").write_text("abc")
+    found = {"lowest_accuracy": 0.5, "lowest_strict": 0.5, "last_fmt": 0.95}
+    assert read_figures(tmp_path) == {"seed1-old/paragrpo": found | {"commit": "abc"}}
 
 
 def run_command(monkeypatch) -> list:

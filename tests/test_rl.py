@@ -231,6 +231,9 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         return Trajectory([5] * len(mask), mask, [0.0] * len(mask), versions, [], 2, [(2, 3)] * turns, finish)
 
     calls = [Call(0, "crop_video", {}, error=error) for error in ("", "", "too_dark", "unparseable")]
+    # One sub-agent ends its report, the other is cut off in the main agent's words.
+    calls[0].agent, calls[0].text = agent([3, 3, 3], 1), "A red flash."
+    calls[1].agent, calls[1].text = agent([3, 3, 3, 3, 3, 3], 1, "length"), "red\n</think>\nred red red"
     called = Episode(task, 4, agent([3, 3, 4, 4], 2), calls[:3], advantage=1.0)  # too_dark: a tool's own kind
     called.reward = {"reward": 2.0, "acc": 1.0, "closure/think": 1.0}
     tried = Episode(task, 4, agent([4, 4], 2, "length"), calls[3:], advantage=-1.0)  # no call ran
@@ -244,6 +247,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         "acc/K=4": 0.5, "acc/K=64": 1, "acc/K=4/called": 1, "acc/K=4/skipped": 0, "acc/K=64/skipped": 1,
         "truncated_rate": 1 / 3, "turns": 5 / 3, "sampled_tokens": 7 / 3, "calls/crop_video": 2 / 3,
         "call_errors/unparseable": 1 / 4, "call_errors/too_dark": 1 / 4,
+        "report/ended": 1 / 2, "report/tokens": 4.5, "report/tagged": 1 / 2,
         "staleness": (1.5 + 1 + 0) / 3, "share/K=4": 1 / 3, "share/K=64": 2 / 3, "flat_groups": 1 / 3,
     }  # fmt: skip
     assert rl.describe(groups, (4, 64), step=5) == pytest.approx(expected)
