@@ -89,7 +89,7 @@ class Episode:
     seed: int = 0
     seconds: float = 0.0
     error: str = ""  # the episode could not run (video, engine): it earns nothing and is not trained on
-    reward: dict[str, float] = field(default_factory=dict)  # parts by name
+    scores: dict[str, float] = field(default_factory=dict)  # R and its parts, by name
     advantage: float = 0.0  # A_i, of every sampled token ...
     anchor_advantage: float = 0.0  # ... and A_anchor_i, of its structural ones (credit: struct)
 
@@ -255,8 +255,8 @@ class Media:
             return videos.image(self.path, contract.frame_size)
         if self.start is None:
             return videos.overview(self.path, self.nframes or contract.overview_frames, contract.frame_size)
-        fps, most = contract.crop_fps, contract.crop_max_frames
-        return videos.window(self.path, self.start, self.end, contract.crop_size, fps, most)
+        fps, max_frames = contract.crop_fps, contract.crop_max_frames
+        return videos.window(self.path, self.start, self.end, contract.crop_size, fps, max_frames)
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class Dialogue:
     media: tuple[Media, ...]
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
     weight: float = 1.0
-    request: str = SUBAGENT_REQUEST  # of a sub-agent, as a tool's Look has them
+    request: str = SUBAGENT_REQUEST  # of a sub-agent, as a tool's ClipForSubagent has them
     system: str = SUBAGENT_SYSTEM
 
 

@@ -37,9 +37,9 @@ from transformers import AutoConfig
 import data
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
-from evals.protocols import Prompting, play
+from evals.protocols import Prompting, run_protocol
 from rewards import RewardConfig, final_answer, score, turn_texts
-from rollout import RolloutConfig, Stage, derive, open_engine, run_all
+from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
 from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub
@@ -73,7 +73,7 @@ class EvalConfig:
     arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
     """How the protocol `agent` may call tools (`rollout.dispatch`). Every split is asked once in each way."""
     prompting: Prompting = Prompting()
-    rollout: RolloutConfig = RolloutConfig(temperature=0.0, gpus=GPUS, concurrency=32 * max(1, len(GPUS)))
+    rollout: RolloutConfig = RolloutConfig(temperature=0.0, server_gpus=GPUS, concurrency=32 * max(1, len(GPUS)))
     api: Api = Api()
     """A model behind an API, asked in place of the checkpoint. The checkpoint's tokenizer and chat template still write
     the prompts; `rollout.concurrency` bounds the requests under way."""
@@ -111,24 +111,24 @@ class EvalConfig:
 
 def main(cfg: EvalConfig) -> int:
     """Ask what has not been answered yet, and print the table; exit status 1 where all items of a split failed."""
-    cells, source = cells_of(cfg), find_model(cfg)
-    renderer, todo = prepare(cfg, cells, source)
+    jobs, source = list_jobs(cfg), find_model(cfg)
+    renderer, todo = prepare(cfg, jobs, source)
 
     # Ask the rest. Nothing is written before the engine is there.
     if todo:
         with contextlib.closing(open_model(cfg, source, renderer)) as engine, Videos(cfg.decoders) as videos:
             config.save_run(cfg, cfg.run)
-            for cell, items, before in todo:
-                ask_all(cell, items, before, Stage(engine, renderer, videos, cell.rollout), cfg)
+            for job, items, before in todo:
+                run_job(job, items, before, AgentContext(engine, renderer, videos, job.rollout), cfg)
 
     # Show all results of the run.
     tables.report([cfg.run])
     failed = 0
-    for cell in cells:
-        errors = [record["error"] for record in tables.read_results(cell.path).records]
+    for job in jobs:
+        errors = [record["error"] for record in tables.read_results(job.path).records]
         if errors and all(errors):
             failed = 1
-            print(f"error: all {len(errors)} items of {cell.path} failed; the last: {errors[-1]}", file=sys.stderr)
+            print(f"error: all {len(errors)} items of {job.path} failed; the last: {errors[-1]}", file=sys.stderr)
     return failed
 
 
@@ -136,12 +136,12 @@ def dry_run(cfg: EvalConfig) -> int:
     """Print what is there and missing, and what the published run did otherwise; exit status 1 if something is missing.
     What else the run would refuse ends the dry run, too, with the same sentence."""
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    cells, missing = [], 0
+    jobs, missing = [], 0
     for split, root in cfg.splits.items():
         try:
-            found = cells_of(replace(cfg, splits={split: root}))
+            found = list_jobs(replace(cfg, splits={split: root}))
             print(f"  ok      {split}: {len(found[0].items)} items, {len(found) * len(found[0].items)} episodes")
-            cells += found
+            jobs += found
         except DataError as error:
             missing = 1
             print(f"  MISSING {split}: {error}")
@@ -157,7 +157,7 @@ def dry_run(cfg: EvalConfig) -> int:
     except config.ConfigError as error:
         missing = 1
         print(f"  MISSING {error}")
-    prepare(cfg, cells, source)
+    prepare(cfg, jobs, source)
     return missing
 
 
@@ -215,7 +215,7 @@ def check_engine(cfg: EvalConfig, source: Path | None) -> None:
 def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
     if cfg.api.url:
         return OpenAI(cfg.api, renderer)
-    gpus = () if cfg.rollout.urls else cfg.rollout.gpus  # all of this machine, by default
+    gpus = () if cfg.rollout.urls else cfg.rollout.server_gpus  # all of this machine, by default
     return open_engine(
         source, renderer, gpus=gpus, urls=cfg.rollout.urls, server_args=cfg.rollout.server_args,
         tensor_parallel=cfg.rollout.tensor_parallel, max_batch_tokens=cfg.rollout.max_batch_tokens,
@@ -227,7 +227,7 @@ def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
 
 
 @dataclass(frozen=True)
-class Cell:
+class EvalJob:
     """One file of results: a split, asked in one way."""
 
     split: str
@@ -239,7 +239,7 @@ class Cell:
     path: Path
 
 
-def cells_of(cfg: EvalConfig) -> list[Cell]:
+def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
     found = []
     for split, root in cfg.splits.items():
         items, total = load_split(split, root, cfg.limit), count_items(split, root)
@@ -247,13 +247,13 @@ def cells_of(cfg: EvalConfig) -> list[Cell]:
             for dispatch in cfg.arms:
                 arm = dispatch if cfg.agentic else cfg.prompting.protocol
                 path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                found.append(Cell(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
+                found.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
     return found
 
 
-def prepare(cfg: EvalConfig, cells: Sequence[Cell], source: Path | None) -> tuple[Renderer | None, list]:
+def prepare(cfg: EvalConfig, jobs: Sequence[EvalJob], source: Path | None) -> tuple[Renderer | None, list]:
     """Refuse what could not run, or would mix with other results: the run and its dry run both come by here. Return the
-    renderer, and (cell, items to ask, lines before them) where there are any. A dry run may lack cells or the source."""
+    renderer, and (job, items to ask, lines before them) where there are any. A dry run may lack jobs or the source."""
     check_run(cfg)
     renderer, headers, todo = None, [], []
     if source:
@@ -263,37 +263,37 @@ def prepare(cfg: EvalConfig, cells: Sequence[Cell], source: Path | None) -> tupl
         weights = cfg.api.model if cfg.api.url else weights_digest(source)
 
         # What has been answered is not asked again.
-        for cell in cells:
-            header = settings(cfg, cell, contract, weights)
+        for job in jobs:
+            header = settings(cfg, job, contract, weights)
             headers.append(tables.Results(header, []))
-            records = earlier_results(cell, header)
+            records = earlier_results(job, header)
             answered = {record["id"] for record in records}
-            items = [item for item in cell.items if item.task.id not in answered]
+            items = [item for item in job.items if item.task.id not in answered]
             if items:
-                todo.append((cell, items, [header, *records]))
+                todo.append((job, items, [header, *records]))
 
         # Other files of this folder may be of another model.
-        mine = {cell.path for cell in cells}
+        mine = {job.path for job in jobs}
         others = [path for path in sorted(Path(cfg.run).glob("*-K*-*.jsonl")) if path not in mine]
         tables.refuse_mixtures([*map(tables.read_results, others), *headers])
 
-    if todo or not (source and cells):
+    if todo or not (source and jobs):
         check_engine(cfg, source)
     return renderer, todo
 
 
-def settings(cfg: EvalConfig, cell: Cell, contract: VisualContract, weights: str) -> dict[str, Any]:
+def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract, weights: str) -> dict[str, Any]:
     """Collect what shapes a result, for the file's first line. Where and how fast it is computed does not; what a fork's
-    tool asks its sub-agents (`Look.request`) is not seen here."""
-    rollout, grading = dataclasses.asdict(cell.rollout), cfg.grading
+    tool asks its sub-agents (`ClipForSubagent.request`) is not seen here."""
+    rollout, grading = dataclasses.asdict(job.rollout), cfg.grading
     elsewhere = MAY_CHANGE | {"rollout.dispatch"}
     prompts = [cfg.prompting.texts]
     if cfg.agentic:
         for text in (data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM):
-            prompts.append(data.true_prompt(text, bool(contract.stamp), cell.rollout.tool_return))
-        prompts += [data.SUBAGENT_REQUEST, cell.rollout.schemas]
-    place = {"name": cfg.name, "split": cell.split, "k": cell.k, "arm": cell.arm, "total": cell.total}
-    header = place | {
+            prompts.append(data.true_prompt(text, bool(contract.stamp), job.rollout.tool_return))
+        prompts += [data.SUBAGENT_REQUEST, job.rollout.schemas]
+    asked = {"name": cfg.name, "split": job.split, "k": job.k, "arm": job.arm, "total": job.total}
+    header = asked | {
         "weights": weights,
         "api": {"url": cfg.api.url, "parameters": cfg.api.parameters},
         "prompts": digest(prompts),
@@ -329,31 +329,31 @@ def digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-def earlier_results(cell: Cell, header: dict[str, Any]) -> list[dict]:
+def earlier_results(job: EvalJob, header: dict[str, Any]) -> list[dict]:
     """Read the answers that earlier calls left, under the same settings. Those to items that have changed are dropped."""
-    if not cell.path.exists():
+    if not job.path.exists():
         return []
-    found = tables.read_results(cell.path)
+    found = tables.read_results(job.path)
     answers = [record for record in found.records if not record["error"]]
     wrong = config.differences(found.settings, header)
     if wrong and answers:
         cure = "choose another `run`, or delete the file"
-        raise config.ConfigError(f"{cell.path} was made under other settings ({'; '.join(wrong.values())}): {cure}")
-    digests = {item.task.id: item_digest(item) for item in cell.items}
+        raise config.ConfigError(f"{job.path} was made under other settings ({'; '.join(wrong.values())}): {cure}")
+    digests = {item.task.id: item_digest(item) for item in job.items}
     kept = []
     for record in answers:
-        beyond_limit = record["id"] not in digests and len(cell.items) < cell.total
+        beyond_limit = record["id"] not in digests and len(job.items) < job.total
         if beyond_limit or record["item"] == digests.get(record["id"]):
             kept.append(record)
     return kept
 
 
-def ask_all(cell: Cell, items: list[Item], before: list[dict], stage: Stage, cfg: EvalConfig) -> None:
-    """Ask items of a cell, many at a time. Each leaves its line as it ends, behind the lines that stay from before."""
-    config.write_whole(cell.path, "".join(json.dumps(line) + "\n" for line in before))
+def run_job(job: EvalJob, items: list[Item], before: list[dict], context: AgentContext, cfg: EvalConfig) -> None:
+    """Ask items of a job, many at a time. Each leaves its line as it ends, behind the lines that stay from before."""
+    config.write_whole(job.path, "".join(json.dumps(line) + "\n" for line in before))
     judge = Judge(cfg.grading.judge)
-    bar = tqdm(total=len(items), desc=f"{cell.split} K={cell.k} {cell.arm}", unit="item")
-    with cell.path.open("a", encoding="utf-8") as file, bar:
+    bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
+    with job.path.open("a", encoding="utf-8") as file, bar:
 
         def done(_: int, record: dict) -> None:
             file.write(json.dumps(record) + "\n")  # ASCII: whatever a model says, a line stays one line
@@ -361,16 +361,16 @@ def ask_all(cell: Cell, items: list[Item], before: list[dict], stage: Stage, cfg
             bar.update()
 
         try:
-            jobs = [lambda item=item: ask(item, cell.k, stage, cfg, judge) for item in items]
-            run_all(stage.engine, jobs, cfg.rollout.concurrency, done)
+            asked = [lambda item=item: ask_item(item, job.k, context, cfg, judge) for item in items]
+            run_all(context.engine, asked, cfg.rollout.concurrency, done)
         finally:
-            stage.stopped.set()  # after an error, nobody starts another turn
+            context.stopped.set()  # after an error, nobody starts another turn
 
 
-def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, judge: Judge) -> dict[str, Any]:
+def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: Judge) -> dict[str, Any]:
     """Ask one item; returns its line of the results, and not the episode: held, its frames would fill memory."""
-    episode, answer = play(stage, item, k, derive(cfg.seed, item.task.id), cfg.prompting)
-    turns, error = turn_texts(episode.main, stage.renderer), episode.error
+    episode, answer = run_protocol(context, item, k, derive(cfg.seed, item.task.id), cfg.prompting)
+    turns, error = turn_texts(episode.main, context.renderer), episode.error
 
     # Read and grade the answer in both ways; our own agent's format has rewards, too.
     verdict, lenient, form = UNGRADED, UNGRADED, {}
@@ -383,8 +383,8 @@ def ask(item: Item, k: int, stage: Stage, cfg: EvalConfig, judge: Judge) -> dict
         except JudgeError as problem:
             error = f"JudgeError: {problem}"
     if cfg.agentic and not error:
-        parts = score(episode, stage.renderer, RewardConfig(open_answer="exact"))
-        form = {name: parts[name] for name in ("fmt", "strict")}
+        parts = score(episode, context.renderer, RewardConfig(open_answer="exact"))
+        form = {name: parts[name] for name in ("f", "well_formed")}
 
     return {
         "id": item.task.id,

@@ -1,15 +1,16 @@
 """grpo.py: rewards become advantages, advantages become a loss. Each equation stands above its code.
 
-    lessons = make_lessons(groups, renderer, cfg, anchor)      # this rank's episodes, their advantages token by token
-    for part in micro_batches(lessons, cfg.train_tokens):      # as many on every rank
-        loss, watched = lessons_loss(policy(bundles(part), tau), part, prox, reference, cfg)
+    examples = make_examples(groups, renderer, cfg, anchor)     # this rank's episodes, their advantages token by token
+    for part in micro_batches(examples, cfg.train_tokens):      # as many on every rank
+        loss, stats = examples_loss(policy(bundles(part), tau), part, prox_logprobs, reference, cfg)
         loss.backward()
 
 Symbols: i an episode of a group of G, t a token of its output o_i, R_i its reward, r the ratio, N target tokens.
 
 Three policies have log-probs of the same tokens: `old_logprobs` are the engine's, at the moment of sampling
-(pi_behaviour); `prox` those of the policy before the first update on this batch (pi_prox); `logprobs` those of the
-policy that learns (pi). With one minibatch per batch (the paper) pi_prox is pi itself: r = 1, and the clip is inert.
+(pi_behaviour); `prox_logprobs` those of the policy before the first update on this batch (pi_prox); `logprobs` those
+of the policy that learns (pi). With one minibatch per batch (the paper) pi_prox is pi itself: r = 1, and the clip is
+inert.
 
 Deliberately missing: a value model, rewards for parts of an episode.
 """
@@ -78,8 +79,8 @@ def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor
     """Write A_i and, under credit `struct`, A_anchor_i into the episodes, where reports find them."""
     # A_anchor_i = (R_anchor_i - mean_group R_anchor) / std_group R_anchor, as A_i is of R
     for episodes in groups:
-        advantages = group_advantage([e.reward["reward"] for e in episodes])
-        anchor_advantages = group_advantage([e.reward["anchor"] for e in episodes])
+        advantages = group_advantage([e.scores["R"] for e in episodes])
+        anchor_advantages = group_advantage([e.scores["R_anchor"] for e in episodes])
         for episode, a, a_anchor in zip(episodes, advantages, anchor_advantages, strict=True):
             episode.advantage = float(a)
             episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
@@ -93,17 +94,17 @@ def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor
             episode.advantage /= std
 
 
-# ------------------------------------------------------------------------------------------------ lessons
+# ------------------------------------------------------------------------------------------------ examples
 
 
 @dataclass
-class Lesson:
+class TrainExample:
     """A bundle and what the loss needs to know of each of its N target tokens."""
 
     bundle: Bundle
     advantages: np.ndarray  # float32 [N]: A_i,t
     old_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
-    weights: np.ndarray  # float32 [N]: share in the mean over the batch's tokens
+    token_share: np.ndarray  # float32 [N]: share in the mean over the batch's tokens
 
 
 @dataclass
@@ -114,10 +115,10 @@ class Learner:
     episode: Episode
 
 
-def make_lessons(
+def make_examples(
     groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
-) -> list[Lesson]:
-    """Give this rank's episodes their advantages, and return the lessons that the update trains on."""
+) -> list[TrainExample]:
+    """Give this rank's episodes their advantages, and return the examples that the update trains on."""
     # Episodes that failed are neither compared nor learned from.
     ran = [[episode for episode in group.episodes if not episode.error] for group in groups]
     give_advantages(ran, cfg, anchor)
@@ -131,19 +132,19 @@ def make_lessons(
                 tokens += sum(agent.mask)
     tokens = sum_over_ranks({"tokens": float(tokens)})["tokens"]
 
-    lessons = []
+    examples = []
     for i, episodes in enumerate(ran):
         # Leave a group out if nothing in it can be learned: R and R_anchor are flat, and there is no KL.
         varies = any(episode.advantage or episode.anchor_advantage for episode in episodes)
         if varies or cfg.kl_coef:
             for part in share_prompts(learners[i], cfg.train_tokens):
-                lessons.append(lesson_of(part, tokens, renderer, anchor))
-    return lessons
+                examples.append(example_of(part, tokens, renderer, anchor))
+    return examples
 
 
 def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner]]:
     """Put agents with the same prompt together, so that it is computed once, up to `budget` tokens (a single one may be
-    longer). What does not fit opens another lesson, which repeats the prompt."""
+    longer). What does not fit opens another example, which repeats the prompt."""
     parts: list[list[Learner]] = []
     newest, length = {}, {}  # per prompt, the part that still has room, and its tokens
     for learner in learners:
@@ -159,8 +160,8 @@ def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner
     return parts
 
 
-def lesson_of(learners: Sequence[Learner], tokens: float, renderer: Renderer, anchor: Anchor) -> Lesson:
-    """Return agents of one prompt as a lesson; `tokens` are those of the whole batch."""
+def example_of(learners: Sequence[Learner], tokens: float, renderer: Renderer, anchor: Anchor) -> TrainExample:
+    """Return agents of one prompt as one example; `tokens` are those of the whole batch."""
     first = learners[0].agent
     p = first.prompt_length
     bundle = Bundle(first.ids[:p], [], [], list(first.prompt_frames))
@@ -178,73 +179,75 @@ def lesson_of(learners: Sequence[Learner], tokens: float, renderer: Renderer, an
             struct = np.array(structural_mask(agent, renderer), float)
 
         # Selective Anchoring: A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]
-        a = episode.advantage + anchor.weight * episode.anchor_advantage * struct
+        a = episode.advantage + anchor.lam * episode.anchor_advantage * struct
         advantages.append(a[sampled].astype(np.float32))
         old_logprobs.append(np.array(agent.logprobs, np.float32)[sampled])
-    weights = np.full(sum(map(len, advantages)), 1 / tokens, np.float32)
-    return Lesson(bundle, np.concatenate(advantages), np.concatenate(old_logprobs), weights)
+    token_share = np.full(sum(map(len, advantages)), 1 / tokens, np.float32)
+    return TrainExample(bundle, np.concatenate(advantages), np.concatenate(old_logprobs), token_share)
 
 
 # ------------------------------------------------------------------------------------------------ the loss
 
 
 def token_losses(
-    logprobs: Tensor, prox: Tensor, old_logprobs: Tensor, reference: Tensor | None, advantages: Tensor, cfg: GRPOConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs: Tensor, prox_logprobs: Tensor, old_logprobs: Tensor, reference: Tensor | None, advantages: Tensor,
+    cfg: GRPOConfig,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return the loss of each token, [N], and what is worth watching of it (no gradient), each [N]."""
     # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * KL
     # r = pi / pi_prox
-    ratio = (logprobs - prox).exp()
+    ratio = (logprobs - prox_logprobs).exp()
     low, high = 1 - cfg.clip_eps, 1 + (cfg.clip_eps if cfg.clip_eps_high is None else cfg.clip_eps_high)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
     # w = pi_prox / pi_behaviour, and 0 where it exceeds the cap: those tokens are left out, as in the release. The cap goes
     # on w and not on the product, where an infinite w would give 0 * inf in the backward pass.
-    importance = (prox - old_logprobs).exp()
+    importance = (prox_logprobs - old_logprobs).exp()
     kept = importance <= cfg.behaviour_cap
     losses = -torch.where(kept, importance, 0.0) * surrogate
-    watched = {
+    stats = {
         "clip_fraction": ((ratio < low) & (advantages < 0) | (ratio > high) & (advantages > 0)).float(),
-        "capped_fraction": (~kept).float(),
-        "gap": (prox - old_logprobs).abs(),
+        "over_cap_fraction": (~kept).float(),
+        "logprob_gap": (prox_logprobs - old_logprobs).abs(),
     }
     if reference is not None:
         # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
         d = reference - logprobs
         kl = d.exp() - d - 1
         losses = losses + cfg.kl_coef * kl
-        watched["kl"] = kl.detach()
-    return losses, watched
+        stats["kl"] = kl.detach()
+    return losses, stats
 
 
-def lessons_loss(
-    scores: Scores, lessons: list[Lesson], prox: Tensor | None, reference: Tensor | None, cfg: GRPOConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the micro-batch's part of the batch's loss L, and what is worth watching per token, [N]. `prox` and
-    `reference` are log-probs [N]; without `prox`, pi_prox is pi."""
+def examples_loss(
+    scores: Scores, examples: list[TrainExample], prox_logprobs: Tensor | None, reference: Tensor | None,
+    cfg: GRPOConfig,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return the micro-batch's part of the batch's loss L, and what is worth watching per token, [N]. `prox_logprobs` and
+    `reference` are log-probs [N]; without `prox_logprobs`, pi_prox is pi."""
     logprobs = scores.logprobs  # [N]
-    if prox is None:
-        prox = logprobs.detach()
+    if prox_logprobs is None:
+        prox_logprobs = logprobs.detach()
 
-    # A rank without lessons of its own still runs every collective, with N = 0.
+    # A rank without examples of its own still runs every collective, with N = 0.
     columns = [np.zeros((3, 0), np.float32)]
-    for lesson in lessons:
-        columns.append(np.stack([lesson.advantages, lesson.old_logprobs, lesson.weights]))
-    advantages, old_logprobs, weights = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
+    for example in examples:
+        columns.append(np.stack([example.advantages, example.old_logprobs, example.token_share]))
+    advantages, old_logprobs, token_share = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
 
     # L = sum over all sampled tokens of all ranks of l_i,t / their number
-    losses, watched = token_losses(logprobs, prox, old_logprobs, reference, advantages, cfg)
-    return (weights * losses).sum(), watched | {"entropy": scores.entropies}
+    losses, stats = token_losses(logprobs, prox_logprobs, old_logprobs, reference, advantages, cfg)
+    return (token_share * losses).sum(), stats | {"entropy": scores.entropies}
 
 
-def bundles(lessons: list[Lesson]) -> list[Bundle]:
-    return [lesson.bundle for lesson in lessons]
+def bundles(examples: list[TrainExample]) -> list[Bundle]:
+    return [example.bundle for example in examples]
 
 
-def micro_batches(lessons: list[Lesson], budget: int) -> list[list[Lesson]]:
-    """Return the lessons of each forward pass. Ranks with fewer get empty ones: all run the same collectives."""
+def micro_batches(examples: list[TrainExample], budget: int) -> list[list[TrainExample]]:
+    """Return the examples of each forward pass. Ranks with fewer get empty ones: all run the same collectives."""
     mine = []
-    for members in best_fit([len(lesson.bundle) for lesson in lessons], budget):
-        mine.append([lessons[i] for i in members])
-    most = max(gather(len(mine)))
-    return mine + [[]] * (most - len(mine))
+    for members in best_fit([len(example.bundle) for example in examples], budget):
+        mine.append([examples[i] for i in members])
+    max_batches = max(gather(len(mine)))
+    return mine + [[]] * (max_batches - len(mine))

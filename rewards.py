@@ -29,8 +29,8 @@ THINK = re.compile(r"<think>(.*?)</think>", re.S)
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
 PLAIN = r"(?:[^<]|<(?=[ =\d]))*"  # `<12.5 seconds>` and `x < 5` may be said; any other `<` is a broken tag
 NON_EMPTY = rf"<answer>(?!\s*</answer>){PLAIN}</answer>"
-PARTS = ("reward", "acc", "fmt", "paid_fmt", "tool", "anchor", "strict")
-LEAST_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
+PARTS = ("R", "R_acc", "f", "R_fmt", "R_tool", "R_anchor", "well_formed")
+MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
 # More of one tag in a turn is spam, and the episode earns nothing.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
 
@@ -45,8 +45,8 @@ class Anchor:
     alpha: float = 0.4
     beta: float = 0.3
     gamma: float = 0.3
-    weight: float = 0.5
-    """lambda."""
+    lam: float = 0.5
+    """lambda, a word that Python keeps to itself."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,14 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. `reward` is R. `fmt` is the paper's f = R_fmt + lambda * R_anchor
+    """Return all parts by name, or raise JudgeError. `reward` is R. `f` is the paper's f = R_fmt + lambda * R_anchor
     (1 at most), logged in every credit mode; `paid_fmt` is what R pays: f under credit `sequence`, else R_fmt alone."""
     turns = turn_texts(episode.main, renderer)
     spam = tag_spam(turns)
     if any(spam.values()):  # earns nothing, and R_anchor is that of an open think, or spam would be the better way out
-        lost = {"anchor": -cfg.anchor.gamma, "fmt": -cfg.anchor.weight * cfg.anchor.gamma}
+        lost = {"R_anchor": -cfg.anchor.gamma, "f": -cfg.anchor.lam * cfg.anchor.gamma}
         if cfg.anchor.credit == "sequence":  # which pays R_anchor within R
-            lost |= {"paid_fmt": lost["fmt"], "reward": cfg.w_fmt * lost["fmt"]}
+            lost |= {"R_fmt": lost["f"], "R": cfg.w_fmt * lost["f"]}
         return dict.fromkeys(PARTS, 0.0) | lost | spam | closure(turns)
 
     acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg, judge)
@@ -90,18 +90,18 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     turns_that_called = {call.turn for call in episode.calls if not call.error}
     r_fmt = format_reward(turns, turns_that_called, cfg.answer_suffix)
     # The cap is the release's. Under credit `sequence` a tidy answer reaches it by alpha alone, so beta adds nothing there.
-    f = min(1.0, r_fmt + cfg.anchor.weight * anchor)
+    f = min(1.0, r_fmt + cfg.anchor.lam * anchor)
     paid_fmt = f if cfg.anchor.credit == "sequence" else r_fmt
     tool = tool_reward(episode, acc)
     parts = {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
-        "reward": acc + cfg.w_fmt * paid_fmt + cfg.w_tool * tool,
-        "acc": acc,
-        "fmt": f,
-        "paid_fmt": paid_fmt,
-        "tool": tool,
-        "anchor": anchor,
-        "strict": float(strict(turns)),
+        "R": acc + cfg.w_fmt * paid_fmt + cfg.w_tool * tool,
+        "R_acc": acc,
+        "f": f,
+        "R_fmt": paid_fmt,
+        "R_tool": tool,
+        "R_anchor": anchor,
+        "well_formed": float(well_formed(turns)),
     }
     return parts | spam | closure(turns)
 
@@ -111,7 +111,7 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig,
 
     def give(episode: Episode) -> None:
         try:
-            episode.reward = score(episode, renderer, cfg, judge)
+            episode.scores = score(episode, renderer, cfg, judge)
         except JudgeError as error:
             episode.error = f"JudgeError: {error}"
 
@@ -155,8 +155,8 @@ def tag_spam(turns: list[str]) -> dict[str, float]:
     """Return for each tag 1 if some turn repeats it too often, else 0."""
     spam = {f"spam_{name}": 0.0 for name in TAG_LIMITS}
     for turn in turns:
-        for name, most in TAG_LIMITS.items():
-            if max(turn.count(f"<{name}>"), turn.count(f"</{name}>")) > most:
+        for name, limit in TAG_LIMITS.items():
+            if max(turn.count(f"<{name}>"), turn.count(f"</{name}>")) > limit:
                 spam[f"spam_{name}"] = 1.0
     return spam
 
@@ -237,7 +237,7 @@ def thought_ends(turn: str) -> list[int]:
     ends = []
     for thought in THINK.finditer(turn):
         said = TAG.sub("", thought[1])
-        if sum(char.isalnum() for char in said) >= LEAST_THOUGHT:  # dots and zero-width spaces say nothing
+        if sum(char.isalnum() for char in said) >= MIN_THOUGHT:  # dots and zero-width spaces say nothing
             ends.append(thought.end())
     return ends
 
@@ -247,7 +247,7 @@ def thinks_before_call(turn: str) -> bool:
     return bool(ends) and call is not None and ends[0] <= call.start()
 
 
-def strict(turns: list[str]) -> bool:
+def well_formed(turns: list[str]) -> bool:
     """Return whether every turn is exactly think + calls, and the last exactly think + answer, with only white space
     between. The end of a turn may lack after a call: sequential dispatch stops there."""
     think, end = rf"\s*<think>{PLAIN}</think>\s*", re.escape(END_OF_TURN)

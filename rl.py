@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from data import CALL_ERRORS, Group, Task, draw_frames, parse_task
-from grpo import GRPOConfig, Lesson, bundles, lessons_loss, make_lessons, micro_batches
+from grpo import GRPOConfig, TrainExample, bundles, examples_loss, make_examples, micro_batches
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime.checks import RunConfig, check_servers, open_run
@@ -69,11 +69,12 @@ from tools import TOOLS
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLConfig(RunConfig, GRPOConfig):
+class RLConfig(RunConfig):
     """One RL run."""
 
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    grpo: GRPOConfig = GRPOConfig()
     gating: tuple[int, ...] = (4, 8, 16, 32, 64)
     """nFrames gating: K is drawn from these, once per task and epoch. [] switches it off: visual.overview_frames."""
     steps: int = 54
@@ -92,16 +93,15 @@ class RLConfig(RunConfig, GRPOConfig):
     seed: int = 0
 
     def __post_init__(self):
-        RunConfig.__post_init__(self)
-        GRPOConfig.__post_init__(self)
+        super().__post_init__()
         refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike")
         if agents.train and agents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
-        if self.rollout.gpus and self.rollout.urls:
-            raise ValueError("rollout.gpus and rollout.urls: give one of the two")
+        if self.rollout.server_gpus and self.rollout.urls:
+            raise ValueError("rollout.server_gpus and rollout.urls: give one of the two")
         for k in (*self.gating, *self.val_frames):
             if k < 1:
                 raise ValueError(f"gating or val_frames: {k}: an overview has at least 1 frame; gating = [] is off")
@@ -111,7 +111,7 @@ class RLConfig(RunConfig, GRPOConfig):
         return self.gating or (self.visual.overview_frames,)
 
 
-SHOWN = ("reward", "acc", "fmt", "strict", "kappa", "loss", "kl", "entropy", "gap", "grad_norm", "seconds")
+SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "logprob_gap", "grad_norm", "seconds")
 
 
 def main(cfg: RLConfig) -> None:
@@ -121,14 +121,14 @@ def main(cfg: RLConfig) -> None:
         per_node = on_this_machine(cfg.rollout.urls)  # servers elsewhere sample for all nodes
         snapshots = until_it_ends.enter_context(snapshot_folder(cfg.run, source, per_node))
         # Servers start while the policy loads; where both share a GPU, afterwards: they take a share of what is free by then.
-        shared, engine = set(cfg.rollout.gpus) & set(range(local_size())), None
+        shared, engine = set(cfg.rollout.server_gpus) & set(range(local_size())), None
         if not shared and saved_step(Path(cfg.run) / "state") < cfg.steps:
             engine = until_it_ends.enter_context(contextlib.closing(shared_engine(source, renderer, cfg)))
 
         # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
         policy_cfg = replace(cfg.policy, checkpoint=str(source))
         policy, reference = load(policy_cfg, renderer.never_sampled), None
-        if cfg.kl_coef:
+        if cfg.grpo.kl_coef:
             reference = load(policy_cfg, renderer.never_sampled, train=False)
             if policy.vision_frozen:  # one tower for both
                 reference.model.model.visual = policy.vision
@@ -153,30 +153,30 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
         val = Dataset(cfg.val, parse_task)
         draws = val.batch(0, min(cfg.val_tasks, len(val)), rank(), world_size())
         held_out = [draw.item for draw in draws]
-    print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.group_size} episodes")
+    print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.grpo.group_size} episodes")
     for step in range(run.done, cfg.steps):
         clock = Clock()
 
         # Sample: this rank's groups of episodes.
-        groups, clock.seconds["sampling_seconds"] = sampler.take(step)
+        groups, clock.seconds["sampling_seconds"] = sampler.get(step)
         clock.lap("rollout")
 
         # Reward the episodes, and turn rewards into advantages.
         give_rewards(groups, renderer, cfg.reward, judge)
-        lessons = make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
+        examples = make_examples(groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
         barrier()  # who is ahead waits here, not inside NCCL
         clock.lap("reward")
 
         # Update. Before the first one: does the trainer compute the engine's log-probs?
         if step == run.done:
             self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
-        measured = update(policy, reference, run.optimizer, lessons, cfg, step)
+        measured = update(policy, reference, run.optimizer, examples, cfg, step)
         clock.lap("train")
 
         # Sync: the new weights are written while the engine still samples, and loaded once it samples no more.
         sampler.export(policy, step + 1)
         clock.lap("export")
-        sampler.settle()
+        sampler.wait()
         clock.lap("wait")
         sampler.publish(step + 1)
         clock.lap("publish")
@@ -186,7 +186,7 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 
         # Log.
         measured |= describe(groups, cfg.choices_of_k, step)
-        measured |= speed(lessons, policy, clock.seconds["train_seconds"]) | clock.seconds
+        measured |= speed(examples, policy, clock.seconds["train_seconds"]) | clock.seconds
         measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
@@ -204,8 +204,8 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 class Sampler:
     """Samples batches by step number: when they are asked for, or (staleness 1) one step ahead, in a thread.
 
-    staleness 1:  take(s) returns batch s, while batch s + 1 is sampled with the weights from before update s;
-                  settle() waits for batch s + 1; then update s is published, and prefetch(s + 2) begins at once."""
+    staleness 1:  get(s) returns batch s, while batch s + 1 is sampled with the weights from before update s;
+                  wait()   waits for batch s + 1; then update s is published, and prefetch(s + 2) begins at once."""
 
     def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos, snapshots: Path):
         self.cfg, self.dataset, self.engine, self.renderer = cfg, Dataset(cfg.data, parse_task), engine, renderer
@@ -215,7 +215,7 @@ class Sampler:
         self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
         self.videos = videos
 
-    def take(self, step: int) -> tuple[list[Group], float]:
+    def get(self, step: int) -> tuple[list[Group], float]:
         """Return this rank's groups of a step and the seconds that sampling them took; begin the next where it may."""
         batch = self.ahead.pop(step).result() if step in self.ahead else self.sample(step)
         self.prefetch(step + 1)
@@ -226,7 +226,7 @@ class Sampler:
         if self.cfg.staleness and step < self.cfg.steps and step not in self.ahead:
             self.ahead[step] = self.thread.submit(self.sample, step)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until no rank samples, so that the weights may change: all tokens of a batch are of one version."""
         wait(self.ahead.values())
         barrier()
@@ -240,8 +240,8 @@ class Sampler:
                 task = replace(task, id=f"{task.id}#{repeat + 1}")
             tasks.append(task)
             ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
-        progress = rank() == 0 and sys.stderr.isatty()
-        groups = self.rollout(tasks, ks, cfg.group_size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
+        size, progress = cfg.grpo.group_size, rank() == 0 and sys.stderr.isatty()
+        groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
         # A video that cannot be shown is counted as a bad row is, once, however many tasks ask about it.
         for task in tasks:
             for path in task.videos:
@@ -257,10 +257,11 @@ class Sampler:
     def publish(self, version: int) -> None:
         """Have the engines load a snapshot."""
         snapshot, serving = self.snapshots / f"weights-{version}", self.cfg.rollout
-        if device().index in serving.gpus:  # one GPU for both: what this process keeps for later, the server needs now
+        # Where both share a GPU, the server needs now what this process keeps for later.
+        if device().index in serving.server_gpus:
             torch.cuda.empty_cache()
         me, _ = place(on_this_machine(serving.urls))
-        pushes = me == 0 or not (serving.gpus or serving.urls)
+        pushes = me == 0 or not (serving.server_gpus or serving.urls)
         if pushes:
             self.engine.update_weights(snapshot, version)
         barrier()
@@ -281,14 +282,14 @@ def shared_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
     """Open the engine in this process, or begin to start servers: a node's first rank supervises them, its others
     connect."""
     serving, engine = cfg.rollout, None
-    if not serving.gpus:
+    if not serving.server_gpus:
         return open_engine(source, renderer, urls=serving.urls, max_batch_tokens=serving.max_batch_tokens, wait=False)
     if local_rank() == 0:
         logs = Path(cfg.run) / "logs"
         if rank() > 0:
             logs /= f"node-{rank() // local_size()}"
         engine = open_engine(
-            source, renderer, gpus=serving.gpus, tensor_parallel=serving.tensor_parallel, server_args=serving.server_args,
+            source, renderer, gpus=serving.server_gpus, tensor_parallel=serving.tensor_parallel, server_args=serving.server_args,
             max_context=serving.max_context, logs=logs, wait=False,
         )  # fmt: skip
     urls = gather(engine.urls if engine else None)[rank() - local_rank()]
@@ -299,23 +300,23 @@ def shared_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
 
 
 def update(
-    policy: Policy, reference: Policy | None, optimizer, lessons: list[Lesson], cfg: RLConfig, step: int
+    policy: Policy, reference: Policy | None, optimizer, examples: list[TrainExample], cfg: RLConfig, step: int
 ) -> dict[str, float]:
-    """Take one AdamW step per minibatch, over the lessons of all ranks. Return what was measured; `grad_norm` is not finite
+    """Take one AdamW step per minibatch, over the examples of all ranks. Return what was measured; `grad_norm` is not finite
     if one of the gradients was not, whose step was skipped."""
     temperature = cfg.rollout.temperature
 
-    # Deal the lessons out into minibatches of micro-batches. A minibatch is empty on all ranks or on none.
+    # Deal the examples out into minibatches of micro-batches. A minibatch is empty on all ranks or on none.
     minibatches = []
     for i in range(cfg.minibatches):
-        minibatch = micro_batches(lessons[i :: cfg.minibatches], cfg.train_tokens)
+        minibatch = micro_batches(examples[i :: cfg.minibatches], cfg.grpo.train_tokens)
         if minibatch:
             minibatches.append(minibatch)
 
     sums, norms = {"tokens": 0.0, "loss": 0.0}, []
     proximal = proximal_logprobs(policy, minibatches, temperature)
-    for minibatch, prox_logprobs in zip(minibatches, proximal):
-        for i, (micro, prox) in enumerate(zip(minibatch, prox_logprobs)):
+    for minibatch, theirs in zip(minibatches, proximal):
+        for i, (micro, prox_logprobs) in enumerate(zip(minibatch, theirs)):
             # Policy and reference, at the temperature of sampling; a frozen vision tower works once for both.
             features = policy.encode(bundles(micro)) if policy.vision_frozen else None
             scores = policy(bundles(micro), temperature, features)
@@ -324,21 +325,21 @@ def update(
                 with torch.no_grad():
                     ref_logprobs = reference(bundles(micro), temperature, features).logprobs
 
-            # Each lesson's weight is its share of the batch; a minibatch is an update of its own, so it weighs as a batch.
-            loss, watched = lessons_loss(scores, micro, prox, ref_logprobs, cfg)
+            # Each example's weight is its share of the batch; a minibatch is an update of its own, so it weighs as a batch.
+            loss, stats = examples_loss(scores, micro, prox_logprobs, ref_logprobs, cfg.grpo)
             sum_over_nodes(policy, now=i + 1 == len(minibatch))
             (loss * len(minibatches)).backward()
 
             sums["tokens"] += len(scores.logprobs)
             sums["loss"] += loss.item()
-            for name, values in watched.items():
+            for name, values in stats.items():
                 sums[name] = sums.get(name, 0.0) + values.sum().item()
         norms.append(optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps))
 
     # Means over the tokens of all ranks; the loss is a mean already.
     sums = sum_over_ranks(sums)
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
-    measured = {"gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
+    measured = {"logprob_gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
     return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0]))}
 
 
@@ -388,11 +389,11 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     own = {call.error for episode in ran for call in episode.calls if call.error}
     kinds = set(CALL_ERRORS).union(*gather(own))
     for episode in ran:
-        for name, value in episode.reward.items():
+        for name, value in episode.scores.items():
             seen[name].append(value)
         did = "called" if episode.executed else "skipped"
-        seen[f"acc/K={episode.k}"].append(episode.reward["acc"])
-        seen[f"acc/K={episode.k}/{did}"].append(episode.reward["acc"])
+        seen[f"acc/K={episode.k}"].append(episode.scores["R_acc"])
+        seen[f"acc/K={episode.k}/{did}"].append(episode.scores["R_acc"])
         seen["kappa"].append(episode.executed)
         seen[f"kappa/K={episode.k}"].append(episode.executed)
         for name in TOOLS:
@@ -413,9 +414,9 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     return mean_over_ranks(seen)
 
 
-def speed(lessons: list[Lesson], policy: Policy, seconds: float) -> dict[str, float]:
+def speed(examples: list[TrainExample], policy: Policy, seconds: float) -> dict[str, float]:
     """Return the tokens per second that all ranks train on together, and how well that uses the GPUs."""
-    tokens = sum(gather(sum(len(lesson.bundle) for lesson in lessons)))
+    tokens = sum(gather(sum(len(example.bundle) for example in examples)))
     slowest = max(gather(seconds))
     return {"trained_tokens_per_second": tokens / slowest, **utilisation(policy.cfg, tokens, slowest, world_size())}
 
@@ -438,7 +439,8 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
             seen[f"{name}/failed_rate"].append(bool(episode.error))
             if episode.error:
                 continue
-            values = {"acc": episode.reward["acc"], "strict": episode.reward["strict"], "kappa": episode.executed}
+            scores = episode.scores
+            values = {"acc": scores["R_acc"], "well_formed": scores["well_formed"], "kappa": episode.executed}
             for part, value in values.items():
                 seen[f"{name}/{part}"].append(value)
                 seen[f"{name}/{part}/K={group.k}"].append(value)

@@ -40,10 +40,10 @@ from runtime.render import Rendered, Renderer
 from runtime.servers import SGLang, context_flags
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
-from tools import TOOLS, Look, ToolError, parse_calls, use
+from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, use
 
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
-LEAST_TURN = 16  # tokens that the context must still have for a turn
+MIN_TURN_TOKENS = 16  # tokens that the context must still have for a turn
 log = logging.getLogger(__name__)
 
 
@@ -86,13 +86,13 @@ class RolloutConfig:
     concurrency: int = 256
     """Episodes that run at the same time, on each rank."""
     subagents: SubagentConfig = field(default_factory=SubagentConfig)
-    gpus: tuple[int, ...] = ()
+    server_gpus: tuple[int, ...] = ()
     """SGLang servers are started and supervised on them: one on each, or on every `tensor_parallel` of them."""
     tensor_parallel: int = 1
-    """GPUs of one server. `gpus` are cut in order: [4, 5, 6, 7] and 2 are a server on 4 and 5, and one on 6 and 7."""
+    """GPUs of one server. `server_gpus` are cut in order: [4, 5, 6, 7] and 2 are a server on 4 and 5, and one on 6 and 7."""
     urls: tuple[str, ...] = ()
     """SGLang servers that already run (with SGLANG_VLM_CACHE_SIZE_MB=0 if the vision tower trains: their cache of image
-    embeddings outlives a weight update). Neither gpus nor urls: the model runs in this process."""
+    embeddings outlives a weight update). Neither server_gpus nor urls: the model runs in this process."""
     server_args: tuple[str, ...] = ()
     """More flags for `sglang.launch_server`."""
     max_batch_tokens: int = 131_072
@@ -107,9 +107,11 @@ class RolloutConfig:
         for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
-        size, gpus = self.tensor_parallel, list(self.gpus)
+        size, gpus = self.tensor_parallel, list(self.server_gpus)
         if size < 1 or len(gpus) % size:
-            raise ValueError(f"gpus = {gpus} cannot be cut into servers of tensor_parallel = {size}: give a multiple")
+            raise ValueError(
+                f"server_gpus = {gpus} cannot be cut into servers of tensor_parallel = {size}: give a multiple"
+            )
         for flag in self.server_args:
             if flag.startswith(("--tp", "--tensor-parallel")):
                 raise ValueError(f"server_args: {flag}: a server sees only its own GPUs; set `tensor_parallel` instead")
@@ -129,7 +131,7 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
-class Stage:
+class AgentContext:
     """The surroundings that all agents of a run share."""
 
     engine: Engine
@@ -154,35 +156,35 @@ def derive(*parts: Any) -> int:
 # ------------------------------------------------------------------------------------------------ one episode
 
 
-def opening(task: Task, k: int, stage: Stage) -> Rendered:
+def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     """Render the prompt of a task, which all rollouts of its group share."""
-    cfg, contract = stage.cfg, stage.renderer.contract
-    frames = data.overview(task, k, stage.videos, contract)
+    cfg, contract = context.cfg, context.renderer.contract
+    frames = data.overview(task, k, context.videos, contract)
     messages = data.main_messages(task, frames, cfg.dispatch != "none", bool(contract.stamp), cfg.tool_return)
-    return stage.renderer.render(messages, cfg.schemas, generate=True)
+    return context.renderer.render(messages, cfg.schemas, generate=True)
 
 
-def run_episode(stage: Stage, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
+def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
     """Play one episode: turns of the main agent and reports of its calls, until it answers."""
     started = time.perf_counter()
     main = open_trajectory(prompt)
     episode = Episode(task, k, main, seed=seed)
-    rounds, calls_per_round = stage.cfg.rounds
+    rounds, calls_per_round = context.cfg.rounds
     try:
         for turn in range(rounds + 1):
             # The agent thinks, and then calls tools or answers.
-            text = _speak(stage, main, derive(seed, turn))
-            stage.observe("turn", text)
+            text = sample_main_turn(context, main, derive(seed, turn))
+            context.observe("turn", text)
             calls = parse_calls(text, turn)
             # Without calls this is the answer. After the last round, and in a turn that was cut off, calls are not run.
             if not calls or turn == rounds or main.finish == "length":
                 break
             # All calls of the turn run at the same time.
-            calls, contents = _run_calls(stage, task, calls, calls_per_round, derive(seed, turn, "calls"))
+            calls, contents = _run_calls(context, task, calls, calls_per_round, derive(seed, turn, "calls"))
             # The agent reads their results in one turn, in call order.
             if turn == rounds - 1:
                 contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
-            if not append(stage, main, stage.renderer.continuation(contents)):
+            if not append(context, main, context.renderer.continuation(contents)):
                 break  # it never read them, so they do not count
             episode.calls += calls
     except (EngineError, VideoError, Stopped) as error:
@@ -204,14 +206,14 @@ def _extend(agent: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence
     agent.versions += [version] * len(ids)
 
 
-def append(stage: Stage, agent: Trajectory, delta: Rendered) -> bool:
+def append(context: AgentContext, agent: Trajectory, delta: Rendered) -> bool:
     """Append what the agent reads next. If its context has no room, append nothing and return False: the turn before
     counts as cut off."""
     ids = delta.ids
     # A turn that stopped at another token, such as <|endoftext|> or </tool_call>, still lacks the template's own end.
-    if agent.ids[-1] != stage.renderer.end_of_turn:
-        ids = [stage.renderer.end_of_turn, *ids]
-    if len(agent.ids) + len(ids) + LEAST_TURN > stage.cfg.max_context:
+    if agent.ids[-1] != context.renderer.end_of_turn:
+        ids = [context.renderer.end_of_turn, *ids]
+    if len(agent.ids) + len(ids) + MIN_TURN_TOKENS > context.cfg.max_context:
         agent.finish = "length"
         return False
     _extend(agent, ids)
@@ -219,32 +221,36 @@ def append(stage: Stage, agent: Trajectory, delta: Rendered) -> bool:
     return True
 
 
-def _speak(stage: Stage, main: Trajectory, seed: int) -> str:
+def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
     """Sample one turn of the main agent and return its text, forced opening included."""
-    cfg, renderer = stage.cfg, stage.renderer
+    cfg, renderer = context.cfg, context.renderer
     start = len(main.ids)
     if cfg.think_prefix:
         _extend(main, renderer.encode(THINK_PREFIX))
     stop = renderer.ends_of_turn
     if cfg.dispatch == "sequential":
         stop += (renderer.tokenizer.convert_tokens_to_ids("</tool_call>"),)
-    sample_turn(stage, main, cfg.max_new_tokens, cfg.temperature, seed, stop)
+    sample_turn(context, main, cfg.max_new_tokens, cfg.temperature, seed, stop)
     main.turns.append((start, len(main.ids)))
     return renderer.decode(main.ids[start:])
 
 
-def sample_turn(stage: Stage, agent: Trajectory, most: int, temperature: float, seed: int, stop: tuple) -> None:
+def sample_turn(
+    context: AgentContext, agent: Trajectory, max_new_tokens: int, temperature: float, seed: int, stop: tuple
+) -> None:
     """Let the engine continue the trajectory by at most `most` tokens, and append them as they were sampled."""
-    if stage.stopped.is_set():
+    if context.stopped.is_set():
         raise Stopped("the run was ended")
-    room = stage.cfg.max_context - len(agent.ids)
+    room = context.cfg.max_context - len(agent.ids)
     if room <= 0:
-        raise EngineError(f"a prompt of {len(agent.ids)} tokens fills max_context = {stage.cfg.max_context}; raise it")
-    sample = stage.engine.generate(
-        agent.ids, agent.frames, max_new_tokens=min(most, room), temperature=temperature, seed=seed,
+        raise EngineError(
+            f"a prompt of {len(agent.ids)} tokens fills max_context = {context.cfg.max_context}; raise it"
+        )
+    sample = context.engine.generate(
+        agent.ids, agent.frames, max_new_tokens=min(max_new_tokens, room), temperature=temperature, seed=seed,
         stop=stop, shared=agent.prompt_length,
     )  # fmt: skip
-    forbidden = set(sample.ids) & set(stage.renderer.never_sampled)
+    forbidden = set(sample.ids) & set(context.renderer.never_sampled)
     if forbidden:
         raise ContractError(f"the engine sampled tokens {sorted(forbidden)}, which stand for pixels and are banned")
     _extend(agent, sample.ids, 1, sample.logprobs, sample.version)
@@ -254,7 +260,9 @@ def sample_turn(stage: Stage, agent: Trajectory, most: int, temperature: float, 
 # ------------------------------------------------------------------------------------------------ its calls in parallel
 
 
-def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: int) -> tuple[list[Call], list[list]]:
+def _run_calls(
+    context: AgentContext, task: Task, calls: list[Call], allowed: int, seed: int
+) -> tuple[list[Call], list[list]]:
     """Run the calls of one turn at the same time. Return them, and what the main agent reads of each, in call order."""
     # Calls that could not be read have their error text already; of the others, the first `allowed` run.
     jobs = {}
@@ -262,10 +270,10 @@ def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: 
         if call.error:
             continue
         if len(jobs) < allowed:
-            jobs[i] = functools.partial(_run_call, stage, task, call, derive(seed, i))
+            jobs[i] = functools.partial(_run_call, context, task, call, derive(seed, i))
         else:
             call.error, call.text = "over_limit", f"This call was not run: at most {allowed} calls may run in one turn."
-    ended = together(stage.engine, stage.callers, jobs, stage.cfg.call_timeout)
+    ended = together(context.engine, context.callers, jobs, context.cfg.call_timeout)
 
     answered, contents = [], []
     for i, call in enumerate(calls):
@@ -274,54 +282,54 @@ def _run_calls(stage: Stage, task: Task, calls: list[Call], allowed: int, seed: 
         else:
             if i in jobs:  # it ran, and did not end in time
                 call.error, call.text = "timeout", "This call took too long and was given up."
-                call.seconds = stage.cfg.call_timeout
+                call.seconds = context.cfg.call_timeout
             content = [call.text]
-            stage.observe("report", call)
+            context.observe("report", call)
         answered.append(call)
         contents.append(content)
     return answered, contents
 
 
-def _run_call(stage: Stage, task: Task, call: Call, seed: int) -> tuple[Call, list[str | Frames]]:
+def _run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[str | Frames]]:
     """Run one call in its thread. Whatever the model, the video or the tool can cause becomes a text."""
     started = time.perf_counter()
     call = dataclasses.replace(call)  # a thread that is given up must not write into what the model has read
     frames = []
     try:
-        found = use(call, task, stage.cfg.tools, stage.videos, stage.renderer.contract)
+        found = use(call, task, context.cfg.tools, context.videos, context.renderer.contract)
         if isinstance(found, str):
             call.text = found
         else:
             call.window = found.window
-            stage.observe("look", call)
-            if stage.cfg.tool_return == "frames":
+            context.observe("look", call)
+            if context.cfg.tool_return == "frames":
                 frames, (start, end) = [found.frames], found.window
                 call.text = f"{len(found.frames)} frames from {start:.1f} s to {end:.1f} s"
             else:
-                call.agent, call.text = ask_subagent(stage, found, seed)
+                call.agent, call.text = ask_subagent(context, found, seed)
     except ToolError as error:
         call.error, call.text = error.kind, str(error)
     except EngineError as error:  # the servers are tried for minutes, so this is rare; the main agent goes on without
         log.warning("a sub-agent could not answer: %s", error)
         call.error, call.text = "engine", "The sub-agent could not answer."
     call.seconds = time.perf_counter() - started
-    stage.observe("report", call)
+    context.observe("report", call)
     return call, [*frames, call.text]
 
 
-def ask_subagent(stage: Stage, look: Look, seed: int) -> tuple[Trajectory, str]:
+def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tuple[Trajectory, str]:
     """Ask a sub-agent: the same weights, a fresh context, and only these frames and the tool's request (the paper: not even
     the question)."""
-    cfg = stage.cfg.subagents
-    system = data.true_prompt(look.system, bool(stage.renderer.contract.stamp))
-    messages = data.subagent_messages(look.frames, question=None, request=look.request, system=system)
-    agent = open_trajectory(stage.renderer.render(messages, generate=True))
-    sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, stage.renderer.ends_of_turn)
+    cfg = context.cfg.subagents
+    system = data.true_prompt(clip.system, bool(context.renderer.contract.stamp))
+    messages = data.subagent_messages(clip.frames, question=None, request=clip.request, system=system)
+    agent = open_trajectory(context.renderer.render(messages, generate=True))
+    sample_turn(context, agent, cfg.max_new_tokens, cfg.temperature, seed, context.renderer.ends_of_turn)
     start, end = agent.prompt_length, len(agent.ids)
     agent.turns.append((start, end))
     if agent.finish == "stop":
         end -= 1  # without the end of the turn
-    return agent, stage.renderer.decode(agent.ids[start:end]).strip() or NO_REPORT
+    return agent, context.renderer.decode(agent.ids[start:end]).strip() or NO_REPORT
 
 
 # ------------------------------------------------------------------------------------------------ many episodes
@@ -333,7 +341,7 @@ def rollout(
 ) -> list[Group]:  # fmt: skip
     """Play G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw
     the same tokens (SGLang heeds no seeds). Once `stopped` is set, no agent starts another turn."""
-    stage = Stage(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
+    context = AgentContext(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
     preparing, prompts = ThreadPoolExecutor(8, "prompt"), []
@@ -345,7 +353,7 @@ def rollout(
             prompt = prompts[i].result()
         except VideoError as error:  # no overview: each episode of the group pays for it
             return Episode(tasks[i], ks[i], Trajectory(), seed=own, error=f"VideoError: {error}")
-        return run_episode(stage, tasks[i], ks[i], prompt, own)
+        return run_episode(context, tasks[i], ks[i], prompt, own)
 
     def done(n: int, episode: Episode) -> None:
         groups[n // group_size].episodes[n % group_size] = episode
@@ -354,15 +362,15 @@ def rollout(
     jobs = [functools.partial(play, i, g) for i in range(len(tasks)) for g in range(group_size)]
     try:
         for task, k in zip(tasks, ks):  # prompts are prepared ahead, each once for its group
-            prompts.append(preparing.submit(opening, task, k, stage))
+            prompts.append(preparing.submit(render_prompt, task, k, context))
         run_all(engine, jobs, cfg.concurrency, done)
     except BaseException:
-        stage.stopped.set()  # nobody starts another turn
+        context.stopped.set()  # nobody starts another turn
         raise
     finally:
         bar.close()
         preparing.shutdown(wait=False, cancel_futures=True)
-        stage.callers.shutdown(wait=False)
+        context.callers.shutdown(wait=False)
     return groups
 
 
@@ -379,8 +387,8 @@ def open_engine(
     if gpus or urls:
         if gpus and max_context:
             server_args = (*context_flags(checkpoint, max_context), *server_args)
-        place = {"gpus": gpus, "urls": urls, "tensor_parallel": tensor_parallel, "logs": logs}
-        engine = SGLang(checkpoint, renderer, server_args=server_args, **place)
+        served = {"gpus": gpus, "urls": urls, "tensor_parallel": tensor_parallel, "logs": logs}
+        engine = SGLang(checkpoint, renderer, server_args=server_args, **served)
         if wait:
             engine.wait_until_ready()
         return engine
@@ -441,7 +449,7 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
         clips = []
         if videos and not call.error:
             look = use(call, task, tuple(TOOLS), videos, contract)
-            if isinstance(look, Look):
+            if isinstance(look, ClipForSubagent):
                 clips = [look.frames]
         # They were shown to a sub-agent, or else to the main agent itself.
         if fields["agent"]:

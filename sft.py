@@ -74,7 +74,7 @@ class SFTConfig(RunConfig):
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
     """Plan a micro-batch that is full, and full of frames."""
-    return [plan_training(cfg.policy, cfg.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)]
+    return [plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)]
 
 
 SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr", "tokens_per_second", "seconds")

@@ -1,7 +1,7 @@
 """tools.py: what the main agent can call, and how its calls are read.
 
     parse_calls(text, turn) -> [Call]          # each call of a turn parses or fails alone; nothing the model writes raises
-    use(call, task, names, videos, contract)   # run one call: a Look (frames for a sub-agent), a str, or a ToolError
+    use(call, task, names, videos, contract)   # run one call: a ClipForSubagent (frames for a sub-agent), a str, or a ToolError
 
 A `Tool` is a schema and a function; docs/add_a_tool.md adds one. Frames that it returns go to a sub-agent, whose report
 the main agent reads (or, with `tool_return: frames`, to the main agent itself). A str and a ToolError are read as they are.
@@ -40,7 +40,7 @@ class ToolError(Exception):
 
 
 @dataclass(frozen=True)
-class Look:
+class ClipForSubagent:
     """Frames that a tool found, for a sub-agent or the main agent itself to look at."""
 
     frames: Frames
@@ -52,24 +52,24 @@ class Look:
 @dataclass(frozen=True)
 class Tool:
     schema: dict  # OpenAI's function form
-    run: Callable[[Task, dict[str, Any], Videos, VisualContract], Look | str]
+    run: Callable[[Task, dict[str, Any], Videos, VisualContract], ClipForSubagent | str]
 
 
 # ------------------------------------------------------------------------------------------------ the tools
 
 
-def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> Look:
+def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> ClipForSubagent:
     """Show dense frames of one window."""
     path = choose_video(task, arguments)
     start, end = read_window(arguments, videos.info(path).duration)
     # The model may ask for a number of frames; otherwise the contract's rate gives it.
-    fps, most = contract.crop_fps, contract.crop_max_frames
+    fps, max_frames = contract.crop_fps, contract.crop_max_frames
     if arguments.get("num_frames") is not None:
         wanted = read_number(arguments["num_frames"], "num_frames")
-        most = int(max(1, min(wanted, contract.crop_max_frames)))
-        fps = most / max(end - start, 1e-3)
-    frames = videos.window(path, start, end, contract.crop_size, fps=fps, max_frames=most)
-    return Look(frames, (start, end))
+        max_frames = int(max(1, min(wanted, contract.crop_max_frames)))
+        fps = max_frames / max(end - start, 1e-3)
+    frames = videos.window(path, start, end, contract.crop_size, fps=fps, max_frames=max_frames)
+    return ClipForSubagent(frames, (start, end))
 
 
 def _tool(run: Callable, description: str, required: list[str], properties: dict[str, str | tuple[str, str]]) -> Tool:
@@ -216,7 +216,9 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
     return _unparseable(turn)
 
 
-def use(call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract) -> Look | str:
+def use(
+    call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
+) -> ClipForSubagent | str:
     """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError, and so does an exception in
     the tool's own code, which is logged."""
     if call.name not in names:

@@ -1,6 +1,6 @@
 """protocols.py: how each model of the comparison is asked. The protocol is part of what a score measures.
 
-    episode, answer = play(stage, item, k, seed, Prompting("video_zoomer"))
+    episode, answer = run_protocol(context, item, k, seed, Prompting("video_zoomer"))
 
     agent                   our agent, as in training: rollout.run_episode
     direct, think, ...      one turn, no tools; seven of them, which differ in their words (VideoRFT: video_r1)
@@ -32,7 +32,7 @@ import numpy as np
 from data import Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, ask_with_subtitles
 from rewards import ANSWER, final_answer, last_answer, turn_texts
-from rollout import Stage, Stopped, append, derive, open_trajectory, opening, run_episode, sample_turn
+from rollout import AgentContext, Stopped, append, derive, open_trajectory, render_prompt, run_episode, sample_turn
 from runtime.answers import parse_span, spoken
 from runtime.config import read_tree
 from runtime.engine import EngineError
@@ -99,7 +99,7 @@ SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp
 ATTEMPTS, RETRY_TEMPERATURE = 5, 0.7  # of sage, to write JSON
 
 
-def play(stage: Stage, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
+def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
     """Make one attempt; returns it with the text that is graded (None: there is none). An error that a model or a file
     can cause becomes `episode.error`, and the turns until then are kept."""
     task = item.task
@@ -110,12 +110,12 @@ def play(stage: Stage, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[E
     try:
         frames = []
         if item.subtitles or cfg.protocol != "agent":  # the agent's overview is part of its episode
-            info = stage.videos.info(task.videos[0])
-            size = stage.renderer.contract.frame_size(info.width, info.height)
-            frames = [stage.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
+            info = context.videos.info(task.videos[0])
+            size = context.renderer.contract.frame_size(info.width, info.height)
+            frames = [context.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
             episode.task = ask_with_subtitles(item, frames[0].times)
-        values = values_of(stage, episode.task, cfg, item.caption) | {"frames": frames}
-        answer = PROTOCOLS.get(cfg.protocol, _one_turn)(stage, episode, cfg, values)
+        values = values_of(context, episode.task, cfg, item.caption) | {"frames": frames}
+        answer = PROTOCOLS.get(cfg.protocol, _one_turn)(context, episode, cfg, values)
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"
     episode.seconds = time.perf_counter() - started
@@ -125,10 +125,10 @@ def play(stage: Stage, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[E
 # ------------------------------------------------------------------------------------------------ verbs
 
 
-def reading(stage: Stage, **contract: Any) -> Stage:
-    """Return the stage of a model that reads frames in another form, such as other stamps."""
-    renderer = stage.renderer
-    return replace(stage, renderer=Renderer(renderer.tokenizer, replace(renderer.contract, **contract)))
+def reading(context: AgentContext, **contract: Any) -> AgentContext:
+    """Return the context of a model that reads frames in another form, such as other stamps."""
+    renderer = context.renderer
+    return replace(context, renderer=Renderer(renderer.tokenizer, replace(renderer.contract, **contract)))
 
 
 def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
@@ -142,9 +142,9 @@ def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[in
     return uniform_indices(info.n_frames, k)
 
 
-def show(stage: Stage, info: VideoInfo, indices: Sequence[int]) -> Frames:
+def show(context: AgentContext, info: VideoInfo, indices: Sequence[int]) -> Frames:
     """Return what a tool shows."""
-    return stage.videos.frames(info.path, indices, stage.renderer.contract.crop_size(info.width, info.height))
+    return context.videos.frames(info.path, indices, context.renderer.contract.crop_size(info.width, info.height))
 
 
 def fill(text: str, values: dict[str, str | list]) -> list:
@@ -162,10 +162,10 @@ def fill(text: str, values: dict[str, str | list]) -> list:
     return [*parts, Live(text[done:])]
 
 
-def values_of(stage: Stage, task: Task, cfg: Prompting, caption: str) -> dict[str, str | list]:
+def values_of(context: AgentContext, task: Task, cfg: Prompting, caption: str) -> dict[str, str | list]:
     """Return what every text may speak of; `request` is the text of the task's kind."""
     path = task.videos[0]
-    duration = stage.videos.info(path).duration
+    duration = context.videos.info(path).duration
     minutes, seconds = divmod(int(duration), 60)
     lists = list(re.finditer(r"^[ \t]*\(?A\)?[.:)]", task.question, re.M)) if task.options else []
     values = {
@@ -181,19 +181,19 @@ def values_of(stage: Stage, task: Task, cfg: Prompting, caption: str) -> dict[st
     return values | {"request": fill(cfg.texts[task.kind], values)}
 
 
-def begin(stage: Stage, cfg: Prompting, values: dict, user="user", system="system", tools=None) -> Trajectory:
+def begin(context: AgentContext, cfg: Prompting, values: dict, user="user", system="system", tools=None) -> Trajectory:
     """Open a conversation with the texts of these names; a protocol without that system text has none."""
     messages = []
     for role, name in (("system", system), ("user", user)):
         if name in cfg.texts:
             messages.append({"role": role, "content": fill(cfg.texts[name], values)})
-    return open_trajectory(stage.renderer.render(messages, tools, generate=True))
+    return open_trajectory(context.renderer.render(messages, tools, generate=True))
 
 
-def speak(stage: Stage, agent: Trajectory, seed: int, closing: str = "", **limits: Any) -> str:
+def speak(context: AgentContext, agent: Trajectory, seed: int, closing: str = "", **limits: Any) -> str:
     """Append one turn; returns its text. It ends after the text `closing`, if it says that: what follows is dropped."""
-    renderer, start, cfg = stage.renderer, len(agent.ids), replace(stage.cfg, **limits)
-    sample_turn(stage, agent, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
+    renderer, start, cfg = context.renderer, len(agent.ids), replace(context.cfg, **limits)
+    sample_turn(context, agent, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
     said = agent.ids[start:]
     if agent.finish == "stop":
         said = said[:-1]
@@ -208,12 +208,12 @@ def speak(stage: Stage, agent: Trajectory, seed: int, closing: str = "", **limit
     return text
 
 
-def run(stage: Stage, episode: Episode, call: Call, work: Callable[..., list], *more: Any) -> list:
+def run(context: AgentContext, episode: Episode, call: Call, work: Callable[..., list], *more: Any) -> list:
     """Run and record one call; returns what the model reads: what `work` returns, or the text of an error."""
     started, parts = time.perf_counter(), []
     try:
         if not call.error:
-            parts = work(stage, episode, call, *more)
+            parts = work(context, episode, call, *more)
     except ToolError as error:
         call.error, call.text = error.kind, str(error)
     except (VideoError, EngineError):
@@ -237,40 +237,40 @@ def boxed(text: str) -> str | None:
 # ------------------------------------------------------------------------------------------------ the protocols
 
 
-def _agent(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+def _agent(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
     task = replace(episode.task, question="".join(values["request"]))
-    played = run_episode(stage, task, episode.k, opening(task, episode.k, stage), episode.seed)
+    played = run_episode(context, task, episode.k, render_prompt(task, episode.k, context), episode.seed)
     episode.main, episode.calls, episode.error = played.main, played.calls, played.error
-    return final_answer(turn_texts(played.main, stage.renderer))
+    return final_answer(turn_texts(played.main, context.renderer))
 
 
-def _one_turn(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    episode.main = begin(stage, cfg, values)
-    text = speak(stage, episode.main, derive(episode.seed, 0))
+def _one_turn(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    episode.main = begin(context, cfg, values)
+    text = speak(context, episode.main, derive(episode.seed, 0))
     answer = last_answer(text)
     if not answer and cfg.protocol == "direct":
         return spoken(text) or None
     return answer
 
 
-def _conan(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    stage, last = reading(stage, stamp="{clock}"), CONAN_TURNS - 1
-    main = episode.main = begin(stage, cfg, values)
+def _conan(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    context, last = reading(context, stamp="{clock}"), CONAN_TURNS - 1
+    main = episode.main = begin(context, cfg, values)
     for turn in range(CONAN_TURNS):
-        text = speak(stage, main, derive(episode.seed, turn))
+        text = speak(context, main, derive(episode.seed, turn))
         wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
         if not wanted or turn == last or main.finish == "length":
             break
-        found = run(stage, episode, Call(turn, "clip", {"clips": wanted}), _retrieve)
+        found = run(context, episode, Call(turn, "clip", {"clips": wanted}), _retrieve)
         told = fill(cfg.texts["last" if turn == last - 1 else "more"], values | {"frames": found})
-        if not append(stage, main, stage.renderer.continuation([told], "user")):
+        if not append(context, main, context.renderer.continuation([told], "user")):
             break
     return last_answer(text)
 
 
-def _retrieve(stage: Stage, episode: Episode, call: Call) -> list:
+def _retrieve(context: AgentContext, episode: Episode, call: Call) -> list:
     """Show frames of the clips, evenly out of those not seen yet."""
-    info = stage.videos.info(episode.task.videos[0])
+    info = context.videos.info(episode.task.videos[0])
     spans = [parse_span(clip) for clip in re.split(r"[,;\n]", call.arguments["clips"])]
     if None in spans:
         raise ToolError("unparseable", "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:MM:SS.")
@@ -284,22 +284,22 @@ def _retrieve(stage: Stage, episode: Episode, call: Call) -> list:
     if not new:
         raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
     call.window = within(info, min(start for start, _ in spans), max(end for _, end in spans))  # the hull of all clips
-    return [show(stage, info, [new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
+    return [show(context, info, [new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
 
 
-def _longvt(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    stage = reading(stage, stamp="", crop_fps=CROP_FPS, crop_max_frames=LONGVT_FRAMES)
-    main = episode.main = begin(stage, cfg, values, tools=[json.loads(cfg.texts["tool"])])
-    if main.ids == begin(stage, cfg, values).ids:
+def _longvt(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    context = reading(context, stamp="", crop_fps=CROP_FPS, crop_max_frames=LONGVT_FRAMES)
+    main = episode.main = begin(context, cfg, values, tools=[json.loads(cfg.texts["tool"])])
+    if main.ids == begin(context, cfg, values).ids:
         raise ContractError("the chat template shows no tools: write that of its authors into chat_template.jinja")
     said = []
     for turn in range(LONGVT_ROUNDS + 1):
-        said.append(speak(stage, main, derive(episode.seed, turn)))
+        said.append(speak(context, main, derive(episode.seed, turn)))
         calls = parse_calls(said[-1], turn)
         if not calls or turn == LONGVT_ROUNDS or main.finish == "length":
             break
-        responses = [run(stage, episode, call, _crop, cfg, values) for call in calls]
-        if not append(stage, main, stage.renderer.continuation(responses, "tool")):
+        responses = [run(context, episode, call, _crop, cfg, values) for call in calls]
+        if not append(context, main, context.renderer.continuation(responses, "tool")):
             break
     # As its authors read it: the first <answer> of all turns, else the last box, else a number at the end.
     whole = "\n".join(said)
@@ -309,8 +309,8 @@ def _longvt(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str
     return boxed(whole) or "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
 
 
-def _crop(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values: dict) -> list:
-    look = use(call, episode.task, ("crop_video",), stage.videos, stage.renderer.contract)
+def _crop(context: AgentContext, episode: Episode, call: Call, cfg: Prompting, values: dict) -> list:
+    look = use(call, episode.task, ("crop_video",), context.videos, context.renderer.contract)
     call.window = look.window
     seen = {"count": str(len(look.frames)), "start": f"{look.window[0]:.1f}", "end": f"{look.window[1]:.1f}"}
     parts = fill(cfg.texts["shown"], values | seen)
@@ -318,15 +318,15 @@ def _crop(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values: di
     return [look.frames, *parts]
 
 
-def _sage(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+def _sage(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
     """Watch once, then reason in text. The conversations stand one after another in Episode.main, each with its prompt."""
-    stage = reading(stage, stamp="{clock}")
+    context = reading(context, stamp="{clock}")
     values |= {"tools": Live(cfg.texts["tools"]), "latest": "none"}
     results, media = [], {}
     for step in range(SAGE_STEPS + 1):
         # Step 0 watches the video, the others reason about what it and the tools have told.
         names = ("message", "reasoner") if step else ("user", "system")
-        reply = _reply(stage, episode, cfg, values, names, derive(episode.seed, step))
+        reply = _reply(context, episode, cfg, values, names, derive(episode.seed, step))
         answer, tools = _at(reply, "final_answer"), _at(reply, "recommended_tools")
         ready = _at(reply, "answerable", "verdict") if step else not _at(tools, "needed")
         if ready and answer is not None:
@@ -340,7 +340,7 @@ def _sage(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str |
         if isinstance(wanted, list) and wanted and wanted[0] is not None:
             arguments = _at(wanted[0], "arguments")
             call = Call(step, str(_at(wanted[0], "name")), arguments if isinstance(arguments, dict) else {})
-            [result] = run(stage, episode, call, _use_sage, cfg, values, media)
+            [result] = run(context, episode, call, _use_sage, cfg, values, media)
             number = sum(c.name == call.name for c in episode.calls)
             results.append(f"{call.name}_#{number} output: {result}")
             values["latest"] = json.dumps({"name": call.name, "arguments": call.arguments})
@@ -350,13 +350,15 @@ def _sage(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str |
     return None
 
 
-def _reply(stage: Stage, episode: Episode, cfg: Prompting, values: dict, names: tuple, seed: int) -> dict | None:
+def _reply(
+    context: AgentContext, episode: Episode, cfg: Prompting, values: dict, names: tuple, seed: int
+) -> dict | None:
     """Hold one conversation of two messages; returns its JSON, or None if no attempt gives any."""
     main = episode.main
     for attempt in range(ATTEMPTS):
-        agent, shift = begin(stage, cfg, values, *names), len(main.ids)
-        temperature = RETRY_TEMPERATURE if attempt else stage.cfg.temperature
-        text = speak(stage, agent, derive(seed, attempt), temperature=temperature)
+        agent, shift = begin(context, cfg, values, *names), len(main.ids)
+        temperature = RETRY_TEMPERATURE if attempt else context.cfg.temperature
+        text = speak(context, agent, derive(seed, attempt), temperature=temperature)
         for column in ("ids", "mask", "logprobs", "versions", "prompt_frames"):
             getattr(main, column).extend(getattr(agent, column))
         main.turns += [(start + shift, end + shift) for start, end in agent.turns]
@@ -384,9 +386,11 @@ def _at(value: Any, *keys: str) -> Any:
     return value
 
 
-def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values: dict, media: dict) -> list[str]:
+def _use_sage(
+    context: AgentContext, episode: Episode, call: Call, cfg: Prompting, values: dict, media: dict
+) -> list[str]:
     """Run a tool. `media` holds the handles that tools gave out, each with its frame indices; none is opened as a path."""
-    info = stage.videos.info(episode.task.videos[0])
+    info = context.videos.info(episode.task.videos[0])
     if call.name in SAGE_SPANS:
         start, end = (read_time(call.arguments, name) for name in ("timestamp_start", "timestamp_end"))
         start, end = within(info, start, end)
@@ -415,35 +419,35 @@ def _use_sage(stage: Stage, episode: Episode, call: Call, cfg: Prompting, values
         return [call.text]
     # The same weights are the model behind the tool, in a fresh context.
     wanted = {name: str(call.arguments.get(name)) for name in ("event", "query")}
-    shown = values | wanted | {"frames": [show(stage, info, looked_at)]}
-    call.agent = begin(stage, cfg, shown, user=call.name, system="")
-    seed, sub = derive(episode.seed, call.turn, "tool"), stage.cfg.subagents
-    said = speak(stage, call.agent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
+    shown = values | wanted | {"frames": [show(context, info, looked_at)]}
+    call.agent = begin(context, cfg, shown, user=call.name, system="")
+    seed, sub = derive(episode.seed, call.turn, "tool"), context.cfg.subagents
+    said = speak(context, call.agent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
     call.text = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
     return [call.text]
 
 
-def _video_zoomer(stage: Stage, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    stage, last = reading(stage, stamp="<frame{i}_time{:.2f}s>"), ZOOM_TURNS - 1
-    main = episode.main = begin(stage, cfg, values)
+def _video_zoomer(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+    context, last = reading(context, stamp="<frame{i}_time{:.2f}s>"), ZOOM_TURNS - 1
+    main = episode.main = begin(context, cfg, values)
     for turn in range(ZOOM_TURNS):
-        text = speak(stage, main, derive(episode.seed, turn), closing="</video_zoom>")
+        text = speak(context, main, derive(episode.seed, turn), closing="</video_zoom>")
         if "</video_zoom>" not in text or turn == last:
             break
         call = Call(turn, "video_zoom", {})
-        found = run(stage, episode, call, _zoom, text)
+        found = run(context, episode, call, _zoom, text)
         known = values | {"frames": found, "error": call.text}
         parts = fill(cfg.texts["failed" if call.error else "found"], known)
         if turn == last - 1:
             parts += fill(cfg.texts["last"], known)
-        if not append(stage, main, stage.renderer.continuation([parts], "user")):
+        if not append(context, main, context.renderer.continuation([parts], "user")):
             break
-    answer = last_answer("\n".join(turn_texts(main, stage.renderer)))
+    answer = last_answer("\n".join(turn_texts(main, context.renderer)))
     return boxed(answer or "") or answer
 
 
-def _zoom(stage: Stage, episode: Episode, call: Call, text: str) -> list:
-    info = stage.videos.info(episode.task.videos[0])
+def _zoom(context: AgentContext, episode: Episode, call: Call, text: str) -> list:
+    info = context.videos.info(episode.task.videos[0])
     try:
         [call.arguments] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
         (start, end), fps = call.arguments["segment"], call.arguments["fps"]
@@ -458,7 +462,7 @@ def _zoom(stage: Stage, episode: Episode, call: Call, text: str) -> list:
     if count == 0:
         return []
     first, last = (int(np.abs(info.times - t).argmin()) for t in call.window)
-    return [show(stage, info, np.linspace(first, last, count).round().astype(int).tolist())]
+    return [show(context, info, np.linspace(first, last, count).round().astype(int).tolist())]
 
 
 # Each plays its turns into the episode, and returns the text that is graded. Every other protocol is one turn.

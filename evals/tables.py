@@ -29,7 +29,7 @@ from runtime.config import differences
 from runtime.dataset import DataError
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
-READINGS = ("strict", "lenient")
+READINGS = ("tagged", "lenient")
 LEGEND = """
 
 strict: an answer counts where its protocol asks for it: the agent's in closed tags as in training, all of `direct`'s.
@@ -54,7 +54,7 @@ class Results:
 
     def read(self, reading: str) -> "Results":
         """Return the results with the scores of that reading."""
-        if reading == "strict":
+        if reading == "tagged":
             return self
         return Results(self.settings, [record | record["lenient"] for record in self.records])
 

@@ -27,12 +27,21 @@ from runtime.visual import VisualContract
 # What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps
 # and rows. A name without a dot stands for the whole section. Of data.sources only the paths may.
 MAY_CHANGE = {
-    "run", "steps", "save_every", "keep", "decoders", "gpus", "gpu_gib", "train_tokens", "pack_tokens",
+    "run", "steps", "save_every", "keep", "decoders", "plan", "grpo.train_tokens", "pack_tokens",
     "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
-    "rollout.gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
+    "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
     "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
     "report_to", "data.video_root", "data.max_bad_fraction", "optim",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The node that --dry-run plans for. torchrun decides how many GPUs train, and the machine how large they are."""
+
+    gpus: int = 8
+    """Training GPUs."""
+    gpu_gib: float = 80.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +66,7 @@ class RunConfig:
     """Video decoder processes per rank."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Who gets the figures of metrics.jsonl, too; each needs its library."""
-    gpus: int = 8
-    """Training GPUs of a node that --dry-run plans for; torchrun decides how many there are ..."""
-    gpu_gib: float = 80.0
-    """... and the machine, how much memory each has."""
+    plan: PlanConfig = PlanConfig()
 
     def __post_init__(self):
         refuse_below_1(self, "steps", "eval_every", "save_every", "keep")
@@ -189,16 +195,18 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
 
 def check_servers(cfg: Any, ranks: int = 0) -> None:
     """Refuse servers that a RolloutConfig's GPUs cannot run beside so many training ranks, or that its URLs lack."""
-    shared = sorted(set(cfg.gpus) & set(range(ranks)))
+    shared = sorted(set(cfg.server_gpus) & set(range(ranks)))
     if shared and not any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args):
         raise ConfigError(
-            f"rollout.gpus = {list(cfg.gpus)}: {ranks} ranks train on GPUs 0 ... {ranks - 1}, so {shared} would have to "
+            f"rollout.server_gpus = {list(cfg.server_gpus)}: {ranks} ranks train on GPUs 0 ... {ranks - 1}, so {shared} would have to "
             "do both; start fewer ranks (torchrun --nproc_per_node), or share by --mem-fraction-static in server_args"
         )
-    if cfg.gpus and max(cfg.gpus) >= torch.cuda.device_count():
-        raise ConfigError(f"rollout.gpus = {list(cfg.gpus)}: there are {torch.cuda.device_count()} GPUs here")
+    if cfg.server_gpus and max(cfg.server_gpus) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rollout.server_gpus = {list(cfg.server_gpus)}: there are {torch.cuda.device_count()} GPUs here"
+        )
     fa3 = "attention-backend fa3" in " ".join(cfg.server_args).replace("=", " ")
-    for gpu in cfg.gpus:
+    for gpu in cfg.server_gpus:
         if fa3 and torch.cuda.get_device_capability(gpu)[0] >= 10:  # a server would end with an assertion
             raise ConfigError(f"rollout.server_args: GPU {gpu} is too new for fa3; drop the flag, or give flashinfer")
     check_urls(cfg.urls)

@@ -102,7 +102,10 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
         values |= vars(defaults)
     for key, value in tree.items():
         if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1)
+            # In a section of this one, behind another first word, or spelled alike.
+            near = [f"{name}.{key}" for name, hint in hints.items() if key in getattr(hint, "__dataclass_fields__", ())]
+            near += [name for name in hints if name.endswith(f"_{key}")]
+            near += difflib.get_close_matches(str(key), hints, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(hints)}"
             raise ConfigError(f"{prefix}{key} = {value!r}: unknown key; {hint}")
         default = values.get(key, getattr(cls, key, None))

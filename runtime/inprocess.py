@@ -154,9 +154,9 @@ class InProcess:
         for request in waiting:
             if batches:
                 rows = [*batches[-1], request]
-                longest, most = max(len(r.ids) for r in rows), max(r.max_new_tokens for r in rows)
+                longest, max_new = max(len(r.ids) for r in rows), max(r.max_new_tokens for r in rows)
                 padding = sum(longest - len(r.ids) for r in rows)
-                if len(rows) * (longest + most) <= self.max_batch_tokens and padding <= self.max_batch_tokens // 4:
+                if len(rows) * (longest + max_new) <= self.max_batch_tokens and padding <= self.max_batch_tokens // 4:
                     batches[-1].append(request)
                     continue
             batches.append([request])

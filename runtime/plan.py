@@ -3,7 +3,7 @@
     plan = plan_training(cfg.policy, gpus=4, tokens=24576, visual_tokens=16384, reference=True)
     plan.check(gpu_gib=80)              # prints a row per use of memory and the sum; refuses what cannot fit
 
-Estimates for FSDP2 with bf16 computation and fp32 master weights. Where there is a GPU, its memory counts, not `gpu_gib`.
+Estimates for FSDP2 with bf16 computation and fp32 master weights. Where there is a GPU, its memory counts, not `plan.gpu_gib`.
 """
 
 import functools
@@ -99,7 +99,7 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     if policy.vision_frozen:
         held["frozen vision tower, bf16, whole"] = 2 * (count(policy) - trained)
     if reference:
-        held["reference policy, bf16, sharded (none if kl_coef = 0)"] = 2 * trained / gpus
+        held["reference policy, bf16, sharded (none if grpo.kl_coef = 0)"] = 2 * trained / gpus
 
     # kept from the forward pass to the backward pass; a block keeps of a token norms, heads (queries; keys, which suffixes
     # repeat) and the MLP, in bf16 and fp32, or by checkpointing only its input
@@ -131,18 +131,18 @@ def plan_rl(cfg) -> list[Plan]:
     """Plan an RLConfig's GPUs: those that train and, where they are others, those that sample."""
     rollout, policy = cfg.rollout, meta_policy(cfg.policy)
     # A micro-batch full of frames, or one episode that fills its context.
-    longest = max(cfg.train_tokens, rollout.max_context)
-    training = plan_training(cfg.policy, cfg.gpus, longest, cfg.train_tokens, reference=cfg.kl_coef > 0)
+    longest = max(cfg.grpo.train_tokens, rollout.max_context)
+    training = plan_training(cfg.policy, cfg.plan.gpus, longest, cfg.grpo.train_tokens, reference=cfg.grpo.kl_coef > 0)
     if rollout.urls:
         return [training]
 
     # A server's share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a frame).
-    episodes = min(rollout.concurrency * cfg.gpus, cfg.batch_tasks * cfg.group_size)
-    rows = math.ceil(episodes * rollout.tensor_parallel / max(1, len(rollout.gpus)))
+    episodes = min(rollout.concurrency * cfg.plan.gpus, cfg.batch_tasks * cfg.grpo.group_size)
+    rows = math.ceil(episodes * rollout.tensor_parallel / max(1, len(rollout.server_gpus)))
     frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
-    tokens = cfg.visual.overview_frames * frame // cfg.group_size + 2 * rollout.max_new_tokens
+    tokens = cfg.visual.overview_frames * frame // cfg.grpo.group_size + 2 * rollout.max_new_tokens
     engine = plan_engine(rollout, policy.text.config, 2 * count(policy), rows, tokens)
-    if not rollout.gpus or set(rollout.gpus) & set(range(cfg.gpus)):
+    if not rollout.server_gpus or set(rollout.server_gpus) & set(range(cfg.plan.gpus)):
         title, held = "training and engine on the same GPU", training.held | engine.held
         return [Plan(title, held, training.used | engine.used)]
     return [training, engine]
@@ -154,11 +154,11 @@ def plan_engine(rollout, text, weights: float, rows: int, tokens: int) -> Plan:
     share = rollout.tensor_parallel
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head / share  # bytes of a token's keys and values
-    if rollout.gpus:
+    if rollout.server_gpus:
         used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
     else:
         used = {"KV cache of a batch, and as much to read it": 2 * kv * rollout.max_batch_tokens}
-    title = f"engine, each of {len(rollout.gpus) or 1} GPUs"
+    title = f"engine, each of {len(rollout.server_gpus) or 1} GPUs"
     return Plan(title, {"weights of the engine, bf16": weights / share}, used)
 
 

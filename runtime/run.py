@@ -35,15 +35,15 @@ MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than
 def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None:
     """Refuse a run that has no room on this machine's GPUs."""
     if torch.cuda.is_available():
-        for plan in plans(replace(cfg, gpus=local_size())):
-            plan.check(cfg.gpu_gib)
+        for plan in plans(replace(cfg, plan=replace(cfg.plan, gpus=local_size()))):
+            plan.check(cfg.plan.gpu_gib)
     meta_policy(cfg.policy)  # refuses a model of another family
 
 
 def try_out(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
     """Check memory and data without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
     for plan in plans(cfg):
-        plan.check(cfg.gpu_gib)
+        plan.check(cfg.plan.gpu_gib)
     check_rows(parse, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse).total} rows")
     if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():

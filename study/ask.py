@@ -28,7 +28,7 @@ import numpy as np
 import data
 from data import Call, Episode, Task
 from rl import RLConfig
-from rollout import NO_CALLS_LEFT, RolloutConfig, Stage, dump, open_engine, opening, run_episode
+from rollout import NO_CALLS_LEFT, AgentContext, RolloutConfig, dump, open_engine, render_prompt, run_episode
 from runtime import config
 from runtime.checks import check_servers, find_checkpoint
 from runtime.cleanup import kill_group
@@ -71,44 +71,44 @@ def main() -> int:
             args.model = args.model or run.policy.checkpoint
         if doctor and args.gpu is not None:
             its = run.rollout
-            cfg = replace(cfg, gpus=(args.gpu,), server_args=its.server_args, max_context=its.max_context)
+            cfg = replace(cfg, server_gpus=(args.gpu,), server_args=its.server_args, max_context=its.max_context)
         with Videos(workers=2) as videos:
-            stage = stage_of(args, videos, cfg)
-            with contextlib.closing(stage.engine):
-                return run_doctor(args, stage) if doctor else run_ask(args, stage)
+            context = context_of(args, videos, cfg)
+            with contextlib.closing(context.engine):
+                return run_doctor(args, context) if doctor else run_ask(args, context)
     except (VideoError, EngineError, FileNotFoundError, ConfigError, ContractError) as error:
         sys.exit(f"error: {error}")
 
 
-def stage_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> Stage:
+def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> AgentContext:
     """Return everything an agent needs, from the checkpoint's own contract."""
     source = find_checkpoint(args.model, weights=not cfg.urls)
     check_servers(cfg, ranks=1)
     contract = VisualContract.load(source)
     contract.check(source)
     renderer = Renderer(load_tokenizer(source), contract)
-    place = {"gpus": cfg.gpus, "urls": cfg.urls, "server_args": cfg.server_args, "max_context": cfg.max_context}
-    return Stage(open_engine(source, renderer, **place), renderer, videos, cfg)
+    served = {"gpus": cfg.server_gpus, "urls": cfg.urls, "server_args": cfg.server_args, "max_context": cfg.max_context}
+    return AgentContext(open_engine(source, renderer, **served), renderer, videos, cfg)
 
 
-def play(stage: Stage, question: str, args: argparse.Namespace) -> Episode:
+def play(context: AgentContext, question: str, args: argparse.Namespace) -> Episode:
     """Play one episode about the videos of the command line, and keep it if that was asked for."""
     task = Task("ask", question, tuple(map(os.path.abspath, args.video)), "oe", "")
-    k = args.k or stage.renderer.contract.overview_frames
-    episode = run_episode(stage, task, k, opening(task, k, stage), 0)
+    k = args.k or context.renderer.contract.overview_frames
+    episode = run_episode(context, task, k, render_prompt(task, k, context), 0)
     if args.trace:
         with args.trace.open("w", encoding="utf-8") as file:
-            dump(episode, file, stage.renderer)
+            dump(episode, file, context.renderer)
     return episode
 
 
 # ------------------------------------------------------------------------------------------------ ask
 
 
-def run_ask(args: argparse.Namespace, stage: Stage) -> int:
+def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     """Play one episode before the user's eyes."""
-    screen = Screen(stage.videos.info(args.video[0]).duration)
-    episode = play(replace(stage, observe=screen.show), args.question, args)
+    screen = Screen(context.videos.info(args.video[0]).duration)
+    episode = play(replace(context, observe=screen.show), args.question, args)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
     return int(bool(episode.error))
 
@@ -159,27 +159,27 @@ class Witness:
         return sample
 
 
-def run_doctor(args: argparse.Namespace, stage: Stage) -> int:
+def run_doctor(args: argparse.Namespace, context: AgentContext) -> int:
     """Print what holds of an episode and, with a server of our own, of two more."""
-    policy = load(PolicyConfig(args.model), stage.renderer.never_sampled, train=False)
-    rows = list(examine(args, stage, policy))
-    if stage.cfg.gpus:
-        rows += examine_server(args, stage, policy)
+    policy = load(PolicyConfig(args.model), context.renderer.never_sampled, train=False)
+    rows = list(examine(args, context, policy))
+    if context.cfg.server_gpus:
+        rows += examine_server(args, context, policy)
     for name, good, detail in rows:
         print(f"{'ok  ' if good else 'FAIL'}  {name:27}  {detail}")
     return int(not all(good for _, good, _ in rows))
 
 
-def play_witnessed(args: argparse.Namespace, stage: Stage, temperature: float) -> tuple[Episode, Witness]:
+def play_witnessed(args: argparse.Namespace, context: AgentContext, temperature: float) -> tuple[Episode, Witness]:
     """Play an episode with two calls that work and one that does not."""
-    middle = stage.videos.info(args.video[0]).duration / 2
+    middle = context.videos.info(args.video[0]).duration / 2
     said = "Let me look.\n</think>"
     for start, end in ((0, middle), (middle, 0), (middle, 2 * middle)):
         call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end}}
         said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
-    witness = Witness(stage.engine, [*stage.renderer.encode(said), stage.renderer.end_of_turn])
-    stage = replace(stage, engine=witness, cfg=replace(stage.cfg, max_turns=1, temperature=temperature))
-    episode = play(stage, "What happens in this video?", args)
+    witness = Witness(context.engine, [*context.renderer.encode(said), context.renderer.end_of_turn])
+    context = replace(context, engine=witness, cfg=replace(context.cfg, max_turns=1, temperature=temperature))
+    episode = play(context, "What happens in this video?", args)
     if episode.error:
         raise EngineError(episode.error)
     return episode, witness
@@ -196,24 +196,24 @@ def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[boo
     return max(gaps) < limit, f"mean {np.mean(gaps):.1e}, max {max(gaps):.1e} over {len(gaps)} tokens (limit {limit:g})"
 
 
-def examine_server(args: argparse.Namespace, stage: Stage, policy: Policy) -> Iterator[tuple[str, bool, str]]:
+def examine_server(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
     """Yield the same of a server that we have started: at the temperature of training, and after its death."""
-    episode, _ = play_witnessed(args, stage, 0.7)
+    episode, _ = play_witnessed(args, context, 0.7)
     yield "they agree at 0.7", *agreement(policy, episode, 0.7)
 
     # It comes back by itself, and with the weights that it was given last.
-    stage.engine.update_weights(find_checkpoint(args.model), 1)
-    kill_group(stage.engine._servers[0].process)
-    episode, witness = play_witnessed(args, stage, 1.0)
+    context.engine.update_weights(find_checkpoint(args.model), 1)
+    kill_group(context.engine._servers[0].process)
+    episode, witness = play_witnessed(args, context, 1.0)
     good, evidence = agreement(policy, episode, 1.0)
-    back = stage.engine.restarts == 1 and witness.asked[-1][1].version == 1
-    yield "and after kill -9", good and back, f"{stage.engine.restarts} restart, {evidence}"
+    back = context.engine.restarts == 1 and witness.asked[-1][1].version == 1
+    yield "and after kill -9", good and back, f"{context.engine.restarts} restart, {evidence}"
 
 
-def examine(args: argparse.Namespace, stage: Stage, policy: Policy) -> Iterator[tuple[str, bool, str]]:
+def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
     """Yield (what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
-    episode, witness = play_witnessed(args, stage, 1.0)
-    renderer, main, agents = stage.renderer, episode.main, episode.trajectories
+    episode, witness = play_witnessed(args, context, 1.0)
+    renderer, main, agents = context.renderer, episode.main, episode.trajectories
 
     # Every request of the engine, with its reply, is the beginning of some trajectory.
     kept = 0
@@ -225,7 +225,7 @@ def examine(args: argparse.Namespace, stage: Stage, policy: Policy) -> Iterator[
 
     # The trajectory grew by deltas; the chat template writes the same text at once. Qwen's tokenizer normalises what it
     # reads (NFC) and not what it says, so the two texts are compared after that.
-    template = renderer.render(_messages(episode, renderer), stage.cfg.schemas).ids
+    template = renderer.render(_messages(episode, renderer), context.cfg.schemas).ids
     texts = [renderer.decode(renderer.compact(ids)) for ids in (main.ids, template)]
     grown, whole = (unicodedata.normalize("NFC", text) for text in texts)
     yield "one conversation", whole.startswith(grown), "it reads as the chat template writes it in one piece"

@@ -40,7 +40,7 @@ import runtime.run
 from data import Task
 from evals.tables import markdown
 from grpo import GRPOConfig, token_losses
-from rollout import RolloutConfig, Stage, opening, run_all, run_episode
+from rollout import AgentContext, RolloutConfig, render_prompt, run_all, run_episode
 from runtime import config
 from runtime.config import git_commit
 from runtime.distributed import device
@@ -176,15 +176,15 @@ def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterato
     with Videos(workers=2, cache_bytes=0) as videos:
 
         def play(per_turn: int) -> list[tuple]:
-            stage = Stage(Scripted(renderer, calls, per_turn, latency), renderer, videos, cfg)
-            episode = run_episode(stage, task, 64, opening(task, 64, stage), seed=0)
+            context = AgentContext(Scripted(renderer, calls, per_turn, latency), renderer, videos, cfg)
+            episode = run_episode(context, task, 64, render_prompt(task, 64, context), seed=0)
             assert episode.executed == count, f"{episode.executed} calls were run, not {count}"
             return [(call.window, call.text) for call in episode.calls]
 
         yield versus(f"calls: {count}, reports: {latency} s", lambda: play(1), lambda: play(count), repeats)
 
 
-def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[str]]:
+def engine(repeats: int = 3, count: int = 64, max_new_tokens: int = 32) -> Iterator[list[str]]:
     """64 requests at once: transformers' generate on one batch, padded on the left / inprocess.py. The toy's sizes, up to
     32 new tokens, fp32; prompts of 4 to 64 frames x 4 tokens, and of 8 to 64 tokens of text. Greedy tokens equal."""
     contract, folder = VisualContract(frame_pixels=64 * 64), OURS / "engine"
@@ -193,7 +193,11 @@ def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[s
     toy.write_checkpoint(folder, renderer.tokenizer, contract, initializer_range=0.1)
     plain = Plain.from_pretrained(folder, dtype=torch.float32).to(device())
     ours = InProcess(folder, renderer, device=str(device()))
-    greedy = {"max_new_tokens": most, "do_sample": False, "bad_words_ids": [[t] for t in renderer.never_sampled]}
+    greedy = {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "bad_words_ids": [[t] for t in renderer.never_sampled],
+    }
 
     def padded(requests: list) -> list[list[int]]:
         pad, longest = plain.generation_config.pad_token_id, max(len(ids) for ids, _, _ in requests)
@@ -204,7 +208,7 @@ def engine(repeats: int = 3, count: int = 64, most: int = 32) -> Iterator[list[s
         return [row[longest:].tolist() for row in out]
 
     def ragged(requests: list) -> list[list[int]]:
-        ask, found = functools.partial(ours.generate, max_new_tokens=most, temperature=0.0, seed=0), {}
+        ask, found = functools.partial(ours.generate, max_new_tokens=max_new_tokens, temperature=0.0, seed=0), {}
         jobs = [functools.partial(ask, ids, clips, shared=shared) for ids, clips, shared in requests]
         run_all(ours, jobs, len(jobs), found.__setitem__)
         return [found[i].ids for i in range(len(jobs))]
@@ -234,7 +238,7 @@ PHASES = {  # who passes them, and the function that they are; the others are th
     "trainer: state": (runtime.run, "save_state"),
     "trainer: update": (rl, "update"),
     "trainer: export": (rl, "export"),
-    "trainer: wait": (rl.Sampler, "settle"),
+    "trainer: wait": (rl.Sampler, "wait"),
     "trainer: push": None,
     "sampler: batch": (rl.Sampler, "sample"),
     "sampler: overviews": (Videos, "overview"),
@@ -301,7 +305,7 @@ def play(way: str, speed: float, changes: Sequence[str]) -> Node:
         keys = [f"run={until_done.enter_context(tempfile.TemporaryDirectory())}", f"policy.checkpoint={TOY}/model"]
         keys += [f"data.sources=[{{path: {TOY}/rl.parquet}}]", "val=null", "staleness=1", "steps=4", "save_every=2"]
         cfg = config.load(rl.RLConfig, CONFIGS / "toy_paragrpo.yaml", [*keys, *changes])
-        node = Node(planned(way), speed, cfg.batch_tasks * cfg.group_size)
+        node = Node(planned(way), speed, cfg.batch_tasks * cfg.grpo.group_size)
         for name, function in PHASES.items():
             if function:
                 timed = node.phase(name, node.plan.get(name.partition(": ")[2], 0))(getattr(*function))

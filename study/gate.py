@@ -21,7 +21,7 @@ from statistics import fmean
 import rollout
 from data import THINK_PREFIX, Task
 from rewards import RewardConfig, accuracy, final_answer, score
-from rollout import RolloutConfig, Stage, SubagentConfig, open_engine, open_trajectory, opening
+from rollout import AgentContext, RolloutConfig, SubagentConfig, open_engine, open_trajectory, render_prompt
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
@@ -31,8 +31,8 @@ from tools import crop_video
 READING = RewardConfig(w_fmt=0, w_tool=0, open_answer="exact", untagged_answer=True)
 
 
-def measure(stage: Stage, root: Path, flashes: list[toy.Flash], items: int = 256) -> dict[str, float]:
-    """Return all figures of the policy that the stage's engine runs; `flashes`: the toy's held-out videos."""
+def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: int = 256) -> dict[str, float]:
+    """Return all figures of the policy that the context's engine runs; `flashes`: the toy's held-out videos."""
     rng, figures = random.Random("gate"), {}
     # perception: windows that show the flash, and windows that do not
     for name, shows in (("reports_flash", True), ("reports_none", False)):
@@ -41,29 +41,29 @@ def measure(stage: Stage, root: Path, flashes: list[toy.Flash], items: int = 256
             flash, width = rng.choice(flashes), rng.choice((8, 16, 24, 32))
             start = rng.randrange(flash.duration - width + 1)
             if flash.visible(toy.crop_times(flash, start, start + width)) == shows:
-                jobs.append(partial(report_is_right, stage, root, flash, (start, start + width)))
-        figures[name] = share(stage, jobs)
+                jobs.append(partial(report_is_right, context, root, flash, (start, start + width)))
+        figures[name] = share(context, jobs)
 
     # copying: the overview shows nothing, and a report names some color
     jobs = []
     while len(jobs) < items:
         flash = rng.choice(flashes)
         if not flash.visible(toy.overview_times(flash, 4)):
-            jobs.append(partial(copies, stage, root, flash, toy.draw_cue(rng, flash), len(jobs)))
-    figures["copied"] = share(stage, jobs)
+            jobs.append(partial(copies, context, root, flash, toy.draw_cue(rng, flash), len(jobs)))
+    figures["copied"] = share(context, jobs)
 
     # answers, and the samples of which RL will learn
     tasks = [task_of(root, flash, toy.draw_cue(rng, flash), i) for i, flash in enumerate(rng.choices(flashes, k=items))]
-    figures["tools_k4"] = play_all(stage, tasks, [4])["acc"]
-    figures["direct_k64"] = play_all(stage, tasks, [64], dispatch="none")["acc"]
-    sampled = play_all(stage, tasks, [4, 16, 64], temperature=1.0)
-    return figures | {"strict": sampled["strict"], "kappa": sampled["kappa"]}
+    figures["tools_k4"] = play_all(context, tasks, [4])["R_acc"]
+    figures["direct_k64"] = play_all(context, tasks, [64], dispatch="none")["R_acc"]
+    sampled = play_all(context, tasks, [4, 16, 64], temperature=1.0)
+    return figures | {"well_formed": sampled["well_formed"], "kappa": sampled["kappa"]}
 
 
-def share(stage: Stage, jobs: list[partial]) -> float:
+def share(context: AgentContext, jobs: list[partial]) -> float:
     """Run jobs, many at a time; return the share of True."""
     found = []
-    rollout.run_all(stage.engine, jobs, stage.cfg.concurrency, lambda _, good: found.append(good))
+    rollout.run_all(context.engine, jobs, context.cfg.concurrency, lambda _, good: found.append(good))
     return fmean(found)
 
 
@@ -71,36 +71,36 @@ def task_of(root: Path, flash: toy.Flash, cue: str = "", i: int = 0) -> Task:
     return Task(f"{i}", toy.question(cue), (str(root / "videos" / flash.name),), "oe", flash.color)
 
 
-def report_is_right(stage: Stage, root: Path, flash: toy.Flash, window: tuple[int, int]) -> bool:
+def report_is_right(context: AgentContext, root: Path, flash: toy.Flash, window: tuple[int, int]) -> bool:
     arguments = {"start_time": window[0], "end_time": window[1]}
-    look = crop_video(task_of(root, flash), arguments, stage.videos, stage.renderer.contract)
-    _, said = rollout.ask_subagent(stage, look, seed=0)
+    look = crop_video(task_of(root, flash), arguments, context.videos, context.renderer.contract)
+    _, said = rollout.ask_subagent(context, look, seed=0)
     return said == toy.told(flash, toy.crop_times(flash, *window))
 
 
-def copies(stage: Stage, root: Path, flash: toy.Flash, cue: str, i: int) -> bool:
+def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int) -> bool:
     """Make the calls for the model, and invent the reports: one names the i-th color, another sees nothing."""
     windows, color = toy.windows(flash, cue), toy.NAMES[i % len(toy.NAMES)]
     calls = "\n".join(toy.call(*window) for window in windows)
     reports = [[toy.NOTHING] for _ in windows]
     reports[i % len(windows)] = [f"A {color} flash."]
-    task, renderer = replace(task_of(root, flash, cue, i), answer=color), stage.renderer
-    main = open_trajectory(opening(task, 4, stage))
+    task, renderer = replace(task_of(root, flash, cue, i), answer=color), context.renderer
+    main = open_trajectory(render_prompt(task, 4, context))
     main.ids += renderer.encode(f"{THINK_PREFIX}Let me look closer.\n</think>\n{calls}")
-    rollout.append(stage, main, renderer.continuation(reports))
+    rollout.append(context, main, renderer.continuation(reports))
     start = len(main.ids)
-    rollout.sample_turn(stage, main, stage.cfg.max_new_tokens, 0.0, 0, renderer.ends_of_turn)
+    rollout.sample_turn(context, main, context.cfg.max_new_tokens, 0.0, 0, renderer.ends_of_turn)
     answer = final_answer([renderer.decode(main.ids[start:])], untagged=True)
     return accuracy(answer, task, READING) == 1
 
 
-def play_all(stage: Stage, tasks: list[Task], ks: list[int], **changes) -> dict[str, float]:
+def play_all(context: AgentContext, tasks: list[Task], ks: list[int], **changes) -> dict[str, float]:
     """Play each task once, with the numbers of frames in turn; return the means of what the episodes earn, and kappa."""
-    cfg, shown = replace(stage.cfg, **changes), [ks[i % len(ks)] for i in range(len(tasks))]
-    stand = {"engine": stage.engine, "renderer": stage.renderer, "videos": stage.videos}
+    cfg, shown = replace(context.cfg, **changes), [ks[i % len(ks)] for i in range(len(tasks))]
+    stand = {"engine": context.engine, "renderer": context.renderer, "videos": context.videos}
     episodes = [group.episodes[0] for group in rollout.rollout(tasks, shown, 1, **stand, cfg=cfg, progress=False)]
-    scores = [score(episode, stage.renderer, READING) for episode in episodes]
-    figures = {name: fmean(parts[name] for parts in scores) for name in ("acc", "strict")}
+    scores = [score(episode, context.renderer, READING) for episode in episodes]
+    figures = {name: fmean(parts[name] for parts in scores) for name in ("R_acc", "well_formed")}
     return figures | {"kappa": fmean(episode.executed for episode in episodes)}
 
 
@@ -115,8 +115,8 @@ def main() -> int:
     turns = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
     cfg = RolloutConfig(temperature=0.0, think_prefix=False, **turns)
     with Videos(workers=1) as videos:
-        stage = Stage(open_engine(args.model, renderer), renderer, videos, cfg)
-        figures = measure(stage, args.toy, toy.draw_splits(args.seed)["test"])
+        context = AgentContext(open_engine(args.model, renderer), renderer, videos, cfg)
+        figures = measure(context, args.toy, toy.draw_splits(args.seed)["test"])
     args.output.write_text(json.dumps(figures))
     return 0
 

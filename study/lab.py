@@ -56,7 +56,7 @@ def main() -> None:
     turns = [turn.replace("\\n", "\n") + END_OF_TURN for turn in args.turns]
     episode = episode_of_turns(turns, Task("lab", "", (), args.kind, args.answer), renderer, args.executed)
     for name, value in score(episode, renderer, RewardConfig()).items():
-        print(f"{name:>10} {value:6.2f}")
+        print(f"{name:>11} {value:6.2f}")
     for token, structural in zip(episode.main.ids, structural_mask(episode.main, renderer), strict=True):
         text = renderer.decode([token])
         print(f"[{text}]" if structural else text, end="")

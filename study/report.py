@@ -48,9 +48,9 @@ SIDE = 96  # pixels: longest side of a thumbnail
 
 # The panels: keys of metrics.jsonl or patterns of them. A panel whose key no run has is left out.
 SECTIONS = {
-    "Reward": "reward acc tool",
+    "Reward": "R R_acc R_tool",
     "Accuracy by K": "acc/K=*[0-9]",
-    "Format": "fmt strict anchor closure/*",
+    "Format": "f well_formed R_anchor closure/*",
     "Calls": "kappa turns",
     "Sub-agents' reports": "report/ended report/tagged report/tokens",
     "Learning": "loss val_loss entropy kl clip_fraction gap grad_norm flat_groups lr",
@@ -59,17 +59,17 @@ SECTIONS = {
     "More": "*",
 }
 TITLES = {  # of the keys that do not speak for themselves
-    "acc": "accuracy, at the K that is drawn",
-    "fmt": "format reward f",
-    "strict": "strictly well-formed",
+    "R_acc": "accuracy, at the K that is drawn",
+    "f": "format reward f",
+    "well_formed": "exactly well-formed",
     "kappa": "κ: executed calls per episode",
     "report/ended": "reports that end by themselves",
     "report/tagged": "reports with tags in them",
     "kl": "KL to the reference",
-    "gap": "log-prob gap between trainer and engine",
+    "logprob_gap": "log-prob gap between trainer and engine",
 }
 # Of the table, after the accuracy at each K.
-COLUMNS = ["fmt", "strict", "kappa", "acc/K=4/called", "acc/K=4/skipped", "reward", "val_loss", "seconds"]
+COLUMNS = ["f", "well_formed", "kappa", "acc/K=4/called", "acc/K=4/skipped", "R", "val_loss", "seconds"]
 
 
 @dataclass
@@ -88,8 +88,8 @@ class RunData:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_run(path: Path, name: str, pictures: dict[str, int], most: int, model: Path | None = None) -> RunData:
-    """Read a run's folder, or a JSONL file of episodes: about `most` of them, from steps spread over the run."""
+def read_run(path: Path, name: str, pictures: dict[str, int], max_episodes: int, model: Path | None = None) -> RunData:
+    """Read a run's folder, or a JSONL file of episodes: about `max_episodes` of them, from steps spread over the run."""
     run, files = RunData(name, pictures), [path]
     if not path.is_file():
         run.config = read_tree(path / "config.yaml")
@@ -102,7 +102,7 @@ def read_run(path: Path, name: str, pictures: dict[str, int], most: int, model: 
             visual = run.config.get("visual")
             contract = build(VisualContract, visual, "visual.") if visual else VisualContract.load(place)
             run.renderer = Renderer(load_tokenizer(place), contract)
-            read_episodes(run, files, most)
+            read_episodes(run, files, max_episodes)
             return run
     run.notes.append(f"{path}: no tokenizer is found, so its episodes are left out; pass --model CHECKPOINT")
     return run
@@ -122,10 +122,10 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return rows
 
 
-def read_episodes(run: RunData, files: list[Path], most: int) -> None:
+def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
     """Fill run.steps from the files of a run, or from some of them, evenly spread."""
     each = max(1, len(read_lines(files[0])))
-    chosen = [files[i] for i in uniform_indices(len(files), max(1, most // each))]
+    chosen = [files[i] for i in uniform_indices(len(files), max(1, max_episodes // each))]
     bare = []  # why episodes have no pictures
     with Videos(workers=1) as videos:
         for file in chosen:
@@ -163,13 +163,13 @@ def view_episode(episode: Episode, run: RunData) -> dict:
     """Return an episode as the page shows it."""
     reward = run.config.get("reward", {})
     anchor = reward.get("anchor", {})
-    weight = anchor["weight"] if anchor.get("credit") == "struct" else 0.0
-    shown = {name: getattr(episode, name) for name in ("error", "seconds", "reward", "advantage")}
+    lam = anchor["lam"] if anchor.get("credit") == "struct" else 0.0
+    shown = {name: getattr(episode, name) for name in ("error", "seconds", "scores", "advantage")}
     return shown | {
         "answer": final_answer(turn_texts(episode.main, run.renderer), reward.get("untagged_answer", False)),
         "kappa": episode.executed,
         # A_t = advantage + anchor_advantage * [t is structural]: the page adds them up.
-        "anchor_advantage": weight * episode.anchor_advantage,
+        "anchor_advantage": lam * episode.anchor_advantage,
         "subagents_learn": run.config.get("rollout", {}).get("subagents", {}).get("train", False),
         "overview": [len(clip) for clip in episode.main.prompt_frames],
         "main": view_agent(episode.main, run, structural_mask(episode.main, run.renderer)),
@@ -343,8 +343,8 @@ def png_axes(path: Path, count: int, size: tuple[float, float]) -> Iterator[np.n
 
 
 def draw_png(path: Path, runs: Sequence[RunData]) -> None:
-    """Draw f, strict, kappa and accuracy of the runs that have them."""
-    shown, groups = ("fmt", "strict", "kappa", "acc"), seed_groups(runs)
+    """Draw f, well_formed, kappa and accuracy of the runs that have them."""
+    shown, groups = ("f", "well_formed", "kappa", "R_acc"), seed_groups(runs)
     with png_axes(path, len(shown), (11, 2.7)) as axes:
         for axis, key in zip(axes, shown):
             for line in curves(groups, key):
@@ -367,9 +367,11 @@ def main() -> int:
     paths = [path.resolve() for path in args.runs]
     parent = Path(os.path.commonpath([path.parent for path in paths]))
     out = args.out or parent / "report.html"
-    pictures, most = {}, EPISODES // len(paths)
+    pictures, max_episodes = {}, EPISODES // len(paths)
     try:
-        runs = [read_run(path, path.relative_to(parent).as_posix(), pictures, most, args.model) for path in paths]
+        runs = [
+            read_run(path, path.relative_to(parent).as_posix(), pictures, max_episodes, args.model) for path in paths
+        ]
     except ConfigError as error:
         sys.exit(f"error: {error}")
     out.parent.mkdir(parents=True, exist_ok=True)

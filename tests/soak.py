@@ -105,13 +105,13 @@ def play(folder: Path, real: bool, episodes: int, every: float) -> tuple[dict, d
     before, busy, rest, killed, ended = look(), [], [], [], threading.Event()
     client = serve(folder / "model", renderer, (0, 1), Calling) if real else stand_ins(folder / "model", renderer)
     with contextlib.closing(client), Videos(workers=1, cache_bytes=CACHE) as videos:
-        stage = {"engine": client, "renderer": renderer, "videos": videos, "cfg": cfg, "progress": False}
+        context = {"engine": client, "renderer": renderer, "videos": videos, "cfg": cfg, "progress": False}
         disturber = threading.Thread(target=disturb, args=(client, every, ended, busy, killed), daemon=True)
         disturber.start()
         began = time.monotonic()
         for step in range(math.ceil(episodes / STEP)):
             tasks = [task for task, *_ in rows.batch(step, min(STEP, episodes - step * STEP) // GROUP)]
-            for group in rollout(tasks, [4] * len(tasks), GROUP, **stage, step=step):
+            for group in rollout(tasks, [4] * len(tasks), GROUP, **context, step=step):
                 for episode in group.episodes:
                     if episode.error:
                         failed[episode.error] += 1

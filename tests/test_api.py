@@ -16,9 +16,9 @@ import eval as evaluation
 from data import Task
 from eval import EvalConfig
 from evals.benchmarks import Item
-from evals.protocols import Prompting, play
+from evals.protocols import Prompting, run_protocol
 from evals.tables import costs, read_results
-from rollout import RolloutConfig, Stage
+from rollout import AgentContext, RolloutConfig
 from runtime import config
 from runtime.api import Api, Chat, OpenAI
 from runtime.engine import EngineError
@@ -45,8 +45,8 @@ def ask(renderer):
 
     def play_it(there, protocol, words="", **settings):
         engine = OpenAI(Api(there.url, "m", NAME, **settings), renderer)
-        stage = Stage(engine, renderer, MemoryVideos(), RolloutConfig(temperature=0.0))
-        return play(stage, Item(TASK), 4, 7, Prompting(protocol, words))
+        context = AgentContext(engine, renderer, MemoryVideos(), RolloutConfig(temperature=0.0))
+        return run_protocol(context, Item(TASK), 4, 7, Prompting(protocol, words))
 
     return play_it
 

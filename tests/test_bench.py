@@ -69,7 +69,7 @@ def test_a_played_step_hides_export_and_state_behind_sampling(monkeypatch):
     plan = dict.fromkeys(bench.planned("TP-1"), 0.0) | {"writing": 20.0, "state": 5.0}
     monkeypatch.setattr(bench, "planned", lambda way: plan)
     ran = {phase: [] for phase in bench.PHASES}
-    for phase, *span in bench.play("TP-1", 10, ["batch_tasks=1", "group_size=2", "gating=[4]"]).spans:
+    for phase, *span in bench.play("TP-1", 10, ["batch_tasks=1", "grpo.group_size=2", "gating=[4]"]).spans:
         ran[phase].append(span)
     batches, pushes, exports = ran["sampler: batch"], ran["trainer: push"], ran["trainer: export"]
     assert all(ran.values()) and len(batches) == len(pushes) == len(exports) == 4

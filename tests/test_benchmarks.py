@@ -364,7 +364,7 @@ def test_the_dry_run_of_every_row_lists_all_that_is_known_of_the_published_run(t
     for path in folder.rglob("*.yaml"):
         if path.stem in ("base", "published", "toy"):
             continue
-        cfg = config.load(EvalConfig, path, ["rollout.gpus=[]", "api={url: ''}"])
+        cfg = config.load(EvalConfig, path, ["rollout.server_gpus=[]", "api={url: ''}"])
         dry_run(cfg)
         notes = capsys.readouterr().out
         # Its own protocol is compared with the row of the table, key by key.

@@ -72,6 +72,8 @@ def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
     [
         ("name: a\nstpes: 3", [], "stpes = 3: unknown key; did you mean steps?"),
         ("name: a\noptim: {lrr: 1}", [], "optim.lrr = 1: unknown key; did you mean optim.lr?"),
+        ("name: a\nlr: 1", [], "lr = 1: unknown key; did you mean optim.lr?"),
+        ("name: a\nrl_seed: 1", [], "rl_seed = 1: unknown key; did you mean seed?"),
         ("name: a\nsteps: many", [], "steps = 'many': must be int, not str"),
         ("name: a\nsteps: true", [], "steps = True: must be int"),
         ("name: a\ncredit: strict", [], "credit = 'strict': must be one of 'struct', 'off'"),

@@ -25,8 +25,9 @@ from test_rollout import play, turns
 from tiny_checkpoint import Scripted
 
 from data import Media, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
+from grpo import GRPOConfig
 from rl import RLConfig, Sampler
-from rollout import RolloutConfig, Stage, ask_subagent, opening
+from rollout import AgentContext, RolloutConfig, ask_subagent, render_prompt
 from runtime import dataset
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
 from runtime.packing import best_fit
@@ -36,7 +37,7 @@ from runtime.video import VideoError, Videos
 from runtime.visual import VisualContract
 from sft import Batches, SFTConfig
 from study import prepare
-from tools import Look
+from tools import ClipForSubagent
 
 
 def write_jsonl(path, rows):
@@ -152,10 +153,10 @@ def test_a_turn_without_think_keeps_its_words_and_an_empty_report_says_so(video)
 def test_a_sub_agents_row_is_what_a_rollout_asks_in_its_tools_words(video, encode, toy_renderer, videos):
     row = [user(video, "", video_start=4, video_end=12), {"role": "assistant", "content": "No flash."}]
     engine = Scripted(toy_renderer, lambda prompt, seed: "No flash.<|im_end|>")
-    stage = Stage(engine, toy_renderer, videos, RolloutConfig())
+    context = AgentContext(engine, toy_renderer, videos, RolloutConfig())
     for words in ({}, {"request": "Which text is here?", "system": "You read text."}):
         bundle = encode(row, agent="sub", **words)
-        agent, said = ask_subagent(stage, Look(bundle.frames[0], (4, 12), **words), 0)
+        agent, said = ask_subagent(context, ClipForSubagent(bundle.frames[0], (4, 12), **words), 0)
         assert said == "No flash." and agent.ids == bundle.suffixes[0][: len(agent.ids)]
         text = toy_renderer.decode(agent.ids)
         assert all(word in text for word in words.values()) and ("What happens here?<" in text) != bool(words)
@@ -318,7 +319,7 @@ def read(trap, toy_dir, toy_renderer, videos):
             for task, epoch, _ in draws:
                 k = draw_frames(task.id, epoch, [2])
                 with contextlib.suppress(VideoError):  # which costs the task its episodes
-                    opening(task, k, Stage(None, toy_renderer, videos, RolloutConfig()))
+                    render_prompt(task, k, AgentContext(None, toy_renderer, videos, RolloutConfig()))
         assert used + len(rows.bad) == size
         return rows.bad
 
@@ -417,18 +418,20 @@ def test_a_video_that_cannot_be_shown_counts_once_as_a_bad_row(trap, tmp_path, t
 
         def sampler(most: float) -> Sampler:
             data = DataConfig((source,), max_bad_fraction=most)
-            cfg = RLConfig(run="", policy=PolicyConfig(""), data=data, batch_tasks=10, group_size=2, gating=(2,))
+            cfg = RLConfig(
+                run="", policy=PolicyConfig(""), data=data, batch_tasks=10, grpo=GRPOConfig(group_size=2), gating=(2,)
+            )
             return Sampler(cfg, engine, toy_renderer, videos, tmp_path)
 
         with sampler(0.2) as lenient:
             for step in range(2):
-                groups, _ = lenient.take(step)
+                groups, _ = lenient.get(step)
                 failed = [group.task.videos[0] for group in groups if group.episodes[0].error]
                 assert sorted(failed) == sorted(names[:3])
         assert lenient.dataset.bad.keys() == set(names[:3])
         assert capsys.readouterr().err.count("zeros.mp4: cannot be decoded") == 1
         with sampler(0.15) as strict, pytest.raises(RowError, match="2 of 10 rows are unusable"):
-            strict.take(0)
+            strict.get(0)
 
 
 # ------------------------------------------------------------------------------------------------ batches

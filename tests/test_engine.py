@@ -478,16 +478,16 @@ def test_a_server_killed_between_export_and_push_serves_no_mixed_weights(serve, 
 
 def test_what_servers_cannot_run_with_is_refused(monkeypatch):
     """The flag is right on Hopper, but a B200's server would end with an assertion."""
-    for wrong in ({"gpus": (4, 5, 6)}, {"server_args": ("--tp-size=2",)}, {"server_args": ("--tp", "2")}):
+    for wrong in ({"server_gpus": (4, 5, 6)}, {"server_args": ("--tp-size=2",)}, {"server_args": ("--tp", "2")}):
         with pytest.raises(ValueError, match="tensor_parallel"):
             RolloutConfig(tensor_parallel=2, **wrong)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu: (9 + gpu, 0))
     for flags in (["--attention-backend=fa3"], ["--a", "--attention-backend", "fa3"]):
-        check_servers(RolloutConfig(gpus=(0,), server_args=flags))
+        check_servers(RolloutConfig(server_gpus=(0,), server_args=flags))
         with pytest.raises(ConfigError, match="GPU 1 is too new for fa3; .* flashinfer"):
-            check_servers(RolloutConfig(gpus=(0, 1), server_args=flags))
-    check_servers(RolloutConfig(gpus=(1,), server_args=["--attention-backend=flashinfer"]))
+            check_servers(RolloutConfig(server_gpus=(0, 1), server_args=flags))
+    check_servers(RolloutConfig(server_gpus=(1,), server_args=["--attention-backend=flashinfer"]))
 
 
 def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, monkeypatch):

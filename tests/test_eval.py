@@ -147,17 +147,17 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
         assert record["agent_tokens"] == length(report) and not record["truncated"] and not record["error"]
         assert record["prediction"] == often and record["score"] == (record["gold"] == often)
         assert record["said"] == "<think>\n" + seen
-        assert (record["fmt"], record["strict"]) == (1.0, 1.0)
+        assert (record["f"], record["well_formed"]) == (1.0, 1.0)
     for record in without.records:
         assert (record["turns"], record["tokens"], record["calls"]) == (1, length(unseen), [])
-        assert record["fmt"] == pytest.approx(0.3 + 0.2 + 0.1)  # the tags and their balance; "No." is no thought
-    assert {*line("x", 1), "item", "fmt", "strict"} == set(
+        assert record["f"] == pytest.approx(0.3 + 0.2 + 0.1)  # the tags and their balance; "No." is no thought
+    assert {*line("x", 1), "item", "f", "well_formed"} == set(
         with_tools.records[0]
     )  # the tables' tests stand on lines like these
     assert with_tools.figures()["accuracy"] == 100 * many / 8 and without.figures()["accuracy"] == 100 * few / 8
     shown = sections(capsys.readouterr().out)
     *row, score, average, gain = shown["Scores"][2]
-    assert row == ["toy", "parallel", "strict", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
+    assert row == ["toy", "parallel", "tagged", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
     lost = f"{100 * (few / many - 1):+.1f}"
     assert shown["Scores"][4][-1] == f"{lost} / {lost} % (1)"  # over the first arm, not over its own
 
@@ -240,7 +240,7 @@ def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
 
     def prompts() -> list[str]:
-        cells = evaluation.cells_of(cfg)
+        cells = evaluation.list_jobs(cfg)
         return [evaluation.settings(cfg, cell, VisualContract(), "")["prompts"] for cell in cells]
 
     before = prompts()
@@ -503,10 +503,10 @@ def test_both_readings_stand_side_by_side_each_with_its_own_gain(tmp_path):
     column, gain = header.index("videomme"), len(header) - 1
     found = {(row[0], row[1], row[2]): (row[column][:4], row[gain]) for row in rows if not row[2].startswith("gain")}
     assert found == {
-        ("ParaVT-8B", "parallel", "strict"): ("60.0", "+500.0 / +500.0 % (1)"),
+        ("ParaVT-8B", "parallel", "tagged"): ("60.0", "+500.0 / +500.0 % (1)"),
         ("ParaVT-8B", "parallel", "lenient"): ("60.0", "+20.0 / +20.0 % (1)"),
         ("ParaVT-8B", "published", "lenient"): ("62.1", "+7.9 / +6.7 % (7)"),
-        ("Qwen3-VL-8B", "parallel", "strict"): ("10.0", "+0.0 / +0.0 % (1)"),
+        ("Qwen3-VL-8B", "parallel", "tagged"): ("10.0", "+0.0 / +0.0 % (1)"),
         ("Qwen3-VL-8B", "parallel", "lenient"): ("50.0", "+0.0 / +0.0 % (1)"),
         ("Qwen3-VL-8B", "published", "lenient"): ("59.9", "+0.0 / +0.0 % (7)"),
     }
@@ -588,15 +588,19 @@ def two_gpus_with_sglang_and_three_cores() -> None:
 
     for row, at_once in (("paravt_8b", 64), ("gpt4o", 8)):  # of GPT-4o, requests under way
         cfg = config.load(EvalConfig, f"configs/eval/{row}.yaml")
-        print(cfg.rollout.gpus, cfg.rollout.concurrency == at_once, cfg.decoders)
+        print(cfg.rollout.server_gpus, cfg.rollout.concurrency == at_once, cfg.decoders)
 
 
 def test_a_row_takes_the_gpus_and_cores_of_its_machine():
     """A row was written for 8 GPUs; on another machine it was refused."""
     cfg = load(CONFIGS / "own" / "paravt_8b.yaml")
-    assert (cfg.rollout.gpus, cfg.rollout.concurrency, cfg.decoders) == ((), 32, os.cpu_count())  # none, no SGLang
+    assert (cfg.rollout.server_gpus, cfg.rollout.concurrency, cfg.decoders) == (
+        (),
+        32,
+        os.cpu_count(),
+    )  # none, no SGLang
     assert finish(Forked(two_gpus_with_sglang_and_three_cores)) == "(0, 1) True 3\n() True 3\n"
-    assert load(CONFIGS / "toy.yaml").rollout.gpus == ()
+    assert load(CONFIGS / "toy.yaml").rollout.server_gpus == ()
 
 
 def test_one_split_named_is_one_split_asked():
@@ -622,7 +626,7 @@ def test_every_command_in_a_config_is_one_that_loads():
 
 @pytest.mark.parametrize("row", ["paravt_8b", "conan", "gpt4o"])
 def test_a_dry_run_names_all_that_is_missing_and_unlike_the_paper(row, tmp_path, monkeypatch, capsys):
-    cfg = load(CONFIGS / f"{row}.yaml", "rollout.gpus=[]", "api={url: '', model: ''}")
+    cfg = load(CONFIGS / f"{row}.yaml", "rollout.server_gpus=[]", "api={url: '', model: ''}")
     monkeypatch.chdir(tmp_path)
     assert dry_run(cfg) == 1
     told = capsys.readouterr().out
@@ -633,7 +637,7 @@ def test_a_dry_run_names_all_that_is_missing_and_unlike_the_paper(row, tmp_path,
 
 
 def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys):
-    usual = [f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}", "rollout.gpus=[]"]
+    usual = [f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}", "rollout.server_gpus=[]"]
     assert dry_run(load(CONFIGS / "own" / "paravt_8b.yaml", *usual)) == 0
     assert "ok      toy: 8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
     for override, rule in (

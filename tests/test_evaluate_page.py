@@ -75,7 +75,7 @@ def test_the_page_is_followed_word_by_word(tmp_path, toy_dir):
         shutil.copytree(toy_dir / "model", tmp_path / name, ignore=shutil.ignore_patterns("visual.json"))  # as stock
     _, videos, gpu, key = page.commands
     told = page.shell(0)  # the toy's own weights
-    assert told.count("(4 of 8)") == 4 and "| toy-sft | none     | gain, strict" in told
+    assert told.count("(4 of 8)") == 4 and "| toy-sft | none     | gain, tagged" in told
 
     # The questions, and the seven videos alone, come from the hub.
     home = tmp_path / "hub" / "datasets" / "lmms-lab" / "Video-MME"
@@ -104,9 +104,9 @@ def test_the_page_is_followed_word_by_word(tmp_path, toy_dir):
     for row in re.findall(r"^\| (.*8B \(own\).*) \|$", table, re.M):
         model, arm, reading, _, score, *_ = map(str.strip, row.split("|"))
         found.setdefault((model[0], arm, reading), score)
-    for who, arm, reading in (("P", "parallel", "strict"), ("Q", "none", "lenient")):
+    for who, arm, reading in (("P", "parallel", "tagged"), ("Q", "none", "lenient")):
         assert re.fullmatch(r"50\.0 \[.*\] \(20 of 2700\)", found[who, arm, reading])
-    assert re.fullmatch(r"\+0\.0 \[-.*, \+.*\] \(20\)", found["P", "parallel", "gain, strict"])
+    assert re.fullmatch(r"\+0\.0 \[-.*, \+.*\] \(20\)", found["P", "parallel", "gain, tagged"])
     assert not any(reading == "published" or arm == "published" for _, arm, reading in found)
     quoted = re.search(r"^```text\n(.*)\n```", PAGE, re.M)[1]
     assert re.search(re.escape(quoted).replace(r"\.\.\.", ".*"), table)

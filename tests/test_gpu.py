@@ -121,7 +121,7 @@ def train(path: Path, folder: Path) -> None:
             with torch.no_grad():
                 kept = reference(part, 1.0, features).logprobs
             logprobs = policy(part, 1.0, features).logprobs
-            loss = ((logprobs - kept).square() - logprobs).mean()  # a pull to the reference, and a lesson
+            loss = ((logprobs - kept).square() - logprobs).mean()  # a pull to the reference, and a example
             loss.backward()
             total += loss.item()
         assert np.isfinite(optimizer_step(policy, optimizer, OPTIM, number, 10))
@@ -273,6 +273,6 @@ def test_sft_and_rl_run_one_after_the_other_with_staleness(toy_dir, tmp_path):
     train("sft.py", "toy_sft.yaml", cold, toy_dir / "model", "sft.parquet", "batch_rows=4")
     train("rl.py", "toy_paragrpo.yaml", run, cold / "model", "rl.parquet", "staleness=1", "batch_tasks=2")
     rows = scripts.metrics(run)
-    assert len(rows) == steps and all(np.isfinite(row["loss"]) and row["gap"] < 0.05 for row in rows)
-    seconds, gap = np.median([row["seconds"] for row in rows]), max(row["gap"] for row in rows)
+    assert len(rows) == steps and all(np.isfinite(row["loss"]) and row["logprob_gap"] < 0.05 for row in rows)
+    seconds, gap = np.median([row["seconds"] for row in rows]), max(row["logprob_gap"] for row in rows)
     note("scripts", seconds_per_step=round(seconds, 2), gap=gap)

@@ -1,7 +1,6 @@
 """Advantages and losses: by hand, and against plain transformers."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from tiny_checkpoint import noise
 import grpo
 import rl
 from data import Call, Group, Task, Trajectory
-from grpo import Learner, Lesson, group_advantage, make_lessons, share_prompts, token_losses
+from grpo import GRPOConfig, Learner, TrainExample, group_advantage, make_examples, share_prompts, token_losses
 from rewards import Anchor, RewardConfig, score
 from rl import RLConfig
 from rollout import RolloutConfig
@@ -30,9 +29,10 @@ BARE = f"The answer is red.{END_OF_TURN}"
 WRONG = TIDY.replace("red", "blue")
 
 
-def settings(credit: str = "struct", **changes) -> RLConfig:
+def settings(credit: str = "struct", grpo: dict | None = None, **changes) -> RLConfig:
     reward = RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True, anchor=Anchor(credit=credit))
-    return replace(RLConfig(run="", policy=PolicyConfig(""), data=None, kl_coef=0.0, reward=reward), **changes)
+    grpo = GRPOConfig(**{"kl_coef": 0.0} | (grpo or {}))
+    return RLConfig(run="", policy=PolicyConfig(""), data=None, grpo=grpo, reward=reward, **changes)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def group(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
         main.turns, main.prompt_length = [(a + len(prompt), b + len(prompt)) for a, b in main.turns], len(prompt)
         main.logprobs = [-0.1 * (i + 1) * m for m in main.mask]
         main.versions = [m - 1 for m in main.mask]
-        episode.reward = score(episode, renderer, cfg.reward)
+        episode.scores = score(episode, renderer, cfg.reward)
         episodes.append(episode)
     return Group(task, 64, episodes)
 
@@ -63,8 +63,8 @@ def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
         main.logprobs = [found.pop(0) if m else 0.0 for m in main.mask]
 
 
-def lessons_of(groups, renderer, cfg):
-    return make_lessons(groups, renderer, cfg, cfg.reward.anchor, cfg.rollout.subagents.train)
+def examples_of(groups, renderer, cfg):
+    return make_examples(groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
 
 
 def lengths_of(one: Group) -> list[int]:
@@ -89,27 +89,27 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
     """All four answers are right, so R is flat: whatever advantage there is, is the anchor's."""
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
-    (lesson,) = lessons_of([one], toy_renderer, cfg)
+    (example,) = examples_of([one], toy_renderer, cfg)
     anchored = group_advantage([0.7, -0.3, 0.0, 0.7])
     at = 0
     for episode, a in zip(one.episodes, anchored, strict=True):
         sampled = [t for t, m in zip(episode.main.ids, episode.main.mask) if m]
-        values = lesson.advantages[at : at + len(sampled)]
+        values = example.advantages[at : at + len(sampled)]
         at += len(sampled)
         moved = toy_renderer.decode([t for t, v in zip(sampled, values) if v])
         tags = [tag for tag in ("<think>", "</think>", "<answer>", "</answer>") if tag in toy_renderer.decode(sampled)]
         assert moved == "".join(tags) + END_OF_TURN
         assert values[values != 0] == pytest.approx(0.5 * a)
-    assert at == len(lesson.advantages)
+    assert at == len(example.advantages)
 
 
 def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
     cfg = settings("off")
     one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
-    (lesson,) = lessons_of([one], toy_renderer, cfg)
+    (example,) = examples_of([one], toy_renderer, cfg)
     expected = np.repeat(group_advantage([1, 0, 0]), lengths_of(one))
-    assert lesson.advantages == pytest.approx(expected.astype(np.float32))
-    assert not lessons_of([group(toy_renderer, cfg, [TIDY, LOOSE])], toy_renderer, cfg)  # both right: nothing to learn
+    assert example.advantages == pytest.approx(expected.astype(np.float32))
+    assert not examples_of([group(toy_renderer, cfg, [TIDY, LOOSE])], toy_renderer, cfg)  # both right: nothing to learn
 
 
 def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_renderer, monkeypatch):
@@ -117,22 +117,24 @@ def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_rende
     groups = [group(toy_renderer, cfg, [TIDY, WRONG], "a"), group(toy_renderer, cfg, [TIDY, TIDY], "b")]
     tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
     monkeypatch.setattr(grpo, "sum_over_ranks", lambda counts: {name: 2 * count for name, count in counts.items()})
-    (lesson,) = lessons_of(groups, toy_renderer, cfg)
-    assert lesson.weights == pytest.approx(np.full(len(lesson.weights), 0.5 / tokens))  # another rank has as many
+    (example,) = examples_of(groups, toy_renderer, cfg)
+    assert example.token_share == pytest.approx(
+        np.full(len(example.token_share), 0.5 / tokens)
+    )  # another rank has as many
 
 
 def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(toy_renderer, monkeypatch):
     cfg = settings()
-    lessons = lessons_of([group(toy_renderer, cfg, [TIDY, WRONG])], toy_renderer, cfg)
+    examples = examples_of([group(toy_renderer, cfg, [TIDY, WRONG])], toy_renderer, cfg)
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, 3])  # another rank has 3
-    assert grpo.micro_batches(lessons, cfg.train_tokens) == [lessons, [], []]
+    assert grpo.micro_batches(examples, cfg.grpo.train_tokens) == [examples, [], []]
 
 
 def test_batch_normalisation_lifts_the_few_that_vary(toy_renderer):
     """Past bug: flat groups were left out of its std, which made it a constant factor."""
-    cfg = settings("off", normalise="batch", kl_coef=0.1)
+    cfg = settings("off", {"normalise": "batch", "kl_coef": 0.1})
     groups = [group(toy_renderer, cfg, turns, name) for turns, name in (([TIDY, WRONG, WRONG], "a"), ([TIDY] * 3, "b"))]
-    varied, flat = lessons_of(groups, toy_renderer, cfg)  # with a KL, a flat group is trained on too
+    varied, flat = examples_of(groups, toy_renderer, cfg)  # with a KL, a flat group is trained on too
     own = group_advantage([1, 0, 0])
     spread = np.sqrt(sum(own**2) / 6)  # of six episodes, three of which have 0
     assert varied.advantages == pytest.approx(np.repeat(own / spread, lengths_of(groups[0])).astype(np.float32))
@@ -140,11 +142,11 @@ def test_batch_normalisation_lifts_the_few_that_vary(toy_renderer):
 
 
 def test_batch_normalisation_is_over_all_ranks_and_spares_the_anchor(toy_renderer, monkeypatch):
-    cfg = settings(normalise="batch")
+    cfg = settings(grpo={"normalise": "batch"})
     one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE])
     own, anchored = group_advantage([1, 0, 1]), group_advantage([0.7, 0.7, -0.3])
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, [4.0, -4.0]])  # another rank
-    lessons_of([one], toy_renderer, cfg)
+    examples_of([one], toy_renderer, cfg)
     assert [e.advantage for e in one.episodes] == pytest.approx(own / np.std([*own, 4, -4]))
     assert [e.anchor_advantage for e in one.episodes] == pytest.approx(anchored)
 
@@ -154,21 +156,23 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     one = group(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
     reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # tags in a report are no structure
     one.episodes[0].calls = [Call(0, "crop_video", {}, agent=reporter)]
-    lessons = make_lessons([one], toy_renderer, cfg, cfg.reward.anchor, subagents=True)
-    (report,) = [lesson for lesson in lessons if lesson.bundle.prompt == [50, 51]]
+    examples = make_examples([one], toy_renderer, cfg.grpo, cfg.reward.anchor, subagents=True)
+    (report,) = [example for example in examples if example.bundle.prompt == [50, 51]]
     assert report.advantages == pytest.approx(np.full(len(report.advantages), one.episodes[0].advantage))
     assert one.episodes[0].anchor_advantage > 0
-    assert sum(lesson.weights.sum() for lesson in lessons) == pytest.approx(1)  # its tokens count in the mean, too
-    untrained = make_lessons([one], toy_renderer, cfg, cfg.reward.anchor, subagents=False)
-    assert all(lesson.bundle.prompt != [50, 51] for lesson in untrained)
+    assert sum(example.token_share.sum() for example in examples) == pytest.approx(
+        1
+    )  # its tokens count in the mean, too
+    untrained = make_examples([one], toy_renderer, cfg.grpo, cfg.reward.anchor, subagents=False)
+    assert all(example.bundle.prompt != [50, 51] for example in untrained)
 
 
 def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, WRONG, WRONG])
     one.episodes[2].error = "EngineError: gone"
-    (lesson,) = lessons_of([one], toy_renderer, cfg)
-    assert len(lesson.bundle.suffixes) == 2
+    (example,) = examples_of([one], toy_renderer, cfg)
+    assert len(example.bundle.suffixes) == 2
 
 
 def learner(suffix: int, *clips: Frames) -> Learner:
@@ -191,30 +195,30 @@ def test_prompt_and_suffixes_of_a_lesson_fit_into_the_token_budget():
 
 
 def test_the_loss_of_a_token_is_the_formula():
-    cfg = settings(clip_eps=0.2, clip_eps_high=0.3, kl_coef=0.1)
+    cfg = settings(grpo={"clip_eps": 0.2, "clip_eps_high": 0.3, "kl_coef": 0.1})
     log = torch.tensor
     new = log([-1.0, -1.0, -1.0, -1.0, -1.0])
     prox = log([-1.0, -1.5, -1.5, -0.5, -1.0])  # ratios 1, 1.65, 1.65, 0.61, 1
     old = log([-1.2, -1.5, -1.5, -0.5, -3.0])  # w = 1.22, 1, 1, 1, 7.4 (over the cap)
     advantages, reference = log([2.0, 1.0, -1.0, -1.0, 1.0]), log([-1.0, -1.0, -1.5, -1.0, -1.0])
-    losses, watched = token_losses(new, prox, old, reference, advantages, cfg)
+    losses, stats = token_losses(new, prox, old, reference, advantages, cfg.grpo)
     k3 = math.exp(-0.5) + 0.5 - 1
     by_hand = [-math.exp(0.2) * 2, -1.3, math.exp(0.5) + 0.1 * k3, 0.8, 0.0]
     assert losses.tolist() == pytest.approx(by_hand, rel=1e-5)
-    assert watched["clip_fraction"].tolist() == [0, 1, 0, 1, 0]
-    assert watched["capped_fraction"].tolist() == [0, 0, 0, 0, 1]
-    assert watched["kl"].tolist() == pytest.approx([0, 0, k3, 0, 0], abs=1e-6)
-    assert watched["gap"].tolist() == pytest.approx([0.2, 0, 0, 0, 2.0])
+    assert stats["clip_fraction"].tolist() == [0, 1, 0, 1, 0]
+    assert stats["over_cap_fraction"].tolist() == [0, 0, 0, 0, 1]
+    assert stats["kl"].tolist() == pytest.approx([0, 0, k3, 0, 0], abs=1e-6)
+    assert stats["logprob_gap"].tolist() == pytest.approx([0.2, 0, 0, 0, 2.0])
 
 
 def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     """Past bug: 0 * inf in the backward pass of a token that was left out."""
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages, old, weights = np.float32([[1, 1], [-200, -2], [1, 1]])
-    lesson = Lesson(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old, weights)
-    loss, watched = grpo.lessons_loss(Scores(new, torch.zeros(2)), [lesson], None, None, settings())
+    example = TrainExample(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old, weights)
+    loss, stats = grpo.examples_loss(Scores(new, torch.zeros(2)), [example], None, None, settings().grpo)
     loss.backward()
-    assert new.grad.tolist() == [0, -1] and watched["capped_fraction"].tolist() == [1, 0]
+    assert new.grad.tolist() == [0, -1] and stats["over_cap_fraction"].tolist() == [1, 0]
 
 
 def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_dir):
@@ -234,16 +238,16 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
         episode.main.prompt_frames = [frames]
         with torch.no_grad():  # the engine is exact, so w = 1
             episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
-    lessons = lessons_of(groups, toy_renderer, cfg)
-    scores = policy([lesson.bundle for lesson in lessons], 0.7)
-    loss, watched = grpo.lessons_loss(scores, lessons, None, None, cfg)
+    examples = examples_of(groups, toy_renderer, cfg)
+    scores = policy([example.bundle for example in examples], 0.7)
+    loss, stats = grpo.examples_loss(scores, examples, None, None, cfg.grpo)
     loss.backward()
-    assert watched["gap"].max() < 1e-5
+    assert stats["logprob_gap"].max() < 1e-5
 
     expected, n = 0.0, sum(sum(e.main.mask) for e in episodes)
     for g in groups:
-        own = group_advantage([e.reward["reward"] for e in g.episodes])
-        tags = group_advantage([e.reward["anchor"] for e in g.episodes])
+        own = group_advantage([e.scores["R"] for e in g.episodes])
+        tags = group_advantage([e.scores["R_anchor"] for e in g.episodes])
         for episode, a, t in zip(g.episodes, own, tags, strict=True):
             main = episode.main
             struct = torch.tensor(grpo.structural_mask(main, toy_renderer), dtype=torch.float32)
@@ -257,13 +261,15 @@ def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_di
     found, sizes = [], []
     groups = [group(toy_renderer, settings(), [TIDY, WRONG, LOOSE, BARE, TIDY], name) for name in "ab"]
     for budget in (40, 10_000):
-        cfg = settings(train_tokens=budget)
+        cfg = settings(grpo={"train_tokens": budget})
         policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
-        micro = grpo.micro_batches(lessons_of(groups, toy_renderer, cfg), budget)
+        micro = grpo.micro_batches(examples_of(groups, toy_renderer, cfg), budget)
         sizes.append(len(micro))
         for part in micro:
             assert sum(len(b) for b in grpo.bundles(part)) <= budget
-            grpo.lessons_loss(policy(grpo.bundles(part), cfg.rollout.temperature), part, None, None, cfg)[0].backward()
+            grpo.examples_loss(policy(grpo.bundles(part), cfg.rollout.temperature), part, None, None, cfg.grpo)[
+                0
+            ].backward()
         found.append(tiny.gradients(policy))
     assert sizes[0] > sizes[1] == 1
     tiny.assert_close(*found, 1e-4)
@@ -278,9 +284,9 @@ def test_minibatches_are_clipped_against_the_policy_before_the_first(toy_rendere
         optimizer = make_optimizer(policy, cfg.optim)
         for one in groups:
             sampled_exactly(policy, one)
-        lessons = lessons_of(groups, toy_renderer, cfg)
-        measured = rl.update(policy, None, optimizer, lessons, cfg, 0)
-        assert measured["gap"] < 1e-4  # old and prox log-probs are the policy's before the first update
+        examples = examples_of(groups, toy_renderer, cfg)
+        measured = rl.update(policy, None, optimizer, examples, cfg, 0)
+        assert measured["logprob_gap"] < 1e-4  # old and prox log-probs are the policy's before the first update
         clipped[minibatches] = measured["clip_fraction"]
         assert {int(s["step"]) for s in optimizer.state.values()} == {minibatches}
     assert clipped[1] == 0 < clipped[2]

@@ -164,15 +164,15 @@ def brevity_is_paid_and_logged() -> None:
     said = ["<think>\nI look.\n</think>\n<answer>B</answer>", "<think>\nI look..\n</think>\n<answer>C</answer>"]
     episodes = [episode_of_turns([text + END_OF_TURN], task, renderer) for text in [*said, "<answer>" * 9]]
     for episode in episodes:
-        episode.reward = score(episode, renderer, cfg)
-    right, wrong, spam = (episode.reward for episode in episodes)
-    assert right["brief"] == pytest.approx(52 / 96) and wrong["brief"] == 0 == spam["brief"]
+        episode.scores = score(episode, renderer, cfg)
+    right, wrong, spam = (episode.scores for episode in episodes)
+    assert right["R_brief"] == pytest.approx(52 / 96) and wrong["R_brief"] == 0 == spam["R_brief"]
     # The config pays for accuracy and brevity alone: 1 + 0.2 * 52 / 96.
-    assert right["reward"] == pytest.approx(1.108333, abs=1e-6) and wrong["reward"] == 0
+    assert right["R"] == pytest.approx(1.108333, abs=1e-6) and wrong["R"] == 0
     metrics = describe([Group(task, 64, episodes)], [64], step=0)
-    assert metrics["brief"] == pytest.approx(52 / 96 / 3)
+    assert metrics["R_brief"] == pytest.approx(52 / 96 / 3)
     plain = score(episodes[0], renderer, config.load(RLConfig, "configs/toy_paragrpo.yaml").reward)
-    assert plain["reward"] == 1 and plain["brief"] == pytest.approx(1 - 44 / 512)
+    assert plain["R"] == 1 and plain["R_brief"] == pytest.approx(1 - 44 / 512)
     with pytest.raises(config.ConfigError, match="brief_tokens = 0: must be positive"):
         config.load(RLConfig, "configs/toy_brief.yaml", ["reward.brief_tokens=0"])
 
@@ -181,7 +181,7 @@ def test_a_reward_is_a_weighted_part_and_logged_by_its_name(fork):
     fork = fork("add_a_reward.md")
     fork.change()
     fork.run(brevity_is_paid_and_logged)
-    assert re.search(r"^ *brief +0\.91$", fork.shell(0), re.M)  # 1 - 44 / 512
+    assert re.search(r"^ *R_brief +0\.91$", fork.shell(0), re.M)  # 1 - 44 / 512
 
 
 # ---- a dataset

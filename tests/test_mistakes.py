@@ -91,7 +91,7 @@ MISTAKES = [  # and those of the page
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
     ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is no folder that can be written; choose another `run`"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge': needs judge.url and judge.model"),
-    ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 group_size=2", "all 2 episodes of the first batch failed, such as: EngineError: a prompt of"),
+    ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 grpo.group_size=2", "all 2 episodes of the first batch failed, such as: EngineError: a prompt of"),
     # evaluation, report, asking
     ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: there is only videomme"),
     ("a report on no run", "study/report.py holiday", "holiday/config.yaml: not a readable YAML file"),
@@ -198,4 +198,4 @@ def test_the_page_quotes_what_its_commands_say(desk, typed, block):
 def test_gpus_that_train_already_or_are_not_there_are_refused(monkeypatch, ranks, gpus, says):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(ConfigError, match=says):
-        checks.check_servers(RolloutConfig(gpus=(7,)), ranks)
+        checks.check_servers(RolloutConfig(server_gpus=(7,)), ranks)

@@ -85,7 +85,7 @@ def train_beside_stand_ins(toy: Path) -> None:
     doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
     publish = rl.Sampler.publish
 
-    def watched(sampler, version):
+    def stats(sampler, version):
         engine = sampler.engine
         if version == 1 and engine.version == 0:
             os.killpg(engine._servers[1].process.pid, signal.SIGKILL)
@@ -95,9 +95,14 @@ def train_beside_stand_ins(toy: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         publish(sampler, version)
 
-    rl.Sampler.publish = watched
+    rl.Sampler.publish = stats
     sys.argv = ["rl.py", str(REPO / "configs/paragrpo_8b.yaml"), "visual.frame_pixels=1024", "save_every=1"]
-    sys.argv += [f"data.sources=[{{path: {toy}/rl.parquet}}]", "decoders=1", "group_size=8", "train_tokens=4096"]
+    sys.argv += [
+        f"data.sources=[{{path: {toy}/rl.parquet}}]",
+        "decoders=1",
+        "grpo.group_size=8",
+        "grpo.train_tokens=4096",
+    ]
     cfg, _ = config.command_line(rl.RLConfig, "")
     config.run_script(rl.main, cfg, EngineError)
 

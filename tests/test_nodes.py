@@ -74,13 +74,13 @@ def train_rl(cfg: Path) -> None:
         passes.append(now)
         sum_over_nodes(policy, now)
 
-    def watched(sampler, version):
+    def stats(sampler, version):
         publish(sampler, version)
         seen = [requests.get(url + "/model_info").json() for url in sampler.engine.urls]
         told = {"snapshots": str(sampler.snapshots), "servers": seen, "passes": passes, "sent": sent.call_count}
         (cfg.parent / f"seen-{os.environ.get('RANK')}.json").write_text(json.dumps(told))
 
-    rl.Sampler.publish, rl.sum_over_nodes = watched, counted
+    rl.Sampler.publish, rl.sum_over_nodes = stats, counted
     with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as sent:
         config.run_script(rl.main, config.load(rl.RLConfig, cfg))
 
@@ -88,7 +88,12 @@ def train_rl(cfg: Path) -> None:
 def test_each_node_samples_by_its_own_servers_and_keeps_images_and_weights_in_its_own_memory(toy_dir, tmp_path):
     """Past bug of every test: LOCAL_RANK was RANK, so rank 2 would have written into rank 0's /dev/shm."""
     cfg = rl_config(
-        tmp_path / "run.yaml", toy_dir, rollout={"gpus": [4, 5]}, steps=1, batch_tasks=4, kl_coef=0.1, train_tokens=20
+        tmp_path / "run.yaml",
+        toy_dir,
+        rollout={"server_gpus": [4, 5]},
+        steps=1,
+        batch_tasks=4,
+        grpo={"kl_coef": 0.1, "train_tokens": 20},
     )
     finish(Forked(partial(train_rl, cfg), ranks=4, nodes=2))
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(4)]

@@ -69,8 +69,7 @@ def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget():
     trainings, rows = configs("rl.py"), [row for row in VARIANTS if row.config]
     assert len(trainings) == sum(row.seeds for row in rows) + 2 * 5  # and two rows on the other path
     budgets = {
-        (c.steps, c.batch_tasks, c.group_size, c.optim, c.rollout.temperature, c.kl_coef, c.staleness)
-        for c in trainings.values()
+        (c.steps, c.batch_tasks, c.grpo, c.optim, c.rollout.temperature, c.staleness) for c in trainings.values()
     }
     assert len(budgets) == 1
     for job, cfg in trainings.items():
@@ -155,7 +154,7 @@ def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> N
                 {"error": "", "window": [0, 8], "text": toy.NOTHING},
                 {"error": "", "window": [8, 16], "text": toy.NOTHING},
             ]
-            line = {"id": str(i), "score": score, "calls": made[:calls], "fmt": 0.25, "strict": 1.0}
+            line = {"id": str(i), "score": score, "calls": made[:calls], "f": 0.25, "well_formed": 1.0}
             lines.append(line | {"videos": [f"videos/{LATE.name}"]})
         for kind in ("greedy", "sampled"):
             run = ROWS[name].evaluation(kind)
@@ -186,20 +185,20 @@ def test_figures_are_of_each_seed_and_path(studied):
     assert by_seed(figures, "sft", "accuracy", 4, path="-old") == {0: 0.25}
     assert by_seed(figures, "sft", "accuracy", 8) == by_seed(figures, "grpo", "calls") == {}
     assert by_seed(figures, "sft", "calls") == {0: 0.5, 1: 1.25}
-    assert by_seed(figures, "sft", "fmt") == {0: 0.25, 1: 0.25}
+    assert by_seed(figures, "sft", "f") == {0: 0.25, 1: 0.25}
     assert by_seed(figures, "sft", "reports_right") == {0: 1.0, 1: 0.6}  # 4 of 10 say that they see nothing, and lie
     assert paradox.show(figures, "sft", "calls") == "0.88 ± 0.53" and paradox.show(figures, "grpo", "calls") == ""
 
 
 def test_a_collapse_that_recovers_before_the_end_is_seen(tmp_path):
     acc = [0.0] * 35 + [1.0] * 10 + [0.5] * 5 + [1.0] * 10  # 60 steps, of which the last 20 count
-    metrics = [{"acc": a, "strict": 1 - a / 2, "fmt": i / 60} for i, a in enumerate(acc)]
+    metrics = [{"R_acc": a, "well_formed": 1 - a / 2, "f": i / 60} for i, a in enumerate(acc)]
     folder = tmp_path / "seed1-old" / "paragrpo"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "seed1-old-paragrpo").write_text("abc")
-    found = {"lowest_accuracy": 0.5, "lowest_strict": 0.5, "last_fmt": 0.95}
+    found = {"lowest_accuracy": 0.5, "lowest_well_formed": 0.5, "last_f": 0.95}
     assert read_figures(tmp_path) == {"seed1-old/paragrpo": found | {"commit": "abc"}}
 
 
@@ -263,7 +262,7 @@ def figures_of_claims(seed: str, **by_figure: dict[str, float]) -> dict:
 
 GOOD = {
     "calls": {"sft": 0.7, "grpo": 0.1, "paragrpo": 1.2},
-    "fmt": {"sft": 0.4, "grpo": 0.0, "paragrpo": 0.95},
+    "f": {"sft": 0.4, "grpo": 0.0, "paragrpo": 0.95},
     "accuracy": {"sft": 0.7, "grpo": 0.4, "paragrpo": 0.9},
 }
 

@@ -10,8 +10,10 @@ import tiny
 import torch
 from scripts import REPO
 
+from grpo import GRPOConfig
 from rl import RLConfig
 from runtime import config
+from runtime.checks import PlanConfig
 from runtime.config import ConfigError
 from runtime.plan import GIB, count, meta_policy, plan_rl, plan_training
 from runtime.policy import PolicyConfig, load
@@ -35,10 +37,10 @@ def test_the_sums_are_what_the_real_update_holds():
     for name, gib in (("paragrpo_8b", 53.4), ("sft_8b", 29.9), ("sft_2b_1gpu", 32.2), ("paragrpo_2b_1gpu", 38.0)):
         if name.startswith("sft"):
             cfg = config.load(SFTConfig, REPO / "configs" / f"{name}.yaml")
-            plan = plan_training(cfg.policy, cfg.gpus, cfg.pack_tokens, cfg.pack_tokens)
+            plan = plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens, cfg.pack_tokens)
         else:
             cfg = config.load(
-                RLConfig, REPO / "configs" / f"{name}.yaml", ["rollout.gpus=[]", "rollout.urls=[http://x]"]
+                RLConfig, REPO / "configs" / f"{name}.yaml", ["rollout.server_gpus=[]", "rollout.urls=[http://x]"]
             )
             [plan] = plan_rl(cfg)
         uses = plan.held | plan.used
@@ -76,14 +78,14 @@ def test_knobs_move_the_sum_in_their_direction():
 
 def test_the_key_that_the_plan_advises_is_a_key():
     """Past bug: it advised `kl = 0`."""
-    [key] = re.findall(r"none if (\w+) = 0", " ".join(plan_training(EIGHT, 8, 8192, reference=True).held))
-    assert key in RLConfig.__dataclass_fields__
+    [key] = re.findall(r"none if grpo.(\w+) = 0", " ".join(plan_training(EIGHT, 8, 8192, reference=True).held))
+    assert key in GRPOConfig.__dataclass_fields__
 
 
 def rl_plans(**changes):
-    rollout = {"max_context": 16_384, "gpus": (), "urls": (), "max_batch_tokens": 1000}
+    rollout = {"max_context": 16_384, "server_gpus": (), "urls": (), "max_batch_tokens": 1000}
     rollout |= {"concurrency": 256, "max_new_tokens": 2048, "tensor_parallel": 1} | changes
-    sizes = {"gpus": 4, "train_tokens": 8192, "batch_tasks": 8, "group_size": 8, "kl_coef": 0}
+    sizes = {"plan": PlanConfig(4), "batch_tasks": 8, "grpo": GRPOConfig(train_tokens=8192, kl_coef=0)}
     visual = VisualContract(max_frame_pixels=602_112)
     return plan_rl(SimpleNamespace(policy=EIGHT, visual=visual, rollout=SimpleNamespace(**rollout), **sizes))
 
@@ -103,14 +105,14 @@ def test_the_engine_is_given_room_for_the_frames_that_the_contract_shows():
     """It counted 80 tokens a frame under every contract."""
     tokens = 64 * (576 + 10) // 8 + 2 * 2048
     for gpus, concurrency, rows in (((4, 5, 6, 7), 256, 16), ((4,), 10, 40)):
-        training, engine = rl_plans(gpus=gpus, concurrency=concurrency)
+        training, engine = rl_plans(server_gpus=gpus, concurrency=concurrency)
         assert engine.used[f"KV cache of {rows} x {tokens} tokens"] == 147_456 * rows * tokens
         assert engine.held == {"weights of the engine, bf16": 2 * 8_767_123_696}
     # Two servers of two GPUs: half of the weights on each, and of the keys and values of twice as many episodes.
-    _, halves = rl_plans(gpus=(4, 5, 6, 7), tensor_parallel=2)
+    _, halves = rl_plans(server_gpus=(4, 5, 6, 7), tensor_parallel=2)
     assert halves.held == {"weights of the engine, bf16": 8_767_123_696}
     assert halves.used[f"KV cache of 32 x {tokens} tokens"] == 147_456 * 32 * tokens / 2
-    [both] = rl_plans(gpus=(3,), concurrency=10)
+    [both] = rl_plans(server_gpus=(3,), concurrency=10)
     assert both.gib == pytest.approx(training.gib + engine.gib)
 
 

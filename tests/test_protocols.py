@@ -19,8 +19,8 @@ from data import Task
 from eval import EvalConfig
 from evals import protocols
 from evals.benchmarks import Cue, Item
-from evals.protocols import WORDS, Prompting, Protocol, play
-from rollout import RolloutConfig, Stage, dump, opening, run_episode
+from evals.protocols import WORDS, Prompting, Protocol, run_protocol
+from rollout import AgentContext, RolloutConfig, dump, render_prompt, run_episode
 from runtime import config
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer
@@ -78,8 +78,8 @@ def ask(renderer, tmp_path_factory):
         cfg = RolloutConfig(**{"temperature": 0.0, "think_prefix": False, "max_context": 100_000} | (cfg or {}))
         file = folder / f"{next(numbers)}.yaml"  # a new one: each is read only once
         file.write_text(yaml.safe_dump(TERSE.get(protocol, {}) if words is None else words))
-        stage = Stage(model, renderer, videos or MemoryVideos(), cfg)
-        outcome = Outcome(*play(stage, item or Item(task), k, 7, Prompting(protocol, str(file))))
+        context = AgentContext(model, renderer, videos or MemoryVideos(), cfg)
+        outcome = Outcome(*run_protocol(context, item or Item(task), k, 7, Prompting(protocol, str(file))))
         check(outcome.episode, renderer, model)
         return outcome, model
 
@@ -147,8 +147,10 @@ def test_the_agents_protocol_is_an_episode_of_training(ask, renderer):
     call = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 9}}</tool_call>'
     said = ["look</think>" + call + call + END, "a cat" + END, "a cat" + END, "so</think><answer>B</answer>" + END]
     outcome, _ = ask("agent", said)
-    stage = Stage(Model(renderer, *said), renderer, MemoryVideos(), RolloutConfig(temperature=0.0, think_prefix=False))
-    episode = run_episode(stage, TASK, 4, opening(TASK, 4, stage), 7)
+    context = AgentContext(
+        Model(renderer, *said), renderer, MemoryVideos(), RolloutConfig(temperature=0.0, think_prefix=False)
+    )
+    episode = run_episode(context, TASK, 4, render_prompt(TASK, 4, context), 7)
     assert outcome.episode.main.ids == episode.main.ids and outcome.answer == "B"
     assert [c.text for c in outcome.episode.calls] == ["a cat", "a cat"] == [c.text for c in episode.calls]
     _, model = ask("agent", ["x" + END], dataclasses.replace(TASK, kind="tvg", options=()))
@@ -168,7 +170,9 @@ def test_a_row_is_told_what_is_so(renderer, row):
     reports = ["a cat" + END] * 2 if own else []
     reader = Renderer(renderer.tokenizer, cfg.visual or VisualContract())
     model = Model(reader, "look</think>" + crop(0, 9) + crop(20, 30.04) + END, *reports, ANSWER)
-    episode, answer = play(Stage(model, reader, MemoryVideos(), cfg.rollout), Item(TASK), 64, 7, cfg.prompting)
+    episode, answer = run_protocol(
+        AgentContext(model, reader, MemoryVideos(), cfg.rollout), Item(TASK), 64, 7, cfg.prompting
+    )
     assert answer == "B" and not episode.error
     system, shown = re.search("system\n(.*?)\n\n# Tools.*user\n(.*)", model.read[0], re.S).groups()
     [first, second] = re.findall("<tool_response>\n(.*?)\n</tool_response>", model.read[-1], re.S)
@@ -185,8 +189,8 @@ def test_a_row_is_told_what_is_so(renderer, row):
 def test_without_stamps_nobody_is_told_of_times_in_training_either(renderer):
     blind, videos = Renderer(renderer.tokenizer, dataclasses.replace(CONTRACT, stamp="")), MemoryVideos()
     model = Model(blind, "look</think>" + crop(0, 9) + END, "a cat" + END, ANSWER)
-    stage = Stage(model, blind, videos, RolloutConfig(temperature=0.0))
-    run_episode(stage, TASK, 4, opening(TASK, 4, stage), 7)
+    context = AgentContext(model, blind, videos, RolloutConfig(temperature=0.0))
+    run_episode(context, TASK, 4, render_prompt(TASK, 4, context), 7)
     said = ({"role": "assistant", "content": ["a cat"]},)
     for asked, agent in zip(model.read, ("main", "sub")):
         row = data.Dialogue("d", agent, "", (data.Media("/data/v.mp4", 4),), said)
@@ -361,10 +365,10 @@ def test_longvt_is_shown_its_tool_and_refuses_a_template_that_hides_it(ask, rend
         def render(self, messages, tools=None, generate=False):
             return super().render(messages, None, generate)
 
-    stage = Stage(Model(renderer), Blind(renderer.tokenizer, CONTRACT), MemoryVideos(), RolloutConfig())
+    context = AgentContext(Model(renderer), Blind(renderer.tokenizer, CONTRACT), MemoryVideos(), RolloutConfig())
     monkeypatch.setattr(protocols, "Renderer", Blind)
     with pytest.raises(ContractError, match="chat_template.jinja"):
-        play(stage, Item(TASK), 4, 0, Prompting("longvt"))
+        run_protocol(context, Item(TASK), 4, 0, Prompting("longvt"))
 
 
 def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, renderer):
@@ -394,7 +398,9 @@ def test_its_own_sage_is_asked_as_its_docstring_says(renderer):
     reader = Renderer(renderer.tokenizer, cfg.visual)
     model = Model(reader, plan(tool=FIND), "at 11" + END, *[plan("A", tool=PARTS, verdict=False)] * 20)
     videos = MemoryVideos(duration=200, size=(640, 480))
-    episode, _ = play(Stage(model, reader, videos, cfg.rollout), Item(TASK), cfg.frames[0], 7, cfg.prompting)
+    episode, _ = run_protocol(
+        AgentContext(model, reader, videos, cfg.rollout), Item(TASK), cfg.frames[0], 7, cfg.prompting
+    )
     assert {(r.max_new_tokens, r.temperature) for r in model.asked} == {(32768, 0)} and len(model.asked) == 1 + 1 + 10
     assert model.read[0].count("#") == 128 and "00:00:00#00:00:01#" in model.read[0]  # of 200 at 1 per second
     overview = model.asked[0].frames[0].pixels.shape[1:3]
@@ -482,8 +488,8 @@ def test_what_a_tool_shows_has_the_area_of_crops(renderer):
         ("video_zoomer", [zoom(10, 12, 1.5), ANSWER]),
     ):
         cfg = RolloutConfig(temperature=0.0, max_context=100_000)
-        stage = Stage(Model(renderer, *said), renderer, MemoryVideos(), cfg)
-        episode, _ = play(stage, Item(TASK), 4, 7, Prompting(protocol))
+        context = AgentContext(Model(renderer, *said), renderer, MemoryVideos(), cfg)
+        episode, _ = run_protocol(context, Item(TASK), 4, 7, Prompting(protocol))
         shown = [clip for agent in episode.trajectories for clip in agent.frames]
         assert [clip.pixels.shape[1:3] for clip in shown] == [(64, 64), (32, 32)] and not episode.error
 

@@ -146,7 +146,7 @@ def test_a_turn_may_end_with_any_of_the_checkpoints_ends(renderer, end):
     text = f"I have looked long enough.\n</think>\n<answer>B</answer>{end}"
     task = Task("t", "Which?\nA. red\nB. green", ("v.mp4",), "mcq", "B", ("red", "green"))
     parts = score(Episode(task, 4, said(renderer, text, forced=THINK_PREFIX)), renderer, RewardConfig())
-    assert parts["acc"] == 1 and parts["strict"] == 1 and parts["anchor"] == pytest.approx(0.7)
+    assert parts["R_acc"] == 1 and parts["well_formed"] == 1 and parts["R_anchor"] == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("answer", ["B", "12.5 - 20.1", "[12.5, 20.1]", "The red door.", "红伞。", "🙂", "\r\nB\r\n"])
@@ -236,8 +236,8 @@ def episode(renderer, videos, toy_dir):
             return (THOUGHT + CALLS, ANSWER)[turn] + "<|im_end|>"
 
         task = Task("t", "Which color flashes?", (str(toy_dir / "videos" / "test00000.mp4"),), "oe", "red")
-        stage = {"engine": Scripted(renderer, reply), "renderer": renderer, "videos": videos, "cfg": RolloutConfig()}
-        [[played]] = [group.episodes for group in rollout([task], [4], 1, progress=False, **stage)]
+        context = {"engine": Scripted(renderer, reply), "renderer": renderer, "videos": videos, "cfg": RolloutConfig()}
+        [[played]] = [group.episodes for group in rollout([task], [4], 1, progress=False, **context)]
         assert not played.error and [call.error for call in played.calls] == ["", ""]
         return played
 
@@ -315,12 +315,12 @@ def test_three_steps_of_rl_agree_with_the_engine(settings, toy_dir, tmp_path):
         "rollout": {"max_turns": 1, "max_new_tokens": 16, "subagents": {"max_new_tokens": 8}},
         "gating": [4],
         "batch_tasks": 1,
-        "group_size": 2,
+        "grpo": {"group_size": 2},
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings | change))
     finish(start("rl.py", tmp_path / "c.yaml"))
     lines = metrics(tmp_path / "run")
-    assert len(lines) == 3 and all(line["gap"] < 1e-4 for line in lines)
+    assert len(lines) == 3 and all(line["logprob_gap"] < 1e-4 for line in lines)
     assert lines[0]["entropy"] == pytest.approx(math.log(qwen.VOCABULARY), abs=0.5)
 
 

@@ -38,7 +38,7 @@ def play(renderer, videos=None, task=TASK, group_size=2):
     said = turns(FIRST, SECOND, report="A red cube.")
     episodes = roll_out(renderer, said, (task,), group_size, videos=videos)
     for i, episode in enumerate(episodes):
-        episode.reward = {"reward": i + 0.5, "acc": 1.0 - i, "strict": 1.0, "anchor": 0.7}
+        episode.scores = {"R": i + 0.5, "R_acc": 1.0 - i, "well_formed": 1.0, "R_anchor": 0.7}
         episode.advantage, episode.anchor_advantage = 0.25 - i, 0.8
     return episodes
 
@@ -70,38 +70,38 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_std():
     runs = []
     for seed, accuracy in enumerate((1.0, 2.0, 6.0)):
         start = {"policy": {"checkpoint": f"runs/seed{seed}/sft/model"}, "data": {"seed": seed}, "run": str(seed)}
-        runs.append(run_of(f"seed{seed}/para", {"acc": accuracy}, kl_coef=0.5, **start))
-        runs.append(run_of(f"toy/grpo-seed{seed}", {"acc": 5.0}, kl_coef=0.0, **start))
-    groups = seed_groups([*runs, run_of("seed0/other", {"acc": 5.0})])
+        runs.append(run_of(f"seed{seed}/para", {"R_acc": accuracy}, kl_coef=0.5, **start))
+        runs.append(run_of(f"toy/grpo-seed{seed}", {"R_acc": 5.0}, kl_coef=0.0, **start))
+    groups = seed_groups([*runs, run_of("seed0/other", {"R_acc": 5.0})])
     assert [(name, len(members)) for name, members in groups] == [("para (3 seeds)", 3), ("toy/grpo (3 seeds)", 3), ("seed0/other", 1)]  # fmt: skip
     line, _, alone = panel_sections(groups)[0]["panels"][0]["lines"]
     assert line["y"] == [3.0] and line["std"][0] == pytest.approx(math.sqrt(7))  # (4 + 1 + 9) / 2
     assert alone == {"group": 2, "x": [0], "y": [5.0]}
     # A seed that is behind leaves the mean to the others.
-    runs = [run_of("a", {"acc": 1.0}, {"acc": 4.0}), run_of("b", {"acc": 3.0})]
-    [line] = report.curves([("a", runs)], "acc")
+    runs = [run_of("a", {"R_acc": 1.0}, {"R_acc": 4.0}), run_of("b", {"R_acc": 3.0})]
+    [line] = report.curves([("a", runs)], "R_acc")
     assert line == {"group": 0, "x": [0, 1], "y": [2.0, 4.0], "std": [pytest.approx(math.sqrt(2)), 0.0]}
 
 
 def test_the_table_is_the_mean_of_last_ten_steps_and_std_over_runs():
     """Accuracy by K: with gating a run's mean is over harder questions; the table said 0.91, and 0.98 of plain GRPO."""
-    first = run_of("a", *({"acc/K=16": float(i), "fmt": 1.0, "acc": 0.9} for i in range(12)), lr=1.0, seed=0)
+    first = run_of("a", *({"acc/K=16": float(i), "f": 1.0, "R_acc": 0.9} for i in range(12)), lr=1.0, seed=0)
     second = run_of("b", *({"acc/K=16": 4.5} for _ in range(12)), lr=1.0, seed=1)
     sparse = run_of("c", {"acc/K=4/called": 0.2}, *({"acc/K=4": 1.0} for _ in range(7)), {"acc/K=4/called": 0.5}, {}, {}, lr=2.0)  # fmt: skip
     made = report.table(seed_groups([first, second, sparse]))
-    assert made["columns"][:3] == ["acc/K=4", "acc/K=16", "fmt"]
+    assert made["columns"][:3] == ["acc/K=4", "acc/K=16", "f"]
     cells = [dict(zip(made["columns"], row["cells"])) for row in made["rows"]]
     assert cells[0]["acc/K=16"] == [5.5, pytest.approx(math.sqrt(2))]  # 2 ... 11 -> 6.5
-    assert cells[0]["fmt"] == [1.0, None]
+    assert cells[0]["f"] == [1.0, None]
     assert cells[1]["acc/K=4/called"] == [0.5, None]  # the 0.2 lies eleven steps back
     assert cells[1]["acc/K=16"] is None
 
 
 def test_every_key_has_one_panel_and_no_key_none():
-    run = run_of("a", {"acc": 1.0, "closure/think": 0.5, "my_own": 2.0, "eval/acc": 0.5})
+    run = run_of("a", {"R_acc": 1.0, "closure/think": 0.5, "my_own": 2.0, "eval/acc": 0.5})
     shown = panel_sections(seed_groups([run]))
     titles = {s["title"]: [panel["key"] for panel in s["panels"]] for s in shown}
-    assert titles == {"Reward": ["acc"], "Format": ["closure/think"], "Evaluation": ["eval/acc"], "More": ["my_own"]}
+    assert titles == {"Reward": ["R_acc"], "Format": ["closure/think"], "Evaluation": ["eval/acc"], "More": ["my_own"]}
 
 
 # ---- what is missing or broken
@@ -109,10 +109,10 @@ def test_every_key_has_one_panel_and_no_key_none():
 
 def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoint):
     """Last lines may be torn, and a folder may hold its config alone."""
-    run = write_run(tmp_path / "a", [{"step": 0, "acc": 0.5, "loss": math.nan}, {"step": 1, "acc": 0.25}], play(renderer), renderer)  # fmt: skip
+    run = write_run(tmp_path / "a", [{"step": 0, "R_acc": 0.5, "loss": math.nan}, {"step": 1, "R_acc": 0.25}], play(renderer), renderer)  # fmt: skip
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "ac')
-    assert report.read_metrics(run / "metrics.jsonl") == [{"step": 0, "acc": 0.5}, {"step": 1, "acc": 0.25}]
+    assert report.read_metrics(run / "metrics.jsonl") == [{"step": 0, "R_acc": 0.5}, {"step": 1, "R_acc": 0.25}]
     file = run / "episodes" / "step-000000.jsonl"
     file.write_text(file.read_text()[:-2000])
     found = read_run(run, "run", {}, 200, checkpoint)
@@ -173,7 +173,7 @@ def test_a_call_that_named_no_video_of_several_is_shown(renderer):
 
 @pytest.mark.parametrize(("credit", "expected"), [("struct", 0.4), ("sequence", 0.0), ("off", 0.0)])
 def test_only_struct_credit_adds_the_anchors_advantage(renderer, credit, expected):
-    run = RunData("a", {}, renderer, config={"reward": {"anchor": {"credit": credit, "weight": 0.5}}})
+    run = RunData("a", {}, renderer, config={"reward": {"anchor": {"credit": credit, "lam": 0.5}}})
     report.add_episodes(run, 0, play(renderer), MemoryVideos())
     first, second = run.steps[0][0]["episodes"]
     assert (first["advantage"], second["advantage"]) == (0.25, -0.75)
@@ -213,8 +213,8 @@ def test_the_steps_that_are_kept_are_spread_over_the_run(tmp_path, renderer, che
 def page(tmp_path_factory, renderer, checkpoint):
     """Two seeds of one method and one other run; the viewer has steps 0 and 10."""
     root = tmp_path_factory.mktemp("runs")
-    rows = [{"step": s, "kappa": 1.0 + s / 50, "fmt": s / 50, "acc": 0.5} for s in range(40)]
-    struct = {"anchor": {"credit": "struct", "weight": 0.5}}
+    rows = [{"step": s, "kappa": 1.0 + s / 50, "f": s / 50, "R_acc": 0.5} for s in range(40)]
+    struct = {"anchor": {"credit": "struct", "lam": 0.5}}
     first = write_run(root / "para-seed0", rows, play(renderer), renderer, steps=(0, 10), reward=struct)
     second = write_run(root / "para-seed1", rows, reward=struct, seed=1)
     other = write_run(root / "grpo", rows, kl_coef=0.5)

@@ -110,10 +110,10 @@ CASES = {
 def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
     turns, executed, acc, r_fmt, tool, anchor = CASES[name]
     f = min(1.0, r_fmt + 0.5 * anchor)
-    expected = {"acc": acc, "paid_fmt": r_fmt, "fmt": f, "tool": tool, "anchor": anchor, "reward": acc + r_fmt + tool}
+    expected = {"R_acc": acc, "R_fmt": r_fmt, "f": f, "R_tool": tool, "R_anchor": anchor, "R": acc + r_fmt + tool}
     parts = earned(turns, executed)
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
-    assert earned(turns, executed, cfg=RELEASED)["reward"] == pytest.approx(acc + f + tool)
+    assert earned(turns, executed, cfg=RELEASED)["R"] == pytest.approx(acc + f + tool)
 
 
 def test_options_are_read_from_the_question_where_the_row_has_none():
@@ -146,8 +146,8 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
     open_question = Task("t", "", (), "oe", "blue")
     episodes = [episode_of_turns([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
     rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge)
-    assert episodes[0].error == "JudgeError: gone" and not episodes[0].reward
-    assert not episodes[1].error and episodes[1].reward["acc"] == 1
+    assert episodes[0].error == "JudgeError: gone" and not episodes[0].scores
+    assert not episodes[1].error and episodes[1].scores["R_acc"] == 1
 
 
 def test_the_rewards_load_no_client_of_an_endpoint():
@@ -174,7 +174,7 @@ def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
     assert painted([DONE.replace(END_OF_TURN, "¶")], TwoEnds()).endswith("</answer>¶")
     episode.main.mask[-1] = 0  # the same token as a pad
     padded = score(episode, TwoEnds(), PLAIN)
-    assert padded["strict"] == 0 and padded["anchor"] == pytest.approx(0.4)
+    assert padded["well_formed"] == 0 and padded["R_anchor"] == pytest.approx(0.4)
     assert not structural_mask(episode.main, TwoEnds())[-1]
 
 
@@ -186,48 +186,48 @@ def test_an_answer_inside_a_tool_response_scores_nothing():
     main = episode.main
     main.ids[b:b], main.mask[b:b] = gap, [0] * len(gap)
     main.turns = [(a, b), (c + len(gap), d + len(gap))]
-    assert score(episode, Characters(), PLAIN)["acc"] == 0
+    assert score(episode, Characters(), PLAIN)["R_acc"] == 0
     assert not any(structural_mask(main, Characters())[b : b + len(gap)])
 
 
 def test_accuracy_only_pays_nothing_else_and_f_is_logged_all_the_same():
     cfg = RewardConfig(w_fmt=0, w_tool=0, anchor=Anchor(credit="off"))
     parts = earned([LOOK, DONE], 1, cfg=cfg)
-    assert parts["reward"] == 1 and parts["fmt"] == 1 and parts["tool"] == pytest.approx(0.8)
+    assert parts["R"] == 1 and parts["f"] == 1 and parts["R_tool"] == pytest.approx(0.8)
 
 
 def test_an_untagged_answer_counts_only_where_the_config_says_so():
     said = f"<think>\nI see it.\nThe answer is A. No, the answer is B.{END_OF_TURN}"
     lenient = RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True)
-    assert earned([said])["acc"] == 0 and earned([said], cfg=lenient)["acc"] == 1
-    assert earned([DONE.replace("B<", "A<").replace("shows", "answer is B: shows")], cfg=lenient)["acc"] == 0
-    assert earned([f"I do not know.{END_OF_TURN}"], cfg=lenient)["acc"] == 0
+    assert earned([said])["R_acc"] == 0 and earned([said], cfg=lenient)["R_acc"] == 1
+    assert earned([DONE.replace("B<", "A<").replace("shows", "answer is B: shows")], cfg=lenient)["R_acc"] == 0
+    assert earned([f"I do not know.{END_OF_TURN}"], cfg=lenient)["R_acc"] == 0
     thought = f"<think>\nThe answer is B.\n</think>\nok{END_OF_TURN}"  # past bug: that was an answer
-    assert earned([thought], cfg=lenient)["acc"] == 0 == earned([said, LOOK], cfg=lenient)["acc"]
+    assert earned([thought], cfg=lenient)["R_acc"] == 0 == earned([said, LOOK], cfg=lenient)["R_acc"]
 
 
 def test_the_plain_weights_without_the_answer_suffix():
     parts = earned([DONE], cfg=RewardConfig(answer_suffix=False, anchor=Anchor(credit="off")))
-    assert parts["reward"] == pytest.approx(1 + 0.3 + 0.2 + 0.1 + 0.1)
+    assert parts["R"] == pytest.approx(1 + 0.3 + 0.2 + 0.1 + 0.1)
 
 
 def test_the_forced_prefix_counts():
     """The released rewards read sampled tokens only, so a forced <think> was never seen."""
     full = earned([DONE], forced="<think>\n")
-    assert full["anchor"] == pytest.approx(0.7) and full["strict"] == 1
+    assert full["R_anchor"] == pytest.approx(0.7) and full["well_formed"] == 1
 
 
 def test_f1_and_iou_must_reach_a_half_to_count_as_scored():
     whole_video = Task("t", "", (), "tvg", "[10, 20]")
     parts = earned([LOOK, DONE.replace(">B<", ">0 - 100<")], 1, task=whole_video)
-    assert parts["acc"] == pytest.approx(0.1) and parts["tool"] == pytest.approx(0.3)
-    assert earned([LOOK, DONE.replace(">B<", ">10 - 18<")], 1, task=whole_video)["tool"] == pytest.approx(0.8)
+    assert parts["R_acc"] == pytest.approx(0.1) and parts["R_tool"] == pytest.approx(0.3)
+    assert earned([LOOK, DONE.replace(">B<", ">10 - 18<")], 1, task=whole_video)["R_tool"] == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
 def test_the_strict_parse_allows_nothing_beside_the_format(turns, right):
     """Past bugs: sequential dispatch ends a turn with </tool_call>, and a thought may quote a stamp."""
-    assert earned(turns, 1)["strict"] == right
+    assert earned(turns, 1)["well_formed"] == right
 
 
 # ------------------------------------------------------------------------------------------------ structural tokens
@@ -316,8 +316,8 @@ def test_white_space_alone_may_follow_an_opening_tag_or_precede_one(merging):
 def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
     turn = "".join(pieces)
     parts = earned([turn], 1)
-    assert 0 <= parts["acc"] <= 1 and 0 <= parts["tool"] <= 1
-    assert -0.15 <= parts["fmt"] <= 1 and -0.3 <= parts["anchor"] <= 0.7
+    assert 0 <= parts["R_acc"] <= 1 and 0 <= parts["R_tool"] <= 1
+    assert -0.15 <= parts["f"] <= 1 and -0.3 <= parts["R_anchor"] <= 0.7
     assert rewards.TAG.sub("", painted([turn])).replace(END_OF_TURN, "") == ""
 
 

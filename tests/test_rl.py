@@ -28,12 +28,12 @@ from tiny_checkpoint import Scripted, is_subagent
 import rl
 import sft
 from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_dialogue, parse_task
-from grpo import make_lessons
+from grpo import GRPOConfig, make_examples
 from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive
 from runtime import config
-from runtime.checks import differences
+from runtime.checks import PlanConfig, differences
 from runtime.dataset import Dataset
 from runtime.doctor import self_check, trainer_logprobs
 from runtime.engine import EngineError
@@ -58,7 +58,8 @@ def write_config(path: Path, toy_dir: Path, **changes) -> Path:
         "rollout": {"max_turns": 1, "max_new_tokens": 48, "temperature": 1.0, "subagents": {"max_new_tokens": 8}},
         "optim": {"lr": 1e-3},
     }
-    tree |= {"gating": [4, 8], "steps": 6, "batch_tasks": 2, "group_size": 4, "save_every": 2, "decoders": 1}
+    tree |= {"grpo": {"group_size": 4}, "gating": [4, 8], "steps": 6, "batch_tasks": 2, "save_every": 2, "decoders": 1}
+    tree["grpo"] |= changes.pop("grpo", {})
     path.write_text(yaml.safe_dump(tree | changes))
     return path
 
@@ -76,24 +77,24 @@ def paid_by_chance(monkeypatch):
     def give(groups, renderer, cfg, judge):
         give_rewards(groups, renderer, cfg, judge)
         for episode in [episode for group in groups for episode in group.episodes]:
-            episode.reward["reward"] = float(sum(episode.main.ids) % 5)
+            episode.scores["R"] = float(sum(episode.main.ids) % 5)
 
     monkeypatch.setattr(rl, "give_rewards", give)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chance):
-    whole = train(tmp_path / "whole.yaml", toy_dir, steps=3, kl_coef=0.1)
-    train(tmp_path / "parts.yaml", toy_dir, steps=1, kl_coef=0.1)
-    parts = train(tmp_path / "parts.yaml", toy_dir, steps=3, kl_coef=0.1)
+    whole = train(tmp_path / "whole.yaml", toy_dir, steps=3, grpo={"kl_coef": 0.1})
+    train(tmp_path / "parts.yaml", toy_dir, steps=1, grpo={"kl_coef": 0.1})
+    parts = train(tmp_path / "parts.yaml", toy_dir, steps=3, grpo={"kl_coef": 0.1})
     assert same_weights(tmp_path / "whole", tmp_path / "parts") and same_metrics(whole, parts)
 
     # What a run writes down, and what it moves.
     assert [(line["step"], line["staleness"]) for line in whole] == [(0, 0), (1, 0), (2, 0)]
     assert all(line["grad_norm"] > 0 for line in whole)
-    assert abs(whole[0]["kl"]) < 1e-6 < whole[2]["kl"] and all(line["gap"] < 1e-4 for line in whole)
+    assert abs(whole[0]["kl"]) < 1e-6 < whole[2]["kl"] and all(line["logprob_gap"] < 1e-4 for line in whole)
     assert all(line["share/K=4"] + line["share/K=8"] == 1 for line in whole)
     kept = (tmp_path / "whole" / "episodes" / "step-000002.jsonl").read_text().splitlines()
-    assert len(kept) == 4 and json.loads(kept[0])["reward"]
+    assert len(kept) == 4 and json.loads(kept[0])["scores"]
     before = load_file(toy_dir / "model" / "model.safetensors")
     after = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -104,7 +105,7 @@ def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted
     """The plan counts the tower once."""
     held = []
     monkeypatch.setattr(rl, "train", lambda cfg, *policies: held.extend(policies[:2]))
-    rl.main(config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, steps=1, kl_coef=0.1)))
+    rl.main(config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, steps=1, grpo={"kl_coef": 0.1})))
     policy, reference = held
     assert reference.vision is policy.vision and reference.text is not policy.text
     assert not any(p.requires_grad for p in reference.parameters())
@@ -115,7 +116,10 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run(toy_dir, tmp_pa
         norms.append(clip_gradients(policy, largest))
         return math.nan if len(norms) in (3, 5, 6) else norms[-1]  # the first of two minibatches; then both
 
-    norms, more = [], {"kl_coef": 0.1, "save_every": 1, "minibatches": 2, "optim": {"lr": 1e-3, "warmup": 0.5}}
+    norms, more = (
+        [],
+        {"grpo": {"kl_coef": 0.1}, "save_every": 1, "minibatches": 2, "optim": {"lr": 1e-3, "warmup": 0.5}},
+    )
     monkeypatch.setattr("runtime.policy.clip_gradients", clip)
     monkeypatch.setattr("runtime.run.MAX_BAD_STEPS", 1)
     with pytest.raises(FloatingPointError, match=r"2 gradients not finite \(limit 1\): lower optim.lr"):
@@ -174,7 +178,7 @@ def draw(toy_dir, tmp_path, toy_renderer, videos):
         engine = Scripted(toy_renderer, play)
         with rl.Sampler(cfg, engine, toy_renderer, videos, tmp_path) as sampler:
             for step in steps:
-                groups, _ = sampler.take(step)
+                groups, _ = sampler.get(step)
         return groups, engine
 
     return sample
@@ -198,7 +202,7 @@ def test_k_reaches_the_sampler_as_frames_and_pads_of_every_prompt(draw):
 def test_k_and_seeds_hang_on_the_task_and_its_draw_and_on_nothing_else(draw, toy_dir):
     """24 tasks: steps 0 to 11 are epoch 0 of 2 tasks a step."""
     source = {"path": str(toy_dir / "rl.parquet")}
-    wide = {"gating": list(range(1, 30)), "batch_tasks": 24, "group_size": 2}
+    wide = {"gating": list(range(1, 30)), "batch_tasks": 24, "grpo": {"group_size": 2}}
     groups, _ = draw(0, **wide)
     again, _ = draw(0, **wide)
     ks = {group.task.id: group.k for group in groups}
@@ -235,15 +239,15 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     calls[0].agent, calls[0].text = agent([3, 3, 3], 1), "A red flash."
     calls[1].agent, calls[1].text = agent([3, 3, 3, 3, 3, 3], 1, "length"), "red\n</think>\nred red red"
     called = Episode(task, 4, agent([3, 3, 4, 4], 2), calls[:3], advantage=1.0)  # too_dark: a tool's own kind
-    called.reward = {"reward": 2.0, "acc": 1.0, "closure/think": 1.0}
+    called.scores = {"R": 2.0, "R_acc": 1.0, "closure/think": 1.0}
     tried = Episode(task, 4, agent([4, 4], 2, "length"), calls[3:], advantage=-1.0)  # no call ran
-    tried.reward = {"reward": 0.0, "acc": 0.0, "closure/think": 0.5}
+    tried.scores = {"R": 0.0, "R_acc": 0.0, "closure/think": 0.5}
     skipped = Episode(task, 64, agent([5], 1), anchor_advantage=0.5)  # not flat: this, too, is learned
-    skipped.reward = {"reward": 1.0, "acc": 1.0}
+    skipped.scores = {"R": 1.0, "R_acc": 1.0}
     failed = Episode(task, 64, agent([], 0), error="EngineError: gone")
     groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
     expected = {f"call_errors/{kind}": 0 for kind in CALL_ERRORS} | {
-        "failed_rate": 1 / 4, "reward": 1, "acc": 2 / 3, "closure/think": 0.75, "kappa": 2 / 3, "kappa/K=4": 1, "kappa/K=64": 0,
+        "failed_rate": 1 / 4, "R": 1, "R_acc": 2 / 3, "closure/think": 0.75, "kappa": 2 / 3, "kappa/K=4": 1, "kappa/K=64": 0,
         "acc/K=4": 0.5, "acc/K=64": 1, "acc/K=4/called": 1, "acc/K=4/skipped": 0, "acc/K=64/skipped": 1,
         "truncated_rate": 1 / 3, "turns": 5 / 3, "sampled_tokens": 7 / 3, "calls/crop_video": 2 / 3,
         "call_errors/unparseable": 1 / 4, "call_errors/too_dark": 1 / 4,
@@ -349,7 +353,7 @@ def test_servers_start_before_the_policy_loads_unless_they_share_its_gpu(toy_dir
     monkeypatch.setattr(rl, "shared_engine", lambda *_: told.append("servers") or servers)
     monkeypatch.setattr(rl, "load", load)
     with pytest.raises(config.ConfigError, match="no weights"):
-        train(tmp_path / "c.yaml", toy_dir, rollout={"gpus": [gpu]})
+        train(tmp_path / "c.yaml", toy_dir, rollout={"server_gpus": [gpu]})
     assert told == order
 
 
@@ -373,9 +377,9 @@ def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_
     said = [scripted[0].renderer.decode(group.episodes[0].main.ids) for group in rewarded[-1]]
     right = [f"<answer>{group.task.answer}</answer>" in text for group, text in zip(rewarded[-1], said)]
     assert len(right) == 6 and last["eval_no_tools/acc"] == sum(right) / 6
-    for part in ("acc", "strict", "kappa"):
+    for part in ("acc", "well_formed", "kappa"):
         assert last[f"eval/{part}"] == pytest.approx((last[f"eval/{part}/K=4"] + last[f"eval/{part}/K=16"]) / 2)
-    assert last["eval/strict"] == 1 and last["eval/kappa"] > 0 == last["eval_no_tools/kappa"]
+    assert last["eval/well_formed"] == 1 and last["eval/kappa"] > 0 == last["eval_no_tools/kappa"]
     assert last["eval/failed_rate"] == last["eval_no_tools/failed_rate"] == 0
 
 
@@ -400,27 +404,27 @@ def test_a_first_batch_without_an_episode_stops_the_run_and_one_goes_on(scripted
 def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir, toy_renderer, monkeypatch):
     """Against log-probs, KL and gradient of one pass by hand, with a reference that is another policy."""
     weights, rollout = PolicyConfig(str(toy_dir / "model")), RolloutConfig(temperature=0.6)
-    cfg = RLConfig(run="", policy=weights, data=None, kl_coef=0.2, rollout=rollout)
+    cfg = RLConfig(run="", policy=weights, data=None, grpo=GRPOConfig(kl_coef=0.2), rollout=rollout)
     policy, reference = (load(cfg.policy, toy_renderer.never_sampled) for _ in range(2))
     with torch.no_grad():
         for p in reference.parameters():
             p.mul_(1.2)
     said = [f"<think>\n{RIGHT_OR_WRONG.format(answer)}" for answer in ("red", "blue", "green")]
     groups = [group_that_said(toy_renderer, cfg, said, prompt=prompt) for prompt in ((40, 41), (42, 43))]
-    lessons = make_lessons(groups, toy_renderer, cfg, cfg.reward.anchor)
-    rows = [lesson.bundle for lesson in lessons]
+    examples = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
+    rows = [example.bundle for example in examples]
 
     # By hand: r = 1, w = pi / pi_behaviour <= 5, the KL, and the mean over all tokens.
     scores = policy(rows, 0.6)
     with torch.no_grad():
         other = reference(rows, 0.6).logprobs
     new = scores.logprobs
-    old = torch.cat([torch.from_numpy(lesson.old_logprobs) for lesson in lessons])
-    advantages = torch.cat([torch.from_numpy(lesson.advantages) for lesson in lessons])
+    old = torch.cat([torch.from_numpy(example.old_logprobs) for example in examples])
+    advantages = torch.cat([torch.from_numpy(example.advantages) for example in examples])
     w = (new.detach() - old).exp()
     kl = (other - new).exp() - (other - new) - 1
-    surrogate = torch.where(w <= cfg.behaviour_cap, w, 0.0) * (new - new.detach()).exp() * advantages
-    (-(surrogate - cfg.kl_coef * kl).mean()).backward()
+    surrogate = torch.where(w <= cfg.grpo.behaviour_cap, w, 0.0) * (new - new.detach()).exp() * advantages
+    (-(surrogate - cfg.grpo.kl_coef * kl).mean()).backward()
     expected = tiny.gradients(policy)
     policy.zero_grad()
 
@@ -433,10 +437,10 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     optimizer = make_optimizer(policy, cfg.optim)
     for minibatches in (1, 2):
         found = []
-        measured = rl.update(policy, reference, optimizer, lessons, replace(cfg, minibatches=minibatches), 0)
+        measured = rl.update(policy, reference, optimizer, examples, replace(cfg, minibatches=minibatches), 0)
         assert len(found) == minibatches and measured["learned_tokens"] == len(new)
         assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
-        assert measured["gap"] == pytest.approx((new - old).abs().mean().item(), rel=1e-4)
+        assert measured["logprob_gap"] == pytest.approx((new - old).abs().mean().item(), rel=1e-4)
         assert measured["entropy"] == pytest.approx(scores.entropies.mean().item(), rel=1e-4)
         means = {name: sum(step[name] for step in found) / minibatches for name in expected}
         tiny.assert_close(means, expected, 1e-3)
@@ -450,11 +454,11 @@ def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_di
     assert all(not episode.subagents and not episode.error for episode in episodes)
     cfg = RLConfig(run="", policy=PolicyConfig(str(toy_dir / "model")), data=None)
     give_rewards(groups, engine.renderer, cfg.reward)
-    lessons = make_lessons(groups, engine.renderer, cfg, cfg.reward.anchor)
-    assert len(lessons) == len(groups)  # each prompt is computed once
+    examples = make_examples(groups, engine.renderer, cfg.grpo, cfg.reward.anchor)
+    assert len(examples) == len(groups)  # each prompt is computed once
     policy = load(cfg.policy, engine.renderer.never_sampled)
     with torch.no_grad():
-        packed = policy([lesson.bundle for lesson in lessons], 0.7).logprobs
+        packed = policy([example.bundle for example in examples], 0.7).logprobs
     alone = torch.cat([trainer_logprobs(policy, [episode.main], 0.7) for episode in episodes])
     assert len(packed) > 100 and torch.allclose(packed, alone, atol=1e-5)
 
@@ -522,7 +526,7 @@ def test_two_processes_have_the_metrics_of_one(uninterrupted, toy_dir, cold_star
     """Batches of other shapes round differently, so sooner or later a sampled token differs: the first steps count."""
     finish(run(write_config(tmp_path / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)}, steps=3), ranks=2))
     for one, two in zip(metrics(uninterrupted)[:3], metrics(tmp_path / "run"), strict=True):
-        for name in ("reward", "acc", "fmt", "kappa", "anchor", "loss", "kl", "entropy", "grad_norm", "learned_tokens"):
+        for name in ("R", "R_acc", "f", "kappa", "R_anchor", "loss", "kl", "entropy", "grad_norm", "learned_tokens"):
             assert two[name] == pytest.approx(one[name], abs=1e-4, rel=1e-4), name
 
 
@@ -559,11 +563,11 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
     "changes, says",
     [
         ({"rollout": {"subagents": {"train": True}}}, "needs rollout.subagents.temperature = 0.7"),
-        ({"rollout": {"gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
+        ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
         ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
-        ({"group_size": 1}, "group_size = 1: an advantage compares at least 2"),
-        ({"clip_eps": -1}, "clip_eps = -1.0: must be greater than 0"),
-        ({"kl_coef": -0.1}, "kl_coef = -0.1: must not be negative"),
+        ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
+        ({"grpo": {"clip_eps": -1}}, "grpo: clip_eps = -1.0: must be greater than 0"),
+        ({"grpo": {"kl_coef": -0.1}}, "grpo: kl_coef = -0.1: must not be negative"),
     ],
 )
 def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
@@ -588,14 +592,14 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
     told = capsys.readouterr().out
     used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
     assert used and all(20 < gib < 80 for gib in used)
-    assert f"training, each of {cfg.gpus} GPUs" in told or "training and engine on the same GPU" in told
+    assert f"training, each of {cfg.plan.gpus} GPUs" in told or "training and engine on the same GPU" in told
     if cfg.policy.checkpoint.startswith("runs"):
         assert f"{cfg.policy.checkpoint} is not there yet; the plan is that of Qwen/Qwen3-VL" in told
 
 
 def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
     with pytest.raises(config.ConfigError, match="training and engine on the same GPU: .* do not fit into 20 GiB"):
-        try_out(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), gpu_gib=20), parse_task, plan_rl)
+        try_out(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), plan=PlanConfig(1, gpu_gib=20)), parse_task, plan_rl)
     told = capsys.readouterr().out
     assert "KV cache" in told and told.count("sum") == 1
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_checkpoint import CONTRACT, MemoryVideos
 
 from data import Task
-from tools import TOOLS, Look, ToolError, choose_video, parse_calls, read_time, read_window, use
+from tools import TOOLS, ClipForSubagent, ToolError, choose_video, parse_calls, read_time, read_window, use
 
 TASK = Task("t", "What happens?", ("/data/first.mp4", "/data/second.mp4"), "oe", "")
 
@@ -22,7 +22,7 @@ def call_text(**arguments) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
 
 
-def crop(videos=None, **arguments) -> Look:
+def crop(videos=None, **arguments) -> ClipForSubagent:
     [call] = parse_calls(call_text(**arguments))
     return use(call, TASK, ("crop_video",), videos or MemoryVideos(), CONTRACT)
 
@@ -89,12 +89,12 @@ PIECES += ["NaN", "1e999", "9" * 5000, "[" * 3000, '"\\ud800"']
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=30))
 def test_nothing_that_a_model_writes_breaks_a_turn(pieces):
-    """Parsing returns, every call is either readable or an error, and running one yields a Look or a ToolError."""
+    """Parsing returns, every call is either readable or an error, and running one yields a ClipForSubagent or a ToolError."""
     for call in parse_calls("".join(pieces)):
         json.dumps(call.arguments)  # what is recorded must be recordable
         if not call.error:
             try:
-                assert isinstance(use(call, TASK, ("crop_video",), MemoryVideos(), CONTRACT), Look)
+                assert isinstance(use(call, TASK, ("crop_video",), MemoryVideos(), CONTRACT), ClipForSubagent)
             except ToolError as error:
                 assert error.kind != "crashed"
                 str(error).encode()  # read by a tokenizer, so it must be Unicode

@@ -12,7 +12,7 @@ import pytest
 from tiny_checkpoint import Scripted, is_subagent
 
 from data import parse_dialogue, parse_task
-from rollout import RolloutConfig, Stage
+from rollout import AgentContext, RolloutConfig
 from runtime.dataset import Rows
 from runtime.render import END_OF_TURN, Renderer
 from study import gate, toy
@@ -121,14 +121,16 @@ def blind(prompt: str, seed: int) -> str:
 def test_the_gate_tells_the_circuits_apart(toy_dir, tokenizer, videos):
     """A policy without eyes that can copy: its clips without a flash are right, those with one wrong, and so on."""
     renderer = Renderer(tokenizer, toy.CONTRACT)
-    stage = Stage(Scripted(renderer, blind), renderer, videos, RolloutConfig(temperature=0.0, think_prefix=False))
-    figures = gate.measure(stage, toy_dir, toy.draw_splits(0, conftest.SMALL)["test"], items=6)
+    context = AgentContext(
+        Scripted(renderer, blind), renderer, videos, RolloutConfig(temperature=0.0, think_prefix=False)
+    )
+    figures = gate.measure(context, toy_dir, toy.draw_splits(0, conftest.SMALL)["test"], items=6)
     assert figures == {
         "reports_flash": 0,
         "reports_none": 1,
         "copied": 1,
         "tools_k4": 0,
         "direct_k64": 0,
-        "strict": 1,
+        "well_formed": 1,
         "kappa": 1,
     }

@@ -34,7 +34,7 @@ def train_rl(cfg: Path) -> None:
     def give(groups, renderer, cfg, judge):
         give_rewards(groups, renderer, cfg, judge)
         for episode in [episode for group in groups for episode in group.episodes]:
-            episode.reward["reward"] = float(sum(episode.main.ids) % 5)
+            episode.scores["R"] = float(sum(episode.main.ids) % 5)
 
     rl.give_rewards = give
     config.run_script(rl.main, config.load(rl.RLConfig, cfg))
@@ -104,7 +104,7 @@ def finish(processes: list[subprocess.Popen], log: Path) -> None:
 
 def check_runs(folder: Path, script: str, command: list[str], write, ranks: int, data: Path) -> None:
     """Compare one process, two nodes, and two nodes that are killed after their first state."""
-    sizes = {"batch_rows": 8} if script == "sft" else {"batch_tasks": 4, "kl_coef": 0.1}
+    sizes = {"batch_rows": 8} if script == "sft" else {"batch_tasks": 4, "grpo": {"kl_coef": 0.1}}
     made = {}
     for name in ("one", "whole", "killed"):
         made[name] = write(folder / f"{script}-{name}.yaml", data, steps=3, save_every=1, **sizes)
