@@ -51,11 +51,9 @@ soak: $(VENV)/.installed .venv-sglang/.installed
 test-qwen: $(VENV)/.installed .qwen/.fetched
 	$(BIN)/python -m pytest -m qwen
 
-# The paradox and its cure on one seed (8 to 13 minutes on two cores); fails if they do not show. Then one question that needs two
-# windows at once.
+# The paradox and its cure on one seed (minutes of two cores), and an episode with two calls at once; fails if they do not show.
 demo: $(VENV)/.installed
 	$(BIN)/python -m study.paradox demo
-	$(BIN)/python -m study.ask --model runs/demo/seed0/paragrpo/model --video runs/demo/seed0/sft-toy/videos/test00003.mp4 --k 4 "Which color flashes?"
 
 # Every run of study/paradox.py (some hours on two cores; goes on where it was stopped) -> results/paradox.md
 paradox: $(VENV)/.installed

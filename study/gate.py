@@ -60,6 +60,14 @@ def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: 
     return figures | {"well_formed": sampled["well_formed"], "kappa": sampled["kappa"]}
 
 
+def greedy_agent(model: Path, videos: Videos, think_prefix: bool = False) -> AgentContext:
+    """Return what runs a toy model as it was trained, but greedily."""
+    renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
+    turns = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
+    cfg = RolloutConfig(temperature=0.0, think_prefix=think_prefix, **turns)
+    return AgentContext(open_engine(model, renderer), renderer, videos, cfg)
+
+
 def share(context: AgentContext, jobs: list[partial]) -> float:
     """Run jobs, many at a time; return the share of True."""
     found = []
@@ -75,7 +83,7 @@ def report_is_right(context: AgentContext, root: Path, flash: toy.Flash, window:
     arguments = {"start_time": window[0], "end_time": window[1]}
     look = crop_video(task_of(root, flash), arguments, context.videos, context.renderer.contract)
     _, said = rollout.ask_subagent(context, look, seed=0)
-    return said == toy.told(flash, toy.crop_times(flash, *window))
+    return toy.report_is_right(flash, window, said)
 
 
 def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int) -> bool:
@@ -111,12 +119,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the toy")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    renderer = Renderer(load_tokenizer(args.model), VisualContract.load(args.model))
-    turns = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
-    cfg = RolloutConfig(temperature=0.0, think_prefix=False, **turns)
     with Videos(workers=1) as videos:
-        context = AgentContext(open_engine(args.model, renderer), renderer, videos, cfg)
-        figures = measure(context, args.toy, toy.draw_splits(args.seed)["test"])
+        figures = measure(greedy_agent(args.model, videos), args.toy, toy.draw_splits(args.seed)["test"])
     args.output.write_text(json.dumps(figures))
     return 0
 

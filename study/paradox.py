@@ -15,19 +15,25 @@ Deliberately missing: tuning. No row has settings of its own beyond what its nam
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from evals.tables import executed, markdown, put_between_marks, read_published, read_results
+from rewards import final_answer, turn_texts
+from rollout import render_prompt, run_episode
 from runtime.cleanup import kill_group, start_group
 from runtime.config import git_commit, read_tree, write_whole
-from study import toy
+from runtime.video import Videos
+from study import ask, gate, toy
 from study.report import LINE_COLORS, png_axes
 
 # A CPU rounds in its own way, and small differences grow: what holds on one path may be luck. Path -> its environment.
@@ -233,7 +239,7 @@ def figures_of(records: list[dict], flashes: dict[str, toy.Flash]) -> dict[str, 
         flash = flashes[Path(record["videos"][0]).name]
         for call in record["calls"]:
             if not call["error"]:
-                columns["reports_right"].append(call["text"] == toy.told(flash, toy.crop_times(flash, *call["window"])))
+                columns["reports_right"].append(toy.report_is_right(flash, call["window"], call["text"]))
     return {name: round(statistics.fmean(values), 4) for name, values in columns.items() if values}
 
 
@@ -321,6 +327,25 @@ def judge(figures: Figures, recorded: Figures) -> list[str]:
     if failed:
         print(f"\nThis run fails where every run of results/paradox.md succeeds: {'; '.join(failed)}.")
     return failed
+
+
+def show_episode(root: Path) -> bool:
+    """Show PARA-GRPO's first episode with a call for each half of the video and all of it right; False if ten have none."""
+    folder = root / "seed0"
+    long = [flash for flash in toy.draw_splits(0)["test"] if len(toy.windows(flash, "")) == 2]
+    with Videos(workers=1) as videos:
+        context = gate.greedy_agent(folder / "paragrpo" / "model", videos, think_prefix=True)
+        for flash in long[:10]:
+            task, shown = gate.task_of(folder / "sft-toy", flash), io.StringIO()
+            with contextlib.redirect_stdout(shown):
+                watched = replace(context, observe=ask.Screen(flash.duration).show)
+                episode = run_episode(watched, task, 4, render_prompt(task, 4, context), 0)
+            right = [not c.error and toy.report_is_right(flash, c.window, c.text) for c in episode.calls]
+            if right == [True, True] and final_answer(turn_texts(episode.main, context.renderer)) == flash.color:
+                print(f"\n{task.question} ({task.videos[0]}, 4 overview frames){shown.getvalue()}")
+                return True
+    print("\nNone of ten episodes has two calls whose reports are right, and the right answer.")
+    return False
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -426,8 +451,9 @@ def main() -> int:
         if not (run_jobs(demo_jobs(root), root) and draw_page(root, root)):
             return 1
         failed = judge(read_figures(root), json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
+        shown = show_episode(root)
         print(f"\ncurves, and episodes token by token: {root}/report.html")
-        return 1 if failed else 0
+        return 1 if failed or not shown else 0
     root = Path("runs/paradox")
     good = args.what == "tables" or run_jobs([job for job in study_jobs(root) if args.only in job.name], root)
     write_tables(root, Path("results"))

@@ -141,6 +141,10 @@ def told(flash: Flash, times) -> str:
     return f"A {flash.color} flash." if flash.visible(times) else NOTHING
 
 
+def report_is_right(flash: Flash, window: tuple[float, float], report: str) -> bool:
+    return report == told(flash, crop_times(flash, *window))
+
+
 # ------------------------------------------------------------------------------------------------ rows
 
 

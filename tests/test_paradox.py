@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from scripts import REPO, Forked, alive, wait_for
+from tiny_checkpoint import END, MemoryVideos, Scripted, turns
 
 from eval import EvalConfig
 from rl import RLConfig
+from rollout import AgentContext, RolloutConfig
 from runtime import config
 from sft import SFTConfig
 from study import paradox, toy
@@ -281,3 +283,25 @@ def test_the_demo_fails_where_every_recorded_run_succeeds_and_names_what(capsys)
     told = capsys.readouterr().out
     assert told.count("FAILS") == 1 and "in 2 of 3 runs" in told
     assert judge({}, recorded) == [claim.text for claim in CLAIMS]
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_the_demo_ends_with_an_episode_whose_two_reports_and_answer_are_right(
+    toy_renderer, monkeypatch, capsys, honest
+):
+    """The flash lies in the second half. The first video is too short for two windows."""
+    long = replace(LATE, name="test00001.mp4", duration=64, start=40.0, length=24.0)
+    monkeypatch.setattr(toy, "draw_splits", lambda seed: {"test": [LATE, long]})
+
+    def report(prompt: str) -> str:
+        seen = float(re.search(r"<([\d.]+) sec", prompt)[1]) >= 32 or not honest
+        return toy.told(long, [50.0] if seen else [0.0])
+
+    calls = "Closer.\n</think>\n" + toy.call(0, 32) + toy.call(32, 64) + END
+    agent = turns(calls, "A clip shows it.\n</think>\n<answer>red</answer>" + END, report=report)
+    cfg = RolloutConfig(temperature=0.0, think_prefix=True)
+    context = AgentContext(Scripted(toy_renderer, agent), toy_renderer, MemoryVideos(duration=64), cfg)
+    monkeypatch.setattr(paradox.gate, "greedy_agent", lambda model, videos, think_prefix: context)
+    assert paradox.show_episode(Path("runs/demo")) == honest
+    told = capsys.readouterr().out
+    assert ("32.0–64.0 s A red flash." in told) == honest and ("None of ten" in told) == (not honest)
