@@ -43,6 +43,8 @@ ALL = 0  # in place of a K: all of an evaluation together
 # What a cold start must be, or RL on it would measure nothing: the least, the most.
 GATE = {"reports_flash": (0.97, 1.0), "reports_none": (0.97, 1.0), "copied": (0.98, 1.0), "tools_k4": (0.97, 1.0)}
 GATE |= {"direct_k64": (0.97, 1.0), "well_formed": (0.15, 0.40), "kappa": (0.5, 1.0)}
+# What a training by PARA-GRPO must keep to its end, or its cure is luck: the least.
+CURE = {"lowest_accuracy": 0.85, "lowest_well_formed": 0.8, "last_f": 0.9, "reports_right": 0.98}
 
 
 class Variant(NamedTuple):
@@ -379,6 +381,27 @@ def contrast_table(figures: Figures) -> str:
     return markdown("#### The contrast", ["claim", "native path, mean ± std", "margin", *gains, "holds in"], rows)
 
 
+def cure_table(figures: Figures) -> str:
+    """Return one row per training by PARA-GRPO: whether it holds to its end, and shows all claims."""
+    rows, held = [], 0
+    for path in PATHS:
+        for seed in range(ROWS["paragrpo"].seeds):
+            place = f"seed{seed}{path}"
+            found = figures.get(f"{place}/paragrpo", {}) | figures.get(f"{place}/paragrpo-sampled/parallel/K={ALL}", {})
+            if not found.keys() >= CURE.keys():
+                continue
+            true = sum(claim.gains(figures, path).get(seed, 0.0) >= claim.margin for claim in CLAIMS)
+            good = true == len(CLAIMS) and all(found[what] >= least for what, least in CURE.items())
+            held += good
+            shown = [f"{found[what]:.2f}" for what in CURE]
+            rows.append(
+                [path[1:] or "native", f"seed{seed}", *shown, f"{true} of {len(CLAIMS)}", "yes" if good else "NO"]
+            )
+    bounds = [f"{what} [{least:g}]" for what, least in CURE.items()]
+    title = f"#### The cure: {held} of {len(rows)} trainings hold"
+    return markdown(title, ["path", "seed", *bounds, "claims", "holds"], rows)
+
+
 def outcome_table(figures: Figures) -> str:
     """In samples, as in training: f, kappa (paper's values in brackets), accuracy with 4 frames; greedy accuracy by K."""
     published = read_published()["ablations"]
@@ -434,7 +457,7 @@ def write_tables(root: Path, written: Path) -> None:
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in figures.items())
     write_whole(file, f"{{\n{lines}\n}}\n")
 
-    text = "\n\n".join(table(figures) for table in (gate_table, contrast_table, outcome_table))
+    text = "\n\n".join(table(figures) for table in (gate_table, contrast_table, cure_table, outcome_table))
     draw_outcomes(figures, written / "outcomes.png")
     commits = sorted({str(value["commit"]) for value in figures.values()})
     made = f"`python -m study.paradox study` at commit {', '.join(commits)}; mean ± std over seeds. All figures: [paradox.json](paradox.json)."

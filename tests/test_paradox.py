@@ -285,6 +285,19 @@ def test_the_demo_fails_where_every_recorded_run_succeeds_and_names_what(capsys)
     assert judge({}, recorded) == [claim.text for claim in CLAIMS]
 
 
+def test_the_cure_needs_the_whole_last_third_right_reports_and_all_claims():
+    bad = {1: {"lowest_accuracy": 0.84}, 2: {"reports_right": 0.97}, 3: {}}
+    figures = {}
+    for seed in range(4):
+        claims = GOOD if seed != 3 else GOOD | {"f": GOOD["f"] | {"grpo": 0.3}}
+        figures |= figures_of_claims(f"seed{seed}-old", **claims)
+        held = {"lowest_accuracy": 0.85, "lowest_well_formed": 0.8, "last_f": 0.9, "reports_right": 0.98}
+        figures[f"seed{seed}-old/paragrpo"] = held | bad.get(seed, {})
+    table = paradox.cure_table(figures)
+    assert "1 of 4 trainings hold" in table and re.search(r"seed0 .* 7 of 7 +\| yes", table)
+    assert re.search(r"seed3 .* 6 of 7 +\| NO", table) and table.count("NO") == 3
+
+
 @pytest.mark.parametrize("honest", [True, False])
 def test_the_demo_ends_with_an_episode_whose_two_reports_and_answer_are_right(
     toy_renderer, monkeypatch, capsys, honest
