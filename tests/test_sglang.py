@@ -183,5 +183,4 @@ def test_training_samples_one_step_ahead_on_a_server_of_its_own(
     assert [line["staleness"] for line in lines] == [0, 1, 1, 1, 1, 1]
     assert not any(line["failed_rate"] for line in lines)
     assert lines[0]["logprob_gap"] < 1e-4
-    print("GAPS", [line["logprob_gap"] for line in lines])
     assert all(1e-3 < line["logprob_gap"] < 0.1 for line in lines[1:])  # one small update between the two policies
