@@ -109,19 +109,19 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "", evaluations=("
         jobs.append(Job(step, f"{folder.name}-{name}", command, path))
 
     # RL begins at a cold start; a cold start learns from a toy of its own. All RL and all evaluations use the toy of `sft`.
-    toy, rl_toy = folder / f"{row.name}-toy", folder / "sft-toy"
+    own_toy, rl_toy = folder / f"{row.name}-toy", folder / "sft-toy"
     changes = [f"run={folder / row.name}", f"data.seed={seed}"]
     if row.config:
         changes += [f"policy.checkpoint={folder / row.start / 'model'}", f"seed={seed}"]
         changes += [f"data.sources=[{{path: {rl_toy}/rl.parquet}}]", "val=null", *row.changes]
         add("train", row.name, "rl.py", f"configs/{row.config}.yaml", *changes)
     elif row.name != "base":
-        add("build", toy.name, "-m", "study.toy", "build", str(toy), "--seed", str(seed), *row.changes)
+        add("build", own_toy.name, "-m", "study.toy", "build", str(own_toy), "--seed", str(seed), *row.changes)
         sources = read_tree(Path("configs/toy_sft.yaml"))["data"]["sources"]
         for source in sources:
-            source["path"] = str(toy / Path(source["path"]).name)
-        changes += [f"policy.checkpoint={toy}/model", f"data.sources={json.dumps(sources)}"]
-        changes += [f"val.sources=[{{path: {toy}/sft_val.parquet}}]"]
+            source["path"] = str(own_toy / Path(source["path"]).name)
+        changes += [f"policy.checkpoint={own_toy}/model", f"data.sources={json.dumps(sources)}"]
+        changes += [f"val.sources=[{{path: {own_toy}/sft_val.parquet}}]"]
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}")
         add("start", row.name, *torchrun, "sft.py", "configs/toy_sft.yaml", *changes)
 
@@ -149,11 +149,11 @@ def demo_jobs(root: Path) -> list[Job]:
 def study_jobs(root: Path) -> list[Job]:
     jobs = []
     for row in VARIANTS:
-        gate = ("gate",) if row.name == "sft" else ()
+        kinds = ("sampled", "gate") if row.name == "sft" else ("sampled",)
         for seed in range(row.seeds):
-            jobs += row_jobs(row, root, seed, "", ("sampled", "greedy", *gate))
+            jobs += row_jobs(row, root, seed, "", (*kinds, "greedy"))
             if row.name in CONTRAST:
-                jobs += row_jobs(row, root, seed, "-old", ("sampled", *gate))
+                jobs += row_jobs(row, root, seed, "-old", kinds)
     return jobs
 
 
@@ -209,12 +209,11 @@ def read_figures(root: Path) -> Figures:
     for marker in sorted((root / "done").glob("seed*-gate")):
         seed = marker.name.removesuffix("-gate")
         found[f"{seed}/gate"] = json.loads((root / seed / "gate.json").read_text()) | {"commit": marker.read_text()}
-    for row in VARIANTS:
+    for row in [row for row in VARIANTS if row.config]:
         for marker in sorted((root / "done").glob(f"seed*-{row.name}")):
-            if row.config:
-                seed = marker.name.removesuffix(f"-{row.name}")
-                lines = (root / seed / row.name / "metrics.jsonl").read_text().splitlines()
-                found[f"{seed}/{row.name}"] = cure_of(list(map(json.loads, lines))) | {"commit": marker.read_text()}
+            seed = marker.name.removesuffix(f"-{row.name}")
+            lines = (root / seed / row.name / "metrics.jsonl").read_text().splitlines()
+            found[f"{seed}/{row.name}"] = cure_of([json.loads(line) for line in lines]) | {"commit": marker.read_text()}
     for marker in sorted((root / "done").glob("seed*-eval-*")):
         seed, _, run = marker.name.partition("-eval-")
         flashes = {flash.name: flash for flash in toy.draw_splits(int(seed[4]))["test"]}
@@ -251,12 +250,8 @@ def cure_of(lines: list[dict]) -> dict[str, float]:
     for name in ("R_acc", "well_formed", "f"):
         values = [line[name] for line in lines]
         means[name] = [statistics.fmean(values[i - 5 : i]) for i in range(len(values) - 19, len(values) + 1)]
-    found = {
-        "lowest_accuracy": min(means["R_acc"]),
-        "lowest_well_formed": min(means["well_formed"]),
-        "last_f": means["f"][-1],
-    }
-    return {name: round(value, 4) for name, value in found.items()}
+    found = {"lowest_accuracy": min(means["R_acc"]), "lowest_well_formed": min(means["well_formed"])}
+    return {name: round(value, 4) for name, value in (found | {"last_f": means["f"][-1]}).items()}
 
 
 def by_seed(figures: Figures, name: str, what: str, k: int = ALL, kind: str = "sampled", path: str = "") -> BySeed:
