@@ -402,7 +402,7 @@ def outcome_table(figures: Figures) -> str:
     published = read_published()["ablations"]
     paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
     rows = []
-    for row in VARIANTS:
+    for row in [row for row in VARIANTS if by_seed(figures, row.name, "f")]:
         f, kappa = show(figures, row.name, "f"), show(figures, row.name, "calls")
         if row.paper in paper:
             f, kappa = f"{f} [{paper[row.paper][0]}]", f"{kappa} [{paper[row.paper][1]}]"
