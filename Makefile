@@ -51,7 +51,7 @@ soak: $(VENV)/.installed .venv-sglang/.installed
 test-qwen: $(VENV)/.installed .qwen/.fetched
 	$(BIN)/python -m pytest -m qwen
 
-# The paradox and its cure on one seed (minutes of two cores), and an episode with two calls at once; fails if they do not show.
+# The paradox and its cure on one seed (minutes of two cores), and an episode with two calls at once; fails if the cure or it does not show.
 demo: $(VENV)/.installed
 	$(BIN)/python -m study.paradox demo
 
