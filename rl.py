@@ -210,6 +210,7 @@ class Sampler:
     def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos, snapshots: Path):
         self.cfg, self.dataset, self.engine, self.renderer = cfg, Dataset(cfg.data, parse_task), engine, renderer
         self.snapshots = snapshots  # the folder through which the engine gets its weights
+        self.per_node = on_this_machine(cfg.rollout.urls)  # or one snapshot for all nodes
         self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
         self.ahead: dict[int, Future] = {}  # by step: batches that nobody has taken yet
         self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
@@ -251,8 +252,8 @@ class Sampler:
 
     def export(self, policy: Policy, version: int) -> None:
         """Write a snapshot of the policy, in safetensors. A server that restarts meanwhile still reads the one before."""
-        target, per_node = self.snapshots / f"weights-{version}", on_this_machine(self.cfg.rollout.urls)
-        export(policy, target, policy.cfg.checkpoint, self.cfg.visual, per_node=per_node)
+        target = self.snapshots / f"weights-{version}"
+        export(policy, target, policy.cfg.checkpoint, self.cfg.visual, per_node=self.per_node)
 
     def publish(self, version: int) -> None:
         """Have the engines load a snapshot."""
@@ -260,7 +261,7 @@ class Sampler:
         # Where both share a GPU, the server needs now what this process keeps for later.
         if device().index in serving.server_gpus:
             torch.cuda.empty_cache()
-        me, _ = place(on_this_machine(serving.urls))
+        me, _ = place(self.per_node)
         pushes = me == 0 or not (serving.server_gpus or serving.urls)
         if pushes:
             self.engine.update_weights(snapshot, version)
