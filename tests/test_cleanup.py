@@ -90,7 +90,7 @@ def test_ranks_end_with_torchrun_even_if_it_is_killed(tmp_path):
 import os, time
 from runtime.distributed import init_distributed
 init_distributed()
-print(os.getpid(), flush=True)
+os.write(1, f"{os.getpid()}\\n".encode())  # at once: both ranks share the pipe, and `print` writes its newline apart
 time.sleep(120)
 """)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
