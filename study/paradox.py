@@ -38,7 +38,7 @@ from study.report import LINE_COLORS, png_axes
 
 # A CPU rounds in its own way, and small differences grow: what holds on one path may be luck. Path -> its environment.
 PATHS = {"": {}, "-old": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}}
-GREEDY, SAMPLED = (4, 8, 16, 32, 64), (4, 16, 64)  # K of the evaluations; samples are drawn as in training
+KS = (4, 16, 64)  # K of the evaluations, which sample as training does
 ALL = 0  # in place of a K: all of an evaluation together
 # What a cold start must be, or RL on it would measure nothing: the least, the most.
 GATE = {"reports_flash": (0.97, 1.0), "reports_none": (0.97, 1.0), "copied": (0.98, 1.0), "tools_k4": (0.97, 1.0)}
@@ -58,10 +58,6 @@ class Variant(NamedTuple):
     prefix: bool = True  # the think prefix, as trained
     paper: str = ""  # its row in the paper's tables
     seeds: int = 2
-
-    def evaluation(self, kind: str) -> str:
-        """Name the folder of an evaluation: grpo-sampled-bare."""
-        return f"{self.name}-{kind}" + "-bare" * (not self.prefix)
 
 
 VARIANTS = (
@@ -101,7 +97,7 @@ class Job(NamedTuple):
     path: str = ""  # of PATHS
 
 
-def row_jobs(row: Variant, root: Path, seed: int, path: str = "", evaluations=("sampled",)) -> list[Job]:
+def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
     """Return the jobs that train and evaluate one row, for one seed on one numeric path."""
     folder, jobs = root / f"seed{seed}{path}", []
 
@@ -126,34 +122,28 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "", evaluations=("
         add("start", row.name, *torchrun, "sft.py", "configs/toy_sft.yaml", *changes)
 
     model = rl_toy / "model" if row.name == "base" else folder / row.name / "model"
-    for kind in evaluations:
-        if kind == "gate":
-            how = ("--seed", str(seed), "--output", f"{folder}/gate.json")
-            add("evaluate", "gate", "-m", "study.gate", str(model), str(rl_toy), *how)
-            continue
-        run = row.evaluation(kind)
-        ks, temperature = (SAMPLED, 1) if kind == "sampled" else (GREEDY, 0)
-        changes = [f"run={folder}/eval/{run}", f"name={row.name}", f"checkpoint={model}", f"frames={list(ks)}"]
-        changes += ["arms=[parallel]", f"rollout.temperature={temperature}"]
-        changes += [f"rollout.think_prefix={str(row.prefix).lower()}"]
-        # The same reading of answers for every row: that of the accuracy-only reward.
-        changes += ["grading.untagged_answer=true", f"splits.toy={rl_toy}", "limit=64"]
-        add("evaluate", f"eval-{run}", "eval.py", "configs/eval/toy.yaml", *changes)
+    changes = [f"run={folder}/eval/{row.name}", f"name={row.name}", f"checkpoint={model}", f"frames={list(KS)}"]
+    changes += ["arms=[parallel]", "rollout.temperature=1", f"rollout.think_prefix={str(row.prefix).lower()}"]
+    # The same reading of answers for every row: that of the accuracy-only reward.
+    changes += ["grading.untagged_answer=true", f"splits.toy={rl_toy}", "limit=64"]
+    add("evaluate", f"{row.name}-eval", "eval.py", "configs/eval/toy.yaml", *changes)
+    if row.name == "sft":
+        how = ("--seed", str(seed), "--output", f"{folder}/gate.json")
+        add("evaluate", "gate", "-m", "study.gate", str(model), str(rl_toy), *how)
     return jobs
 
 
 def demo_jobs(root: Path) -> list[Job]:
-    return [job for name in CONTRAST for job in row_jobs(ROWS[name], root, 0)]
+    jobs = [job for name in CONTRAST for job in row_jobs(ROWS[name], root, 0)]
+    return [job for job in jobs if job.name != "seed0-gate"]
 
 
 def study_jobs(root: Path) -> list[Job]:
     jobs = []
     for row in VARIANTS:
-        kinds = ("sampled", "gate") if row.name == "sft" else ("sampled",)
-        for seed in range(row.seeds):
-            jobs += row_jobs(row, root, seed, "", (*kinds, "greedy"))
-            if row.name in CONTRAST:
-                jobs += row_jobs(row, root, seed, "-old", kinds)
+        for path in PATHS if row.name in CONTRAST else ("",):
+            for seed in range(row.seeds):
+                jobs += row_jobs(row, root, seed, path)
     return jobs
 
 
@@ -200,7 +190,7 @@ def wait_with_news(running: dict[Job, subprocess.Popen], logs: Path) -> None:
 # ------------------------------------------------------------------------------------------------ the numbers
 
 BySeed = dict[int, float]  # seed -> a figure, for every seed that has got so far
-Figures = dict[str, dict[str, float | str]]  # "seed0/grpo-sampled/parallel/K=4", "seed0/gate" -> figures by name
+Figures = dict[str, dict[str, float | str]]  # "seed0/grpo/K=4", "seed0/grpo", "seed0/gate" -> figures by name
 
 
 def read_figures(root: Path) -> Figures:
@@ -214,16 +204,17 @@ def read_figures(root: Path) -> Figures:
             seed = marker.name.removesuffix(f"-{row.name}")
             lines = (root / seed / row.name / "metrics.jsonl").read_text().splitlines()
             found[f"{seed}/{row.name}"] = cure_of([json.loads(line) for line in lines]) | {"commit": marker.read_text()}
-    for marker in sorted((root / "done").glob("seed*-eval-*")):
-        seed, _, run = marker.name.partition("-eval-")
-        flashes = {flash.name: flash for flash in toy.draw_splits(int(seed[4]))["test"]}
+    for marker in sorted((root / "done").glob("seed*-eval")):
+        seed, _, row = marker.name.removesuffix("-eval").rpartition("-")
+        drawn = int(seed.removeprefix("seed").partition("-")[0])
+        flashes = {flash.name: flash for flash in toy.draw_splits(drawn)["test"]}
         by_k: dict[int, list[dict]] = {ALL: []}
-        for file in sorted((root / seed / "eval" / run).glob("*-parallel.jsonl")):
+        for file in sorted((root / seed / "eval" / row).glob("*-parallel.jsonl")):
             results = read_results(file)
             by_k[results.settings["k"]] = results.records
             by_k[ALL] += results.records
         for k, records in by_k.items():
-            found[f"{seed}/{run}/parallel/K={k}"] = figures_of(records, flashes) | {"commit": marker.read_text()}
+            found[f"{seed}/{row}/K={k}"] = figures_of(records, flashes) | {"commit": marker.read_text()}
     return found
 
 
@@ -254,11 +245,11 @@ def cure_of(lines: list[dict]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in (found | {"last_f": means["f"][-1]}).items()}
 
 
-def by_seed(figures: Figures, name: str, what: str, k: int = ALL, kind: str = "sampled", path: str = "") -> BySeed:
+def by_seed(figures: Figures, name: str, what: str, k: int = ALL, path: str = "") -> BySeed:
     """Return a figure of a row by seed, on one numeric path."""
-    row, found = ROWS[name], {}
-    for seed in range(row.seeds):
-        values = figures.get(f"seed{seed}{path}/{row.evaluation(kind)}/parallel/K={k}", {})
+    found = {}
+    for seed in range(ROWS[name].seeds):
+        values = figures.get(f"seed{seed}{path}/{name}/K={k}", {})
         if what in values:
             found[seed] = values[what]
     return found
@@ -382,7 +373,7 @@ def cure_table(figures: Figures) -> str:
     for path in PATHS:
         for seed in range(ROWS["paragrpo"].seeds):
             place = f"seed{seed}{path}"
-            found = figures.get(f"{place}/paragrpo", {}) | figures.get(f"{place}/paragrpo-sampled/parallel/K={ALL}", {})
+            found = figures.get(f"{place}/paragrpo", {}) | figures.get(f"{place}/paragrpo/K={ALL}", {})
             if not found.keys() >= CURE.keys():
                 continue
             true = sum(claim.gains(figures, path).get(seed, 0.0) >= claim.margin for claim in CLAIMS)
@@ -398,7 +389,7 @@ def cure_table(figures: Figures) -> str:
 
 
 def outcome_table(figures: Figures) -> str:
-    """In samples, as in training: f, kappa (paper's values in brackets), accuracy with 4 frames; greedy accuracy by K."""
+    """In samples, as in training: f, kappa (paper's values in brackets), calls and accuracy by K."""
     published = read_published()["ablations"]
     paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
     rows = []
@@ -407,19 +398,10 @@ def outcome_table(figures: Figures) -> str:
         if row.paper in paper:
             f, kappa = f"{f} [{paper[row.paper][0]}]", f"{kappa} [{paper[row.paper][1]}]"
         cells = [row.title, len(by_seed(figures, row.name, "f")), f, kappa, show(figures, row.name, "well_formed")]
-        cells += [show(figures, row.name, what, k) for what, k in (("calls", 4), ("calls", 64), ("accuracy", 4))]
-        rows.append(cells + [show(figures, row.name, "accuracy", k, "greedy") for k in GREEDY])
-    header = [
-        "row",
-        "seeds",
-        "f [paper]",
-        "kappa [paper]",
-        "well_formed",
-        "kappa K=4",
-        "kappa K=64",
-        "acc K=4, sampled",
-    ]
-    return markdown("#### A. Rows", header + [f"acc K={k}" for k in GREEDY], rows)
+        by_k = [(what, k) for what in ("calls", "accuracy") for k in (4, 64)]
+        rows.append(cells + [show(figures, row.name, what, k) for what, k in by_k])
+    header = ["row", "seeds", "f [paper]", "kappa [paper]", "well_formed"]
+    return markdown("#### The rows", [*header, "kappa K=4", "kappa K=64", "acc K=4", "acc K=64"], rows)
 
 
 def draw_outcomes(figures: Figures, path: Path) -> None:
@@ -427,14 +409,14 @@ def draw_outcomes(figures: Figures, path: Path) -> None:
     with png_axes(path, 2, (9, 3)) as axes:
         for axis, what, title in zip(axes, ("accuracy", "calls"), ("accuracy", "κ: calls per episode")):
             for name, color in zip((*DRAWN, "sft"), (*LINE_COLORS[: len(DRAWN)], "#777777")):
-                by_k = [list(by_seed(figures, name, what, k).values()) for k in SAMPLED]
+                by_k = [list(by_seed(figures, name, what, k).values()) for k in KS]
                 if min(map(len, by_k)) < 2:  # not every K has been evaluated, or only with one seed
                     continue
                 y, std = [statistics.fmean(values) for values in by_k], [statistics.stdev(values) for values in by_k]
                 form = {"color": color, "linestyle": "--" if name == "sft" else "-", "marker": "o", "capsize": 2}
                 axis.errorbar(range(len(y)), y, std, label=ROWS[name].title, **form)
             axis.set_title(title)
-            axis.set_xticks(range(len(SAMPLED)), [f"{k} frames" for k in SAMPLED])
+            axis.set_xticks(range(len(KS)), [f"{k} frames" for k in KS])
             axis.set_ylim(bottom=0)
 
 
@@ -465,12 +447,14 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="PART", help="of the study: the jobs with this in their names, as in seed0-old")  # fmt: skip
     args = parser.parse_args()
     if args.what == "demo":
-        root = Path("runs/demo")
+        root, started = Path("runs/demo"), time.monotonic()
         if not (run_jobs(demo_jobs(root), root) and draw_page(root, root)):
             return 1
         failed = judge(read_figures(root), json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
         shown = show_episode(root)
-        print(f"\ncurves, and episodes token by token: {root}/report.html")
+        print(
+            f"\nafter {(time.monotonic() - started) / 60:.1f} minutes: curves, and episodes token by token, in {root}/report.html"
+        )
         return 1 if failed or not shown else 0
     root = Path("runs/paradox")
     good = args.what == "tables" or run_jobs([job for job in study_jobs(root) if args.only in job.name], root)

@@ -98,11 +98,12 @@ def test_a_row_and_its_control_differ_in_what_the_name_says():
 
 def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
     for job, cfg in configs("eval.py").items():
-        place, _, run = job.partition("-eval-")
+        place, _, name = job.removesuffix("-eval").rpartition("-")
         toy = f"runs/paradox/{place}/sft-toy"
         assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": toy}
-        assert ("sampled" in run) == (cfg.rollout.temperature == 1)
-        assert run.endswith("-bare") == (not cfg.rollout.think_prefix) and cfg.arms[0] == "parallel"
+        assert (
+            cfg.rollout.temperature == 1 and cfg.rollout.think_prefix == ROWS[name].prefix and cfg.arms == ("parallel",)
+        )
         assert cfg.checkpoint == (f"{toy}/model" if cfg.name == "base" else f"runs/paradox/{place}/{cfg.name}/model")
 
 
@@ -158,12 +159,10 @@ def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> N
             ]
             line = {"id": str(i), "score": score, "calls": made[:calls], "f": 0.25, "well_formed": 1.0}
             lines.append(line | {"videos": [f"videos/{LATE.name}"]})
-        for kind in ("greedy", "sampled"):
-            run = ROWS[name].evaluation(kind)
-            folder = root / f"seed{seed}" / "eval" / run
-            folder.mkdir(parents=True)
-            (folder / "toy-K4-parallel.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            (root / "done" / f"seed{seed}-eval-{run}").write_text("abc")
+        folder = root / f"seed{seed}" / "eval" / name
+        folder.mkdir(parents=True)
+        (folder / "toy-K4-parallel.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (root / "done" / f"seed{seed}-{name}-eval").write_text("abc")
 
 
 @pytest.fixture
@@ -183,7 +182,7 @@ def studied(tmp_path, monkeypatch) -> Path:
 
 def test_figures_are_of_each_seed_and_path(studied):
     figures = read_figures(ROOT)
-    assert by_seed(figures, "sft", "accuracy", 4, "greedy") == {0: 0.75, 1: 0.5}
+    assert by_seed(figures, "sft", "accuracy", 4) == {0: 0.75, 1: 0.5}
     assert by_seed(figures, "sft", "accuracy", 4, path="-old") == {0: 0.25}
     assert by_seed(figures, "sft", "accuracy", 8) == by_seed(figures, "grpo", "calls") == {}
     assert by_seed(figures, "sft", "calls") == {0: 0.5, 1: 1.25}
@@ -207,7 +206,7 @@ def test_a_collapse_that_recovers_before_the_end_is_seen(tmp_path):
 def run_command(monkeypatch) -> list:
     """`tables`; returns the calls of report.py."""
     called = []
-    monkeypatch.setattr(paradox, "SAMPLED", (4,))  # what there is
+    monkeypatch.setattr(paradox, "KS", (4,))  # what there is
     monkeypatch.setattr(sys, "argv", ["paradox.py", "tables"])
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
     assert paradox.main() == 0
@@ -227,7 +226,7 @@ def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypa
     assert drawn == [accuracy, calls]
     text = path.read_text()
     assert text.startswith("# Ours") and text.endswith("What it means.\n") and "STALE" not in text
-    assert "at commit abc;" in text and "#### A. Rows" in text
+    assert "at commit abc;" in text and "#### The rows" in text
     assert "0.25 ± 0.00 [0.13] | 0.88 ± 0.53 [2.5]" in text  # the paper's values beside ours
     # A claim counts the runs in which it holds by its margin: natively nobody has both rows, on the other path one has.
     assert re.search(r"raises accuracy at K=4 .*\| 0.1 +\| +\| 0.75 +\| 1 of 1", text)
@@ -239,14 +238,13 @@ def test_figures_outlive_their_runs_and_newer_ones_replace_them(studied, monkeyp
     run_command(monkeypatch)
     first = json.loads(file.read_text())
     shutil.rmtree(ROOT / "seed1")
-    (ROOT / "done" / "seed1-eval-sft-greedy-bare").unlink()
-    (ROOT / "done" / "seed1-eval-sft-sampled-bare").unlink()
-    (ROOT / "done" / "seed0-eval-sft-sampled-bare").write_text("def")
+    (ROOT / "done" / "seed1-sft-eval").unlink()
+    (ROOT / "done" / "seed0-sft-eval").write_text("def")
     run_command(monkeypatch)
     second = json.loads(file.read_text())
     changed = {key for key in first if first[key] != second[key]}
     assert first.keys() == second.keys()
-    assert changed == {f"seed0/sft-sampled-bare/parallel/K={k}" for k in (0, 4)}
+    assert changed == {f"seed0/sft/K={k}" for k in (0, 4)}
 
 
 # ------------------------------------------------------------------------------------------------ the verdict
@@ -258,7 +256,7 @@ def figures_of_claims(seed: str, **by_figure: dict[str, float]) -> dict:
     for name in CONTRAST:
         for k in (0, 4):
             found = {what: by_row[name] for what, by_row in by_figure.items()}
-            figures[f"{seed}/{ROWS[name].evaluation('sampled')}/parallel/K={k}"] = found
+            figures[f"{seed}/{name}/K={k}"] = found
     return figures
 
 
