@@ -75,8 +75,8 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. `reward` is R. `f` is the paper's f = R_fmt + lambda * R_anchor
-    (1 at most), logged in every credit mode; `paid_fmt` is what R pays: f under credit `sequence`, else R_fmt alone."""
+    """Return all parts by name, or raise JudgeError. `f` is the paper's f = R_fmt + lambda * R_anchor (1 at most), logged in
+    every credit mode; `R_fmt` is what R pays for format: f under credit `sequence`, else the paper's R_fmt alone."""
     turns = turn_texts(episode.main, renderer)
     spam = tag_spam(turns)
     if any(spam.values()):  # earns nothing, and R_anchor is that of an open think, or spam would be the better way out

@@ -326,7 +326,7 @@ def update(
                 with torch.no_grad():
                     ref_logprobs = reference(bundles(micro), temperature, features).logprobs
 
-            # Each example's weight is its share of the batch; a minibatch is an update of its own, so it weighs as a batch.
+            # A token's share is that of the whole batch; a minibatch is an update of its own, so it weighs as a batch.
             loss, stats = examples_loss(scores, micro, prox_logprobs, ref_logprobs, cfg.grpo)
             sum_over_nodes(policy, now=i + 1 == len(minibatch))
             (loss * len(minibatches)).backward()

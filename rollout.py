@@ -238,7 +238,7 @@ def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
 def sample_turn(
     context: AgentContext, agent: Trajectory, max_new_tokens: int, temperature: float, seed: int, stop: tuple
 ) -> None:
-    """Let the engine continue the trajectory by at most `most` tokens, and append them as they were sampled."""
+    """Let the engine continue the trajectory by at most `max_new_tokens`, and append them as they were sampled."""
     if context.stopped.is_set():
         raise Stopped("the run was ended")
     room = context.cfg.max_context - len(agent.ids)

@@ -6,7 +6,7 @@
     copied                         a report names a color, and the answer is it (the overview shows nothing)
     tools_k4                       greedy answers with tools, of 4 overview frames
     direct_k64                     greedy answers without tools, of 64
-    strict, kappa                  the injected fragility: samples at tau = 1, a third each at K = 4, 16 and 64
+    well_formed, kappa             the injected fragility: samples at tau = 1, a third each at K = 4, 16 and 64
 """
 
 import argparse

@@ -53,7 +53,7 @@ SECTIONS = {
     "Format": "f well_formed R_anchor closure/*",
     "Calls": "kappa turns",
     "Sub-agents' reports": "report/ended report/tagged report/tokens",
-    "Learning": "loss val_loss entropy kl clip_fraction gap grad_norm flat_groups lr",
+    "Learning": "loss val_loss entropy kl clip_fraction logprob_gap grad_norm flat_groups lr",
     "Evaluation": "eval/* eval_no_tools/*",
     "Seconds": "seconds *_seconds",
     "More": "*",

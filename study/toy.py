@@ -4,7 +4,7 @@
 
     DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
     DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one colored flash
-    DIR/perception.parquet, calls.parquet, direct.parquet     SFT schema (`messages`), a example each: to see, as a sub-agent;
+    DIR/perception.parquet, calls.parquet, direct.parquet     SFT schema (`messages`), one skill each: to see, as a sub-agent;
                                                               to call and to read reports; to answer without tools
     DIR/sft.parquet, sft_val.parquet                          SFT schema: agents with tools
     DIR/rl.parquet, val.parquet, test.parquet                 RL schema (`prompt`, `videos`, `extra_info`)

@@ -240,8 +240,8 @@ def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
 
     def prompts() -> list[str]:
-        cells = evaluation.list_jobs(cfg)
-        return [evaluation.settings(cfg, cell, VisualContract(), "")["prompts"] for cell in cells]
+        jobs = evaluation.list_jobs(cfg)
+        return [evaluation.settings(cfg, job, VisualContract(), "")["prompts"] for job in jobs]
 
     before = prompts()
     with monkeypatch.context() as patch:
@@ -459,13 +459,13 @@ def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_pat
     assert "published" not in {row[1] for row in found["Scores"]}
     # Of items 1 to 18, ours has 17 and the base 9 (the odd ones), or all 18 in the lenient reading.
     gains = {row[2]: row[4] for row in found["Scores"] if row[2].startswith("gain")}
-    strict, lenient = (re.fullmatch(r"(\S+) \[(\S+), (\S+)\] \(18\)", cell).groups() for cell in gains.values())
-    assert (strict[0], lenient[0]) == ("+44.4", "-5.6") and lenient[2] == "+0.0"
+    tagged, lenient = (re.fullmatch(r"(\S+) \[(\S+), (\S+)\] \(18\)", cell).groups() for cell in gains.values())
+    assert (tagged[0], lenient[0]) == ("+44.4", "-5.6") and lenient[2] == "+0.0"
     # All 7 ** 7 draws of 7 videos: two items of the first, one of the last, three of the others.
     sums, counts = np.array([2, 3, 3, 3, 3, 3, 0]) - [1, 2, 1, 2, 1, 2, 0], np.array([2, 3, 3, 3, 3, 3, 1])
     draws = np.array(np.meshgrid(*[np.arange(7)] * 7)).reshape(7, -1)
     exact = np.quantile(100 * sums[draws].sum(0) / counts[draws].sum(0), [0.025, 0.975])
-    assert [float(strict[1]), float(strict[2])] == pytest.approx(exact, abs=3)
+    assert [float(tagged[1]), float(tagged[2])] == pytest.approx(exact, abs=3)
 
 
 def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_path, capsys):

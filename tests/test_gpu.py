@@ -121,7 +121,7 @@ def train(path: Path, folder: Path) -> None:
             with torch.no_grad():
                 kept = reference(part, 1.0, features).logprobs
             logprobs = policy(part, 1.0, features).logprobs
-            loss = ((logprobs - kept).square() - logprobs).mean()  # a pull to the reference, and a example
+            loss = ((logprobs - kept).square() - logprobs).mean()  # a pull to the reference, and something to learn
             loss.backward()
             total += loss.item()
         assert np.isfinite(optimizer_step(policy, optimizer, OPTIM, number, 10))
@@ -225,7 +225,7 @@ def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path):
         agents.append(Trajectory(ids + sample.ids, mask, logprobs, versions, [clip], len(ids)))
     gap = (trainer_logprobs(policy, agents, 1.0) - engine_logprobs(agents)).abs().mean().item()
     sampled = sum(len(sample.ids) for sample in samples.values())
-    note("engine", kernel=engine.kernel, tokens_per_second=round(sampled / seconds), gap=round(gap, 6))
+    note("engine", kernel=engine.kernel, tokens_per_second=round(sampled / seconds), logprob_gap=round(gap, 6))
     assert gap < 0.05
 
 
@@ -275,4 +275,4 @@ def test_sft_and_rl_run_one_after_the_other_with_staleness(toy_dir, tmp_path):
     rows = scripts.metrics(run)
     assert len(rows) == steps and all(np.isfinite(row["loss"]) and row["logprob_gap"] < 0.05 for row in rows)
     seconds, gap = np.median([row["seconds"] for row in rows]), max(row["logprob_gap"] for row in rows)
-    note("scripts", seconds_per_step=round(seconds, 2), gap=gap)
+    note("scripts", seconds_per_step=round(seconds, 2), logprob_gap=gap)

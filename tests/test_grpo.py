@@ -186,7 +186,7 @@ def test_two_looks_with_the_same_words_are_trained_on_their_own_frames():
     assert share_prompts([first, other, second], 100) == [[first, second], [other]]
 
 
-def test_prompt_and_suffixes_of_a_lesson_fit_into_the_token_budget():
+def test_prompt_and_suffixes_of_an_example_fit_into_the_token_budget():
     first, second, third = learner(7), learner(8), learner(9)
     assert share_prompts([first, second, third], 4) == [[first, second], [third]]
 
@@ -214,8 +214,8 @@ def test_the_loss_of_a_token_is_the_formula():
 def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     """Past bug: 0 * inf in the backward pass of a token that was left out."""
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
-    advantages, old, weights = np.float32([[1, 1], [-200, -2], [1, 1]])
-    example = TrainExample(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old, weights)
+    advantages, old, token_share = np.float32([[1, 1], [-200, -2], [1, 1]])
+    example = TrainExample(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old, token_share)
     loss, stats = grpo.examples_loss(Scores(new, torch.zeros(2)), [example], None, None, settings().grpo)
     loss.backward()
     assert new.grad.tolist() == [0, -1] and stats["over_cap_fraction"].tolist() == [1, 0]

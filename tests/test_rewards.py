@@ -163,7 +163,7 @@ def test_closure_is_the_share_of_opened_tags_that_were_closed():
 
 
 def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
-    """Past bug: Qwen also ends by <|endoftext|>, which lost the flow, was never strict and no structure."""
+    """Past bug: Qwen also ends by <|endoftext|>, which lost the flow, was never well-formed and no structure."""
 
     class TwoEnds(Characters):
         ends_of_turn = (*Characters.ends_of_turn, ord("¶"))
@@ -225,7 +225,7 @@ def test_f1_and_iou_must_reach_a_half_to_count_as_scored():
 
 
 @pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
-def test_the_strict_parse_allows_nothing_beside_the_format(turns, right):
+def test_well_formed_allows_nothing_beside_the_format(turns, right):
     """Past bugs: sequential dispatch ends a turn with </tool_call>, and a thought may quote a stamp."""
     assert earned(turns, 1)["well_formed"] == right
 
