@@ -41,6 +41,7 @@ from tools import TOOLS
 # What a character of the assistant's text is, by the first group of these; all others are prose.
 KIND_PATTERNS = {
     "arguments": re.compile(r"<tool_call>(.*?)</tool_call>", re.S),
+    "untagged_answer": re.compile(r"answer is ([^\n<.]+)", re.I),
     "answer": re.compile(r"<answer>(.*?)</answer>", re.S),
     "structure": re.compile(f"({TAG.pattern})"),
 }
@@ -56,7 +57,7 @@ class SFTConfig(RunConfig):
     """Names of tools.TOOLS that the prompt offers."""
     optim: OptimConfig = OptimConfig(lr=2e-5, schedule="cosine", warmup=0.05)
     kind_weights: dict[str, float] = field(default_factory=dict)
-    """w_t by kind of target token (prose, arguments, answer, structure); 1 where nothing is said."""
+    """w_t by kind of target token (prose, arguments, untagged_answer, answer, structure); 1 where nothing is said."""
     steps: int = 500
     batch_rows: int = 64
     """Rows of a step, over all ranks; of `val`, those whose loss is measured."""

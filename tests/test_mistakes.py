@@ -74,7 +74,7 @@ MISTAKES = [  # and those of the page
     ("an evaluation's YAML", "sft.py configs/eval/toy.yaml", "configs/eval/toy.yaml is a config of eval.py"),
     ("an empty value", f"{SFT} run=", "run: the value is empty; give one, or leave the key out"),
     ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not among tools.TOOLS: crop_video"),
-    ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, answer, structure"),
+    ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, untagged_answer, answer, structure"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),

@@ -97,6 +97,14 @@ def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(pieces, ans
     assert {kind for i, kind in enumerate(kinds[6:]) if i not in answer} == {"structure"}  # both ends of turn, too
 
 
+def test_an_answer_without_tags_is_a_kind_of_its_own():
+    pieces = ("The answer is ", "dark", " red", ".", "\n", "<answer>", "The answer is ", "red", "</answer>", "<|im_end|>")
+    ids = list(range(len(pieces)))
+    kinds = [KINDS[k] for k in target_kinds(Bundle([], [ids], [[1] * len(ids)], []), Pieces(*pieces))]
+    assert kinds[:5] == ["prose", "untagged_answer", "untagged_answer", "prose", "prose"]
+    assert kinds[5:] == ["structure", "answer", "answer", "structure", "structure"]  # the tags decide
+
+
 def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tmp_path, videos):
     """Row by row through plain transformers, against the packed step."""
     cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_rows=12, pack_tokens=900))
