@@ -197,15 +197,20 @@ def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
 
 
 def check_engine(cfg: EvalConfig, source: Path | None) -> None:
-    """Refuse a model or a judge that does not answer, and a model that does not fit into the GPUs that it is given."""
+    """Refuse a model or a judge that does not answer, and a model that this process or its GPUs cannot run."""
     if cfg.grading.open_answer == "judge":
         check_api(cfg.grading.judge)
     if cfg.api.url:
         check_api(cfg.api)
         return
     check_servers(cfg.rollout)
-    if source and torch.cuda.is_available() and not cfg.rollout.urls:
-        model = AutoConfig.from_pretrained(source)
+    if not source or cfg.rollout.urls:
+        return
+    model = AutoConfig.from_pretrained(source)
+    if not cfg.rollout.server_gpus and model.model_type != "qwen3_vl":
+        rule = "without a server it would be answered by random weights; install SGLang, or give rollout.urls"
+        raise config.ConfigError(f"checkpoint = {cfg.checkpoint!r}: this process runs Qwen3-VL, not {model.model_type!r}: {rule}")
+    if torch.cuda.is_available():
         stored = sum(path.stat().st_size for path in source.glob("*.safetensors"))
         weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it computes in bf16
         longest = cfg.rollout.max_context  # one trajectory, at least

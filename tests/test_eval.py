@@ -680,6 +680,18 @@ def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_
             work(cfg)
 
 
+def test_another_family_is_not_answered_by_random_weights(write, toy_dir, tmp_path):
+    """Past bug: without SGLang, a Qwen2.5-VL was loaded into Qwen3-VL, whose layers were "newly initialized"."""
+    shutil.copytree(toy_dir / "model", tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    cfg = load(write(), f"checkpoint={tmp_path}/other")
+    for work in (dry_run, evaluation.main):
+        with pytest.raises(config.ConfigError, match="runs Qwen3-VL, not 'qwen2_5_vl': .*install SGLang, or give rollout"):
+            work(cfg)
+    with pytest.raises(config.ConfigError, match="no server answers at"):  # a server may know it
+        dry_run(replace(cfg, rollout=replace(cfg.rollout, urls=("localhost:9",))))
+
+
 def test_what_cannot_run_says_so(write):
     api = {"url": "http://x", "model": "m"}
     for changes, rule in (
