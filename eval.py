@@ -37,7 +37,7 @@ from transformers import AutoConfig
 import data
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
-from evals.protocols import Prompting, run_protocol
+from evals.protocols import Prompting, as_read, run_protocol
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
 from runtime import config
@@ -304,7 +304,7 @@ def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract, weights: s
         "prompts": digest(prompts),
         "prompting": dataclasses.asdict(cfg.prompting),
         "rollout": {name: value for name, value in rollout.items() if f"rollout.{name}" not in elsewhere},
-        "visual": dataclasses.asdict(contract),
+        "visual": dataclasses.asdict(as_read(contract, cfg.prompting.protocol)),
         "grading": {"open_answer": grading.open_answer, "untagged_answer": grading.untagged_answer},
         "judge": grading.judge.model,
         "seed": cfg.seed,

@@ -14,6 +14,7 @@ from data import Task
 from eval import EvalConfig, dry_run
 from evals import benchmarks, tables
 from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, count_items, figures, grade, load_split
+from evals.protocols import READS
 from rewards import RewardConfig
 from runtime import config
 from runtime.dataset import DataError
@@ -370,6 +371,7 @@ def test_the_dry_run_of_every_row_lists_all_that_is_known_of_the_published_run(t
         # Its own protocol is compared with the row of the table, key by key.
         unlike = re.findall(r"unlike (\w+)\.yaml: (\S+):", notes)
         assert {row for row, _ in unlike} == ({path.stem} if path.parent.name == "own" else set())
+        assert cfg.prompting.protocol not in READS or "visual.stamp" not in {key for _, key in unlike}
         told.setdefault(cfg.name.removesuffix(" (own)"), []).append(re.findall("the published run: (.*)", notes))
     assert told.keys() == OTHERS | COPIED
     for fact, rows in KNOWN.items():

@@ -1,5 +1,6 @@
 """Evaluation: interrupted and failing runs end with the results of one that was neither; tables are computed by hand."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -30,9 +31,10 @@ from tiny_checkpoint import Scripted, is_subagent
 import data
 import eval as evaluation
 import tools
-from eval import EvalConfig, dry_run
+from eval import EvalConfig, EvalJob, dry_run
 from evals import protocols, tables
 from evals.benchmarks import load_split
+from evals.protocols import READS
 from evals.tables import interval, read_results
 from rollout import derive
 from runtime import config
@@ -569,7 +571,13 @@ def test_a_row_is_asked_in_both_ways(path):
     own, cfg = load(path), load(CONFIGS / f"{row}.yaml")
     # As in the published run: all alike.
     visual, agent, protocol = cfg.visual, cfg.rollout, own.prompting.protocol
-    assert (visual.frame_pixels, visual.max_frame_pixels, visual.stamp, cfg.frames) == (100352, 602112, "", (64,))
+    assert (visual.frame_pixels, visual.max_frame_pixels, cfg.frames) == (100352, 602112, (64,))
+    # No stamps, but where the protocol has its own: they are said in the config, and in the header whatever that says.
+    assert visual.stamp == READS.get(protocol, {"stamp": ""})["stamp"]
+    blind = load(CONFIGS / f"{row}.yaml", "visual.stamp=''")
+    job = EvalJob("toy", 64, protocol, cfg.rollout, [], 8, Path())
+    header = evaluation.settings(blind, job, blind.visual, "")["visual"]
+    assert header == dataclasses.asdict(visual) | READS.get(protocol, {})
     assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
     assert cfg.prompting.protocol == (protocol if protocol in protocols.PROTOCOLS else "think")
     if cfg.agentic:
