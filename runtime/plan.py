@@ -157,7 +157,7 @@ def plan_engine(rollout, text, weights: float, rows: int, tokens: int) -> Plan:
     if rollout.server_gpus:
         used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
     else:
-        used = {"KV cache of a batch, and as much to read it": 2 * kv * rollout.max_batch_tokens}
+        used = {"KV cache of a batch, twice while it is read": 2 * kv * rollout.max_batch_tokens}
     title = f"engine, each of {len(rollout.server_gpus) or 1} GPUs"
     return Plan(title, {"weights of the engine, bf16": weights / share}, used)
 

@@ -680,7 +680,7 @@ def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_
     assert dry_run(cfg) == 0  # stored in 32 bits, served in 16
     told = capsys.readouterr().out
     cache = f"{2 * kv * cfg.rollout.max_batch_tokens / 2**30:.1f} GiB"
-    assert re.search(f"KV cache of a batch, and as much to read it +{cache}", told)
+    assert re.search(f"KV cache of a batch, twice while it is read +{cache}", told)
     assert "WARNING: may run out of memory" in told
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=weights // 3))
     for work in (dry_run, evaluation.main):
