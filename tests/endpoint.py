@@ -29,6 +29,10 @@ class Endpoint(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        assert not self.wrong  # whoever opens an endpoint holds its requests to the types
+
 
 class _Handler(BaseHTTPRequestHandler):
     def do_POST(self):

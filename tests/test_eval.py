@@ -204,6 +204,15 @@ def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, mo
                 DataError, match=f"name = 'toy': toy K=4 direct and toy K=8 direct differ .*{named}.*another `name`"
             ):
                 work(load(path, "frames=[8]", change))
+    # Behind an API, the same model elsewhere is another one.
+    header, _, answers = results_file(tmp_path).read_text().partition("\n")
+    hosted = json.loads(header) | {"name": "hosted", "weights": "m", "api": {"url": "http://a/v1", "parameters": {}}}
+    (tmp_path / "hosted").mkdir()
+    (tmp_path / "hosted" / "toy-K4-direct.jsonl").write_text(json.dumps(hosted) + "\n" + answers)
+    told = r"toy K=4 direct and toy K=8 direct differ \(api.url: 'http://a/v1', now 'http://b/v1'\)"
+    for work in (evaluation.main, dry_run):
+        with pytest.raises(DataError, match=told):
+            work(load(path, "frames=[8]", "name=hosted", f"run={tmp_path}/hosted", "api={url: 'http://b/v1', model: m}"))
     assert len(engines) == 1 and not results_file(tmp_path, k=8).exists()
     run(path, "frames=[8]", "rollout.max_context=30000")
     # Two folders of one name are a row, too.
