@@ -42,6 +42,7 @@ PUBLISHED = {
     "Qwen/Qwen3-VL-8B-Instruct": _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False),
     "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
 }
+PUBLISHED["ParaVT/ParaVT-8B"] = PUBLISHED["Qwen/Qwen3-VL-8B-Instruct"]
 
 
 @dataclass(frozen=True)

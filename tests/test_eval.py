@@ -192,13 +192,17 @@ def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, m
 def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, model, toy_dir, tmp_path):
     """Past bug: retrained, and asked the splits that were left, a model shared its row with its predecessor."""
     path, engines = write(), model(says("red"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mlvu-K4-direct.jsonl").write_text('{"total": 3}\n')  # which blocks no other file of its folder
     run(path)
     shutil.copytree(toy_dir / "model", tmp_path / "trained")
     (tmp_path / "trained" / "model.safetensors").write_bytes(bytes(10_000))
+    (tmp_path / "words.yaml").write_text('user: "{frames} {question}"')
     for work in (evaluation.main, dry_run):
         for change, named in (
             (f"checkpoint={tmp_path}/trained", "weights: "),
             ("rollout.temperature=1", "rollout.temperature: 0.0, now 1"),
+            (f"prompting.prompt_file={tmp_path}/words.yaml", "prompts: "),
         ):
             with pytest.raises(
                 DataError, match=f"name = 'toy': toy K=4 direct and toy K=8 direct differ .*{named}.*another `name`"
@@ -215,12 +219,31 @@ def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, mo
             work(load(path, "frames=[8]", "name=hosted", f"run={tmp_path}/hosted", "api={url: 'http://b/v1', model: m}"))
     assert len(engines) == 1 and not results_file(tmp_path, k=8).exists()
     run(path, "frames=[8]", "rollout.max_context=30000")
+    run(path, "prompting.protocol=think")  # another arm has other prompts
     # Two folders of one name are a row, too.
     changed = read_results(results_file(tmp_path)).settings | {"weights": "others", "split": "mlvu"}
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mlvu-K4-direct.jsonl").write_text(json.dumps(changed) + "\n" + json.dumps(line("0", 1)) + "\n")
     with pytest.raises(DataError, match="toy K=4 direct and mlvu K=4 direct differ .weights: '.*', now 'others'"):
         tables.report([tmp_path / "run", tmp_path / "b"])
+
+
+def test_a_dry_run_compares_settings_before_the_checkpoint_is_here(write, model, tmp_path):
+    """It compared none, and the run was refused after its download."""
+    path = write(run=str(tmp_path / "run"), visual={"frame_pixels": 1024})
+    model(says("red"))
+    run(path)
+    there = "checkpoint=hub:Somebody/Else"
+    assert dry_run(load(path, there)) == dry_run(load(path, there, "visual=null")) == 0  # of another model: not known yet
+    for change, named in (
+        ("seed=1", "seed: 0, now 1"),
+        ("visual.stamp=''", "visual.stamp: '<.*>', now ''"),
+        ("rollout.temperature=1", "rollout.temperature: 0.0, now 1.0"),
+    ):
+        with pytest.raises(config.ConfigError, match=f"made under other settings .{named}"):
+            dry_run(load(path, there, change))
+    with pytest.raises(DataError, match="toy K=4 direct and toy K=8 direct differ .rollout.temperature"):
+        dry_run(load(path, there, "rollout.temperature=1", "frames=[8]"))
 
 
 def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_dir, tmp_path):
@@ -250,11 +273,12 @@ def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_
 def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
 
-    def prompts() -> list[str]:
+    def prompts(**contract) -> list[str]:
         jobs = evaluation.list_jobs(cfg)
-        return [evaluation.settings(cfg, job, VisualContract(), "")["prompts"] for job in jobs]
+        return [evaluation.settings(cfg, job, VisualContract(**contract), "")["prompts"] for job in jobs]
 
     before = prompts()
+    assert prompts(stamp="") == before  # a setting of its own: Charades has stamps, other splits none
     with monkeypatch.context() as patch:
         patch.setitem(tools.TOOLS, "crop_video", replace(tools.TOOLS["crop_video"], schema={"name": "crop_video"}))
         assert prompts()[0] != before[0] and prompts()[1] == before[1]  # without tools, none is described
@@ -481,7 +505,7 @@ def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_pat
 
 def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_path, capsys):
     write_results(tmp_path, "videomme", lines("11"))
-    for number, damage in ((2, b'{"id": "0", "sc\n'), (1, b"\n"), (1, b'{"id": "0"}\n')):
+    for number, damage in ((2, b'{"id": "0", "sc\n'), (1, b"\n"), (1, b'{"id": "0"}\n'), (1, b'{"total": 3}\n')):
         path = write_results(tmp_path, "lvbench", lines("10"))
         content = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join([*content[: number - 1], damage, *content[number:]]))
@@ -695,6 +719,16 @@ def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_
     for work in (dry_run, evaluation.main):
         with pytest.raises(config.ConfigError, match="engine, each of 1 GPUs: weights.* do not fit into"):
             work(cfg)
+    # On a GPU that serves it; and before it is fetched, if its shapes are known.
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for changes, kept, size in (
+        (["rollout.server_gpus=[0]"], "KV cache of 1 x 32768 tokens .*CUDA graphs and activations +6.0 GiB", "0.0"),
+        (["checkpoint=ParaVT/ParaVT-8B"], "KV cache of a batch, twice .* 36.0 GiB", "16.3"),
+        (["checkpoint=hub:Qwen/Qwen3-VL-8B-Instruct", "rollout.server_gpus=[0]"], "1 x 32768 tokens +4.5 GiB", "16.3"),
+    ):
+        with pytest.raises(config.ConfigError, match=rf"engine, each of 1 GPUs: weights.* {size} GiB, do not fit into"):
+            dry_run(load(write(), *changes))
+        assert re.search(kept, capsys.readouterr().out, re.S)
 
 
 def test_another_family_is_not_answered_by_random_weights(write, toy_dir, tmp_path):
