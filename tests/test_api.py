@@ -179,6 +179,26 @@ def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated():
         assert "4f9" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "override, rule",
+    [
+        ("api.keys=sk-4f9", "api.keys = .*unknown key; did you mean api.key?"),
+        ("api_key=sk-4f9", "api_key = .*unknown key"),
+        ("OPENAI_API_KEY=sk-4f9", "OPENAI_API_KEY = .*unknown key"),
+        ("api={key: sk-4f9", "the value is not YAML; quote .*, as in 'api=...'"),
+        ("grading.judge={key: sk-4f9", "the value is not YAML; quote .*, as in 'grading.judge=...'"),
+        ("api=sk-4f9", "api = .*must be a mapping"),
+        ("api.key=[sk-4f9]", "api.key = .*must be str, not list"),
+        ("api.key.x=sk-4f9", "key is a value"),
+        ("api.key:sk-4f9", "write it as key.sub=value"),
+    ],
+)
+def test_a_misspelled_override_does_not_repeat_the_key(override, rule):
+    with pytest.raises(config.ConfigError, match=rule) as error:
+        config.load(EvalConfig, "configs/eval/gpt4o.yaml", [override])
+    assert "4f9" not in str(error.value)
+
+
 @pytest.fixture
 def theirs(toy_dir, tmp_path):
     """theirs(endpoint, override, ...) -> the config of an evaluation of a model behind that endpoint."""
