@@ -225,13 +225,16 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
             if model != name:
                 continue
             base = bases.get(k, {})
-            ks = ", ".join(dict.fromkeys(str(r.k) for r in row.values()))
+            ks = frames_of(row)
             for reading in READINGS:
                 cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
                 summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
                 lines.append([name, arm, reading, ks, *cells, *summary])
 
-            # Item by item, where the baseline has the same ones: also of `limit=20`.
+            # Item by item, where the baseline has the same ones: also of `limit=20`, and at another K if it has but one.
+            if not base:
+                base = bases.get("paper") or (next(iter(bases.values())) if len(bases) == 1 else {})
+                ks += f" over {frames_of(base)}"
             for reading in READINGS:
                 cells = dict.fromkeys(splits, "")
                 for split in row.keys() & base.keys():
@@ -249,6 +252,10 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
     gains = f"gain over {baseline}: mean of ratios / ratio of averages"
     header = ["model", "arm", "reading", "K", *splits, "average", gains]
     return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
+
+
+def frames_of(row: dict[str, Results]) -> str:
+    return ", ".join(dict.fromkeys(str(r.k) for r in row.values()))
 
 
 def finished(row: dict[str, Results], reading: str) -> dict[str, float]:
@@ -280,7 +287,8 @@ def mean_cell(values: Sequence[float], records: Sequence[dict], sign: str = "") 
     if not records:
         return ""
     low, high = interval(values, ["/".join(x["videos"]) for x in records])
-    return f"{100 * sum(values) / len(values):{sign}.1f} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+    mean = f"{100 * sum(values) / len(values):{sign}.1f}"
+    return mean if np.isnan(low) else f"{mean} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
 
 
 def score_cell(r: Results) -> str:

@@ -503,6 +503,29 @@ def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_pat
     assert [float(tagged[1]), float(tagged[2])] == pytest.approx(exact, abs=3)
 
 
+def test_a_gain_over_another_number_of_frames_says_both(tmp_path):
+    """A model that is asked with its own K had no gain at all."""
+    write_results(tmp_path / "a", "videomme", lines("11"), name="Conan-7B (own)", arm="conan", k=16)
+    for k, named in ((64, "16 over 64"), (32, "16 over 32")):  # the paper's K, or the only one
+        write_results(tmp_path / str(k), "videomme", lines("10"), name="Qwen3-VL-8B (own)", k=k)
+        found = sections(tables.report([tmp_path / "a", tmp_path / str(k)], "Qwen3-VL-8B (own)"))["Scores"]
+        [gain] = [row for row in found if row[2] == "gain, tagged"]
+        assert gain[0] == "Conan-7B (own)" and gain[3] == named and gain[4].startswith("+50.0 [")
+        assert {row[-1] for row in found if row[:3] == ["Conan-7B (own)", "conan", "tagged"]} == {""}  # of one K only
+    for k in (8, 16, 32):
+        write_results(tmp_path / "b", "lvbench", lines("10"), name="base", k=k)
+    found = sections(tables.report([tmp_path / "a", tmp_path / "b"], "base"))["Scores"]
+    assert not any(row[0] == "Conan-7B (own)" and row[2].startswith("gain") for row in found)
+
+
+def test_one_video_has_a_score_without_an_interval(tmp_path):
+    """`limit=2` printed [nan, nan]."""
+    rows = [line("a", 1, video="v"), line("b", 0, video="v")]
+    write_results(tmp_path, "videomme", rows, total=2700)
+    told = tables.report([tmp_path])
+    assert "nan" not in told and sections(told)["Scores"][2][4] == "50.0 (2 of 2700)"
+
+
 def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_path, capsys):
     write_results(tmp_path, "videomme", lines("11"))
     for number, damage in ((2, b'{"id": "0", "sc\n'), (1, b"\n"), (1, b'{"id": "0"}\n'), (1, b'{"total": 3}\n')):
