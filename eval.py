@@ -37,7 +37,7 @@ from transformers import AutoConfig, Qwen3VLConfig
 import data
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
-from evals.protocols import Prompting, as_read, run_protocol
+from evals.protocols import READS, Prompting, run_protocol
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
 from runtime import config
@@ -210,8 +210,8 @@ def check_engine(cfg: EvalConfig, source: Path | None) -> None:
         return
     model = AutoConfig.from_pretrained(source) if source else Qwen3VLConfig(**PUBLISHED[name])
     if not cfg.rollout.server_gpus and model.model_type != "qwen3_vl":
-        rule = "without a server it would be answered by random weights; install SGLang, or give rollout.urls"
-        raise config.ConfigError(f"checkpoint = {cfg.checkpoint!r}: this process runs Qwen3-VL, not {model.model_type!r}: {rule}")
+        told = f"checkpoint = {cfg.checkpoint!r}: this process runs Qwen3-VL, not {model.model_type!r}"
+        raise config.ConfigError(f"{told}; install SGLang, or give rollout.urls")
     if torch.cuda.is_available():
         if source:
             stored = sum(path.stat().st_size for path in source.glob("*.safetensors"))
@@ -266,11 +266,12 @@ def prepare(cfg: EvalConfig, jobs: Sequence[EvalJob], source: Path | None) -> tu
     renderer, and (job, items to ask, lines before them) where there are any. A dry run may lack jobs or the source."""
     check_run(cfg)
     renderer, headers, todo = None, [], []
-    contract, weights = cfg.visual, cfg.api.model if cfg.api.url else source and weights_digest(source)
+    contract = cfg.visual
     if source:
         contract = cfg.visual or VisualContract.load(source)
         contract.check(source)
         renderer = Renderer(load_tokenizer(source), contract)
+    weights = cfg.api.model if cfg.api.url else source and weights_digest(source)
 
     # What has been answered is not asked again.
     for job in jobs:
@@ -300,7 +301,8 @@ def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract | None, wei
     elsewhere = MAY_CHANGE | {"rollout.dispatch"}
     prompts = [cfg.prompting.texts]  # as they are before `data.true_prompt`, which heeds settings below
     if cfg.agentic:
-        prompts += [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, job.rollout.schemas]
+        prompts += [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM]
+        prompts += [data.SUBAGENT_REQUEST, job.rollout.schemas]
     asked = {"name": cfg.name, "split": job.split, "k": job.k, "arm": job.arm, "total": job.total}
     header = asked | {
         "weights": weights,
@@ -308,7 +310,7 @@ def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract | None, wei
         "prompts": digest(prompts),
         "prompting": dataclasses.asdict(cfg.prompting),
         "rollout": {name: value for name, value in rollout.items() if f"rollout.{name}" not in elsewhere},
-        "visual": contract and dataclasses.asdict(as_read(contract, cfg.prompting.protocol)),
+        "visual": contract and dataclasses.asdict(replace(contract, **READS.get(cfg.prompting.protocol, {}))),
         "grading": {"open_answer": grading.open_answer, "untagged_answer": grading.untagged_answer},
         "judge": grading.judge.model,
         "seed": cfg.seed,

@@ -38,7 +38,7 @@ from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer, clock
 from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
-from runtime.visual import ContractError, VisualContract
+from runtime.visual import ContractError
 from tools import ToolError, parse_calls, read_number, read_time, use
 
 Protocol = Literal[
@@ -114,7 +114,8 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} asks about one")
     if cfg.protocol in READS:
         renderer = context.renderer
-        context = replace(context, renderer=Renderer(renderer.tokenizer, as_read(renderer.contract, cfg.protocol)))
+        contract = replace(renderer.contract, **READS[cfg.protocol])
+        context = replace(context, renderer=Renderer(renderer.tokenizer, contract))
     episode = Episode(task, k, Trajectory(), seed=seed)
     started, answer = time.perf_counter(), None
     try:
@@ -133,11 +134,6 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
 
 
 # ------------------------------------------------------------------------------------------------ verbs
-
-
-def as_read(contract: VisualContract, protocol: Protocol) -> VisualContract:
-    """Return the contract under which a protocol's model really reads frames."""
-    return replace(contract, **READS.get(protocol, {}))
 
 
 def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:

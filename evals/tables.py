@@ -225,7 +225,7 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
             if model != name:
                 continue
             base = bases.get(k, {})
-            ks = frames_of(row)
+            ks = ", ".join(dict.fromkeys(str(r.k) for r in row.values()))
             for reading in READINGS:
                 cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
                 summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
@@ -234,7 +234,7 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
             # Item by item, where the baseline has the same ones: also of `limit=20`, and at another K if it has but one.
             if not base:
                 base = bases.get("paper") or (next(iter(bases.values())) if len(bases) == 1 else {})
-                ks += f" over {frames_of(base)}"
+                ks += " over " + ", ".join(dict.fromkeys(str(r.k) for r in base.values()))
             for reading in READINGS:
                 cells = dict.fromkeys(splits, "")
                 for split in row.keys() & base.keys():
@@ -252,10 +252,6 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
     gains = f"gain over {baseline}: mean of ratios / ratio of averages"
     header = ["model", "arm", "reading", "K", *splits, "average", gains]
     return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
-
-
-def frames_of(row: dict[str, Results]) -> str:
-    return ", ".join(dict.fromkeys(str(r.k) for r in row.values()))
 
 
 def finished(row: dict[str, Results], reading: str) -> dict[str, float]:
