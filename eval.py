@@ -32,12 +32,12 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3VLConfig
 
 import data
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
-from evals.protocols import Prompting, run_protocol
+from evals.protocols import READS, Prompting, run_protocol
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
 from runtime import config
@@ -46,7 +46,8 @@ from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint
 from runtime.dataset import DataError
 from runtime.engine import Engine
 from runtime.judge import Judge, JudgeError
-from runtime.plan import plan_engine
+from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
+from runtime.policy import PolicyConfig
 from runtime.render import Renderer, load_tokenizer
 from runtime.run import USER_ERRORS
 from runtime.video import Videos
@@ -197,17 +198,26 @@ def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
 
 
 def check_engine(cfg: EvalConfig, source: Path | None) -> None:
-    """Refuse a model or a judge that does not answer, and a model that does not fit into the GPUs that it is given."""
+    """Refuse a model or a judge that does not answer, and a model that this process or its GPUs cannot run."""
     if cfg.grading.open_answer == "judge":
         check_api(cfg.grading.judge)
     if cfg.api.url:
         check_api(cfg.api)
         return
     check_servers(cfg.rollout)
-    if source and torch.cuda.is_available() and not cfg.rollout.urls:
-        model = AutoConfig.from_pretrained(source)
-        stored = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-        weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it computes in bf16
+    name = cfg.checkpoint.removeprefix("hub:")
+    if cfg.rollout.urls or not (source or name in PUBLISHED):
+        return
+    model = AutoConfig.from_pretrained(source) if source else Qwen3VLConfig(**PUBLISHED[name])
+    if not cfg.rollout.server_gpus and model.model_type != "qwen3_vl":
+        told = f"checkpoint = {cfg.checkpoint!r}: this process runs Qwen3-VL, not {model.model_type!r}"
+        raise config.ConfigError(f"{told}; install SGLang, or give rollout.urls")
+    if torch.cuda.is_available():
+        if source:
+            stored = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+            weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it computes in bf16
+        else:
+            weights = 2 * count(meta_policy(PolicyConfig(name)))
         longest = cfg.rollout.max_context  # one trajectory, at least
         plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
 
@@ -256,41 +266,42 @@ def prepare(cfg: EvalConfig, jobs: Sequence[EvalJob], source: Path | None) -> tu
     renderer, and (job, items to ask, lines before them) where there are any. A dry run may lack jobs or the source."""
     check_run(cfg)
     renderer, headers, todo = None, [], []
+    contract = cfg.visual
     if source:
         contract = cfg.visual or VisualContract.load(source)
         contract.check(source)
         renderer = Renderer(load_tokenizer(source), contract)
-        weights = cfg.api.model if cfg.api.url else weights_digest(source)
+    weights = cfg.api.model if cfg.api.url else source and weights_digest(source)
 
-        # What has been answered is not asked again.
-        for job in jobs:
-            header = settings(cfg, job, contract, weights)
-            headers.append(tables.Results(header, []))
-            records = earlier_results(job, header)
-            answered = {record["id"] for record in records}
-            items = [item for item in job.items if item.task.id not in answered]
-            if items:
-                todo.append((job, items, [header, *records]))
+    # What has been answered is not asked again.
+    for job in jobs:
+        header = settings(cfg, job, contract, weights)
+        headers.append(tables.Results(header, []))
+        records = earlier_results(job, header)
+        answered = {record["id"] for record in records}
+        items = [item for item in job.items if item.task.id not in answered]
+        if items:
+            todo.append((job, items, [header, *records]))
 
-        # Other files of this folder may be of another model.
-        mine = {job.path for job in jobs}
-        others = [path for path in sorted(Path(cfg.run).glob("*-K*-*.jsonl")) if path not in mine]
-        tables.refuse_mixtures([*map(tables.read_results, others), *headers])
+    # Other files of this folder may be of another model.
+    mine = {job.path for job in jobs}
+    others = [results for path, results in tables.read_run(cfg.run).items() if path not in mine]
+    tables.refuse_mixtures([*others, *headers])
 
-    if todo or not (source and jobs):
+    if todo or not jobs:
         check_engine(cfg, source)
     return renderer, todo
 
 
-def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract, weights: str) -> dict[str, Any]:
-    """Collect what shapes a result, for the file's first line. Where and how fast it is computed does not; what a fork's
-    tool asks its sub-agents (`ClipForSubagent.request`) is not seen here."""
+def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract | None, weights: str | None) -> dict[str, Any]:
+    """Collect what shapes a result, for the file's first line. Where and how fast it is computed does not. Not seen here:
+    what a fork's tool asks its sub-agents (`ClipForSubagent.request`), which weights a server at `rollout.urls` holds, and
+    what `rollout.server_args` do to them, such as quantization. None: a dry run does not know it."""
     rollout, grading = dataclasses.asdict(job.rollout), cfg.grading
     elsewhere = MAY_CHANGE | {"rollout.dispatch"}
-    prompts = [cfg.prompting.texts]
+    prompts = [cfg.prompting.texts]  # as they are before `data.true_prompt`, which heeds settings below
     if cfg.agentic:
-        for text in (data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM):
-            prompts.append(data.true_prompt(text, bool(contract.stamp), job.rollout.tool_return))
+        prompts += [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM]
         prompts += [data.SUBAGENT_REQUEST, job.rollout.schemas]
     asked = {"name": cfg.name, "split": job.split, "k": job.k, "arm": job.arm, "total": job.total}
     header = asked | {
@@ -299,7 +310,7 @@ def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract, weights: s
         "prompts": digest(prompts),
         "prompting": dataclasses.asdict(cfg.prompting),
         "rollout": {name: value for name, value in rollout.items() if f"rollout.{name}" not in elsewhere},
-        "visual": dataclasses.asdict(contract),
+        "visual": contract and dataclasses.asdict(replace(contract, **READS.get(cfg.prompting.protocol, {}))),
         "grading": {"open_answer": grading.open_answer, "untagged_answer": grading.untagged_answer},
         "judge": grading.judge.model,
         "seed": cfg.seed,
@@ -336,6 +347,9 @@ def earlier_results(job: EvalJob, header: dict[str, Any]) -> list[dict]:
     found = tables.read_results(job.path)
     answers = [record for record in found.records if not record["error"]]
     wrong = config.differences(found.settings, header)
+    for name in ("weights", "visual"):
+        if header[name] is None:
+            wrong.pop(name, None)
     if wrong and answers:
         cure = "choose another `run`, or delete the file"
         raise config.ConfigError(f"{job.path} was made under other settings ({'; '.join(wrong.values())}): {cure}")

@@ -97,6 +97,13 @@ ZOOM_TURNS, ZOOM_FRAMES = 5, 16  # frames of one segment
 CROP_FPS = 1.0  # of longvt's crops, and of what sage's tools see of a window
 SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # seconds of a window, at most
 ATTEMPTS, RETRY_TEMPERATURE = 5, 0.7  # of sage, to write JSON
+# How these read frames, whatever the run's contract says.
+READS = {
+    "conan": {"stamp": "{clock}"},
+    "longvt": {"stamp": "", "crop_fps": CROP_FPS, "crop_max_frames": LONGVT_FRAMES},
+    "sage": {"stamp": "{clock}"},
+    "video_zoomer": {"stamp": "<frame{i}_time{:.2f}s>"},
+}
 
 
 def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
@@ -105,6 +112,10 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
     task = item.task
     if len(task.videos) != 1 and cfg.protocol != "agent":
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} asks about one")
+    if cfg.protocol in READS:
+        renderer = context.renderer
+        contract = replace(renderer.contract, **READS[cfg.protocol])
+        context = replace(context, renderer=Renderer(renderer.tokenizer, contract))
     episode = Episode(task, k, Trajectory(), seed=seed)
     started, answer = time.perf_counter(), None
     try:
@@ -123,12 +134,6 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
 
 
 # ------------------------------------------------------------------------------------------------ verbs
-
-
-def reading(context: AgentContext, **contract: Any) -> AgentContext:
-    """Return the context of a model that reads frames in another form, such as other stamps."""
-    renderer = context.renderer
-    return replace(context, renderer=Renderer(renderer.tokenizer, replace(renderer.contract, **contract)))
 
 
 def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
@@ -254,7 +259,7 @@ def _one_turn(context: AgentContext, episode: Episode, cfg: Prompting, values: d
 
 
 def _conan(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    context, last = reading(context, stamp="{clock}"), CONAN_TURNS - 1
+    last = CONAN_TURNS - 1
     main = episode.main = begin(context, cfg, values)
     for turn in range(CONAN_TURNS):
         text = speak(context, main, derive(episode.seed, turn))
@@ -288,7 +293,6 @@ def _retrieve(context: AgentContext, episode: Episode, call: Call) -> list:
 
 
 def _longvt(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    context = reading(context, stamp="", crop_fps=CROP_FPS, crop_max_frames=LONGVT_FRAMES)
     main = episode.main = begin(context, cfg, values, tools=[json.loads(cfg.texts["tool"])])
     if main.ids == begin(context, cfg, values).ids:
         raise ContractError("the chat template shows no tools: write that of its authors into chat_template.jinja")
@@ -320,7 +324,6 @@ def _crop(context: AgentContext, episode: Episode, call: Call, cfg: Prompting, v
 
 def _sage(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
     """Watch once, then reason in text. The conversations stand one after another in Episode.main, each with its prompt."""
-    context = reading(context, stamp="{clock}")
     values |= {"tools": Live(cfg.texts["tools"]), "latest": "none"}
     results, media = [], {}
     for step in range(SAGE_STEPS + 1):
@@ -428,7 +431,7 @@ def _use_sage(
 
 
 def _video_zoomer(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    context, last = reading(context, stamp="<frame{i}_time{:.2f}s>"), ZOOM_TURNS - 1
+    last = ZOOM_TURNS - 1
     main = episode.main = begin(context, cfg, values)
     for turn in range(ZOOM_TURNS):
         text = speak(context, main, derive(episode.seed, turn), closing="</video_zoom>")

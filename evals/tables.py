@@ -29,6 +29,7 @@ from runtime.config import differences
 from runtime.dataset import DataError
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
+HEADER = ("name", "arm", "k", "split", "total")  # what every file's first line says
 READINGS = ("tagged", "lenient")
 LEGEND = """
 
@@ -76,22 +77,29 @@ def read_results(path: Path) -> Results:
     for number, line in enumerate(lines, start=1):
         try:
             found.append(json.loads(line))
-            found[-1]["total" if number == 1 else "id"]
+            for name in HEADER if number == 1 else ("id",):
+                found[-1][name]
         except (ValueError, TypeError, KeyError):
             raise DataError(f"{path}: line {number} is damaged; delete it (line 1: the file), to ask again") from None
     return Results(found[0], found[1:])
 
 
+def read_run(run: str | Path) -> dict[Path, Results]:
+    """Read the results in a run's folder. A damaged file is named and left out."""
+    found = {}
+    for path in sorted(Path(run).glob("*-K*-*.jsonl")):
+        try:
+            found[path] = read_results(path)
+        except DataError as error:
+            print(f"left out: {error}", file=sys.stderr)
+    return found
+
+
 def collect(runs: Sequence[str | Path]) -> list[Results]:
-    """Read the results in the folders of all runs. A damaged file is named and left out."""
+    """Read the results in the folders of all runs."""
     results, paths = [], {}
     for run in runs:
-        for path in sorted(Path(run).glob("*-K*-*.jsonl")):
-            try:
-                found = read_results(path)
-            except DataError as error:
-                print(f"left out: {error}", file=sys.stderr)
-                continue
+        for path, found in read_run(run).items():
             cell = (found.name, found.arm, found.k, found.split)
             if cell in paths:
                 raise DataError(f"{paths[cell]} and {path} have the same place in the table: give one another `name`")
@@ -104,16 +112,21 @@ def collect(runs: Sequence[str | Path]) -> list[Results]:
 
 
 def refuse_mixtures(results: Sequence[Results]) -> None:
-    """Refuse results of one name that come of different models or ways of sampling: a row would be true of neither."""
+    """Refuse results of one name that come of different models, ways of sampling or, within an arm, prompts: a row would be
+    true of neither."""
     first = {}
     for r in results:
-        identity = {key: r.settings.get(key) for key in ("weights", "api", "rollout")}
-        other, expected = first.setdefault(r.name, (r, identity))
-        wrong = differences(expected, identity)
-        wrong.pop("rollout.max_context", None)  # a limit, that one split may need more of
-        if wrong:
-            told = f"{other.split} K={other.k} {other.arm} and {r.split} K={r.k} {r.arm} differ ({'; '.join(wrong.values())})"
-            raise DataError(f"name = {r.name!r}: {told}; give one another `name` and `run`, or delete its file")
+        shared = {r.name: ("weights", "api", "rollout"), (r.name, r.arm): ("prompts",)}
+        for place, keys in shared.items():
+            identity = {key: r.settings.get(key) for key in keys}
+            other, expected = first.setdefault(place, (r, identity))
+            wrong = differences(expected, identity)
+            wrong.pop("rollout.max_context", None)  # a limit, that one split may need more of
+            if r.settings.get("weights") is None:  # of a dry run's checkpoint, which is not here
+                wrong.pop("weights", None)
+            if wrong:
+                told = f"{other.split} K={other.k} {other.arm} and {r.split} K={r.k} {r.arm} differ ({'; '.join(wrong.values())})"
+                raise DataError(f"name = {r.name!r}: {told}; give one another `name` and `run`, or delete its file")
 
 
 def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, float]:
@@ -218,7 +231,10 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
                 summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
                 lines.append([name, arm, reading, ks, *cells, *summary])
 
-            # Item by item, where the baseline has the same ones: also of `limit=20`.
+            # Item by item, where the baseline has the same ones: also of `limit=20`, and at another K if it has but one.
+            if not base:
+                base = bases.get("paper") or (next(iter(bases.values())) if len(bases) == 1 else {})
+                ks += " over " + ", ".join(dict.fromkeys(str(r.k) for r in base.values()))
             for reading in READINGS:
                 cells = dict.fromkeys(splits, "")
                 for split in row.keys() & base.keys():
@@ -267,7 +283,8 @@ def mean_cell(values: Sequence[float], records: Sequence[dict], sign: str = "") 
     if not records:
         return ""
     low, high = interval(values, ["/".join(x["videos"]) for x in records])
-    return f"{100 * sum(values) / len(values):{sign}.1f} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+    mean = f"{100 * sum(values) / len(values):{sign}.1f}"
+    return mean if np.isnan(low) else f"{mean} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
 
 
 def score_cell(r: Results) -> str:

@@ -97,7 +97,9 @@ class Chat:
             reply = self.client.chat.completions.create(model=self.api.model, messages=messages, extra_body=body)
             message, finish = reply.choices[0].message, reply.choices[0].finish_reason
             said, refusal = message.content, message.refusal
-        except (openai.OpenAIError, AttributeError, IndexError, TypeError) as error:
+            if not isinstance(said, str | None):  # parts, of which some are thoughts
+                said = "".join(part["text"] for part in said if part["type"] == "text") or None
+        except (openai.OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:  # ValueError: no JSON
             told = f"{error} {error.__cause__ or reply}".strip()
             if self.key:
                 told = told.replace(self.key, "[the key]")

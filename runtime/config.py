@@ -47,13 +47,13 @@ def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
-            raise ConfigError(f"override {override!r}: write it as key.sub=value")
+            raise ConfigError(f"override {shown(key)}: write it as key.sub=value")
         node = tree
         *parents, leaf = key.split(".")
         for parent in parents:
             node = node.setdefault(parent, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"override {override!r}: {parent} is a value, it has no keys below it")
+                raise ConfigError(f"override {shown(override)}: {parent} is a value, it has no keys below it")
         # In a mapping of names, such as `splits`, one name looks as if it were the only one.
         others = sorted(node.keys() - {leaf})
         if others and parents and typing.get_origin(hints.get(parents[0])) is dict:
@@ -61,7 +61,8 @@ def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -
         try:
             node[leaf] = yaml.safe_load(text)
         except yaml.YAMLError:
-            raise ConfigError(f"override {override!r}: the value is not YAML; quote it whole for the shell") from None
+            cure = f"the value is not YAML; quote it whole for the shell, as in '{key}=...'"
+            raise ConfigError(f"override {shown(override)}: {cure}") from None
     try:
         return build(cls, tree, "")
     except ConfigError as error:
@@ -107,7 +108,7 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
             near += [name for name in hints if name.endswith(f"_{key}")]
             near += difflib.get_close_matches(str(key), hints, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(hints)}"
-            raise ConfigError(f"{prefix}{key} = {value!r}: unknown key; {hint}")
+            raise ConfigError(f"{prefix}{key} = {shown(value, prefix + key)}: unknown key; {hint}")
         default = values.get(key, getattr(cls, key, None))
         values[key] = _coerce(hints[key], value, prefix + key, default)
     for field in dataclasses.fields(cls):
@@ -120,6 +121,12 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
         raise ConfigError(f"{prefix.rstrip('.') + ': ' if prefix else ''}{error}") from None
 
 
+def shown(value: Any, key: str = "") -> str:
+    """Return a value, or a whole override, as an error repeats it; one that may hold an API's key is not repeated."""
+    text = f"{key}{value}".lower()
+    return "(not repeated: it may hold a key)" if text.startswith("api") or "key" in text else repr(value)
+
+
 def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):  # X | None: the only union that configs use
@@ -130,15 +137,15 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"
         if value not in args or isinstance(value, bool):  # True is 1
-            raise ConfigError(f"{key} = {value!r}: must be one of {', '.join(map(repr, args))}")
+            raise ConfigError(f"{key} = {shown(value, key)}: must be one of {', '.join(map(repr, args))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{key} = {value!r}: must be a list, as in [a, b]")
+            raise ConfigError(f"{key} = {shown(value, key)}: must be a list, as in [a, b]")
         return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if origin is dict or dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
-            raise ConfigError(f"{key} = {value!r}: must be a mapping")
+            raise ConfigError(f"{key} = {shown(value, key)}: must be a mapping")
         if origin is None:
             return build(hint, value, key + ".", default)
         return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
@@ -149,7 +156,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
             pass
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise ConfigError(f"{key} = {value!r}: must be {hint.__name__}, not {type(value).__name__}")
+    raise ConfigError(f"{key} = {shown(value, key)}: must be {hint.__name__}, not {type(value).__name__}")
 
 
 def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:

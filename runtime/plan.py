@@ -42,6 +42,7 @@ PUBLISHED = {
     "Qwen/Qwen3-VL-8B-Instruct": _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False),
     "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
 }
+PUBLISHED["ParaVT/ParaVT-8B"] = PUBLISHED["Qwen/Qwen3-VL-8B-Instruct"]
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def plan_engine(rollout, text, weights: float, rows: int, tokens: int) -> Plan:
     if rollout.server_gpus:
         used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
     else:
-        used = {"KV cache of a batch, and as much to read it": 2 * kv * rollout.max_batch_tokens}
+        used = {"KV cache of a batch, twice while it is read": 2 * kv * rollout.max_batch_tokens}
     title = f"engine, each of {len(rollout.server_gpus) or 1} GPUs"
     return Plan(title, {"weights of the engine, bf16": weights / share}, used)
 

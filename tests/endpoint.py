@@ -19,7 +19,7 @@ def hold_to_the_types(body: dict) -> None:
 
 
 class Endpoint(ThreadingHTTPServer):
-    """Says its replies one after another, the last one for ever: texts, or (status, headers, body)."""
+    """Says its replies one after another, the last one for ever: texts, or (status, headers, body); bytes are sent raw."""
 
     def __init__(self, *replies):
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -28,6 +28,10 @@ class Endpoint(ThreadingHTTPServer):
         self.seconds, self.wrong = 0.05, []  # of a reply; requests that the official types refuse
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        assert not self.wrong  # whoever opens an endpoint holds its requests to the types
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -56,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         with contextlib.suppress(BrokenPipeError):  # nobody waits any more
-            self.wfile.write(json.dumps(body).encode())
+            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
 
     def log_message(self, *_):
         pass

@@ -36,7 +36,6 @@ def endpoint(monkeypatch):
     yield lambda *replies: opened.append(Endpoint(*replies)) or opened[-1]
     for each in opened:
         each.shutdown()
-        assert not each.wrong
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_a_system_text_goes_out_as_one_and_replies_spell_no_control_tokens(endpo
     assert episode.main.finish == "length" and episode.main.ids[-1] != renderer.end_of_turn
 
 
-def says(finish: str, content: str | None = None, **message) -> tuple:
+def says(finish: str, content: object = None, **message) -> tuple:
     return 200, {}, {"choices": [{"message": {"content": content, **message}, "finish_reason": finish}]}
 
 
@@ -110,9 +109,24 @@ def test_a_busy_api_is_asked_again_and_one_that_refuses_is_not(endpoint, ask, pa
     error = ask(refuses, "direct")[0].error
     assert "Error code: 401" in error and "Incorrect key: [the key]" in error and KEY not in error
     assert "503" in ask(down, "direct")[0].error and (len(refuses.bodies), len(down.bodies)) == (1, 7)
-    broke, odd = endpoint(QUOTA), endpoint((200, {}, {"odd": 1}))
+    broke = endpoint(QUOTA)
     assert "insufficient_quota" in ask(broke, "direct")[0].error and len(broke.bodies) == 1
-    assert ask(odd, "direct")[0].error.startswith(f"EngineError: {odd.url}: ")
+
+
+ODD = (b"", b'{"choices": [', b"\xff", [], {"odd": 1}, {"choices": {"a": 1}}, {"choices": ["a"]})
+ODD_PARTS = ({"text": "a"}, [{"text": "a"}], [{"type": "text", "text": 1}], ["a"], 5)
+
+
+def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask):
+    """Past bug: an empty body of a 200 ended the evaluation, and through the judge a training; parts came back as a list."""
+    for body in (*ODD, *(says("stop", content)[2] for content in ODD_PARTS)):
+        odd = endpoint((200, {}, body))
+        assert ask(odd, "direct")[0].error.startswith(f"EngineError: {odd.url}: ")
+        with pytest.raises(JudgeError, match=f"EngineError: {odd.url}: "):
+            Judge(JudgeConfig(odd.url, "m"))("q", "g", "a")
+    parts = [{"type": "thinking", "thinking": []}, {"type": "text", "text": "It is "}, {"type": "text", "text": "B."}]
+    assert ask(endpoint(says("stop", parts)), "direct")[1] == "It is B."
+    assert ask(endpoint(says("stop", parts[:1])), "direct")[0].error == "Refusal: no answer, finish_reason stop"
 
 
 def test_an_api_that_hangs_is_given_up_after_the_timeout(endpoint, pauses):
@@ -163,6 +177,26 @@ def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated():
         with pytest.raises(config.ConfigError, match="api: key: give the name of an environment variable") as error:
             config.load(EvalConfig, "configs/eval/gpt4o.yaml", [f"api.key={secret!r}"])
         assert "4f9" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "override, rule",
+    [
+        ("api.keys=sk-4f9", "api.keys = .*unknown key; did you mean api.key?"),
+        ("api_key=sk-4f9", "api_key = .*unknown key"),
+        ("OPENAI_API_KEY=sk-4f9", "OPENAI_API_KEY = .*unknown key"),
+        ("api={key: sk-4f9", "the value is not YAML; quote .*, as in 'api=...'"),
+        ("grading.judge={key: sk-4f9", "the value is not YAML; quote .*, as in 'grading.judge=...'"),
+        ("api=sk-4f9", "api = .*must be a mapping"),
+        ("api.key=[sk-4f9]", "api.key = .*must be str, not list"),
+        ("api.key.x=sk-4f9", "key is a value"),
+        ("api.key:sk-4f9", "write it as key.sub=value"),
+    ],
+)
+def test_a_misspelled_override_does_not_repeat_the_key(override, rule):
+    with pytest.raises(config.ConfigError, match=rule) as error:
+        config.load(EvalConfig, "configs/eval/gpt4o.yaml", [override])
+    assert "4f9" not in str(error.value)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Evaluation: interrupted and failing runs end with the results of one that was neither; tables are computed by hand."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -30,9 +31,10 @@ from tiny_checkpoint import Scripted, is_subagent
 import data
 import eval as evaluation
 import tools
-from eval import EvalConfig, dry_run
+from eval import EvalConfig, EvalJob, dry_run
 from evals import protocols, tables
 from evals.benchmarks import load_split
+from evals.protocols import READS
 from evals.tables import interval, read_results
 from rollout import derive
 from runtime import config
@@ -190,26 +192,60 @@ def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, m
 def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, model, toy_dir, tmp_path):
     """Past bug: retrained, and asked the splits that were left, a model shared its row with its predecessor."""
     path, engines = write(), model(says("red"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mlvu-K4-direct.jsonl").write_text('{"total": 3}\n')  # which blocks no other file of its folder
     run(path)
     shutil.copytree(toy_dir / "model", tmp_path / "trained")
     (tmp_path / "trained" / "model.safetensors").write_bytes(bytes(10_000))
+    (tmp_path / "words.yaml").write_text('user: "{frames} {question}"')
     for work in (evaluation.main, dry_run):
         for change, named in (
             (f"checkpoint={tmp_path}/trained", "weights: "),
             ("rollout.temperature=1", "rollout.temperature: 0.0, now 1"),
+            (f"prompting.prompt_file={tmp_path}/words.yaml", "prompts: "),
         ):
             with pytest.raises(
                 DataError, match=f"name = 'toy': toy K=4 direct and toy K=8 direct differ .*{named}.*another `name`"
             ):
                 work(load(path, "frames=[8]", change))
+    # Behind an API, the same model elsewhere is another one.
+    header, _, answers = results_file(tmp_path).read_text().partition("\n")
+    hosted = json.loads(header) | {"name": "hosted", "weights": "m", "api": {"url": "http://a/v1", "parameters": {}}}
+    (tmp_path / "hosted").mkdir()
+    (tmp_path / "hosted" / "toy-K4-direct.jsonl").write_text(json.dumps(hosted) + "\n" + answers)
+    there = ["name=hosted", f"run={tmp_path}/hosted"]
+    told = r"toy K=4 direct and toy K=8 direct differ \(api.url: 'http://a/v1', now 'http://b/v1'\)"
+    for work in (evaluation.main, dry_run):
+        with pytest.raises(DataError, match=told):
+            work(load(path, "frames=[8]", *there, "api={url: 'http://b/v1', model: m}"))
     assert len(engines) == 1 and not results_file(tmp_path, k=8).exists()
     run(path, "frames=[8]", "rollout.max_context=30000")
+    run(path, "prompting.protocol=think")  # another arm has other prompts
     # Two folders of one name are a row, too.
     changed = read_results(results_file(tmp_path)).settings | {"weights": "others", "split": "mlvu"}
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mlvu-K4-direct.jsonl").write_text(json.dumps(changed) + "\n" + json.dumps(line("0", 1)) + "\n")
     with pytest.raises(DataError, match="toy K=4 direct and mlvu K=4 direct differ .weights: '.*', now 'others'"):
         tables.report([tmp_path / "run", tmp_path / "b"])
+
+
+def test_a_dry_run_compares_settings_before_the_checkpoint_is_here(write, model, tmp_path):
+    """It compared none, and the run was refused after its download."""
+    path = write(run=str(tmp_path / "run"), visual={"frame_pixels": 1024})
+    model(says("red"))
+    run(path)
+    there = "checkpoint=hub:Somebody/Else"
+    for unknown in ([], ["visual=null"]):  # the weights are others, which is not known yet
+        assert dry_run(load(path, there, *unknown)) == 0
+    for change, named in (
+        ("seed=1", "seed: 0, now 1"),
+        ("visual.stamp=''", "visual.stamp: '<.*>', now ''"),
+        ("rollout.temperature=1", "rollout.temperature: 0.0, now 1.0"),
+    ):
+        with pytest.raises(config.ConfigError, match=f"made under other settings .{named}"):
+            dry_run(load(path, there, change))
+    with pytest.raises(DataError, match="toy K=4 direct and toy K=8 direct differ .rollout.temperature"):
+        dry_run(load(path, there, "rollout.temperature=1", "frames=[8]"))
 
 
 def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_dir, tmp_path):
@@ -239,11 +275,12 @@ def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_
 def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
 
-    def prompts() -> list[str]:
+    def prompts(**contract) -> list[str]:
         jobs = evaluation.list_jobs(cfg)
-        return [evaluation.settings(cfg, job, VisualContract(), "")["prompts"] for job in jobs]
+        return [evaluation.settings(cfg, job, VisualContract(**contract), "")["prompts"] for job in jobs]
 
     before = prompts()
+    assert prompts(stamp="") == before  # a setting of its own: Charades has stamps, other splits none
     with monkeypatch.context() as patch:
         patch.setitem(tools.TOOLS, "crop_video", replace(tools.TOOLS["crop_video"], schema={"name": "crop_video"}))
         assert prompts()[0] != before[0] and prompts()[1] == before[1]  # without tools, none is described
@@ -468,9 +505,32 @@ def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_pat
     assert [float(tagged[1]), float(tagged[2])] == pytest.approx(exact, abs=3)
 
 
+def test_a_gain_over_another_number_of_frames_says_both(tmp_path):
+    """A model that is asked with its own K had no gain at all."""
+    write_results(tmp_path / "a", "videomme", lines("11"), name="Conan-7B (own)", arm="conan", k=16)
+    for k, named in ((64, "16 over 64"), (32, "16 over 32")):  # the paper's K, or the only one
+        write_results(tmp_path / str(k), "videomme", lines("10"), name="Qwen3-VL-8B (own)", k=k)
+        found = sections(tables.report([tmp_path / "a", tmp_path / str(k)], "Qwen3-VL-8B (own)"))["Scores"]
+        [gain] = [row for row in found if row[2] == "gain, tagged"]
+        assert gain[0] == "Conan-7B (own)" and gain[3] == named and gain[4].startswith("+50.0 [")
+        assert {row[-1] for row in found if row[:3] == ["Conan-7B (own)", "conan", "tagged"]} == {""}  # of one K only
+    for k in (8, 16, 32):
+        write_results(tmp_path / "b", "lvbench", lines("10"), name="base", k=k)
+    found = sections(tables.report([tmp_path / "a", tmp_path / "b"], "base"))["Scores"]
+    assert not any(row[0] == "Conan-7B (own)" and row[2].startswith("gain") for row in found)
+
+
+def test_one_video_has_a_score_without_an_interval(tmp_path):
+    """`limit=2` printed [nan, nan]."""
+    rows = [line("a", 1, video="v"), line("b", 0, video="v")]
+    write_results(tmp_path, "videomme", rows, total=2700)
+    told = tables.report([tmp_path])
+    assert "nan" not in told and sections(told)["Scores"][2][4] == "50.0 (2 of 2700)"
+
+
 def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_path, capsys):
     write_results(tmp_path, "videomme", lines("11"))
-    for number, damage in ((2, b'{"id": "0", "sc\n'), (1, b"\n"), (1, b'{"id": "0"}\n')):
+    for number, damage in ((2, b'{"id": "0", "sc\n'), (1, b"\n"), (1, b'{"id": "0"}\n'), (1, b'{"total": 3}\n')):
         path = write_results(tmp_path, "lvbench", lines("10"))
         content = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join([*content[: number - 1], damage, *content[number:]]))
@@ -569,7 +629,13 @@ def test_a_row_is_asked_in_both_ways(path):
     own, cfg = load(path), load(CONFIGS / f"{row}.yaml")
     # As in the published run: all alike.
     visual, agent, protocol = cfg.visual, cfg.rollout, own.prompting.protocol
-    assert (visual.frame_pixels, visual.max_frame_pixels, visual.stamp, cfg.frames) == (100352, 602112, "", (64,))
+    assert (visual.frame_pixels, visual.max_frame_pixels, cfg.frames) == (100352, 602112, (64,))
+    # No stamps, but where the protocol has its own: they are said in the config, and in the header whatever that says.
+    assert visual.stamp == READS.get(protocol, {"stamp": ""})["stamp"]
+    blind = load(CONFIGS / f"{row}.yaml", "visual.stamp=''")
+    job = EvalJob("toy", 64, protocol, cfg.rollout, [], 8, Path())
+    header = evaluation.settings(blind, job, blind.visual, "")["visual"]
+    assert header == dataclasses.asdict(visual) | READS.get(protocol, {})
     assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
     assert cfg.prompting.protocol == (protocol if protocol in protocols.PROTOCOLS else "think")
     if cfg.agentic:
@@ -672,12 +738,34 @@ def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_
     assert dry_run(cfg) == 0  # stored in 32 bits, served in 16
     told = capsys.readouterr().out
     cache = f"{2 * kv * cfg.rollout.max_batch_tokens / 2**30:.1f} GiB"
-    assert re.search(f"KV cache of a batch, and as much to read it +{cache}", told)
+    assert re.search(f"KV cache of a batch, twice while it is read +{cache}", told)
     assert "WARNING: may run out of memory" in told
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=weights // 3))
     for work in (dry_run, evaluation.main):
         with pytest.raises(config.ConfigError, match="engine, each of 1 GPUs: weights.* do not fit into"):
             work(cfg)
+    # On a GPU that serves it; and before it is fetched, if its shapes are known.
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for changes, kept, size in (
+        (["rollout.server_gpus=[0]"], "KV cache of 1 x 32768 tokens .*CUDA graphs and activations +6.0 GiB", "0.0"),
+        (["checkpoint=ParaVT/ParaVT-8B"], "KV cache of a batch, twice .* 36.0 GiB", "16.3"),
+        (["checkpoint=hub:Qwen/Qwen3-VL-8B-Instruct", "rollout.server_gpus=[0]"], "1 x 32768 tokens +4.5 GiB", "16.3"),
+    ):
+        with pytest.raises(config.ConfigError, match=rf"engine, each of 1 GPUs: weights.* {size} GiB, do not fit into"):
+            dry_run(load(write(), *changes))
+        assert re.search(kept, capsys.readouterr().out, re.S)
+
+
+def test_another_family_is_not_answered_by_random_weights(write, toy_dir, tmp_path):
+    """Past bug: without SGLang, a Qwen2.5-VL was loaded into Qwen3-VL, whose layers were "newly initialized"."""
+    shutil.copytree(toy_dir / "model", tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    cfg = load(write(), f"checkpoint={tmp_path}/other")
+    for work in (dry_run, evaluation.main):
+        with pytest.raises(config.ConfigError, match="runs Qwen3-VL, not 'qwen2_5_vl'; install SGLang, or give"):
+            work(cfg)
+    with pytest.raises(config.ConfigError, match="no server answers at"):  # a server may know it
+        dry_run(replace(cfg, rollout=replace(cfg.rollout, urls=("localhost:9",))))
 
 
 def test_what_cannot_run_says_so(write):

@@ -58,7 +58,8 @@ class Fork:
             elif command.startswith("python "):
                 told += self.run(shlex.split(command)[1:])
             else:
-                subprocess.run(["bash", "-ec", f"{command}\n{text}END"], cwd=self.root, check=True)
+                text = f"{text}END" if text else ""
+                subprocess.run(["bash", "-ec", f"{command}\n{text}"], cwd=self.root, check=True)
         return told
 
     def run(self, command) -> str:
