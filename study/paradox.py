@@ -147,6 +147,12 @@ def study_jobs(root: Path) -> list[Job]:
     return jobs
 
 
+def other_commits(root: Path) -> str:
+    """Say which other commits have made what is done; nothing where none have."""
+    made = {marker.read_text() for marker in (root / "done").glob("*")} - {git_commit()}
+    return f"{root} has figures of commit {', '.join(sorted(made))}, and this is {git_commit()}" if made else ""
+
+
 def run_jobs(jobs: list[Job], root: Path) -> bool:
     """Run what is not done, step by step, a core for each process; False once a job fails. All end with this process."""
     done, logs, cores = root / "done", root / "logs", len(os.sched_getaffinity(0))
@@ -430,7 +436,11 @@ def draw_page(root: Path, written: Path) -> bool:
 def write_tables(root: Path, written: Path) -> None:
     """Add the runs' figures to those of paradox.json, and make all tables and the picture from that file."""
     file = written / "paradox.json"
-    figures = dict(sorted((json.loads(file.read_text()) | read_figures(root)).items()))
+    try:
+        found = read_figures(root)
+    except KeyError as error:
+        sys.exit(f"error: {root} is of another version of this code, which wrote no {error}: remove the folder")
+    figures = dict(sorted((json.loads(file.read_text()) | found).items()))
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in figures.items())
     write_whole(file, f"{{\n{lines}\n}}\n")
 
@@ -448,6 +458,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "demo":
         root, started = Path("runs/demo"), time.monotonic()
+        if others := other_commits(root):
+            sys.exit(f"error: {others}: remove the folder, or old figures would be judged as those of this code")
         if not (run_jobs(demo_jobs(root), root) and draw_page(root, root)):
             return 1
         failed = judge(read_figures(root), json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
@@ -457,6 +469,8 @@ def main() -> int:
         )
         return 1 if failed or not shown else 0
     root = Path("runs/paradox")
+    if others := other_commits(root):
+        print(f"{others}: they join, and paradox.json names the commit of each")
     good = args.what == "tables" or run_jobs([job for job in study_jobs(root) if args.only in job.name], root)
     write_tables(root, Path("results"))
     return 0 if draw_page(root, Path("results")) and good else 1

@@ -131,6 +131,9 @@ def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
         for file in chosen:
             episodes = []
             for record in read_lines(file):
+                if record.keys() != Episode.__dataclass_fields__.keys():
+                    told = f"{run.name} is of another version of this code, whose episodes have other fields"
+                    raise ConfigError(f"{told}: make its report with that version, or run it again")
                 try:
                     episodes.append(episode_of(record, videos, run.renderer.contract))
                 except (VideoError, ToolError, ContractError) as error:
