@@ -159,38 +159,36 @@ def run_jobs(jobs: list[Job], root: Path) -> bool:
     done.mkdir(parents=True, exist_ok=True)
     logs.mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    failed = []
+    running: dict[Job, subprocess.Popen] = {}
+    failed, told = False, time.monotonic()
     for step in STEPS:
         waiting = [job for job in jobs if job.step == step and not (done / job.name).exists()]
         at_once = max(cores // RANKS, 1) if step == "start" else cores
-        while waiting and not failed:
-            running, waiting = dict.fromkeys(waiting[:at_once]), waiting[at_once:]
-            for job in running:
+        while running or (waiting and not failed):
+            # Start a job on each free core, unless one has failed.
+            while waiting and not failed and len(running) < at_once:
+                job = waiting.pop(0)
                 print(f"{job.name}: runs, and writes {logs}/{job.name}.log", flush=True)
                 command, env = [sys.executable, *job.command], environment | PATHS[job.path]
                 with (logs / f"{job.name}.log").open("ab") as log:
                     running[job] = start_group(command, stdout=log, stderr=log, env=env)
-            wait_with_news(running, logs)
-            for job, process in running.items():
+            # Every 20 seconds, print the last line of each log.
+            time.sleep(0.2)
+            if time.monotonic() - told > NEWS:
+                told = time.monotonic()
+                for job in running:
+                    lines = (logs / f"{job.name}.log").read_text(errors="replace").splitlines()  # of progress bars, too
+                    print(f"{job.name}: {lines[-1][:100] if lines else ''}", flush=True)
+            # Mark those that have ended.
+            for job in [job for job, process in running.items() if process.poll() is not None]:
+                process = running.pop(job)
                 if process.returncode == 0:
                     (done / job.name).write_text(git_commit())
                 else:
-                    failed.append(job)
+                    failed = True
                     print(f"{job.name}: failed, see {logs}/{job.name}.log", flush=True)
                 kill_group(process)
     return not failed
-
-
-def wait_with_news(running: dict[Job, subprocess.Popen], logs: Path) -> None:
-    """Wait until all processes have ended. Every 20 seconds, print the last line of each log."""
-    told = time.monotonic()
-    while alive := [job for job, process in running.items() if process.poll() is None]:
-        time.sleep(0.2)
-        if time.monotonic() - told > NEWS:
-            told = time.monotonic()
-            for job in alive:
-                lines = (logs / f"{job.name}.log").read_text(errors="replace").splitlines()  # of progress bars, too
-                print(f"{job.name}: {lines[-1][:100] if lines else ''}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ the numbers
