@@ -177,7 +177,7 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         parser.error = leave
     args = parser.parse_intermixed_args()
     expandable_segments()
@@ -214,7 +214,7 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
         sys.exit(f"error: {error}")
     except BaseException as error:
         if interrupted:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
-            sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
+            sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         sys.exit(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
@@ -223,11 +223,11 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
 
 
 def leave(sentence: str = "") -> NoReturn:
-    """End the process with a sentence that all ranks have come to; only the first one says it."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(60)  # torchrun ends us after rank 0; if we went first, it would end rank 0 before it has spoken
+    """End the process with a sentence that all ranks of a node have come to; only the first one says it."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(60)  # torchrun ends us after the first; if we went before it, it could not speak any more
         sys.exit(1)
-    sys.exit(sentence)
+    sys.exit(sentence or 1)
 
 
 # ------------------------------------------------------------------------------------------------ what it leaves
