@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 import requests
 import torch
 from scripts import Forked, fake_server, finish, wait_for
@@ -22,7 +23,9 @@ from test_sft import write_config as sft_config
 
 import rl
 import sft
-from runtime import cleanup, config, distributed, doctor, servers
+from runtime import checks, cleanup, config, distributed, doctor, servers
+from runtime.checks import RunConfig
+from runtime.dataset import DataConfig, Source
 from runtime.policy import PolicyConfig, load
 
 
@@ -58,6 +61,32 @@ def test_nodes_with_other_settings_or_data_are_refused(toy_dir, tmp_path):
     [line] = set(told.splitlines())
     assert line.startswith("error: rank 1 differs from rank 0 (config.batch_rows: 4, now 8; bytes.rows.parquet: ")
     assert line.endswith("): start all nodes alike") and not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("what", ["config.steps", "commit", "bytes", "nproc_per_node", "checkpoint"])
+def test_a_node_that_differs_in_anything_is_refused(tmp_path, monkeypatch, what):
+    """Past bug: each node read its own cold start and its own held-out rows, and nothing compared them."""
+    held_out, model, seen = tmp_path / "val.parquet", tmp_path / "model", []
+    model.mkdir()
+    monkeypatch.setattr(checks, "gather", lambda mine: seen.append(mine) or seen)
+
+    def check(other: str = "") -> None:
+        """Check as a rank that has 2 of one thing and 1 of all else."""
+
+        def number(name: str) -> int:
+            return 2 if name == other else 1
+
+        held_out.write_bytes(bytes(number("bytes")))
+        (model / "model.safetensors").write_bytes(bytes(number("checkpoint")))
+        monkeypatch.setattr(checks, "git_commit", lambda: number("commit"))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(number("nproc_per_node")))
+        val, steps = DataConfig((Source(str(held_out)),)), number("config.steps")
+        cfg = RunConfig(run="", policy=PolicyConfig(""), data=DataConfig(()), val=val, steps=steps)
+        checks.check_nodes(cfg, model)
+
+    check()
+    with pytest.raises(SystemExit, match=rf"rank 1 differs from rank 0 \({what}[^;]*\): start all nodes alike"):
+        check(what)
 
 
 # ------------------------------------------------------------------------------------------------ who samples
