@@ -312,7 +312,7 @@ def test_a_step_is_written_evaluated_and_saved_while_a_batch_is_sampled(scripted
     note(Run, "save", lambda run, step: sampling(step + 2))
     lines = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1, save_every=1, **held_out(toy_dir))
     step = ["barrier", "update", "export", "barrier", "update_weights", "barrier", "barrier", "evaluate", "save"]
-    assert told == ["wait_until_ready", *step * 3] and begun.keys() == {0, 1, 2}
+    assert told == ["wait_until_ready", "barrier", *step * 3] and begun.keys() == {0, 1, 2}
     names = ["weights-1"], ["weights-1", "weights-2"], ["weights-2"], ["weights-2", "weights-3"], ["weights-3"]
     assert there == [names[0], *names] and all(line["export_seconds"] > 0 for line in lines)
 
