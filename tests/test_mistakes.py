@@ -75,6 +75,8 @@ MISTAKES = [  # and those of the page
     ("an empty value", f"{SFT} run=", "run: the value is empty; give one, or leave the key out"),
     ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not among tools.TOOLS: crop_video"),
     ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, answer, structure"),
+    ("an old key", f"{RL} rollout.gpus=[0]", "rollout.gpus = [0]: unknown key; did you mean rollout.server_gpus?"),
+    ("lambda's old key", f"{RL} reward.anchor.weight=1", "reward.anchor.weight = 1: unknown key; did you mean reward.anchor.lam?"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),

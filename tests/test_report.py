@@ -99,10 +99,13 @@ def test_the_table_is_the_mean_of_last_ten_steps_and_std_over_runs():
 
 
 def test_every_key_has_one_panel_and_no_key_none():
-    run = run_of("a", {"R_acc": 1.0, "closure/think": 0.5, "my_own": 2.0, "eval/acc": 0.5})
+    run = run_of("a", {"R_acc": 1.0, "closure/think": 0.5, "my_own": 2.0, "eval/acc": 0.5, "report/ended": 1.0})
     shown = panel_sections(seed_groups([run]))
     titles = {s["title"]: [panel["key"] for panel in s["panels"]] for s in shown}
-    assert titles == {"Reward": ["R_acc"], "Format": ["closure/think"], "Evaluation": ["eval/acc"], "More": ["my_own"]}
+    assert titles == {
+        "Reward": ["R_acc"], "Format": ["closure/think"], "Sub-agents' reports": ["report/ended"],
+        "Evaluation": ["eval/acc"], "More": ["my_own"],
+    }  # fmt: skip
 
 
 # ---- what is missing or broken

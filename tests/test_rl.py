@@ -490,11 +490,12 @@ def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, to
     other = SGLang("", toy_renderer, urls=owner.urls)
     try:
         for rank, engine in enumerate((owner, other)):
-            monkeypatch.setattr(rl, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(rl, "place", lambda per_node, rank=rank: (rank, 2))
             sampler = rl.Sampler(cfg, engine, toy_renderer, None, tmp_path)
             sampler.export(policy, 3)
             sampler.publish(3)
         assert owner.version == other.version == 3
+        assert owner._ask(owner._servers[0], "/model_info", 10)["loads"] == 1  # the first rank pushes, and no other
         sample = other.generate(toy_renderer.encode("Which?"), [], max_new_tokens=4, temperature=1.0, seed=0)
         assert sample.version == 3
     finally:
