@@ -55,7 +55,7 @@ class RunConfig:
     """Where the policy starts; in RL, the reference of the KL is the same checkpoint."""
     data: DataConfig
     val: DataConfig | None = None
-    """Held-out rows, for a look every `eval_every` steps and at the end."""
+    """Held-out rows, measured every `eval_every` steps and at the end."""
     visual: VisualContract = VisualContract()
     optim: OptimConfig = OptimConfig()
     steps: int

@@ -330,8 +330,8 @@ def show_episode(root: Path) -> bool:
         for flash in long[:10]:
             task, shown = gate.task_of(folder / "sft-toy", flash), io.StringIO()
             with contextlib.redirect_stdout(shown):
-                watched = replace(context, observe=ask.Screen(flash.duration).show)
-                episode = run_episode(watched, task, 4, render_prompt(task, 4, context), 0)
+                observed = replace(context, observe=ask.Screen(flash.duration).show)
+                episode = run_episode(observed, task, 4, render_prompt(task, 4, context), 0)
             right = [not c.error and toy.report_is_right(flash, c.window, c.text) for c in episode.calls]
             if right == [True, True] and final_answer(turn_texts(episode.main, context.renderer)) == flash.color:
                 print(f"\n{task.question} ({task.videos[0]}, 4 overview frames){shown.getvalue()}")

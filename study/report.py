@@ -195,7 +195,7 @@ def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ())
 
     kinds: p prompt, f forced, s sampled, t from the tools."""
     spans, text = run.renderer.offsets(agent.ids), run.renderer.decode(agent.ids)
-    spoken = {i for start, end in agent.turns for i in range(start, end)}
+    in_turns = {i for start, end in agent.turns for i in range(start, end)}
     ids, texts, kinds, logprobs, chosen = [], [], [], [], []  # log-probs: of the sampled tokens
     for i, token in enumerate(agent.ids):
         if token == run.renderer.image_pad and i and agent.ids[i - 1] == token:
@@ -203,7 +203,7 @@ def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ())
         if agent.mask[i]:
             kinds.append("s")
             logprobs.append(round(agent.logprobs[i], 4) if math.isfinite(agent.logprobs[i]) else None)
-        elif i in spoken:
+        elif i in in_turns:
             kinds.append("f")
         elif i < agent.prompt_length:
             kinds.append("p")

@@ -106,13 +106,13 @@ def train_rl(cfg: Path) -> None:
         passes.append(now)
         sum_over_nodes(policy, now)
 
-    def stats(sampler, version):
+    def publish_and_ask(sampler, version):
         publish(sampler, version)
         seen = [requests.get(url + "/model_info").json() for url in sampler.engine.urls]
         told = {"snapshots": str(sampler.snapshots), "servers": seen, "passes": passes, "sent": sent.call_count}
         (cfg.parent / f"seen-{os.environ.get('RANK')}.json").write_text(json.dumps(told))
 
-    rl.Sampler.publish, rl.sum_over_nodes = stats, counted
+    rl.Sampler.publish, rl.sum_over_nodes = publish_and_ask, counted
     with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as sent:
         config.run_script(rl.main, config.load(rl.RLConfig, cfg))
 

@@ -139,7 +139,8 @@ def test_a_job_ends_with_the_study_even_if_it_is_killed(tmp_path):
 def test_a_core_that_is_free_gets_the_next_job_at_once(tmp_path, monkeypatch):
     """Past bug: jobs ran in batches, so a core was idle while the longer one of two ran."""
     monkeypatch.setattr(paradox.os, "sched_getaffinity", lambda pid: {0, 1})
-    waits = f"for _ in range(100):\n    time.sleep(0.2)\n    if 'c' in open({str(tmp_path / 'order')!r}).read(): sys.exit()"
+    read = f"open({str(tmp_path / 'order')!r}).read()"
+    waits = f"for _ in range(100):\n    time.sleep(0.2)\n    if 'c' in {read}: sys.exit()"
     jobs = [Job("train", "a", python(tmp_path, "a", f"{waits}\nsys.exit('c never came')"))]
     jobs += [Job("train", name, python(tmp_path, name)) for name in "bc"]
     assert paradox.run_jobs(jobs, tmp_path)

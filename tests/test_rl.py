@@ -325,13 +325,13 @@ def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_e
     def rollout(*args, step=0, engine, **more):
         if step == 2:
             engine = Scripted(engine.renderer, lambda prompt, seed: 1 / 0)
-        return play_all(*args, step=step, engine=engine, **more)
+        return plain_rollout(*args, step=step, engine=engine, **more)
 
     def evaluate(tasks, sampler, *more):
         wait([sampler.ahead[2]], 20)
-        return look(tasks, sampler, *more)
+        return plain_evaluate(tasks, sampler, *more)
 
-    play_all, look = rl.rollout, rl.evaluate
+    plain_rollout, plain_evaluate = rl.rollout, rl.evaluate
     monkeypatch.setattr(rl, "rollout", rollout)
     monkeypatch.setattr(rl, "evaluate", evaluate)
     with pytest.raises(ZeroDivisionError):
