@@ -42,7 +42,7 @@ from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub
+from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
 from runtime.dataset import DataError
 from runtime.engine import Engine
 from runtime.judge import Judge, JudgeError
@@ -316,20 +316,6 @@ def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract | None, wei
         "seed": cfg.seed,
     }
     return json.loads(json.dumps(header))  # tuples become lists, as in a file
-
-
-def weights_digest(folder: Path) -> str:
-    """Hash a checkpoint: names and sizes of its files, and 1024 blocks of 4 KiB spread over each, so small files whole.
-    Training changes weights everywhere; a change between the blocks, such as of one norm, is not seen."""
-    whole, block = hashlib.sha256(), 4096
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt", ".safetensors")):
-        size = path.stat().st_size
-        whole.update(f"{path.name}/{size}/".encode())
-        with path.open("rb") as file:
-            for start in range(0, size, max(block, size // 1024)):
-                file.seek(start)
-                whole.update(file.read(block))
-    return whole.hexdigest()[:16]
 
 
 def item_digest(item: Item) -> str:

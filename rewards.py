@@ -91,14 +91,14 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     r_fmt = format_reward(turns, turns_that_called, cfg.answer_suffix)
     # The cap is the release's. Under credit `sequence` a tidy answer reaches it by alpha alone, so beta adds nothing there.
     f = min(1.0, r_fmt + cfg.anchor.lam * anchor)
-    paid_fmt = f if cfg.anchor.credit == "sequence" else r_fmt
+    r_fmt = f if cfg.anchor.credit == "sequence" else r_fmt
     tool = tool_reward(episode, acc)
     parts = {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
-        "R": acc + cfg.w_fmt * paid_fmt + cfg.w_tool * tool,
+        "R": acc + cfg.w_fmt * r_fmt + cfg.w_tool * tool,
         "R_acc": acc,
         "f": f,
-        "R_fmt": paid_fmt,
+        "R_fmt": r_fmt,
         "R_tool": tool,
         "R_anchor": anchor,
         "well_formed": float(well_formed(turns)),

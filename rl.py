@@ -138,6 +138,7 @@ def main(cfg: RLConfig) -> None:
             engine, videos = engine or shared_engine(source, renderer, cfg), Videos(cfg.decoders)
             with videos, Sampler(cfg, engine, renderer, videos, snapshots) as sampler:
                 engine.wait_until_ready()
+                barrier()  # a node's first rank has warmed its servers, and given up those that do not start
                 # The engine has the checkpoint's weights; servers that already run may hold those of another run.
                 if run.done or cfg.rollout.urls:
                     sampler.export(policy, run.done)

@@ -68,7 +68,7 @@ class RolloutConfig:
     dispatch: Literal["parallel", "sequential", "none"] = "parallel"
     """parallel: all calls of a turn at once; sequential: one call per turn, the same number in all; none: no tools."""
     tool_return: Literal["subagent", "frames"] = "subagent"
-    """What a look at the video returns: a sub-agent's report, or its frames."""
+    """What a call on the video returns: a sub-agent's report, or its frames."""
     think_prefix: bool = True
     """Open every turn of the main agent with `<think>`."""
     max_turns: int = 3
@@ -138,7 +138,7 @@ class AgentContext:
     renderer: Renderer
     videos: Videos
     cfg: RolloutConfig
-    observe: Callable[[str, Any], None] = lambda event, what: None  # turn | look | report: for whoever watches
+    observe: Callable[[str, Any], None] = lambda event, what: None  # turn | clip | report: for whoever watches
     stopped: threading.Event = field(default_factory=threading.Event)
     callers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1_000_000, "call"))
     """Threads of calls. One that is idle takes the next call; if none is, a new one starts, so no call waits for another."""
@@ -165,7 +165,7 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
 
 
 def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
-    """Play one episode: turns of the main agent and reports of its calls, until it answers."""
+    """Run one episode: turns of the main agent and reports of its calls, until it answers."""
     started = time.perf_counter()
     main = open_trajectory(prompt)
     episode = Episode(task, k, main, seed=seed)
@@ -301,7 +301,7 @@ def _run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple
             call.text = found
         else:
             call.window = found.window
-            context.observe("look", call)
+            context.observe("clip", call)
             if context.cfg.tool_return == "frames":
                 frames, (start, end) = [found.frames], found.window
                 call.text = f"{len(found.frames)} frames from {start:.1f} s to {end:.1f} s"
@@ -339,14 +339,14 @@ def rollout(
     tasks: Sequence[Task], ks: Sequence[int], group_size: int, *, engine: Engine, renderer: Renderer, videos: Videos,
     cfg: RolloutConfig, seed: int = 0, step: int = 0, progress: bool = True, stopped: threading.Event | None = None,
 ) -> list[Group]:  # fmt: skip
-    """Play G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw
+    """Run G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw
     the same tokens (SGLang heeds no seeds). Once `stopped` is set, no agent starts another turn."""
     context = AgentContext(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
     preparing, prompts = ThreadPoolExecutor(8, "prompt"), []
 
-    def play(i: int, g: int) -> Episode:
+    def run_one(i: int, g: int) -> Episode:
         """Rollout g of task i."""
         own = derive(seed, step, tasks[i].id, g)
         try:
@@ -359,7 +359,7 @@ def rollout(
         groups[n // group_size].episodes[n % group_size] = episode
         bar.update()
 
-    jobs = [functools.partial(play, i, g) for i in range(len(tasks)) for g in range(group_size)]
+    jobs = [functools.partial(run_one, i, g) for i in range(len(tasks)) for g in range(group_size)]
     try:
         for task, k in zip(tasks, ks):  # prompts are prepared ahead, each once for its group
             prompts.append(preparing.submit(render_prompt, task, k, context))
@@ -448,9 +448,9 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
         # The recorded call runs again, for its frames.
         clips = []
         if videos and not call.error:
-            look = use(call, task, tuple(TOOLS), videos, contract)
-            if isinstance(look, ClipForSubagent):
-                clips = [look.frames]
+            found = use(call, task, tuple(TOOLS), videos, contract)
+            if isinstance(found, ClipForSubagent):
+                clips = [found.frames]
         # They were shown to a sub-agent, or else to the main agent itself.
         if fields["agent"]:
             call.agent = _agent_of(fields["agent"], clips, [], videos)

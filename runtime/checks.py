@@ -6,6 +6,7 @@ only a run can show, by doctor.self_check.
 
 import contextlib
 import fcntl
+import hashlib
 import importlib.util
 import os
 import re
@@ -54,7 +55,7 @@ class RunConfig:
     """Where the policy starts; in RL, the reference of the KL is the same checkpoint."""
     data: DataConfig
     val: DataConfig | None = None
-    """Held-out rows, for a look every `eval_every` steps and at the end."""
+    """Held-out rows, measured every `eval_every` steps and at the end."""
     visual: VisualContract = VisualContract()
     optim: OptimConfig = OptimConfig()
     steps: int
@@ -94,9 +95,9 @@ def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], No
                 until_it_ends.enter_context(only_run_in(Path(cfg.run)))
             return source, renderer
 
-        found = rank0_first(inspect)
-        check_nodes(cfg)
-        yield found
+        source, renderer = rank0_first(inspect)
+        check_nodes(cfg, source)
+        yield source, renderer
 
 
 @contextlib.contextmanager
@@ -129,12 +130,12 @@ def check_start(run: Path, checkpoint: Path) -> None:
         )
 
 
-def check_nodes(cfg: Any) -> None:
-    """Refuse ranks that do not share the run's folder, or that run other settings, code or data than rank 0 does."""
-    lock = Path(cfg.run) / ".lock"
-    sizes = {source.path: Path(source.path).stat().st_size for source in cfg.data.sources}
+def check_nodes(cfg: Any, start: Path) -> None:
+    """Refuse ranks that do not share the run's folder, or whose settings, code, data or cold start are not rank 0's."""
+    lock, sources = Path(cfg.run) / ".lock", [*cfg.data.sources, *(cfg.val.sources if cfg.val else ())]
+    sizes = {source.path: Path(source.path).stat().st_size for source in sources}
     mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit(), "bytes": sizes}
-    mine["nproc_per_node"] = local_size()
+    mine |= {"nproc_per_node": local_size(), "checkpoint": weights_digest(start)}
     first, *others = gather(mine)
     for number, theirs in enumerate(others, 1):
         other = differences(first, theirs)
@@ -191,6 +192,20 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json: it is no checkpoint; a training leaves its own in RUN/model")
     return folder
+
+
+def weights_digest(folder: Path) -> str:
+    """Hash a checkpoint: names and sizes of its files, and 1024 blocks of 4 KiB spread over each, so small files whole.
+    Training changes weights everywhere; a change between the blocks, such as of one norm, is not seen."""
+    whole, block = hashlib.sha256(), 4096
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt", ".safetensors")):
+        size = path.stat().st_size
+        whole.update(f"{path.name}/{size}/".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(block, size // 1024)):
+                file.seek(start)
+                whole.update(file.read(block))
+    return whole.hexdigest()[:16]
 
 
 def check_servers(cfg: Any, ranks: int = 0) -> None:

@@ -32,6 +32,7 @@ T = TypeVar("T")
 GOES_ON = "The same command goes on from what was saved"
 # Keys by which a config tells whose it is.
 SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
+RENAMED = {"weight": "lam"}  # older keys whose spelling leads nowhere
 
 
 class ConfigError(ValueError):
@@ -106,6 +107,7 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
             # In a section of this one, behind another first word, or spelled alike.
             near = [f"{name}.{key}" for name, hint in hints.items() if key in getattr(hint, "__dataclass_fields__", ())]
             near += [name for name in hints if name.endswith(f"_{key}")]
+            near += [RENAMED[key]] if RENAMED.get(key) in hints else []
             near += difflib.get_close_matches(str(key), hints, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(hints)}"
             raise ConfigError(f"{prefix}{key} = {shown(value, prefix + key)}: unknown key; {hint}")
@@ -184,7 +186,7 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         parser.error = leave
     args = parser.parse_intermixed_args()
     expandable_segments()
@@ -221,7 +223,7 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
         sys.exit(f"error: {error}")
     except BaseException as error:
         if interrupted:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
-            sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("RANK", "0") == "0" else 1)
+            sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         sys.exit(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
@@ -230,11 +232,11 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
 
 
 def leave(sentence: str = "") -> NoReturn:
-    """End the process with a sentence that all ranks have come to; only the first one says it."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(60)  # torchrun ends us after rank 0; if we went first, it would end rank 0 before it has spoken
+    """End the process with a sentence that all ranks of a node have come to; only the first one says it."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(60)  # torchrun ends us after the first; if we went before it, it could not speak any more
         sys.exit(1)
-    sys.exit(sentence)
+    sys.exit(sentence or 1)
 
 
 # ------------------------------------------------------------------------------------------------ what it leaves

@@ -61,9 +61,9 @@ def flaw_of(agent, policy: Policy) -> str:
     """Return the first invariant that a trajectory breaks, or ""."""
     if len({len(agent.ids), len(agent.mask), len(agent.logprobs), len(agent.versions)}) > 1:
         return "a trajectory's ids, mask, log-probs and versions have different lengths"
-    spoken = {i for start, end in agent.turns for i in range(start, end)}
+    in_turns = {i for start, end in agent.turns for i in range(start, end)}
     for i, sampled in enumerate(agent.mask):
-        if sampled and i not in spoken:
+        if sampled and i not in in_turns:
             return "a token outside the assistant's turns has mask 1"
         if bool(sampled) != (agent.versions[i] >= 0):
             return "mask and versions disagree on which tokens were sampled"

@@ -17,7 +17,7 @@ from transformers import AutoConfig, Qwen3VLConfig
 
 from runtime.checks import find_checkpoint, on_the_hub
 from runtime.config import ConfigError
-from runtime.distributed import print0
+from runtime.distributed import local_size, print0, world_size
 from runtime.policy import Policy, PolicyConfig, empty
 
 GIB = 1 << 30
@@ -138,7 +138,8 @@ def plan_rl(cfg) -> list[Plan]:
         return [training]
 
     # A server's share of the episodes: of each two full turns, and of a group once the prompt (10 more tokens a frame).
-    episodes = min(rollout.concurrency * cfg.plan.gpus, cfg.batch_tasks * cfg.grpo.group_size)
+    tasks = math.ceil(cfg.batch_tasks / max(1, world_size() // local_size()))  # of one node
+    episodes = min(rollout.concurrency * cfg.plan.gpus, tasks * cfg.grpo.group_size)
     rows = math.ceil(episodes * rollout.tensor_parallel / max(1, len(rollout.server_gpus)))
     frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
     tokens = cfg.visual.overview_frames * frame // cfg.grpo.group_size + 2 * rollout.max_new_tokens

@@ -105,7 +105,8 @@ class SGLang(Engine):
             supervisor.start()
 
     def wait_until_ready(self) -> None:
-        self._ready(all)
+        """Wait for all servers of our own, or for one of somebody else's: only who starts them gives one up in time."""
+        self._ready(all if self._servers[0].gpus else any)
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
         images = []

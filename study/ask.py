@@ -91,8 +91,8 @@ def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> 
     return AgentContext(open_engine(source, renderer, **served), renderer, videos, cfg)
 
 
-def play(context: AgentContext, question: str, args: argparse.Namespace) -> Episode:
-    """Play one episode about the videos of the command line, and keep it if that was asked for."""
+def run_task(context: AgentContext, question: str, args: argparse.Namespace) -> Episode:
+    """Run one episode about the videos of the command line, and keep it if that was asked for."""
     task = Task("ask", question, tuple(map(os.path.abspath, args.video)), "oe", "")
     k = args.k or context.renderer.contract.overview_frames
     episode = run_episode(context, task, k, render_prompt(task, k, context), 0)
@@ -106,9 +106,9 @@ def play(context: AgentContext, question: str, args: argparse.Namespace) -> Epis
 
 
 def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
-    """Play one episode before the user's eyes."""
+    """Run one episode before the user's eyes."""
     screen = Screen(context.videos.info(args.video[0]).duration)
-    episode = play(replace(context, observe=screen.show), args.question, args)
+    episode = run_task(replace(context, observe=screen.show), args.question, args)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
     return int(bool(episode.error))
 
@@ -125,7 +125,7 @@ class Screen:
                 self.turn += 1
                 said = re.sub(r"<tool_call>.*?</tool_call>|<\|(?:im_end|endoftext)\|>", "", what, flags=re.S).strip()
                 print(f"\n── turn {self.turn} " + "─" * 60 + f"\n{said}", flush=True)
-            elif event == "look":
+            elif event == "clip":
                 start, end = (int(WIDTH * second / self.duration) for second in what.window)
                 bar = "·" * start + "█" * max(end - start, 1)
                 print(f"  │{bar[:WIDTH]:·<{WIDTH}}│  {what.name} {_window(what)}", flush=True)
@@ -170,8 +170,8 @@ def run_doctor(args: argparse.Namespace, context: AgentContext) -> int:
     return int(not all(good for _, good, _ in rows))
 
 
-def play_witnessed(args: argparse.Namespace, context: AgentContext, temperature: float) -> tuple[Episode, Witness]:
-    """Play an episode with two calls that work and one that does not."""
+def run_witnessed(args: argparse.Namespace, context: AgentContext, temperature: float) -> tuple[Episode, Witness]:
+    """Run an episode with two calls that work and one that does not."""
     middle = context.videos.info(args.video[0]).duration / 2
     said = "Let me look.\n</think>"
     for start, end in ((0, middle), (middle, 0), (middle, 2 * middle)):
@@ -179,7 +179,7 @@ def play_witnessed(args: argparse.Namespace, context: AgentContext, temperature:
         said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
     witness = Witness(context.engine, [*context.renderer.encode(said), context.renderer.end_of_turn])
     context = replace(context, engine=witness, cfg=replace(context.cfg, max_turns=1, temperature=temperature))
-    episode = play(context, "What happens in this video?", args)
+    episode = run_task(context, "What happens in this video?", args)
     if episode.error:
         raise EngineError(episode.error)
     return episode, witness
@@ -198,21 +198,21 @@ def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[boo
 
 def examine_server(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
     """Yield the same of a server that we have started: at the temperature of training, and after its death."""
-    episode, _ = play_witnessed(args, context, 0.7)
+    episode, _ = run_witnessed(args, context, 0.7)
     yield "they agree at 0.7", *agreement(policy, episode, 0.7)
 
     # It comes back by itself, and with the weights that it was given last.
     context.engine.update_weights(find_checkpoint(args.model), 1)
     kill_group(context.engine._servers[0].process)
-    episode, witness = play_witnessed(args, context, 1.0)
+    episode, witness = run_witnessed(args, context, 1.0)
     good, evidence = agreement(policy, episode, 1.0)
     back = context.engine.restarts == 1 and witness.asked[-1][1].version == 1
     yield "and after kill -9", good and back, f"{context.engine.restarts} restart, {evidence}"
 
 
 def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
-    """Yield (what is claimed, whether it holds, the evidence) for an episode that was played before a witness."""
-    episode, witness = play_witnessed(args, context, 1.0)
+    """Yield (what is claimed, whether it holds, the evidence) for an episode that was run before a witness."""
+    episode, witness = run_witnessed(args, context, 1.0)
     renderer, main, agents = context.renderer, episode.main, episode.trajectories
 
     # Every request of the engine, with its reply, is the beginning of some trajectory.

@@ -168,20 +168,20 @@ class Scripted(Engine):
 
 def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterator[list[str]]:
     """The calls of an episode: each in a turn of its own / all in one turn, in threads. Whole episodes on a toy video, 2
-    decoders, no cache; the main agent speaks in no time, a report takes 0.25 s. Windows and reports equal."""
+    decoders, no cache; the main agent answers in no time, a report takes 0.25 s. Windows and reports equal."""
     renderer = Renderer(load_tokenizer(TOY / "model"), toy.CONTRACT)
     calls = [toy.call(2 * i, 2 * i + 16) for i in range(count)]
     task = Task("", "Which color flashes?", (str(TOY / "videos" / "rl00000.mp4"),), "oe", "red")
     cfg = RolloutConfig(max_turns=count, max_calls=count, think_prefix=False)
     with Videos(workers=2, cache_bytes=0) as videos:
 
-        def play(per_turn: int) -> list[tuple]:
+        def run(per_turn: int) -> list[tuple]:
             context = AgentContext(Scripted(renderer, calls, per_turn, latency), renderer, videos, cfg)
             episode = run_episode(context, task, 64, render_prompt(task, 64, context), seed=0)
             assert episode.executed == count, f"{episode.executed} calls were run, not {count}"
             return [(call.window, call.text) for call in episode.calls]
 
-        yield versus(f"calls: {count}, reports: {latency} s", lambda: play(1), lambda: play(count), repeats)
+        yield versus(f"calls: {count}, reports: {latency} s", lambda: run(1), lambda: run(count), repeats)
 
 
 def engine(repeats: int = 3, count: int = 64, max_new_tokens: int = 32) -> Iterator[list[str]]:
@@ -230,7 +230,7 @@ def engine(repeats: int = 3, count: int = 64, max_new_tokens: int = 32) -> Itera
     ours.close()
 
 
-# ------------------------------------------------------------------------------------------------ a step of RL, played
+# ------------------------------------------------------------------------------------------------ a step of RL, simulated
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 TURN = 250 / 2048  # what a turn usually writes, of what the longest episode writes
@@ -299,7 +299,7 @@ class Node(Engine):
         return Sample(sampled, [-1.0] * len(sampled), "stop", self.version)
 
 
-def play(way: str, speed: float, changes: Sequence[str]) -> Node:
+def run_node(way: str, speed: float, changes: Sequence[str]) -> Node:
     """Run rl.py on the toy for four steps, with a state saved after the second. What takes long on a node does so here."""
     with contextlib.ExitStack() as until_done:
         keys = [f"run={until_done.enter_context(tempfile.TemporaryDirectory())}", f"policy.checkpoint={TOY}/model"]
@@ -322,7 +322,7 @@ def step(speed: float = 2.0, *changes: str) -> Iterator[list[str]]:
     servers; TP-4: one on four GPUs. "+ state": a training state was saved just before, as after every tenth step."""
     columns, means = [[*PHASES, "the step"]], ["mean of ten steps"]
     for way in ("TP-1", "TP-4"):
-        spans = play(way, speed, changes).spans
+        spans = run_node(way, speed, changes).spans
         pushed = [end for name, _, end in spans if name == "trainer: push"]
         for start, end in zip(pushed[:2], pushed[1:]):
             found, column = defaultdict(list), []

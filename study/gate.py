@@ -54,9 +54,9 @@ def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: 
 
     # answers, and the samples of which RL will learn
     tasks = [task_of(root, flash, toy.draw_cue(rng, flash), i) for i, flash in enumerate(rng.choices(flashes, k=items))]
-    figures["tools_k4"] = play_all(context, tasks, [4])["R_acc"]
-    figures["direct_k64"] = play_all(context, tasks, [64], dispatch="none")["R_acc"]
-    sampled = play_all(context, tasks, [4, 16, 64], temperature=1.0)
+    figures["tools_k4"] = run_tasks(context, tasks, [4])["R_acc"]
+    figures["direct_k64"] = run_tasks(context, tasks, [64], dispatch="none")["R_acc"]
+    sampled = run_tasks(context, tasks, [4, 16, 64], temperature=1.0)
     return figures | {"well_formed": sampled["well_formed"], "kappa": sampled["kappa"]}
 
 
@@ -81,8 +81,8 @@ def task_of(root: Path, flash: toy.Flash, cue: str = "", i: int = 0) -> Task:
 
 def report_is_right(context: AgentContext, root: Path, flash: toy.Flash, window: tuple[int, int]) -> bool:
     arguments = {"start_time": window[0], "end_time": window[1]}
-    look = crop_video(task_of(root, flash), arguments, context.videos, context.renderer.contract)
-    _, said = rollout.ask_subagent(context, look, seed=0)
+    clip = crop_video(task_of(root, flash), arguments, context.videos, context.renderer.contract)
+    _, said = rollout.ask_subagent(context, clip, seed=0)
     return toy.report_is_right(flash, window, said)
 
 
@@ -102,8 +102,8 @@ def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int
     return accuracy(answer, task, READING) == 1
 
 
-def play_all(context: AgentContext, tasks: list[Task], ks: list[int], **changes) -> dict[str, float]:
-    """Play each task once, with the numbers of frames in turn; return the means of what the episodes earn, and kappa."""
+def run_tasks(context: AgentContext, tasks: list[Task], ks: list[int], **changes) -> dict[str, float]:
+    """Run each task once, with the numbers of frames in turn; return the means of what the episodes earn, and kappa."""
     cfg, shown = replace(context.cfg, **changes), [ks[i % len(ks)] for i in range(len(tasks))]
     stand = {"engine": context.engine, "renderer": context.renderer, "videos": context.videos}
     episodes = [group.episodes[0] for group in rollout.rollout(tasks, shown, 1, **stand, cfg=cfg, progress=False)]

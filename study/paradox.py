@@ -147,44 +147,48 @@ def study_jobs(root: Path) -> list[Job]:
     return jobs
 
 
+def other_commits(root: Path) -> str:
+    """Say which other commits have made what is done; nothing where none have."""
+    made = {marker.read_text() for marker in (root / "done").glob("*")} - {git_commit()}
+    return f"{root} has figures of commit {', '.join(sorted(made))}, and this is {git_commit()}" if made else ""
+
+
 def run_jobs(jobs: list[Job], root: Path) -> bool:
     """Run what is not done, step by step, a core for each process; False once a job fails. All end with this process."""
     done, logs, cores = root / "done", root / "logs", len(os.sched_getaffinity(0))
     done.mkdir(parents=True, exist_ok=True)
     logs.mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    failed = []
+    running: dict[Job, subprocess.Popen] = {}
+    failed, told = False, time.monotonic()
     for step in STEPS:
         waiting = [job for job in jobs if job.step == step and not (done / job.name).exists()]
         at_once = max(cores // RANKS, 1) if step == "start" else cores
-        while waiting and not failed:
-            running, waiting = dict.fromkeys(waiting[:at_once]), waiting[at_once:]
-            for job in running:
+        while running or (waiting and not failed):
+            # Start a job on each free core, unless one has failed.
+            while waiting and not failed and len(running) < at_once:
+                job = waiting.pop(0)
                 print(f"{job.name}: runs, and writes {logs}/{job.name}.log", flush=True)
                 command, env = [sys.executable, *job.command], environment | PATHS[job.path]
                 with (logs / f"{job.name}.log").open("ab") as log:
                     running[job] = start_group(command, stdout=log, stderr=log, env=env)
-            wait_with_news(running, logs)
-            for job, process in running.items():
+            # Every 20 seconds, print the last line of each log.
+            time.sleep(0.2)
+            if time.monotonic() - told > NEWS:
+                told = time.monotonic()
+                for job in running:
+                    lines = (logs / f"{job.name}.log").read_text(errors="replace").splitlines()  # of progress bars, too
+                    print(f"{job.name}: {lines[-1][:100] if lines else ''}", flush=True)
+            # Mark those that have ended.
+            for job in [job for job, process in running.items() if process.poll() is not None]:
+                process = running.pop(job)
                 if process.returncode == 0:
                     (done / job.name).write_text(git_commit())
                 else:
-                    failed.append(job)
+                    failed = True
                     print(f"{job.name}: failed, see {logs}/{job.name}.log", flush=True)
                 kill_group(process)
     return not failed
-
-
-def wait_with_news(running: dict[Job, subprocess.Popen], logs: Path) -> None:
-    """Wait until all processes have ended. Every 20 seconds, print the last line of each log."""
-    told = time.monotonic()
-    while alive := [job for job, process in running.items() if process.poll() is None]:
-        time.sleep(0.2)
-        if time.monotonic() - told > NEWS:
-            told = time.monotonic()
-            for job in alive:
-                lines = (logs / f"{job.name}.log").read_text(errors="replace").splitlines()  # of progress bars, too
-                print(f"{job.name}: {lines[-1][:100] if lines else ''}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ the numbers
@@ -326,8 +330,8 @@ def show_episode(root: Path) -> bool:
         for flash in long[:10]:
             task, shown = gate.task_of(folder / "sft-toy", flash), io.StringIO()
             with contextlib.redirect_stdout(shown):
-                watched = replace(context, observe=ask.Screen(flash.duration).show)
-                episode = run_episode(watched, task, 4, render_prompt(task, 4, context), 0)
+                observed = replace(context, observe=ask.Screen(flash.duration).show)
+                episode = run_episode(observed, task, 4, render_prompt(task, 4, context), 0)
             right = [not c.error and toy.report_is_right(flash, c.window, c.text) for c in episode.calls]
             if right == [True, True] and final_answer(turn_texts(episode.main, context.renderer)) == flash.color:
                 print(f"\n{task.question} ({task.videos[0]}, 4 overview frames){shown.getvalue()}")
@@ -430,7 +434,11 @@ def draw_page(root: Path, written: Path) -> bool:
 def write_tables(root: Path, written: Path) -> None:
     """Add the runs' figures to those of paradox.json, and make all tables and the picture from that file."""
     file = written / "paradox.json"
-    figures = dict(sorted((json.loads(file.read_text()) | read_figures(root)).items()))
+    try:
+        found = read_figures(root)
+    except KeyError as error:
+        sys.exit(f"error: {root} is of another version of this code, which wrote no {error}: remove the folder")
+    figures = dict(sorted((json.loads(file.read_text()) | found).items()))
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in figures.items())
     write_whole(file, f"{{\n{lines}\n}}\n")
 
@@ -448,6 +456,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "demo":
         root, started = Path("runs/demo"), time.monotonic()
+        if others := other_commits(root):
+            sys.exit(f"error: {others}: remove the folder, or old figures would be judged as those of this code")
         if not (run_jobs(demo_jobs(root), root) and draw_page(root, root)):
             return 1
         failed = judge(read_figures(root), json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
@@ -457,6 +467,8 @@ def main() -> int:
         )
         return 1 if failed or not shown else 0
     root = Path("runs/paradox")
+    if others := other_commits(root):
+        print(f"{others}: they join, and paradox.json names the commit of each")
     good = args.what == "tables" or run_jobs([job for job in study_jobs(root) if args.only in job.name], root)
     write_tables(root, Path("results"))
     return 0 if draw_page(root, Path("results")) and good else 1

@@ -131,6 +131,9 @@ def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
         for file in chosen:
             episodes = []
             for record in read_lines(file):
+                if record.keys() != Episode.__dataclass_fields__.keys():
+                    told = f"{run.name} is of another version of this code, whose episodes have other fields"
+                    raise ConfigError(f"{told}: make its report with that version, or run it again")
                 try:
                     episodes.append(episode_of(record, videos, run.renderer.contract))
                 except (VideoError, ToolError, ContractError) as error:
@@ -192,7 +195,7 @@ def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ())
 
     kinds: p prompt, f forced, s sampled, t from the tools."""
     spans, text = run.renderer.offsets(agent.ids), run.renderer.decode(agent.ids)
-    spoken = {i for start, end in agent.turns for i in range(start, end)}
+    in_turns = {i for start, end in agent.turns for i in range(start, end)}
     ids, texts, kinds, logprobs, chosen = [], [], [], [], []  # log-probs: of the sampled tokens
     for i, token in enumerate(agent.ids):
         if token == run.renderer.image_pad and i and agent.ids[i - 1] == token:
@@ -200,7 +203,7 @@ def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ())
         if agent.mask[i]:
             kinds.append("s")
             logprobs.append(round(agent.logprobs[i], 4) if math.isfinite(agent.logprobs[i]) else None)
-        elif i in spoken:
+        elif i in in_turns:
             kinds.append("f")
         elif i < agent.prompt_length:
             kinds.append("p")

@@ -63,13 +63,13 @@ def test_the_command_prints_a_section_per_bench(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_played_step_hides_export_and_state_behind_sampling(monkeypatch):
+def test_a_simulated_step_hides_export_and_state_behind_sampling(monkeypatch):
     """The loop is rl.py's. Here a batch takes 2 s, and the trainer has little to do. Past bug: the weights were written
     after sampling had ended, and the next batch began after a state was saved."""
     plan = dict.fromkeys(bench.planned("TP-1"), 0.0) | {"writing": 20.0, "state": 5.0}
     monkeypatch.setattr(bench, "planned", lambda way: plan)
     ran = {phase: [] for phase in bench.PHASES}
-    for phase, *span in bench.play("TP-1", 10, ["batch_tasks=1", "grpo.group_size=2", "gating=[4]"]).spans:
+    for phase, *span in bench.run_node("TP-1", 10, ["batch_tasks=1", "grpo.group_size=2", "gating=[4]"]).spans:
         ran[phase].append(span)
     batches, pushes, exports = ran["sampler: batch"], ran["trainer: push"], ran["trainer: export"]
     assert all(ran.values()) and len(batches) == len(pushes) == len(exports) == 4

@@ -98,13 +98,13 @@ def test_a_crop_has_its_own_area_and_the_overview_keeps_its(toy_dir, videos):
     """In a tool's call and in a row of SFT."""
     contract = VisualContract(frame_pixels=64 * 64, crop_frame_pixels=32 * 32)
     task = Task("t", "?", (str(toy_dir / "videos" / "test00000.mp4"),), "oe", "red")
-    looks = [
+    clips = [
         overview(task, 4, videos, contract)[0],
         crop_video(task, {"start_time": 0, "end_time": 4}, videos, contract).frames,
         Media(task.videos[0]).frames(videos, contract),
         Media(task.videos[0], start=0.0, end=4.0).frames(videos, contract),
     ]
-    assert [look.pixels.shape[1:3] for look in looks] == [(64, 64), (32, 32)] * 2
+    assert [clip.pixels.shape[1:3] for clip in clips] == [(64, 64), (32, 32)] * 2
 
 
 def test_areas_that_contradict_each_other_are_refused():

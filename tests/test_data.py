@@ -416,8 +416,8 @@ def test_a_video_that_cannot_be_shown_counts_once_as_a_bad_row(trap, tmp_path, t
     engine = Scripted(toy_renderer, lambda prompt, seed: "B<|im_end|>")
     with Videos(1) as videos:
 
-        def sampler(most: float) -> Sampler:
-            data = DataConfig((source,), max_bad_fraction=most)
+        def sampler(max_bad_fraction: float) -> Sampler:
+            data = DataConfig((source,), max_bad_fraction=max_bad_fraction)
             cfg = RLConfig(
                 run="", policy=PolicyConfig(""), data=data, batch_tasks=10, grpo=GRPOConfig(group_size=2), gating=(2,)
             )

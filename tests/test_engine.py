@@ -409,7 +409,7 @@ def test_servers_without_work_are_chosen_by_rank(serve, renderer, prompts, monke
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
         client = SGLang("", renderer, urls=owner.urls)
-        client.wait_until_ready()
+        wait_for(lambda own=client: all(server.healthy for server in own._servers))
         assert client.urls == owner.urls
         client.generate(**request(*prompts[1], shared=5))
         client.close()
@@ -442,6 +442,20 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, tmp_pat
     with pytest.raises(EngineError, match="the server on GPU 4,5 died twice at its start; .*logs/sglang-gpu4,5.log"):
         client.wait_until_ready()
     client.close()
+
+
+def test_a_server_that_its_owner_has_given_up_is_waited_for_by_nobody(renderer, prompts):
+    """Past bug: the other ranks of a node waited for it for 15 minutes."""
+    faults = iter(["", "crash=1", "crash=1"])
+    owner = SGLang("", renderer, gpus=(0, 1), launch=lambda port: fake_server(renderer, port, next(faults)))
+    visitor = SGLang("", renderer, urls=owner.urls)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            owner.wait_until_ready()
+            pool.submit(visitor.wait_until_ready).result(20)
+            assert visitor.generate(**request(*prompts[0])).finish == "stop"
+        finally:
+            visitor.close(), owner.close()
 
 
 def test_servers_start_while_the_caller_goes_on_and_sample_once_before_they_serve(renderer, prompts, tmp_path):

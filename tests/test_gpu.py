@@ -199,14 +199,14 @@ def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path):
     assert (engine.kernel != "sdpa") == GPU
 
     # prompts of different lengths, each asked four times
-    count, most = (64, 256) if GPU else (8, 8)
+    count, max_new_tokens = (64, 256) if GPU else (8, 8)
     clip = tiny_checkpoint.noise(16)
     asked = []
     for i in range(count):
         messages = [{"role": "user", "content": [clip, "What happens?" + " Say it." * (i // 4)]}]
         asked.append(renderer.render(messages, generate=True).ids)
     jobs = [
-        lambda ids=ids, i=i: engine.generate(ids, [clip], max_new_tokens=most, temperature=1.0, seed=i)
+        lambda ids=ids, i=i: engine.generate(ids, [clip], max_new_tokens=max_new_tokens, temperature=1.0, seed=i)
         for i, ids in enumerate(asked)
     ]
     samples = {}

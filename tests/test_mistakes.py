@@ -75,6 +75,8 @@ MISTAKES = [  # and those of the page
     ("an empty value", f"{SFT} run=", "run: the value is empty; give one, or leave the key out"),
     ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not among tools.TOOLS: crop_video"),
     ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, untagged_answer, answer, structure"),
+    ("an old key", f"{RL} rollout.gpus=[0]", "rollout.gpus = [0]: unknown key; did you mean rollout.server_gpus?"),
+    ("lambda's old key", f"{RL} reward.anchor.weight=1", "reward.anchor.weight = 1: unknown key; did you mean reward.anchor.lam?"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),
@@ -109,6 +111,17 @@ def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, t
     if "first batch" in says:  # that is known only once the run has begun
         shutil.rmtree(desk / "run")
     assert set(desk.rglob("*")) == before
+
+
+@pytest.mark.parametrize("local_rank, speaks", [("0", True), ("1", False)])
+def test_a_mistake_is_told_once_on_each_node(typed, monkeypatch, local_rank, speaks):
+    """Past bug: what was mistyped on the second node only was told nowhere, for its first rank is not rank 0."""
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setenv("RANK", "4")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    for mistake in ("--nonsense", "optim.lrr=1"):
+        status, told = typed(f"{SFT} {mistake}")
+        assert status and ("error: " in told) is speaks
 
 
 def test_the_exit_status_reaches_the_shell():

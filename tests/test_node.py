@@ -59,11 +59,11 @@ def test_it_shows_the_figures_of_a_step_in_their_order():
         assert line.split("/", 1)[1].split()[1:] == [word for key in shown for word in (key, "...")]
 
 
-@pytest.mark.parametrize("way, most", [("TP-1", 40), ("TP-4", 28)])
-def test_the_planned_step_is_the_sum_of_its_terms(way, most):
+@pytest.mark.parametrize("way, max_seconds", [("TP-1", 40), ("TP-4", 28)])
+def test_the_planned_step_is_the_sum_of_its_terms(way, max_seconds):
     plan = planned(way)
     terms = [plan[term] for term in ("overviews", "reading", "writing", "reports", "crops", "push")]
-    assert plan["a step"] == pytest.approx(sum(terms)) and plan["a step"] < most
+    assert plan["a step"] == pytest.approx(sum(terms)) and plan["a step"] < max_seconds
     assert f"| {plan['a step']:.0f} s a step, 54 steps" in PAGE
     # A state delays the next update, its export and the push, as far as sampling does not take as long.
     exposed = plan["state"] + plan["update"] + plan["export"] + plan["push"] - plan["a step"]
@@ -85,7 +85,7 @@ def train_beside_stand_ins(toy: Path) -> None:
     doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
     publish = rl.Sampler.publish
 
-    def stats(sampler, version):
+    def disturbed(sampler, version):
         engine = sampler.engine
         if version == 1 and engine.version == 0:
             os.killpg(engine._servers[1].process.pid, signal.SIGKILL)
@@ -95,7 +95,7 @@ def train_beside_stand_ins(toy: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         publish(sampler, version)
 
-    rl.Sampler.publish = stats
+    rl.Sampler.publish = disturbed
     sys.argv = ["rl.py", str(REPO / "configs/paragrpo_8b.yaml"), "visual.frame_pixels=1024", "save_every=1"]
     sys.argv += [
         f"data.sources=[{{path: {toy}/rl.parquet}}]",

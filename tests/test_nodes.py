@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 import requests
 import torch
 from scripts import Forked, fake_server, finish, wait_for
@@ -22,7 +23,9 @@ from test_sft import write_config as sft_config
 
 import rl
 import sft
-from runtime import cleanup, config, distributed, doctor, servers
+from runtime import checks, cleanup, config, distributed, doctor, servers
+from runtime.checks import RunConfig
+from runtime.dataset import DataConfig, Source
 from runtime.policy import PolicyConfig, load
 
 
@@ -42,7 +45,9 @@ def train_sft(cfg: Path, *overrides: str) -> None:
 def test_nodes_that_do_not_share_the_run_are_refused(toy_dir, tmp_path):
     cfg = sft_config(tmp_path / "run.yaml", toy_dir, run="run", steps=1)
     told = finish(Forked(partial(train_sft, cfg), tmp_path, ranks=2, nodes=2), code=1)
-    assert told == "error: run = 'run': rank 1 sees another; run must be a folder that all nodes share\n"
+    assert set(told.splitlines()) == {  # each node says so
+        "error: run = 'run': rank 1 sees another; run must be a folder that all nodes share"
+    }
     assert not list(tmp_path.glob("*/run/[!.]*"))
 
 
@@ -53,8 +58,35 @@ def test_nodes_with_other_settings_or_data_are_refused(toy_dir, tmp_path):
     data = {"sources": [{"path": "rows.parquet"}], "video_root": str(toy_dir)}
     cfg = sft_config(tmp_path / "run.yaml", toy_dir, data=data)
     told = finish(Forked(partial(train_sft, cfg, "batch_rows=8"), tmp_path, ranks=2, nodes=2), code=1)
-    assert told.startswith("error: rank 1 differs from rank 0 (config.batch_rows: 4, now 8; bytes.rows.parquet: ")
-    assert told.endswith("): start all nodes alike\n") and not (tmp_path / "run" / "config.yaml").exists()
+    [line] = set(told.splitlines())
+    assert line.startswith("error: rank 1 differs from rank 0 (config.batch_rows: 4, now 8; bytes.rows.parquet: ")
+    assert line.endswith("): start all nodes alike") and not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("what", ["config.steps", "commit", "bytes", "nproc_per_node", "checkpoint"])
+def test_a_node_that_differs_in_anything_is_refused(tmp_path, monkeypatch, what):
+    """Past bug: each node read its own cold start and its own held-out rows, and nothing compared them."""
+    held_out, model, seen = tmp_path / "val.parquet", tmp_path / "model", []
+    model.mkdir()
+    monkeypatch.setattr(checks, "gather", lambda mine: seen.append(mine) or seen)
+
+    def check(other: str = "") -> None:
+        """Check as a rank that has 2 of one thing and 1 of all else."""
+
+        def number(name: str) -> int:
+            return 2 if name == other else 1
+
+        held_out.write_bytes(bytes(number("bytes")))
+        (model / "model.safetensors").write_bytes(bytes(number("checkpoint")))
+        monkeypatch.setattr(checks, "git_commit", lambda: number("commit"))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(number("nproc_per_node")))
+        val, steps = DataConfig((Source(str(held_out)),)), number("config.steps")
+        cfg = RunConfig(run="", policy=PolicyConfig(""), data=DataConfig(()), val=val, steps=steps)
+        checks.check_nodes(cfg, model)
+
+    check()
+    with pytest.raises(SystemExit, match=rf"rank 1 differs from rank 0 \({what}[^;]*\): start all nodes alike"):
+        check(what)
 
 
 # ------------------------------------------------------------------------------------------------ who samples
@@ -74,13 +106,13 @@ def train_rl(cfg: Path) -> None:
         passes.append(now)
         sum_over_nodes(policy, now)
 
-    def stats(sampler, version):
+    def publish_and_ask(sampler, version):
         publish(sampler, version)
         seen = [requests.get(url + "/model_info").json() for url in sampler.engine.urls]
         told = {"snapshots": str(sampler.snapshots), "servers": seen, "passes": passes, "sent": sent.call_count}
         (cfg.parent / f"seen-{os.environ.get('RANK')}.json").write_text(json.dumps(told))
 
-    rl.Sampler.publish, rl.sum_over_nodes = stats, counted
+    rl.Sampler.publish, rl.sum_over_nodes = publish_and_ask, counted
     with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as sent:
         config.run_script(rl.main, config.load(rl.RLConfig, cfg))
 

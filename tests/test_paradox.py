@@ -136,6 +136,16 @@ def test_a_job_ends_with_the_study_even_if_it_is_killed(tmp_path):
     assert not (tmp_path / "done" / "slow").exists()
 
 
+def test_a_core_that_is_free_gets_the_next_job_at_once(tmp_path, monkeypatch):
+    """Past bug: jobs ran in batches, so a core was idle while the longer one of two ran."""
+    monkeypatch.setattr(paradox.os, "sched_getaffinity", lambda pid: {0, 1})
+    read = f"open({str(tmp_path / 'order')!r}).read()"
+    waits = f"for _ in range(100):\n    time.sleep(0.2)\n    if 'c' in {read}: sys.exit()"
+    jobs = [Job("train", "a", python(tmp_path, "a", f"{waits}\nsys.exit('c never came')"))]
+    jobs += [Job("train", name, python(tmp_path, name)) for name in "bc"]
+    assert paradox.run_jobs(jobs, tmp_path)
+
+
 def test_a_job_that_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(paradox, "NEWS", 0.3)
     job = Job("train", "slow", python(tmp_path, "s", "print('step 1\\rstep 2', flush=True)\ntime.sleep(1)"))
@@ -203,11 +213,11 @@ def test_a_collapse_that_recovers_before_the_end_is_seen(tmp_path):
     assert read_figures(tmp_path) == {"seed1-old/paragrpo": found | {"commit": "abc"}}
 
 
-def run_command(monkeypatch) -> list:
-    """`tables`; returns the calls of report.py."""
+def run_command(monkeypatch, what: str = "tables") -> list:
+    """Return the calls of report.py."""
     called = []
     monkeypatch.setattr(paradox, "KS", (4,))  # what there is
-    monkeypatch.setattr(sys, "argv", ["paradox.py", "tables"])
+    monkeypatch.setattr(sys, "argv", ["paradox.py", what])
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
     assert paradox.main() == 0
     return called
@@ -245,6 +255,21 @@ def test_figures_outlive_their_runs_and_newer_ones_replace_them(studied, monkeyp
     changed = {key for key in first if first[key] != second[key]}
     assert first.keys() == second.keys()
     assert changed == {f"seed0/sft/K={k}" for k in (0, 4)}
+
+
+def test_figures_of_another_commit_are_refused_by_the_demo_and_told_of_by_the_study(studied, monkeypatch, capsys):
+    """Past bug: of runs that had been made before a renaming, both ended with a KeyError."""
+    monkeypatch.setattr(paradox, "git_commit", lambda: "def")
+    run_command(monkeypatch)
+    assert "runs/paradox has figures of commit abc, and this is def: they join" in capsys.readouterr().out
+    shutil.copytree(ROOT, "runs/demo")
+    with pytest.raises(SystemExit, match="runs/demo has figures of commit abc, and this is def: remove the folder"):
+        run_command(monkeypatch, "demo")
+    (ROOT / "seed0" / "grpo").mkdir()
+    (ROOT / "seed0" / "grpo" / "metrics.jsonl").write_text('{"accuracy": 1}\n' * 20)
+    (ROOT / "done" / "seed0-grpo").write_text("abc")
+    with pytest.raises(SystemExit, match="runs/paradox is of another version of this code, which wrote no 'R_acc'"):
+        run_command(monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------ the verdict

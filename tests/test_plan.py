@@ -116,6 +116,15 @@ def test_the_engine_is_given_room_for_the_frames_that_the_contract_shows():
     assert both.gib == pytest.approx(training.gib + engine.gib)
 
 
+def test_a_nodes_servers_are_planned_for_its_own_tasks(monkeypatch):
+    """They were given the episodes of all nodes."""
+    monkeypatch.setattr("runtime.plan.world_size", lambda: 8)
+    for ranks, rows in ((8, 16), (4, 8), (2, 4)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        _, engine = rl_plans(server_gpus=(4, 5, 6, 7))
+        assert any(use.startswith(f"KV cache of {rows} x ") for use in engine.used)
+
+
 def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json"):
         plan_training(PolicyConfig(str(tmp_path)), 8, 8192)

@@ -187,11 +187,11 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, monkeypatch
     masks, heads = [], []
     attend = F.scaled_dot_product_attention
 
-    def stats(*args, attn_mask=None, **options):
+    def noted(*args, attn_mask=None, **options):
         masks.append(0 if attn_mask is None else attn_mask.numel())
         return attend(*args, attn_mask=attn_mask, **options)
 
-    monkeypatch.setattr(packing.F, "scaled_dot_product_attention", stats)
+    monkeypatch.setattr(packing.F, "scaled_dot_product_attention", noted)
     score = policy._score
 
     def scored(hidden, *args, **options):

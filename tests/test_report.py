@@ -20,6 +20,7 @@ from tiny_checkpoint import MemoryVideos
 
 from data import Task
 from rollout import dump
+from runtime.config import ConfigError
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
 from study import report
@@ -98,10 +99,13 @@ def test_the_table_is_the_mean_of_last_ten_steps_and_std_over_runs():
 
 
 def test_every_key_has_one_panel_and_no_key_none():
-    run = run_of("a", {"R_acc": 1.0, "closure/think": 0.5, "my_own": 2.0, "eval/acc": 0.5})
+    run = run_of("a", {"R_acc": 1.0, "closure/think": 0.5, "my_own": 2.0, "eval/acc": 0.5, "report/ended": 1.0})
     shown = panel_sections(seed_groups([run]))
     titles = {s["title"]: [panel["key"] for panel in s["panels"]] for s in shown}
-    assert titles == {"Reward": ["R_acc"], "Format": ["closure/think"], "Evaluation": ["eval/acc"], "More": ["my_own"]}
+    assert titles == {
+        "Reward": ["R_acc"], "Format": ["closure/think"], "Sub-agents' reports": ["report/ended"],
+        "Evaluation": ["eval/acc"], "More": ["my_own"],
+    }  # fmt: skip
 
 
 # ---- what is missing or broken
@@ -131,6 +135,14 @@ def test_a_note_says_that_videos_are_gone_or_which_tokenizer_to_pass(tmp_path, r
     assert any("2 episodes are shown without pictures: /gone/v.mp4" in note for note in run.notes)
     run = read_run(folder, "run", {}, 200)
     assert run.steps == {} and "--model" in run.notes[-1]
+
+
+def test_a_run_of_another_version_is_refused_by_its_name(tmp_path, renderer, checkpoint):
+    """Past bug: after a renaming, a report on an older run was a TypeError."""
+    file = write_run(tmp_path / "run", [], play(renderer), renderer) / "episodes" / "step-000000.jsonl"
+    file.write_text(file.read_text().replace('"scores"', '"reward"'))
+    with pytest.raises(ConfigError, match="old is of another version of this code, whose episodes have other fields"):
+        read_run(tmp_path / "run", "old", {}, 200, checkpoint)
 
 
 # ---- episodes

@@ -312,7 +312,7 @@ def test_a_step_is_written_evaluated_and_saved_while_a_batch_is_sampled(scripted
     note(Run, "save", lambda run, step: sampling(step + 2))
     lines = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1, save_every=1, **held_out(toy_dir))
     step = ["barrier", "update", "export", "barrier", "update_weights", "barrier", "barrier", "evaluate", "save"]
-    assert told == ["wait_until_ready", *step * 3] and begun.keys() == {0, 1, 2}
+    assert told == ["wait_until_ready", "barrier", *step * 3] and begun.keys() == {0, 1, 2}
     names = ["weights-1"], ["weights-1", "weights-2"], ["weights-2"], ["weights-2", "weights-3"], ["weights-3"]
     assert there == [names[0], *names] and all(line["export_seconds"] > 0 for line in lines)
 
@@ -325,13 +325,13 @@ def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_e
     def rollout(*args, step=0, engine, **more):
         if step == 2:
             engine = Scripted(engine.renderer, lambda prompt, seed: 1 / 0)
-        return play_all(*args, step=step, engine=engine, **more)
+        return plain_rollout(*args, step=step, engine=engine, **more)
 
     def evaluate(tasks, sampler, *more):
         wait([sampler.ahead[2]], 20)
-        return look(tasks, sampler, *more)
+        return plain_evaluate(tasks, sampler, *more)
 
-    play_all, look = rl.rollout, rl.evaluate
+    plain_rollout, plain_evaluate = rl.rollout, rl.evaluate
     monkeypatch.setattr(rl, "rollout", rollout)
     monkeypatch.setattr(rl, "evaluate", evaluate)
     with pytest.raises(ZeroDivisionError):
@@ -490,11 +490,12 @@ def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, to
     other = SGLang("", toy_renderer, urls=owner.urls)
     try:
         for rank, engine in enumerate((owner, other)):
-            monkeypatch.setattr(rl, "rank", lambda rank=rank: rank)
+            monkeypatch.setattr(rl, "place", lambda per_node, rank=rank: (rank, 2))
             sampler = rl.Sampler(cfg, engine, toy_renderer, None, tmp_path)
             sampler.export(policy, 3)
             sampler.publish(3)
         assert owner.version == other.version == 3
+        assert owner._ask(owner._servers[0], "/model_info", 10)["loads"] == 1  # the first rank pushes, and no other
         sample = other.generate(toy_renderer.encode("Which?"), [], max_new_tokens=4, temperature=1.0, seed=0)
         assert sample.version == 3
     finally:

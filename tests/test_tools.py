@@ -138,15 +138,15 @@ def test_every_window_that_runs_lies_in_the_video_and_holds_what_it_says(start, 
     videos = MemoryVideos(duration=37.3)
     arguments = {"start_time": start, "end_time": end} | ({} if count is None else {"num_frames": count})
     try:
-        look = crop(videos, **arguments)
+        clip = crop(videos, **arguments)
     except ToolError:
         assert start >= end or start >= 37.3 or end <= 0
         return
-    low, high = look.window
+    low, high = clip.window
     assert 0 <= low < high <= 37.3
-    assert 1 <= len(look.frames) <= CONTRACT.crop_max_frames
+    assert 1 <= len(clip.frames) <= CONTRACT.crop_max_frames
     if ((low <= videos.times) & (videos.times <= high)).any():  # else it shows the nearest frame
-        assert all(low <= t <= high for t in look.frames.times)
+        assert all(low <= t <= high for t in clip.frames.times)
 
 
 def test_the_models_path_only_picks_among_the_tasks_own_videos():

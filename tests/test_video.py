@@ -150,12 +150,12 @@ TIMES = st.lists(st.integers(1, 4000), min_size=0, max_size=80).map(lambda gaps:
 
 
 @given(TIMES, st.floats(-5, 400), st.floats(0, 300), st.floats(0.1, 30), st.integers(1, 32))
-def test_window_frames_lie_in_the_window_and_number_as_asked(times, start, span, fps, most):
+def test_window_frames_lie_in_the_window_and_number_as_asked(times, start, span, fps, max_frames):
     end = start + span
-    indices = window_indices(times, start, end, fps, most)
+    indices = window_indices(times, start, end, fps, max_frames)
     inside = np.flatnonzero((times >= start) & (times <= end))
     if len(inside):
-        assert len(indices) == min(max(round((end - start) * fps), 1), most, len(inside))
+        assert len(indices) == min(max(round((end - start) * fps), 1), max_frames, len(inside))
         assert len(set(indices)) == len(indices) and indices == sorted(indices) and set(indices) <= set(inside)
     else:
         distance = np.abs(times - (start + end) / 2)

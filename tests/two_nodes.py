@@ -123,8 +123,10 @@ def check_runs(folder: Path, script: str, command: list[str], write, ranks: int,
     assert {int(rank) // ranks for rank in writers} == {0, 1}, writers
 
     processes = start([*command, str(made["killed"])], killed, ranks)
-    wait_for((killed / "state" / "step-00000001").exists, processes[0], seconds=200)
-    end(processes)
+    try:
+        wait_for((killed / "state" / "step-00000001").exists, processes[0], seconds=200)
+    finally:
+        end(processes)
     finish(start([*command, str(made["killed"])], killed, ranks), killed)
     assert "goes on after step" in Path(f"{killed}-0.log").read_text()
     assert same_metrics(metrics(whole), metrics(killed)) and same_files(whole, killed)
@@ -141,8 +143,10 @@ def check_refusal(folder: Path, data: Path) -> None:
     runs.mkdir()
     cfg = sft_config(folder / "refused.yaml", data, run=str(runs / "sft"), steps=3)
     processes = start(["sft.py", str(cfg)], folder / "refused", 1, unshared=runs)
-    assert processes[0].wait(timeout=200) == 1
-    end(processes)
+    try:
+        assert processes[0].wait(timeout=200) == 1
+    finally:
+        end(processes)
     told = (folder / "refused-0.log").read_text()
     assert "error: run = " in told and "rank 1 sees another; run must be a folder that all nodes share" in told, told
     assert not (runs / "sft" / "state").exists()
