@@ -91,7 +91,8 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     r_fmt = format_reward(turns, turns_that_called, cfg.answer_suffix)
     # The cap is the release's. Under credit `sequence` a tidy answer reaches it by alpha alone, so beta adds nothing there.
     f = min(1.0, r_fmt + cfg.anchor.lam * anchor)
-    r_fmt = f if cfg.anchor.credit == "sequence" else r_fmt
+    if cfg.anchor.credit == "sequence":
+        r_fmt = f  # R pays R_anchor, too
     tool = tool_reward(episode, acc)
     parts = {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool

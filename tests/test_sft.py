@@ -98,7 +98,8 @@ def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(pieces, ans
 
 
 def test_an_answer_without_tags_is_a_kind_of_its_own():
-    pieces = ("The answer is ", "dark", " red", ".", "\n", "<answer>", "The answer is ", "red", "</answer>", "<|im_end|>")
+    said = "The answer is |dark| red|.|\n|<answer>|The answer is |red|</answer>"
+    pieces = (*said.split("|"), "<|im_end|>")
     ids = list(range(len(pieces)))
     kinds = [KINDS[k] for k in target_kinds(Bundle([], [ids], [[1] * len(ids)], []), Pieces(*pieces))]
     assert kinds[:5] == ["prose", "untagged_answer", "untagged_answer", "prose", "prose"]
