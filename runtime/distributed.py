@@ -327,7 +327,7 @@ def snapshot_folder(run: str | Path, source: Path, per_node: bool = True) -> Ite
     size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     if not per_node:
         print(f"servers elsewhere read the weights from {folder}: all machines must see it")
-    elif shutil.disk_usage(MEMORY).free > 2.2 * size:
+    elif shutil.disk_usage(memory_folder()).free > 2.2 * size:  # what dead runs left there is gone
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
         if rank() == 0:
             (Path(run) / "memory.txt").write_text(f"{memory_folder()}\n")  # for those who wonder whose it is
