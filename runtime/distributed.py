@@ -313,9 +313,9 @@ def export(
 
 
 @contextlib.contextmanager
-def snapshot_folder(run: str | Path, source: Path, per_node: bool = True) -> Iterator[Path]:
-    """Choose this node's folder of snapshots: in memory if two fit there, the old one and the one being written, else in
-    the run. Not `per_node`: one folder for all, in the run."""
+def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images: float = 0.0) -> Iterator[Path]:
+    """Choose this node's folder of snapshots: in memory if two fit there, the old one and the one being written, beside
+    so many bytes of images; else in the run. Not `per_node`: one folder for all, in the run."""
     me, _ = place(per_node)
     if me > 0:
         yield gather(None)[rank() - me]
@@ -324,15 +324,15 @@ def snapshot_folder(run: str | Path, source: Path, per_node: bool = True) -> Ite
     if per_node:
         folder = folder.with_name(f"snapshot-{rank() // local_size()}")
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    needed = images + 2.2 * sum(file.stat().st_size for file in source.glob("*.safetensors"))
     if not per_node:
         print(f"servers elsewhere read the weights from {folder}: all machines must see it")
-    elif shutil.disk_usage(memory_folder()).free > 2.2 * size:  # what dead runs left there is gone
+    elif shutil.disk_usage(memory_folder()).free > needed:  # what dead runs left there is gone
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
         if rank() == 0:
             (Path(run) / "memory.txt").write_text(f"{memory_folder()}\n")  # for those who wonder whose it is
     else:
-        print(f"{MEMORY} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
+        print(f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB: weights go through {run}")
     try:
         yield gather(folder)[rank()]
     finally:

@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 # Prefixes of the variables of torchrun and of the trainer, which the servers do not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
+IMAGES = 7e9  # bytes of /dev/shm that the servers' images take: 64 requests in flight, 64 frames each, 1.6 MB a frame
 
 
 class _Lost(Exception):

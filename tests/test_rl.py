@@ -357,6 +357,22 @@ def test_servers_start_before_the_policy_loads_unless_they_share_its_gpu(toy_dir
     assert told == order
 
 
+@pytest.mark.parametrize("who", [{"server_gpus": [1]}, {"urls": ["http://127.0.0.1:9"]}, {}], ids=str)
+def test_servers_images_need_room_beside_the_weights(toy_dir, tmp_path, monkeypatch, capsys, who):
+    """Past bug: weights of 39 GB were put into 40, and a server would have died of its images."""
+
+    def load(*_):
+        raise config.ConfigError("no weights")
+
+    monkeypatch.setattr(rl, "check_servers", lambda *_: None)
+    monkeypatch.setattr(rl, "shared_engine", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(rl, "load", load)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=6.9e9))
+    with pytest.raises(config.ConfigError, match="no weights"):
+        train(tmp_path / "c.yaml", toy_dir, rollout=who)
+    assert ("has no room for two snapshots beside images, 7.0 GB: " in capsys.readouterr().out) == bool(who)
+
+
 def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path, monkeypatch):
     """Past bug: its sub-agents sampled."""
     rewarded, agents = [], {"max_turns": 1, "subagents": {"temperature": 0.9}}
