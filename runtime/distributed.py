@@ -329,11 +329,14 @@ def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images
         print(f"servers elsewhere read the weights from {folder}: all machines must see it")
     elif shutil.disk_usage(memory_folder()).free > needed:  # what dead runs left there is gone
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
-        if rank() == 0:
-            (Path(run) / "memory.txt").write_text(f"{memory_folder()}\n")  # for those who wonder whose it is
     else:
         print(f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB: weights go through {run}")
+    note = Path(run) / "memory.txt"  # for those who wonder whose folder they see in memory
     try:
-        yield gather(folder)[rank()]
+        folders = gather(folder)
+        if rank() == 0:
+            note.write_text("".join(f"{found}\n" for found in folders if found))
+        yield folders[rank()]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        note.unlink(missing_ok=True)
