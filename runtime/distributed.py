@@ -187,7 +187,7 @@ def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, 
                 shutil.rmtree(left_over)
             unfinished.mkdir(parents=True)
         barrier()
-        dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, no_dist=world_size() == 1)
+        dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, **_who_meets())
         if rank() == 0:  # whose call returns when all ranks have written
             (unfinished / "run.json").write_text(json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
@@ -205,8 +205,13 @@ def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, An
     if not states:
         return 0, {}
     run = json.loads((states[-1] / "run.json").read_text())
-    dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], no_dist=world_size() == 1)
+    dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_who_meets())
     return run["step"], run["extra"]
+
+
+def _who_meets() -> dict[str, Any]:
+    """Return the ranks that write or read a state together: in gloo, where they have the time that slow disks take."""
+    return {"process_group": _gloo()} if world_size() > 1 else {"no_dist": True}
 
 
 def saved_step(folder: str | Path) -> int:
