@@ -91,6 +91,7 @@ class RLConfig(RunConfig):
     dump_groups: int = 1
     """Groups per step whose episodes are kept in full, in RUN/episodes/."""
     seed: int = 0
+    """Draws K and, in the engine in this process, tokens. `data.seed` draws the order of the rows."""
 
     def __post_init__(self):
         super().__post_init__()
