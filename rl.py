@@ -63,7 +63,7 @@ from runtime.plan import plan_rl, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
 from runtime.render import Renderer
 from runtime.run import USER_ERRORS, Run, check_room, try_out
-from runtime.servers import on_this_machine
+from runtime.servers import IMAGES, on_this_machine
 from runtime.video import Videos
 from tools import TOOLS
 
@@ -91,6 +91,7 @@ class RLConfig(RunConfig):
     dump_groups: int = 1
     """Groups per step whose episodes are kept in full, in RUN/episodes/."""
     seed: int = 0
+    """Draws K and, in the engine in this process, tokens. `data.seed` draws the order of the rows."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -119,7 +120,8 @@ def main(cfg: RLConfig) -> None:
     init_distributed()
     with open_run(cfg, parse_task, check_hardware) as (source, renderer), contextlib.ExitStack() as until_it_ends:
         per_node = on_this_machine(cfg.rollout.urls)  # servers elsewhere sample for all nodes
-        snapshots = until_it_ends.enter_context(snapshot_folder(cfg.run, source, per_node))
+        images = IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
+        snapshots = until_it_ends.enter_context(snapshot_folder(cfg.run, source, per_node, images))
         # Servers start while the policy loads; where both share a GPU, afterwards: they take a share of what is free by then.
         shared, engine = set(cfg.rollout.server_gpus) & set(range(local_size())), None
         if not shared and saved_step(Path(cfg.run) / "state") < cfg.steps:

@@ -339,8 +339,9 @@ def rollout(
     tasks: Sequence[Task], ks: Sequence[int], group_size: int, *, engine: Engine, renderer: Renderer, videos: Videos,
     cfg: RolloutConfig, seed: int = 0, step: int = 0, progress: bool = True, stopped: threading.Event | None = None,
 ) -> list[Group]:  # fmt: skip
-    """Run G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw
-    the same tokens (SGLang heeds no seeds). Once `stopped` is set, no agent starts another turn."""
+    """Run G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw the
+    same tokens (SGLang without --enable-deterministic-inference heeds no seeds). Once `stopped` is set, no agent starts
+    another turn."""
     context = AgentContext(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)

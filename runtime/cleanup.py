@@ -4,7 +4,8 @@
     server = start_group(command)             # a process that ends with this one, and so do its children
 
 A shell beside us waits for the end of a pipe that we hold open, also by kill -9. Then it kills the servers and removes
-the folder. If it was killed, too, the next process removes ours: a lock tells the living from the dead.
+the folder. If the shell is killed, too, the servers live on, and the folder stays until the next process that makes one:
+it removes all whose locks nobody holds.
 """
 
 import atexit

@@ -187,7 +187,7 @@ def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, 
                 shutil.rmtree(left_over)
             unfinished.mkdir(parents=True)
         barrier()
-        dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, no_dist=world_size() == 1)
+        dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, **_who_meets())
         if rank() == 0:  # whose call returns when all ranks have written
             (unfinished / "run.json").write_text(json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
@@ -205,8 +205,13 @@ def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, An
     if not states:
         return 0, {}
     run = json.loads((states[-1] / "run.json").read_text())
-    dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], no_dist=world_size() == 1)
+    dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_who_meets())
     return run["step"], run["extra"]
+
+
+def _who_meets() -> dict[str, Any]:
+    """Return the ranks that write or read a state together: in gloo, where they have the time that slow disks take."""
+    return {"process_group": _gloo()} if world_size() > 1 else {"no_dist": True}
 
 
 def saved_step(folder: str | Path) -> int:
@@ -313,9 +318,9 @@ def export(
 
 
 @contextlib.contextmanager
-def snapshot_folder(run: str | Path, source: Path, per_node: bool = True) -> Iterator[Path]:
-    """Choose this node's folder of snapshots: in memory if two fit there, the old one and the one being written, else in
-    the run. Not `per_node`: one folder for all, in the run."""
+def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images: float = 0.0) -> Iterator[Path]:
+    """Choose this node's folder of snapshots: in memory if two fit there, the old one and the one being written, beside
+    so many bytes of images; else in the run. Not `per_node`: one folder for all, in the run."""
     me, _ = place(per_node)
     if me > 0:
         yield gather(None)[rank() - me]
@@ -324,16 +329,19 @@ def snapshot_folder(run: str | Path, source: Path, per_node: bool = True) -> Ite
     if per_node:
         folder = folder.with_name(f"snapshot-{rank() // local_size()}")
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    needed = images + 2.2 * sum(file.stat().st_size for file in source.glob("*.safetensors"))
     if not per_node:
         print(f"servers elsewhere read the weights from {folder}: all machines must see it")
-    elif shutil.disk_usage(MEMORY).free > 2.2 * size:
+    elif shutil.disk_usage(memory_folder()).free > needed:  # what dead runs left there is gone
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
-        if rank() == 0:
-            (Path(run) / "memory.txt").write_text(f"{memory_folder()}\n")  # for those who wonder whose it is
     else:
-        print(f"{MEMORY} has no room for two snapshots of {size / 2**30:.1f} GiB: weights go through {run}")
+        print(f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB: weights go through {run}")
+    note = Path(run) / "memory.txt"  # for those who wonder whose folder they see in memory
     try:
-        yield gather(folder)[rank()]
+        folders = gather(folder)
+        if rank() == 0:
+            note.write_text("".join(f"{found}\n" for found in folders if found))
+        yield folders[rank()]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        note.unlink(missing_ok=True)

@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 # Prefixes of the variables of torchrun and of the trainer, which the servers do not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
+IMAGES = 7e9  # bytes of /dev/shm that the servers' images take: 64 requests in flight, 64 frames each, 1.6 MB a frame
 
 
 class _Lost(Exception):
@@ -314,7 +315,7 @@ class SGLang(Engine):
     def _warm_up(self, server: _Server) -> None:
         """Let a new server sample a greedy and a random turn in one batch. Such a batch, as main agents and sub-agents make
         it, takes a path that is compiled at its first use: up to a minute, which the first episodes would wait."""
-        sampling = [self._sampling(8, temperature, 0, ()) for temperature in (0.0, 1.0)]
+        sampling = [self._sampling(8, temperature, 0, ()) | {"ignore_eos": True} for temperature in (0.0, 1.0)]
         asked = {"input_ids": [[0], [0]], "sampling_params": sampling, "return_logprob": True}
         self._ask(server, "/generate", self.start_timeout, asked)
         note_shared_memory(server.process)  # all that it needs is there now

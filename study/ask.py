@@ -51,13 +51,14 @@ def main() -> int:
     parser.add_argument("doctor" if doctor else "question")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the episode as JSON, for study.report")
+    served = parser.add_mutually_exclusive_group()
+    served.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
     if doctor:
-        parser.add_argument("--gpu", type=int, help="start a server there; the trainer takes the first GPU")
+        served.add_argument("--gpu", type=int, help="start a server there, or from there on; GPU 0 is the trainer's")
         parser.add_argument("--config", default=CONFIG, help="whose server, and whose model without --model")
     parser.add_argument("--model", required=not doctor, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
-    parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
     parser.add_argument("--temperature", type=float, default=0.0, help="the doctor's is always 1")
     parser.add_argument("--max-new-tokens", type=int, default=64 if doctor else 2048, help="per turn")
     args = parser.parse_args()
@@ -71,7 +72,9 @@ def main() -> int:
             args.model = args.model or run.policy.checkpoint
         if doctor and args.gpu is not None:
             its = run.rollout
-            cfg = replace(cfg, server_gpus=(args.gpu,), server_args=its.server_args, max_context=its.max_context)
+            gpus = tuple(range(args.gpu, args.gpu + its.tensor_parallel))
+            cfg = replace(cfg, server_gpus=gpus, tensor_parallel=its.tensor_parallel, server_args=its.server_args)
+            cfg = replace(cfg, max_context=its.max_context)
         with Videos(workers=2) as videos:
             context = context_of(args, videos, cfg)
             with contextlib.closing(context.engine):
@@ -88,7 +91,8 @@ def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> 
     contract.check(source)
     renderer = Renderer(load_tokenizer(source), contract)
     served = {"gpus": cfg.server_gpus, "urls": cfg.urls, "server_args": cfg.server_args, "max_context": cfg.max_context}
-    return AgentContext(open_engine(source, renderer, **served), renderer, videos, cfg)
+    engine = open_engine(source, renderer, tensor_parallel=cfg.tensor_parallel, **served)
+    return AgentContext(engine, renderer, videos, cfg)
 
 
 def run_task(context: AgentContext, question: str, args: argparse.Namespace) -> Episode:

@@ -233,7 +233,9 @@ def engine(repeats: int = 3, count: int = 64, max_new_tokens: int = 32) -> Itera
 # ------------------------------------------------------------------------------------------------ a step of RL, simulated
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-TURN = 250 / 2048  # what a turn usually writes, of what the longest episode writes
+# By the table in the head of the 8B's config an episode writes 500 tokens and makes 2 calls. That is four requests here: a
+# turn that makes both calls, their two reports, and a turn that answers. The two turns write 250 each; the longest, 2,048.
+TURN, REQUESTS = 250 / 2048, 4
 PHASES = {  # who passes them, and the function that they are; the others are the engine's
     "trainer: state": (runtime.run, "save_state"),
     "trainer: update": (rl, "update"),
@@ -277,10 +279,10 @@ class Node(Engine):
             self.version = version
 
     def generate(self, ids, frames, *, temperature, shared=0, seed=0, **rest) -> Sample:
-        # An episode makes four requests, which are read one after the other. The one that answers last is the longest.
+        # Requests are read one after the other. The episode that answers last is the longest.
         reported = "<tool_response>" in self.renderer.decode(ids[shared:])
         with self.phase("sampler: reading"), self.reading:
-            time.sleep(self.plan["reading"] / (4 * self.episodes) / self.speed)
+            time.sleep(self.plan["reading"] / (REQUESTS * self.episodes) / self.speed)
             self.answers += reported
             longest = self.answers % self.episodes == 0
 
@@ -319,7 +321,8 @@ def run_node(way: str, speed: float, changes: Sequence[str]) -> Node:
 def step(speed: float = 2.0, *changes: str) -> Iterator[list[str]]:
     """A step of RL on a node, from one push of weights to the next: when each phase begins and ends, in seconds of the node.
     rl.py on the toy, with a stand-in for the engine; times as planned in the head of configs/paragrpo_8b.yaml. TP-1: four
-    servers; TP-4: one on four GPUs. "+ state": a training state was saved just before, as after every tenth step."""
+    servers; TP-4: one on four GPUs. "+ state": a training state was saved just before, as after every tenth step. Not played:
+    SGLang's client, ranks that wait for each other, and pushes to single servers: here one rank pushes once."""
     columns, means = [[*PHASES, "the step"]], ["mean of ten steps"]
     for way in ("TP-1", "TP-4"):
         spans = run_node(way, speed, changes).spans

@@ -26,15 +26,19 @@ from PIL import Image
 
 port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
-state = {"version": "default", "served": 0, "answered": 0, "loads": 0, "warmed": [], "prompts": {}, "read": {}}
+state = {"version": "default", "warmed": [], "prompts": {}, "read": {}}
+state |= {"served": 0, "answered": 0, "loads": 0, "cold": 0}  # cold: answers and loads before it was warmed
 lock = threading.Lock()
 
 
 def generate(request: dict) -> tuple[int, dict]:
-    if "image_data" not in request:  # before it serves: a batch
+    if "image_data" not in request:  # before it serves: a batch, which takes a while and may not end at once
+        time.sleep(0.05)
+        assert all(params["ignore_eos"] for params in request["sampling_params"])
         state["warmed"].append([params["temperature"] for params in request["sampling_params"]])
         return 200, [{} for _ in request["input_ids"]]
     with lock:
+        state["cold"] += not state["warmed"]
         state["served"] += 1
         number = state["served"]
         shown = str(request["image_data"][:1])
@@ -69,6 +73,7 @@ def generate(request: dict) -> tuple[int, dict]:
 
 
 def load(request: dict) -> tuple[int, dict]:
+    state["cold"] += not state["warmed"]
     state["loads"] += 1
     if not os.path.isdir(request["model_path"]) or (fault == "swap" and state["loads"] == 1):
         return 400, {"success": False, "message": "no such folder"}

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import fake_server
+from scripts import REPO, fake_server
 
 from rollout import RolloutConfig, load_episodes
 from runtime import checks, inprocess, servers
 from runtime.doctor import engine_logprobs
-from runtime.engine import Sample
+from runtime.engine import EngineError, Sample
 from runtime.video import Frames
 from runtime.visual import VisualContract
 from study import ask
@@ -115,6 +115,25 @@ def test_the_doctor_notices_an_engine_that_differs_from_the_trainer(command, mon
     monkeypatch.setattr(inprocess.InProcess, "generate", fault)
     status, printed = command("doctor", "--max-new-tokens", "8")
     assert status == 1 and not table(printed)["engine and trainer agree"], printed
+
+
+def test_the_doctors_server_has_the_gpus_of_its_config(command, monkeypatch):
+    """Past bug: a config's tensor_parallel was ignored."""
+
+    def open_engine(*_, gpus, tensor_parallel, **rest):
+        raise EngineError(f"{tensor_parallel} of {gpus}")
+
+    monkeypatch.setattr(ask, "check_servers", lambda cfg, ranks: None)
+    monkeypatch.setattr(ask, "open_engine", open_engine)
+    with pytest.raises(SystemExit, match=re.escape("4 of (4, 5, 6, 7)")):
+        command("doctor", "--gpu", "4", "--config", str(REPO / "configs" / "paragrpo_8b_tp4.yaml"))
+
+
+def test_a_server_of_ones_own_and_one_at_a_url_exclude_each_other(command, capsys):
+    """Past bug: the doctor killed the server that it had not started, which ended in a traceback."""
+    with pytest.raises(SystemExit) as end:
+        command("doctor", "--gpu", "4", "--url", "http://127.0.0.1:9")
+    assert end.value.code == 2 and "--url: not allowed with argument --gpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong_at", [None, 0.7])

@@ -1,6 +1,7 @@
 """The benches run, and compare equal work."""
 
 import functools
+import re
 import sys
 import time
 
@@ -60,6 +61,23 @@ def test_the_command_prints_a_section_per_bench(monkeypatch, capsys):
     assert bench.main() == 0
     told = capsys.readouterr().out
     assert told.startswith("\n#### sleep, ") and "About sleep." in told and "| a nap | 0.02" in told
+
+
+@pytest.mark.slow
+def test_a_step_has_a_column_per_way_and_state_and_a_mean_over_ten():
+    changes = ["batch_tasks=1", "grpo.group_size=2", "gating=[4]"]
+    *phases, (_, *steps), (_, *means) = table = list(bench.step(100.0, *changes))
+    assert [row[0] for row in table] == [*bench.PHASES, "the step", "mean of ten steps"]
+    assert all(len(row) == 5 for row in table)
+    for phase, *spans in phases:
+        for with_state, span in zip((False, True, False, True), spans):
+            expected = with_state or phase != "trainer: state"
+            assert bool(re.fullmatch(r"\d+\.\d - \d+\.\d", span)) is expected, (phase, spans)
+    plain, saved, plain4, saved4 = map(float, steps)
+    assert means[1::2] == ["", ""]
+    assert [float(mean) for mean in means[::2]] == pytest.approx(
+        [(9 * plain + saved) / 10, (9 * plain4 + saved4) / 10], abs=0.1
+    )
 
 
 @pytest.mark.slow

@@ -223,6 +223,33 @@ def both_ranks(path, folder):
     assert gather(rank()) == [0, 1]
 
 
+def test_ranks_wait_half_an_hour_for_a_lost_one_and_two_for_disks(tmp_path, monkeypatch):
+    """Past bug: a state was saved and loaded in the default group, within NCCL's time."""
+    calls = []
+
+    def note(name: str):
+        return lambda *args, **options: calls.append((name, options)) or name
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(distributed, "end_with_parent", lambda: None)
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(distributed.dist, name, note(name))
+    distributed.init_distributed()
+    monkeypatch.setattr(distributed, "_gloo", distributed._gloo.__wrapped__)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    monkeypatch.setattr(distributed, "barrier", lambda: None)
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "run.json").write_text('{"step": 1, "extra": {}}')
+    for name in ("save", "load"):
+        monkeypatch.setattr(distributed.dcp, name, note(name))
+    save_state(tmp_path, *small(), 2)
+    load_state(tmp_path, *small())
+    hours = [(name, options["timeout"].total_seconds() / 3600) for name, options in calls if "timeout" in options]
+    assert hours == [("init_process_group", 0.5), ("new_group", 2), ("new_group", 2)]
+    assert [options["process_group"] for name, options in calls if name in ("save", "load")] == ["new_group"] * 2
+
+
 def test_two_ranks_save_resume_export_and_agree(path, tmp_path):
     tiny.on_ranks(both_ranks, 2, path, tmp_path)
     exported = tiny.plain(tmp_path / "out")

@@ -463,6 +463,7 @@ def test_servers_start_while_the_caller_goes_on_and_sample_once_before_they_serv
     client = SGLang("", renderer, gpus=(0, 1), launch=lambda port: fake_server(renderer, port), patience=0.05)
     assert len(set(client.urls)) == 2 and not any(server.healthy for server in client._servers)
     client.wait_until_ready()
+    client.generate(**request(*prompts[0]))
     client.update_weights(tmp_path, 1)
     visitor = SGLang("", renderer, urls=client.urls)
     visitor.wait_until_ready()
@@ -470,7 +471,8 @@ def test_servers_start_while_the_caller_goes_on_and_sample_once_before_they_serv
     client.generate(**request(*prompts[0]))
     client.wait_until_ready()
     assert client.restarts == 1
-    assert [state_of(url)["warmed"] for url in client.urls] == [[[0.0, 1.0]]] * 2
+    states = [state_of(url) for url in client.urls]
+    assert [(state["warmed"], state["cold"]) for state in states] == [([[0.0, 1.0]], 0)] * 2
     visitor.close(), client.close()
 
 

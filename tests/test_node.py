@@ -72,6 +72,7 @@ def test_the_planned_step_is_the_sum_of_its_terms(way, max_seconds):
 
 def test_without_room_in_shared_memory_weights_go_through_the_run(tmp_path, toy_dir, monkeypatch, capsys):
     monkeypatch.setattr(distributed.shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 10))
+    (tmp_path / "run").mkdir()
     with distributed.snapshot_folder(tmp_path / "run", toy_dir / "model") as snapshot:
         assert snapshot.absolute().is_relative_to(tmp_path / "run")
     assert "/dev/shm has no room for two snapshots" in capsys.readouterr().out

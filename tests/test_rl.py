@@ -357,6 +357,22 @@ def test_servers_start_before_the_policy_loads_unless_they_share_its_gpu(toy_dir
     assert told == order
 
 
+@pytest.mark.parametrize("who", [{"server_gpus": [1]}, {"urls": ["http://127.0.0.1:9"]}, {}], ids=str)
+def test_servers_images_need_room_beside_the_weights(toy_dir, tmp_path, monkeypatch, capsys, who):
+    """Past bug: weights of 39 GB were put into 40, and a server would have died of its images."""
+
+    def load(*_):
+        raise config.ConfigError("no weights")
+
+    monkeypatch.setattr(rl, "check_servers", lambda *_: None)
+    monkeypatch.setattr(rl, "shared_engine", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(rl, "load", load)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=6.9e9))
+    with pytest.raises(config.ConfigError, match="no weights"):
+        train(tmp_path / "c.yaml", toy_dir, rollout=who)
+    assert ("has no room for two snapshots beside images, 7.0 GB: " in capsys.readouterr().out) == bool(who)
+
+
 def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path, monkeypatch):
     """Past bug: its sub-agents sampled."""
     rewarded, agents = [], {"max_turns": 1, "subagents": {"temperature": 0.9}}
@@ -609,6 +625,23 @@ def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
 def test_every_config_loads_and_names_its_run_after_itself(path):
     cfg = config.load(sft.SFTConfig if "sft" in path.stem else RLConfig, path)
     assert cfg.run.replace("/toy/", "/toy_").removeprefix("runs/") in (path.stem, path.stem.removesuffix("_1gpu"))
+
+
+def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_of_four(monkeypatch, tmp_path):
+    """Its list of flags replaces the other config's, so it has to repeat the rest."""
+    cfg, plain = (
+        config.load(RLConfig, REPO / "configs" / f"{name}.yaml") for name in ("paragrpo_8b_tp4", "paragrpo_8b")
+    )
+    changed = differences(asdict(plain), asdict(cfg))
+    assert set(changed) == {"run", "rollout.tensor_parallel", "rollout.server_args"}
+    flags = set(cfg.rollout.server_args) ^ set(plain.rollout.server_args)
+    assert flags == {"--max-running-requests=64", "--max-running-requests=256"}
+
+    monkeypatch.setattr("rollout.SGLang", lambda *_, **options: SimpleNamespace(urls=["http://its"], options=options))
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
+    for run, size in ((plain, 1), (cfg, 4)):
+        options = rl.shared_engine(tmp_path, None, run).options
+        assert (options["gpus"], options["tensor_parallel"]) == ((4, 5, 6, 7), size)
 
 
 NO_ANCHORING = {

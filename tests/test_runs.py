@@ -71,7 +71,7 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
     process = Forked(partial(stumble, cfg)) if end == "a bug" else start("rl.py", cfg)
     wait_for(lambda: len(children(process.pid)) > 1 or process.poll() is not None)  # a decoder, and who tidies up
     helpers = children(process.pid)
-    folder = Path((tmp_path / "run" / "memory.txt").read_text().strip())
+    folder = Path((tmp_path / "run" / "memory.txt").read_text().strip()).parent
     if end == "a bug":
         told = finish(process, code=1)
         assert "ZeroDivisionError" in told
@@ -82,6 +82,7 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
         assert interrupted is (end == signal.SIGINT)
         assert process.returncode == (1 if end == signal.SIGINT else -end) and "Traceback" not in told
     assert "sampling the first batch: 2 x 4 episodes" in told
+    assert (tmp_path / "run" / "memory.txt").exists() is (process.returncode < 0)  # of killed runs the note stays
     wait_for(lambda: not folder.exists(), seconds=20)
     wait_for(lambda: not any(map(alive, helpers)), seconds=20)
 
