@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runtime.video import VideoError
-from runtime.visual import ContractError
 
 log = logging.getLogger(__name__)
 _logged: set[type] = set()  # types of exceptions whose traceback this process has shown
@@ -73,8 +72,6 @@ def row_errors() -> Iterator[None]:
     foresees them all. The first of each type that is not a row's own logs its traceback, since it may be a bug of ours."""
     try:
         yield
-    except ContractError:  # no row can cause it: the chat template does not fit, which is true of the whole run
-        raise
     except Exception as error:
         reason = str(error)
         if not isinstance(error, RowError | VideoError):

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import functools
 import io
 import json
@@ -209,6 +210,7 @@ ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         ([{"role": "user", "content": "q"}, {"role": "critic", "content": "a"}], "role 'critic'"),
         ([{"role": "user", "content": [{"type": "audio"}]}, {"role": "assistant", "content": "a"}], "neither text, video nor image"),
         ([user("gone.mp4"), {"role": "assistant", "content": "a"}], "/nowhere/gone.mp4: no such file"),
+        ([*ASKED[:1], {"role": "assistant", "content": [{"image": __file__}, "a"]}], "the assistant's turn shows a video or an image"),
         ([*ASKED, {"role": "user", "content": "<tool_response>\na\n</tool_response>\nWhat else?"}, ASKED[1]], "after the last </tool_response>"),
         # Past bugs: the rest ended the run, some only when the row was encoded.
         ([user(__file__, video_start=9.0, video_end=4.0)], "video_start = 9.0, video_end = 4.0: must be seconds"),
@@ -374,6 +376,16 @@ def test_a_row_that_nobody_foresaw_costs_itself_and_is_named_with_what_it_raised
     assert len(bad) == 3 and checked == bad | {
         4: checked[4]
     }  # a video that cannot be shown counts when it is asked for
+
+
+def test_a_chat_template_that_does_not_fit_stops_the_training_with_its_sentence(trap, tmp_path, tokenizer, videos):
+    blind = copy.deepcopy(tokenizer)
+    blind.chat_template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    data = DataConfig((Source(write_jsonl(tmp_path / "sft.jsonl", [SFT_ROW])),), video_root=str(trap))
+    cfg = SFTConfig(run="run", policy=PolicyConfig(""), data=data)
+    batches = Batches(data, cfg, videos, Renderer(blind, VisualContract(frame_pixels=1024)))
+    with pytest.raises(RowError, match="1 of 1 rows .*: ContractError: the chat template does not write assistant turns"):
+        batches.make(0, 1)
 
 
 def places(value, path=()) -> list[tuple]:
