@@ -439,7 +439,7 @@ class Videos(AbstractContextManager):
         finally:
             self._idle.put(worker)
         if self._closed:  # close() killed the worker: no fault of the file
-            raise RuntimeError("Videos is closed: close it after its users are done")
+            raise VideoError(path, "Videos is closed: close it after its users are done", transient=True)
         if not good:
             # Killed from outside, a worker says nothing about the file. If it answered while decoding, the file is
             # damaged in one place, and elsewhere good.

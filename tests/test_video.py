@@ -459,7 +459,7 @@ def test_a_worker_that_starts_slowly_holds_up_nobody(good, fake_av):
         assert threads.submit(videos.frames, good, [5], (32, 32)).result().pixels is frames.pixels
         videos.close()
         assert time.monotonic() - began < 2
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(VideoError, match="closed"):
             starting.result()
         assert not any(map(alive, worker_pids(videos)))
 
@@ -504,10 +504,10 @@ def test_close_ends_every_worker_busy_or_idle(good):
         busy = threads.submit(videos.frames, good, [50], (32, 32))
         wait_for(lambda: videos._idle.qsize() < 2)
         videos.close()
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(VideoError, match="closed"):
             busy.result()
     assert not any(map(alive, pids)) and not videos._bad  # a closed reader is no fault of the file
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(VideoError, match="closed"):
         videos.frames(good, [51], (32, 32))
 
 
