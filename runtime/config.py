@@ -125,7 +125,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     if origin in (types.UnionType, typing.Union):  # X | None: the only union that configs use
         return None if value is None else _coerce(args[0], value, key, default)
     if value is None and hint is not object:
-        raise ConfigError(f"{key}: the value is empty; give one, or leave the key out")
+        raise ConfigError(f'{key}: the value is empty; give one ("" is an empty text)')
     if origin is typing.Literal:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"

@@ -182,7 +182,7 @@ class Dataset:
         if origin in self.bad:
             return
         self.bad[origin] = reason
-        print(f"skipped {origin}: {reason}", file=sys.stderr)
+        print(f"unusable: {origin}: {reason}", file=sys.stderr)
         if len(self.bad) > self.cfg.max_bad_fraction * self._share:
             told = f"{len(self.bad)} of {self._share} rows are unusable, more than max_bad_fraction = {self.cfg.max_bad_fraction}"
             raise RowError(f"{told}; the last: {origin}: {reason}. `python -m study.prepare check` lists them all.")
