@@ -70,6 +70,8 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_below_1(self, "steps", "eval_every", "save_every", "keep")
+        if not self.run.strip():
+            raise ValueError(f"run = {self.run!r}: the run would lie in the current folder; name one of its own")
         for name in self.report_to:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")

@@ -73,6 +73,7 @@ MISTAKES = [  # and those of the page
     ("RL's YAML", "eval.py configs/grpo_8b.yaml", "configs/grpo_8b.yaml is a config of rl.py"),
     ("an evaluation's YAML", "sft.py configs/eval/toy.yaml", "configs/eval/toy.yaml is a config of eval.py"),
     ("an empty value", f"{SFT} run=", "run: the value is empty; give one (\"\" is an empty text)"),
+    ("a blank run", f"{SFT} run=\"' '\"", "run = ' ': the run would lie in the current folder; name one of its own"),
     ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not among tools.TOOLS: crop_video"),
     ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, answer, structure"),
     # checkpoints
