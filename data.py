@@ -297,7 +297,9 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
             continue
         if role == "tool":
             parts = _strip_report(parts)
-        elif role == "assistant" and all(isinstance(part, str) for part in parts):
+        elif role == "assistant":
+            if not all(isinstance(part, str) for part in parts):
+                raise RowError("the assistant's turn shows a video or an image: put it into the user's, or a report")
             parts = [_open_turn("".join(parts))]
         turns.append({"role": role, "content": parts})
 

@@ -15,7 +15,7 @@ Tokens are only ever appended: the sampled ids exactly as the engine returned th
 a turn run in parallel threads. Each decodes its window and asks a sub-agent: the same engine and weights, a fresh
 context. Whatever goes wrong in a call becomes a text that the model reads and an error that we count (Call.error).
 
-Deliberately missing: rewards, and what to do with an episode. If the video or the engine fails, Episode.error is set.
+Deliberately missing: rewards, and what to do with an episode. If its row, its video or the engine fails, Episode.error is set.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 import data
 from data import NO_REPORT, THINK_PREFIX, Call, Episode, Group, Task, Trajectory
+from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineError, run_all, together
 from runtime.render import Rendered, Renderer
 from runtime.servers import SGLang, context_flags
@@ -347,13 +348,17 @@ def rollout(
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
     preparing, prompts = ThreadPoolExecutor(8, "prompt"), []
 
+    def prepare(task: Task, k: int) -> Rendered:
+        with row_errors():  # whatever a row makes of it
+            return render_prompt(task, k, context)
+
     def run_one(i: int, g: int) -> Episode:
         """Rollout g of task i."""
         own = derive(seed, step, tasks[i].id, g)
         try:
             prompt = prompts[i].result()
-        except VideoError as error:  # no overview: each episode of the group pays for it
-            return Episode(tasks[i], ks[i], Trajectory(), seed=own, error=f"VideoError: {error}")
+        except RowError as error:  # no prompt: each episode of the group pays for it
+            return Episode(tasks[i], ks[i], Trajectory(), seed=own, error=f"RowError: {error}")
         return run_episode(context, tasks[i], ks[i], prompt, own)
 
     def done(n: int, episode: Episode) -> None:
@@ -363,7 +368,7 @@ def rollout(
     jobs = [functools.partial(run_one, i, g) for i in range(len(tasks)) for g in range(group_size)]
     try:
         for task, k in zip(tasks, ks):  # prompts are prepared ahead, each once for its group
-            prompts.append(preparing.submit(render_prompt, task, k, context))
+            prompts.append(preparing.submit(prepare, task, k))
         run_all(engine, jobs, cfg.concurrency, done)
     except BaseException:
         context.stopped.set()  # nobody starts another turn

@@ -71,6 +71,8 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_below_1(self, "steps", "eval_every", "save_every", "keep")
+        if not self.run.strip():
+            raise ValueError(f"run = {self.run!r}: the run would lie in the current folder; name one of its own")
         for name in self.report_to:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
@@ -125,8 +127,8 @@ def check_start(run: Path, checkpoint: Path) -> None:
     start = checkpoint.resolve()
     if start.is_relative_to(run.resolve()) or start == (run / "model").resolve():
         raise ConfigError(
-            f"policy.checkpoint = {str(checkpoint)!r} is in the folder of run = {str(run)!r}, which would overwrite its own "
-            "start; choose another `run`"
+            f"policy.checkpoint = {str(checkpoint)!r} is in the folder of run = {str(run)!r}, whose files a run replaces; "
+            "choose another `run`"
         )
 
 
@@ -146,7 +148,7 @@ def check_nodes(cfg: Any, start: Path) -> None:
 
 
 def check_run(cfg: Any) -> None:
-    """Refuse a folder that cannot be written, that holds a model of nobody knows whom, or the state of another run."""
+    """Refuse a folder that cannot be written, that holds a model of an unknown run, or the state of another run."""
     run = Path(cfg.run)
     there = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):

@@ -134,7 +134,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     if origin in (types.UnionType, typing.Union):  # X | None: the only union that configs use
         return None if value is None else _coerce(args[0], value, key, default)
     if value is None and hint is not object:
-        raise ConfigError(f"{key}: the value is empty; give one, or leave the key out")
+        raise ConfigError(f'{key}: the value is empty; give one ("" is an empty text)')
     if origin is typing.Literal:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"
@@ -220,23 +220,22 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
     try:
         sys.exit(work(cfg))
     except errors as error:
-        sys.exit(f"error: {error}")
+        leave(f"error: {error}")
     except BaseException as error:
         if interrupted:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
             sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        sys.exit(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
+        leave(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def leave(sentence: str = "") -> NoReturn:
-    """End the process with a sentence that all ranks of a node have come to; only the first one says it."""
+    """End the process with a sentence, which the first rank of a node says for all that have come to it."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(60)  # torchrun ends us after the first; if we went before it, it could not speak any more
-        sys.exit(1)
-    sys.exit(sentence or 1)
+    sys.exit(sentence or 1)  # we are still here: nobody else has come to it
 
 
 # ------------------------------------------------------------------------------------------------ what it leaves

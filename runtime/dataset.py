@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from runtime.video import VideoError
-from runtime.visual import ContractError
 
 log = logging.getLogger(__name__)
 _logged: set[type] = set()  # types of exceptions whose traceback this process has shown
@@ -73,8 +72,6 @@ def row_errors() -> Iterator[None]:
     foresees them all. The first of each type that is not a row's own logs its traceback, since it may be a bug of ours."""
     try:
         yield
-    except ContractError:  # no row can cause it: the chat template does not fit, which is true of the whole run
-        raise
     except Exception as error:
         reason = str(error)
         if not isinstance(error, RowError | VideoError):
@@ -185,7 +182,7 @@ class Dataset:
         if origin in self.bad:
             return
         self.bad[origin] = reason
-        print(f"skipped {origin}: {reason}", file=sys.stderr)
+        print(f"unusable: {origin}: {reason}", file=sys.stderr)
         if len(self.bad) > self.cfg.max_bad_fraction * self._share:
             told = f"{len(self.bad)} of {self._share} rows are unusable, more than max_bad_fraction = {self.cfg.max_bad_fraction}"
             raise RowError(f"{told}; the last: {origin}: {reason}. `python -m study.prepare check` lists them all.")

@@ -35,7 +35,7 @@ from pathlib import Path
 import numpy as np
 
 SizeRule = Callable[[int, int], tuple[int, int]]  # (width, height) of the video -> (width, height) of its frames
-Identity = tuple[str, int, int]  # (real path, bytes, mtime in ns): a replaced file is another file
+Identity = tuple[str, int, int, str]  # (real path, bytes, mtime in ns, kind): a replaced file is another file
 
 
 class VideoError(Exception):
@@ -147,6 +147,8 @@ def _probe(path: str) -> tuple:
     stamps = sorted(packets)  # [N] in presentation order
     last = packets[stamps[-1]][0] or np.median(np.diff(stamps, prepend=stamps[0]))
     width, height = round(image.width * aspect), image.height
+    if width < 1:
+        raise ValueError(f"its pixel aspect ratio, {aspect}, leaves no width")
     if image.rotation % 180:
         width, height = height, width
     table = np.array([(stamp, *packets[stamp][1:]) for stamp in stamps])  # [N, 3]
@@ -366,7 +368,7 @@ class Videos(AbstractContextManager):
 
     def image(self, path: str | Path, size_rule: SizeRule) -> Frames:
         """Return an image as one frame; it has no time."""
-        identity = self._identify(path)
+        identity = self._identify(path, "image")
         size = size_rule(*self._ask(path, identity, "measure"))
         pixels = self._ask(path, identity, "image", size)
         return Frames(pixels[None], (None,))
@@ -390,14 +392,14 @@ class Videos(AbstractContextManager):
                 self.unreadable[str(path)] = error.reason
             raise
 
-    def _identify(self, path: str | Path) -> Identity:
+    def _identify(self, path: str | Path, kind: str = "video") -> Identity:
         try:
             status = os.stat(path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise VideoError(path, f"cannot be opened ({error}); check the path") from None
         if not stat.S_ISREG(status.st_mode):  # opening a FIFO or a device may block for ever
             raise VideoError(path, "is not a regular file; pass the path of a video or an image")
-        identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns)
+        identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns, kind)  # no image, it may be a video
         if identity in self._bad:
             raise VideoError(path, *self._bad[identity])
         return identity
@@ -437,7 +439,7 @@ class Videos(AbstractContextManager):
         finally:
             self._idle.put(worker)
         if self._closed:  # close() killed the worker: no fault of the file
-            raise RuntimeError("Videos is closed: close it after its users are done")
+            raise VideoError(path, "Videos is closed: close it after its users are done", transient=True)
         if not good:
             # Killed from outside, a worker says nothing about the file. If it answered while decoding, the file is
             # damaged in one place, and elsewhere good.

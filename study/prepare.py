@@ -148,7 +148,7 @@ def print_findings(path: str, looked: list[Looked]) -> int:
         quantiles = ", ".join(f"{q} % at most {np.percentile(lengths, q):.0f}" for q in (50, 90, 99, 100))
         print(f"  tokens per row: {quantiles}")
     bad = [(i, found.flaw) for i, found in enumerate(looked) if found.flaw]
-    for i, flaw in bad[:20]:
+    for i, flaw in bad:
         print(f"  unusable: row {i}: {flaw}")
     return len(bad)
 

@@ -85,7 +85,7 @@ def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget():
 
 
 def test_a_row_and_its_control_differ_in_what_the_name_says():
-    by_name = {name.removeprefix("seed0-"): replace(cfg, run="") for name, cfg in configs("rl.py").items()}
+    by_name = {name.removeprefix("seed0-"): replace(cfg, run="run") for name, cfg in configs("rl.py").items()}
     para, full = by_name["paragrpo"], by_name["paragrpo_full"]
     off = replace(para, reward=replace(para.reward, anchor=replace(para.reward.anchor, credit="off")))
     assert by_name["prefix_only"] == off

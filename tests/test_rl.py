@@ -420,7 +420,7 @@ def test_a_first_batch_without_an_episode_stops_the_run_and_one_goes_on(scripted
 def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir, toy_renderer, monkeypatch):
     """Against log-probs, KL and gradient of one pass by hand, with a reference that is another policy."""
     weights, rollout = PolicyConfig(str(toy_dir / "model")), RolloutConfig(temperature=0.6)
-    cfg = RLConfig(run="", policy=weights, data=None, grpo=GRPOConfig(kl_coef=0.2), rollout=rollout)
+    cfg = RLConfig(run="run", policy=weights, data=None, grpo=GRPOConfig(kl_coef=0.2), rollout=rollout)
     policy, reference = (load(cfg.policy, toy_renderer.never_sampled) for _ in range(2))
     with torch.no_grad():
         for p in reference.parameters():
@@ -468,7 +468,7 @@ def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_di
     episodes = [episode for group in groups for episode in group.episodes]
     assert {len(episode.main.frames) for episode in episodes} == {1, 2}  # some called
     assert all(not episode.subagents and not episode.error for episode in episodes)
-    cfg = RLConfig(run="", policy=PolicyConfig(str(toy_dir / "model")), data=None)
+    cfg = RLConfig(run="run", policy=PolicyConfig(str(toy_dir / "model")), data=None)
     give_rewards(groups, engine.renderer, cfg.reward)
     examples = make_examples(groups, engine.renderer, cfg.grpo, cfg.reward.anchor)
     assert len(examples) == len(groups)  # each prompt is computed once

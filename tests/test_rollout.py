@@ -12,8 +12,10 @@ import pytest
 from tiny_checkpoint import CONTRACT, END, TASK, MemoryVideos, Scripted, check_trajectory, is_subagent, play, turns
 
 import data
+import rollout
 from data import Episode, Task
-from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load_episodes
+from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load_episodes, render_prompt
+from runtime import dataset
 from runtime.engine import EngineError
 from runtime.render import IMAGE_PAD
 from runtime.visual import ContractError
@@ -280,6 +282,19 @@ def test_frames_can_be_returned_instead_of_a_report(renderer):
 # ---- failures
 
 
+def test_a_prompt_that_cannot_be_made_costs_its_group_and_is_logged(renderer, caplog, monkeypatch):
+    """Past bug: whatever was no VideoError ended the training."""
+
+    def render(task, *others):
+        return 1 // (task is TASK) and render_prompt(task, *others)
+
+    monkeypatch.setattr(rollout, "render_prompt", render)
+    monkeypatch.setattr(dataset, "_logged", set())
+    good, *bad = play(renderer, lambda prompt, seed: "x</think>" + END, tasks=(TASK, *[dataclasses.replace(TASK)] * 2))
+    assert not good.error and {e.error[:27] for e in bad} == {"RowError: ZeroDivisionError"}
+    assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
+
+
 def test_an_episode_that_cannot_run_never_stops_the_others(renderer):
     bad = Task("t2", "?", ("/data/bad.mp4",), "oe", "")
 
@@ -294,7 +309,7 @@ def test_an_episode_that_cannot_run_never_stops_the_others(renderer):
     # A sub-agent that fails is only a text for the main agent.
     assert [c.error for c in episodes[0].calls] == ["engine"] and len(episodes[0].main.turns) == 2
     assert [bool(e.error) for e in episodes] == [False, False, True, True, True, True]
-    assert "VideoError" in episodes[2].error and "no server" in episodes[4].error
+    assert episodes[2].error == "RowError: /data/bad.mp4: is not a video" and "no server" in episodes[4].error
     assert engine.expected == 0
 
 

@@ -216,3 +216,22 @@ def test_what_all_ranks_would_say_is_said_once(toy_dir, tmp_path, change, says, 
     assert told.startswith(says) and (anew or told.count("\n") == 1)
     assert len(re.findall("^error:", told, re.M)) == 1  # as docs/troubleshooting.md says: read that line
     assert not (tmp_path / "run").exists()
+
+
+def fail_together(alone: bool) -> None:
+    """Fail as all ranks do after too many bad steps, or as one does whose rows are bad, with nobody to wait for."""
+
+    def work(cfg) -> None:
+        if alone and os.environ["RANK"] == "0":
+            signal.pause()
+        raise FloatingPointError("6 gradients not finite")
+
+    if alone:
+        config.time = SimpleNamespace(sleep=lambda seconds: None)
+    config.run_script(work, None, FloatingPointError)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_ranks_come_to_later_is_said_once_too_and_by_a_lone_one_itself(alone):
+    """Past bug: bad steps, a full disk, broken weights and a disagreeing engine were told by every rank."""
+    assert finish(Forked(partial(fail_together, alone), ranks=2), code=1) == "error: 6 gradients not finite\n"

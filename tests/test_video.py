@@ -233,6 +233,13 @@ def test_non_square_pixels_widen_the_display_size(reader, tmp_path):
     assert (info.width, info.height) == (128, 64)
 
 
+def test_pixels_too_thin_to_leave_a_width_are_refused(reader, tmp_path):
+    """Past bug: the width of 0 was a division by zero in whatever chose the frames' size, and ended RL."""
+    path = patch(write(tmp_path / "thin.mp4", n=3, aspect=Fraction(3, 2)), b"pasp", 4, struct.pack(">II", 1, 10**6))
+    with pytest.raises(VideoError, match="its pixel aspect ratio, 1/1000000, leaves no width"):
+        reader.info(path)
+
+
 def test_duration_comes_from_the_packets_not_from_the_header(reader, tmp_path):
     path = patch(write(tmp_path / "liar.mkv"), b"\x44\x89\x88", 3, struct.pack(">d", 36_000_000.0))  # Duration, in ms
     with av.open(str(path)) as container:
@@ -354,6 +361,14 @@ def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, go
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
+def test_a_video_that_was_asked_for_as_an_image_is_still_a_video(good):
+    """Past bug: one row that did so put the file into quarantine, for all rows that show the video."""
+    with Videos(workers=1) as videos:
+        with pytest.raises(VideoError, match="cannot be decoded"):
+            videos.image(good, same_size)
+        assert videos.info(good).n_frames == 60
+
+
 def test_an_image_is_one_frame_without_a_time_that_a_worker_decodes(reader, tmp_path, asked):
     path = tmp_path / "a.png"
     Image.fromarray(picture(5)).save(path)
@@ -444,7 +459,7 @@ def test_a_worker_that_starts_slowly_holds_up_nobody(good, fake_av):
         assert threads.submit(videos.frames, good, [5], (32, 32)).result().pixels is frames.pixels
         videos.close()
         assert time.monotonic() - began < 2
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(VideoError, match="closed"):
             starting.result()
         assert not any(map(alive, worker_pids(videos)))
 
@@ -489,10 +504,10 @@ def test_close_ends_every_worker_busy_or_idle(good):
         busy = threads.submit(videos.frames, good, [50], (32, 32))
         wait_for(lambda: videos._idle.qsize() < 2)
         videos.close()
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(VideoError, match="closed"):
             busy.result()
     assert not any(map(alive, pids)) and not videos._bad  # a closed reader is no fault of the file
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(VideoError, match="closed"):
         videos.frames(good, [51], (32, 32))
 
 
