@@ -117,7 +117,7 @@ def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, t
 @pytest.mark.parametrize("local_rank, speaks", [("0", True), ("1", False)])
 def test_a_mistake_is_told_once_on_each_node(typed, monkeypatch, local_rank, speaks):
     """Past bug: what was mistyped on the second node only was told nowhere, for its first rank is not rank 0."""
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("time.sleep", lambda seconds: sys.exit(1))  # as torchrun ends the others
     monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     for mistake in ("--nonsense", "optim.lrr=1"):

@@ -154,7 +154,8 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
         return Scores(logprobs[: 2 * len(bundles)], torch.zeros(2 * len(bundles)))
 
     logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
-    batch = [sft.MicroBatch([Bundle([], [[5, 6]], [[1, 1]], [])], np.array([1, 3], np.float32), np.array([0, 2]))]
+    kinds = np.array([KINDS.index("prose"), KINDS.index("answer")])
+    batch = [sft.MicroBatch([Bundle([], [[5, 6]], [[1, 1]], [])], np.array([1, 3], np.float32), kinds)]
     monkeypatch.setattr(sft, "gather", lambda mine: [mine, 3])
     monkeypatch.setattr(sft, "sum_over_ranks", lambda sums: {name: 2 * value for name, value in sums.items()})
     measured = accumulate(policy, batch)
