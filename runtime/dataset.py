@@ -67,7 +67,7 @@ class RowError(DataError):
 
 
 @contextlib.contextmanager
-def row_errors() -> Iterator[None]:
+def row_errors(where: str = "") -> Iterator[None]:
     """Turn whatever is raised while one row is read, parsed or encoded into a RowError: rows come from outside, and nobody
     foresees them all. The first of each type that is not a row's own logs its traceback, since it may be a bug of ours."""
     try:
@@ -80,7 +80,7 @@ def row_errors() -> Iterator[None]:
                 _logged.add(type(error))
                 log.exception("a row raised %s, for the first time:", type(error).__name__)
         # What a row says may be a megabyte, and hold what no terminal takes: half a character, line breaks, commands.
-        raise RowError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:1000])) from error
+        raise RowError(where + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:1000])) from error
 
 
 class Rows:

@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from runtime.checks import RunConfig
+from runtime.checks import RunConfig, check_run, check_start
 from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
@@ -42,6 +42,8 @@ def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None
 
 def try_out(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
     """Check memory and data without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
+    check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
+    check_run(cfg)
     for plan in plans(cfg):
         plan.check(cfg.plan.gpu_gib)
     check_rows(parse, cfg.data, cfg.val)

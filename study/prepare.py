@@ -26,7 +26,7 @@ from tqdm import tqdm
 from data import Dialogue, Media, Task, encode_dialogue, parse_dialogue, parse_task
 from runtime import config
 from runtime.checks import find_checkpoint
-from runtime.dataset import DataConfig, RowError, Rows, row_errors
+from runtime.dataset import DataConfig, RowError, Rows, decode_json, row_errors
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, Videos
 from runtime.visual import VisualContract
@@ -193,12 +193,13 @@ def materialize(root: Path, parquet_dir: Path, output_dir: Path) -> int:
     for file in files:
         table = pq.read_table(file)
         rows = table.to_pylist()
-        for row in rows:
+        for i, row in enumerate(rows):
             for column in {"messages", "videos", "images"} & row.keys():
-                if isinstance(row[column], str):
-                    row[column] = json.dumps(walk(json.loads(row[column])), ensure_ascii=False)
-                else:
-                    row[column] = walk(row[column])
+                with row_errors(f"{file}: row {i}: "):
+                    if isinstance(row[column], str):
+                        row[column] = json.dumps(walk(decode_json(row[column], column)), ensure_ascii=False)
+                    else:
+                        row[column] = walk(row[column])
         # Under another name first: half a file is never taken for a whole one, and what a link leads to stays.
         target = output_dir / file.name
         unborn = target.with_name(target.name + ".new")

@@ -721,4 +721,8 @@ def test_materialize_makes_sentinels_absolute_and_lists_what_is_missing(tmp_path
     assert row["videos"] == [{"video": url}] and url in Rows(made / "sft.parquet")[0]["messages"]
     assert parse_task(row, "rl:0", Path("/")).videos == (url.removeprefix("file://"),)
     command("materialize", "--root", "/", "--parquet-dir", made, "--output-dir", twice)  # what is absolute stays
+    for deep in ("[" * 100_000, "[" * 600 + "]" * 600):
+        pq.write_table(pa.Table.from_pylist([sft[0], {"messages": deep}]), given / "sft.parquet")
+        told = command("materialize", "--root", media, "--parquet-dir", given, "--output-dir", made, expect=2)
+        assert f"error: {given}/sft.parquet: row 1: " in told and "RecursionError" in told
     assert Rows(twice / "sft.parquet")[0] == Rows(made / "sft.parquet")[0]

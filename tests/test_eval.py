@@ -122,6 +122,11 @@ def golds(toy_dir) -> Counter:
 # ------------------------------------------------------------------------------------------------ a run
 
 
+def test_the_logs_of_its_servers_lie_below_the_run(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "open_engine", lambda *_, **place: place["logs"])
+    assert evaluation.open_model(load(write(tmp_path)), tmp_path, None) == tmp_path / "run" / "logs"
+
+
 def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, tokenizer, tmp_path, capsys):
     (often, many), *rest = golds.most_common()
     other, few = rest[-1]

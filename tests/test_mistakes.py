@@ -82,6 +82,8 @@ MISTAKES = [  # and those of the page
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),
     ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
+    ("its own start, tried out", f"{SFT} run=toy_data --dry-run", "'toy_data/model' is in the folder of run = 'toy_data'"),
+    ("a folder that is no run's, tried out", f"{RL} policy.checkpoint=qwen25 run=same --dry-run", "same has a model or states, but no config.yaml"),
     ("its own start, elsewhere in the run", f"{RL} policy.checkpoint=qwen25 run=.", "'qwen25' is in the folder of run = '.'"),
     ("a folder that is no run's", f"{RL} policy.checkpoint=qwen25 run=same", "same has a model or states, but no config.yaml to say of which run: choose another `run`"),
     ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl', this code runs dense Qwen3-VL"),
