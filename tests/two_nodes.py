@@ -125,6 +125,8 @@ def check_runs(folder: Path, script: str, command: list[str], write, ranks: int,
     processes = start([*command, str(made["killed"])], killed, ranks)
     try:
         wait_for((killed / "state" / "step-00000001").exists, processes[0], seconds=200)
+    except AssertionError:
+        sys.exit(f"node 0 left no first state:\n{Path(f'{killed}-0.log').read_text()}")
     finally:
         end(processes)
     finish(start([*command, str(made["killed"])], killed, ranks), killed)
