@@ -308,7 +308,7 @@ def test_the_demo_fails_where_every_recorded_run_succeeds_and_names_what(capsys)
     assert judge({}, recorded) == [claim.text for claim in CLAIMS]
 
 
-def test_the_cure_needs_the_whole_last_third_right_reports_and_all_claims():
+def test_the_cure_needs_the_whole_last_third_and_right_reports_and_claims_are_counted_beside_it():
     bad = {1: {"lowest_accuracy": 0.84}, 2: {"reports_right": 0.97}, 3: {}}
     figures = {}
     for seed in range(4):
@@ -317,8 +317,8 @@ def test_the_cure_needs_the_whole_last_third_right_reports_and_all_claims():
         held = {"lowest_accuracy": 0.85, "lowest_well_formed": 0.8, "last_f": 0.9, "reports_right": 0.98}
         figures[f"seed{seed}-old/paragrpo"] = held | bad.get(seed, {})
     table = paradox.cure_table(figures)
-    assert "1 of 4 trainings hold" in table and re.search(r"seed0 .* 7 of 7 +\| yes", table)
-    assert re.search(r"seed3 .* 6 of 7 +\| NO", table) and table.count("NO") == 3
+    assert "2 of 4 trainings hold; 3 of 4 runs show all claims" in table and table.count("NO") == 2
+    assert re.search(r"seed0 .* yes +\| 7 of 7", table) and re.search(r"seed3 .* yes +\| 6 of 7", table)
 
 
 @pytest.mark.parametrize("honest", [True, False])
