@@ -382,7 +382,8 @@ def cure_table(figures: Figures) -> str:
                 continue
             good = all(found[what] >= least for what, least in CURE.items())
             true = sum(claim.gains(figures, path).get(seed, 0.0) >= claim.margin for claim in CLAIMS)
-            held, shown_all = held + good, shown_all + (true == len(CLAIMS))
+            held += good
+            shown_all += true == len(CLAIMS)
             shown = [f"{found[what]:.2f}" for what in CURE]
             claims = f"{true} of {len(CLAIMS)}"
             rows.append([path[1:] or "native", f"seed{seed}", *shown, "yes" if good else "NO", claims])
