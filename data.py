@@ -56,6 +56,10 @@ class Trajectory:
     call_frames: list[Frames] = field(default_factory=list)  # what its own calls showed (`tool_return: frames`)
 
     @property
+    def n_sampled(self) -> int:
+        return sum(self.mask)
+
+    @property
     def frames(self) -> list[Frames]:
         """All that the agent saw, in the order of their pads."""
         return self.prompt_frames + self.call_frames
@@ -105,6 +109,20 @@ class Episode:
     def executed(self) -> int:
         """Calls that ran; kappa is their mean per episode."""
         return sum(not call.error for call in self.calls)
+
+    @property
+    def all_tokens(self) -> int:
+        """Tokens that all agents sampled."""
+        return sum(trajectory.n_sampled for trajectory in self.trajectories)
+
+    @property
+    def critical_tokens(self) -> int:
+        """Sampled tokens that had to wait for each other: the main agent's, and the longest report of each turn."""
+        longest: dict[int, int] = {}
+        for call in self.calls:
+            if call.agent is not None:
+                longest[call.turn] = max(longest.get(call.turn, 0), call.agent.n_sampled)
+        return self.main.n_sampled + sum(longest.values())
 
 
 @dataclass

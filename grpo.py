@@ -1,8 +1,8 @@
 """grpo.py: rewards become advantages, advantages become a loss. Each equation stands above its code.
 
-    examples = make_examples(groups, renderer, cfg, anchor)     # this rank's episodes, their advantages token by token
-    for part in micro_batches(examples, cfg.train_tokens):      # as many on every rank
-        loss, stats = examples_loss(policy(bundles(part), tau), part, prox_logprobs, reference, cfg)
+    examples, total_tokens = make_examples(groups, renderer, cfg, anchor)   # this rank's episodes, with their advantages
+    for part in micro_batches(examples, cfg.train_tokens):                  # as many on every rank
+        loss, stats = examples_loss(policy(bundles(part), tau), part, total_tokens, prox_logprobs, reference, cfg)
         loss.backward()
 
 Symbols: i an episode of a group of G, t a token of its output o_i, R_i its reward, r the ratio, N target tokens.
@@ -104,7 +104,6 @@ class TrainExample:
     bundle: Bundle
     advantages: np.ndarray  # float32 [N]: A_i,t
     old_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
-    token_share: np.ndarray  # float32 [N]: share in the mean over the batch's tokens
 
 
 @dataclass
@@ -117,20 +116,23 @@ class Learner:
 
 def make_examples(
     groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
-) -> list[TrainExample]:
-    """Give this rank's episodes their advantages, and return the examples that the update trains on."""
+) -> tuple[list[TrainExample], float]:
+    """Give this rank's episodes their advantages. Return the examples that the update trains on, and the number of tokens
+    that the loss divides by."""
     # Episodes that failed are neither compared nor learned from.
     ran = [[episode for episode in group.episodes if not episode.error] for group in groups]
     give_advantages(ran, cfg, anchor)
 
-    # Who learns, and how many tokens of all ranks the mean divides by. Groups that teach nothing count, too.
-    learners, tokens = [[] for _ in ran], 0
+    # Collect the trajectories to train on. The loss divides by all sampled tokens on all ranks, including those of skipped
+    # groups.
+    learners = [[] for _ in ran]
+    tokens = 0
     for i, episodes in enumerate(ran):
         for episode in episodes:
             for agent in episode.trajectories if subagents else [episode.main]:
                 learners[i].append(Learner(agent, episode))
-                tokens += sum(agent.mask)
-    tokens = sum_over_ranks({"tokens": float(tokens)})["tokens"]
+                tokens += agent.n_sampled
+    total_tokens = sum_over_ranks({"tokens": float(tokens)})["tokens"]
 
     examples = []
     for i, episodes in enumerate(ran):
@@ -138,8 +140,8 @@ def make_examples(
         varies = any(episode.advantage or episode.anchor_advantage for episode in episodes)
         if varies or cfg.kl_coef:
             for part in share_prompts(learners[i], cfg.train_tokens):
-                examples.append(example_of(part, tokens, renderer, anchor))
-    return examples
+                examples.append(example_of(part, renderer, anchor))
+    return examples, total_tokens
 
 
 def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner]]:
@@ -160,8 +162,8 @@ def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner
     return parts
 
 
-def example_of(learners: Sequence[Learner], tokens: float, renderer: Renderer, anchor: Anchor) -> TrainExample:
-    """Return agents of one prompt as one example; `tokens` are those of the whole batch."""
+def example_of(learners: Sequence[Learner], renderer: Renderer, anchor: Anchor) -> TrainExample:
+    """Return agents of one prompt as one example."""
     first = learners[0].agent
     p = first.prompt_length
     bundle = Bundle(first.ids[:p], [], [], list(first.prompt_frames))
@@ -182,8 +184,7 @@ def example_of(learners: Sequence[Learner], tokens: float, renderer: Renderer, a
         a = episode.advantage + anchor.lam * episode.anchor_advantage * struct
         advantages.append(a[sampled].astype(np.float32))
         old_logprobs.append(np.array(agent.logprobs, np.float32)[sampled])
-    token_share = np.full(sum(map(len, advantages)), 1 / tokens, np.float32)
-    return TrainExample(bundle, np.concatenate(advantages), np.concatenate(old_logprobs), token_share)
+    return TrainExample(bundle, np.concatenate(advantages), np.concatenate(old_logprobs))
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -194,7 +195,7 @@ def token_losses(
     cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return the loss of each token, [N], and what is worth watching of it (no gradient), each [N]."""
-    # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * KL
+    # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * w * r * KL
     # r = pi / pi_prox
     ratio = (logprobs - prox_logprobs).exp()
     low, high = 1 - cfg.clip_eps, 1 + (cfg.clip_eps if cfg.clip_eps_high is None else cfg.clip_eps_high)
@@ -204,7 +205,8 @@ def token_losses(
     # on w and not on the product, where an infinite w would give 0 * inf in the backward pass.
     importance = (prox_logprobs - old_logprobs).exp()
     kept = importance <= cfg.behaviour_cap
-    losses = -torch.where(kept, importance, 0.0) * surrogate
+    weight = torch.where(kept, importance, 0.0)
+    losses = -weight * surrogate
     stats = {
         "clip_fraction": ((ratio < low) & (advantages < 0) | (ratio > high) & (advantages > 0)).float(),
         "over_cap_fraction": (~kept).float(),
@@ -212,16 +214,18 @@ def token_losses(
     }
     if reference is not None:
         # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
+        # w * r = pi / pi_behaviour: the tokens are samples of pi_behaviour. With the weight, value and gradient are those of
+        # KL(pi || pi_ref). Without it, a token that pi has all but given up would pull far harder than the surrogate.
         d = reference - logprobs
-        kl = d.exp() - d - 1
+        kl = weight * ratio * (d.exp() - d - 1)
         losses = losses + cfg.kl_coef * kl
         stats["kl"] = kl.detach()
     return losses, stats
 
 
 def examples_loss(
-    scores: Scores, examples: list[TrainExample], prox_logprobs: Tensor | None, reference: Tensor | None,
-    cfg: GRPOConfig,
+    scores: Scores, examples: list[TrainExample], total_tokens: float, prox_logprobs: Tensor | None,
+    reference: Tensor | None, cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return the micro-batch's part of the batch's loss L, and what is worth watching per token, [N]. `prox_logprobs` and
     `reference` are log-probs [N]; without `prox_logprobs`, pi_prox is pi."""
@@ -230,14 +234,14 @@ def examples_loss(
         prox_logprobs = logprobs.detach()
 
     # A rank without examples of its own still runs every collective, with N = 0.
-    columns = [np.zeros((3, 0), np.float32)]
+    columns = [np.zeros((2, 0), np.float32)]
     for example in examples:
-        columns.append(np.stack([example.advantages, example.old_logprobs, example.token_share]))
-    advantages, old_logprobs, token_share = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
+        columns.append(np.stack([example.advantages, example.old_logprobs]))
+    advantages, old_logprobs = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
 
     # L = sum over all sampled tokens of all ranks of l_i,t / their number
     losses, stats = token_losses(logprobs, prox_logprobs, old_logprobs, reference, advantages, cfg)
-    return (token_share * losses).sum(), stats | {"entropy": scores.entropies}
+    return losses.sum() / total_tokens, stats | {"entropy": scores.entropies}
 
 
 def bundles(examples: list[TrainExample]) -> list[Bundle]:

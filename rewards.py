@@ -37,7 +37,7 @@ TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
 
 @dataclass(frozen=True)
 class Anchor:
-    """Selective Anchoring: R_anchor = alpha * closed + beta * flow - gamma * unclosed."""
+    """Selective Anchoring: R_anchor = alpha * closed + beta * flow - gamma * unpaired."""
 
     credit: Literal["struct", "sequence", "off"] = "struct"
     """struct: the advantage of R_anchor, at structural tokens only (the paper's idea). sequence: lambda * R_anchor inside
@@ -79,7 +79,8 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     every credit mode; `R_fmt` is what R pays for format: f under credit `sequence`, else the paper's R_fmt alone."""
     turns = turn_texts(episode.main, renderer)
     spam = tag_spam(turns)
-    if any(spam.values()):  # earns nothing, and R_anchor is that of an open think, or spam would be the better way out
+    if any(spam.values()):
+        # Spam scores 0 and gets the penalty of an open think. Otherwise spamming would beat leaving a think open.
         lost = {"R_anchor": -cfg.anchor.gamma, "f": -cfg.anchor.lam * cfg.anchor.gamma}
         if cfg.anchor.credit == "sequence":  # which pays R_anchor within R
             lost |= {"R_fmt": lost["f"], "R": cfg.w_fmt * lost["f"]}
@@ -88,11 +89,9 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg, judge)
     anchor = anchor_reward(turns, cfg.anchor)
     turns_that_called = {call.turn for call in episode.calls if not call.error}
-    r_fmt = format_reward(turns, turns_that_called, cfg.answer_suffix)
-    # The cap is the release's. Under credit `sequence` a tidy answer reaches it by alpha alone, so beta adds nothing there.
-    f = min(1.0, r_fmt + cfg.anchor.lam * anchor)
+    r_fmt, f = format_rewards(turns, turns_that_called, cfg.answer_suffix, cfg.anchor.lam * anchor)
     if cfg.anchor.credit == "sequence":
-        r_fmt = f  # R pays R_anchor, too
+        r_fmt = f  # R pays R_anchor as well
     tool = tool_reward(episode, acc)
     parts = {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
@@ -163,13 +162,19 @@ def tag_spam(turns: list[str]) -> dict[str, float]:
 
 
 def closure(turns: list[str]) -> dict[str, float]:
-    """Return, for each tag that was opened, the share that was closed: Format Fragility shows here first."""
-    text = "".join(turns)
+    """Return, for each tag that was opened, the share that was closed in its turn: Format Fragility shows here first.
+    `surplus/TAG` counts the closing tags that exceed the opened ones of their turn."""
     rates = {}
     for name in TAG_LIMITS:
-        opened, closed = text.count(f"<{name}>"), text.count(f"</{name}>")
+        opened, closed, surplus = 0, 0, 0
+        for turn in turns:
+            opening, closing = turn.count(f"<{name}>"), turn.count(f"</{name}>")
+            opened += opening
+            closed += min(opening, closing)
+            surplus += max(0, closing - opening)
         if opened:
-            rates[f"closure/{name}"] = min(1.0, closed / opened)
+            rates[f"closure/{name}"] = closed / opened
+        rates[f"surplus/{name}"] = float(surplus)
     return rates
 
 
@@ -213,10 +218,15 @@ def token_f1(answer: str, gold: str) -> float:
 # ------------------------------------------------------------------------------------------------ R_fmt
 
 
-def format_reward(turns: list[str], turns_that_called: set[int], answer_suffix: bool) -> float:
-    # R_fmt = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
+def format_rewards(
+    turns: list[str], turns_that_called: set[int], answer_suffix: bool, anchor_term: float
+) -> tuple[float, float]:
+    """Return R_fmt and f. `anchor_term` is lambda * R_anchor."""
+    # s     = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
     #       + 0.3 * [a thought before the calls, in every turn whose calls ran]
-    #       + 0.1 * [all tags balanced, and something earned above]                     and 1 at most
+    # R_fmt = min(0.9, s)                     + 0.1 * [s > 0 and all tags balanced]
+    # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [s > 0 and all tags balanced]
+    # Balanced text scores as under the release's cap at 1, which hides every broken tag of an episode that calls.
     # w_answer: the release's weights of the opening and of the closing tag. Without a call, R_fmt is 0.8 at most.
     w_think, w_answer = 0.3, 0.2 + 0.1
     if answer_suffix:  # the paper's Answer Suffix
@@ -224,13 +234,24 @@ def format_reward(turns: list[str], turns_that_called: set[int], answer_suffix: 
 
     thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
     thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
-    balanced = all(turn.count(f"<{tag}>") == turn.count(f"</{tag}>") for turn in turns for tag in TAG_LIMITS)
+    balanced = all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
 
-    value = w_think * thinks
-    value += w_answer * bool(final_answer(turns))
-    value += 0.3 * thinks_before_calls
-    value += 0.1 * (balanced and value > 0)
-    return min(1.0, value)
+    s = w_think * thinks
+    s += w_answer * bool(final_answer(turns))
+    s += 0.3 * thinks_before_calls
+    bonus = 0.1 * (balanced and s > 0)
+    return min(0.9, s) + bonus, min(0.9, s + anchor_term) + bonus
+
+
+def tags_pair(turn: str, name: str) -> bool:
+    """Return whether the tags of one kind open and close in turn: each one is closed before the next one opens."""
+    is_open = False
+    for tag in re.findall(f"</?{name}>", turn):
+        opens = tag == f"<{name}>"
+        if opens == is_open:
+            return False
+        is_open = opens
+    return not is_open
 
 
 def thought_ends(turn: str) -> list[int]:
@@ -261,24 +282,20 @@ def well_formed(turns: list[str]) -> bool:
 
 
 def anchor_reward(turns: list[str], anchor: Anchor) -> float:
-    # R_anchor = alpha * [every turn thinks and closes it] + beta * [flow] - gamma * [some think is never closed]
+    # R_anchor = alpha * [every turn thinks and closes it] + beta * [flow] - gamma * [in some turn the think tags do not pair]
     # flow: closed, and the last turn ends with `</think> ... <answer>non-empty</answer>`, and with nothing after it.
+    # The paper's gamma is for a think that is never closed. Closing one twice would then cost less, and training finds that.
     states = [think_state(turn) for turn in turns]
     closed = bool(turns) and all(state == "closed" for state in states)
     ending = rf"</think>(?:(?!{TAG.pattern}).)*{NON_EMPTY}\s*{re.escape(END_OF_TURN)}\Z"
     flow = closed and re.search(ending, turns[-1], re.S) is not None
-    return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * ("open" in states)
+    return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * ("unpaired" in states)
 
 
 def think_state(turn: str) -> str:
-    """Return closed, open or absent. An empty thought is absent, and so is one that closes what was never opened."""
-    depth = 0
-    for tag in re.findall(r"</?think>", turn):
-        depth += 1 if tag == "<think>" else -1
-        if depth < 0:
-            return "absent"
-    if depth > 0:
-        return "open"
+    """Return unpaired (one is left open, or one is closed that is not open), closed or absent. An empty thought is absent."""
+    if not tags_pair(turn, "think"):
+        return "unpaired"
     return "closed" if thought_ends(turn) else "absent"
 
 
@@ -301,8 +318,9 @@ def tool_reward(episode: Episode, acc: float) -> float:
 def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
     """Return, for each token of the trajectory, whether it was sampled and is structure.
 
-    Structure is every token that overlaps a tag and carries no content, and every end of a turn: an early end breaks
-    the structure, and an end in time completes it, or nothing would teach the model to stop after </answer>."""
+    Three kinds of tokens are structure. The first overlaps a tag and carries no content. The second is white space right
+    after a closing tag: it is the decision not to close again. The third is every end of a turn: an early end breaks the
+    structure, and an end in time completes it, or nothing would teach the model to stop after </answer>."""
     chosen = [False] * len(trajectory.ids)
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
@@ -329,12 +347,15 @@ def kinds_of_characters(text: str) -> list[str]:
 
 
 def is_structural(kinds: list[str], first: int, last: int) -> bool:
-    """Return whether the token of characters [first, last) carries a tag and no content.
+    """Return whether the token of characters [first, last) carries a tag and no content, or is white space that follows a
+    closing tag.
 
         yes:  </think>   >\\n   .</   ]</           no:  >B   >(   >The   and .</ where `.` is all that the tag closes
 
     White space may share its token, and so may punctuation before a closing tag: Qwen has single tokens for `.</` and
     `。</`, and to sample one is to decide to close. A letter, a digit and the answer's first character may not."""
+    if set(kinds[first:last]) == {"blank"}:
+        return first > 0 and kinds[first - 1] == "closing"
     tag = ""  # the first one that the token touches
     for kind in kinds[first:last]:
         if kind in ("opening", "closing"):

@@ -16,6 +16,7 @@ Deliberately missing: batches that are more than one update old, trainers that c
 """
 
 import contextlib
+import os
 import shutil
 import sys
 import threading
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import CALL_ERRORS, Group, Task, draw_frames, parse_task
+from data import CALL_ERRORS, Episode, Group, Task, draw_frames, parse_task
 from grpo import GRPOConfig, TrainExample, bundles, examples_loss, make_examples, micro_batches
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
@@ -78,7 +79,7 @@ class RLConfig(RunConfig):
     gating: tuple[int, ...] = (4, 8, 16, 32, 64)
     """nFrames gating: K is drawn from these, once per task and epoch. [] switches it off: visual.overview_frames."""
     steps: int = 54
-    batch_tasks: int = 56
+    batch_tasks: int = 8
     """B: tasks of a step, over all ranks."""
     minibatches: int = 1
     """Updates per batch."""
@@ -166,14 +167,16 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 
         # Reward the episodes, and turn rewards into advantages.
         give_rewards(groups, renderer, cfg.reward, judge)
-        examples = make_examples(groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
+        examples, total_tokens = make_examples(
+            groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train
+        )
         barrier()  # who is ahead waits here, not inside NCCL
         clock.lap("reward")
 
         # Update. Before the first one: does the trainer compute the engine's log-probs?
         if step == run.done:
             self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
-        measured = update(policy, reference, run.optimizer, examples, cfg, step)
+        measured = update(policy, reference, run.optimizer, examples, total_tokens, cfg, step)
         clock.lap("train")
 
         # Sync: the new weights are written while the engine still samples, and loaded once it samples no more.
@@ -304,8 +307,9 @@ def shared_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
 
 
 def update(
-    policy: Policy, reference: Policy | None, optimizer, examples: list[TrainExample], cfg: RLConfig, step: int
-) -> dict[str, float]:
+    policy: Policy, reference: Policy | None, optimizer, examples: list[TrainExample], total_tokens: float, cfg: RLConfig,
+    step: int,
+) -> dict[str, float]:  # fmt: skip
     """Take one AdamW step per minibatch, over the examples of all ranks. Return what was measured; `grad_norm` is not finite
     if one of the gradients was not, whose step was skipped."""
     temperature = cfg.rollout.temperature
@@ -329,8 +333,8 @@ def update(
                 with torch.no_grad():
                     ref_logprobs = reference(bundles(micro), temperature, features).logprobs
 
-            # A token's share is that of the whole batch; a minibatch is an update of its own, so it weighs as a batch.
-            loss, stats = examples_loss(scores, micro, prox_logprobs, ref_logprobs, cfg.grpo)
+            # The loss divides by all tokens of the batch. Each minibatch is its own optimizer step, so scale its share back up.
+            loss, stats = examples_loss(scores, micro, total_tokens, prox_logprobs, ref_logprobs, cfg.grpo)
             sum_over_nodes(policy, now=i + 1 == len(minibatch))
             (loss * len(minibatches)).backward()
 
@@ -378,7 +382,7 @@ class Clock:
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
     """Return means over all ranks: of groups (share/K, flat_groups), of all episodes (failed_rate), of calls
-    (call_errors/...), of sub-agents' reports (report/...), else of the episodes that ran. kappa: executed calls per
+    (call_errors/..., calls/distinct), of sub-agents' reports (report/...), else of the episodes that ran. kappa: executed calls per
     episode; `ks`: the K that are drawn."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
@@ -402,20 +406,40 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
         seen[f"kappa/K={episode.k}"].append(episode.executed)
         for name in TOOLS:
             seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
+        seen["calls/distinct"] += are_distinct(episode)
         for call in episode.calls:
             for kind in kinds:
                 seen[f"call_errors/{kind}"].append(call.error == kind)
             if call.agent:  # a report ends by itself, in a few words, and has no tags
                 seen["report/ended"].append(call.agent.finish == "stop")
-                seen["report/tokens"].append(sum(call.agent.mask))
+                seen["report/tokens"].append(call.agent.n_sampled)
                 seen["report/tagged"].append(bool(TAG.search(call.text)))
         seen["truncated_rate"].append(episode.main.finish == "length")
         seen["turns"].append(len(episode.main.turns))
-        seen["sampled_tokens"].append(sum(episode.main.mask))
+        seen["sampled_tokens"].append(episode.main.n_sampled)
+        seen["critical_tokens"].append(episode.critical_tokens)
+        seen["all_tokens"].append(episode.all_tokens)
         versions = [version for version in episode.main.versions if version >= 0]
         if versions:
             seen["staleness"].append(step - sum(versions) / len(versions))
     return mean_over_ranks(seen)
+
+
+def are_distinct(episode: Episode) -> list[bool]:
+    """Return, for each executed call with a window, whether no earlier one of the episode covers more than half of it."""
+    earlier: list[tuple[str, float, float]] = []  # video, start, end
+    distinct = []
+    for call in episode.calls:
+        if call.error or call.window is None:
+            continue
+        video = ""
+        if len(episode.task.videos) > 1:  # windows of different videos do not overlap
+            video = os.path.basename(str(call.arguments.get("video_path")))
+        start, end = call.window
+        covered = [min(end, e) - max(start, s) for v, s, e in earlier if v == video]
+        distinct.append(max(covered, default=0.0) <= (end - start) / 2)
+        earlier.append((video, start, end))
+    return distinct
 
 
 def speed(examples: list[TrainExample], policy: Policy, seconds: float) -> dict[str, float]:

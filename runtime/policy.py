@@ -76,7 +76,7 @@ class OptimConfig:
     warmup: float = 0.0
     """Share of the run's steps in which the learning rate rises from zero."""
     weight_decay: float = 0.01
-    betas: tuple[float, ...] = (0.9, 0.95)
+    betas: tuple[float, ...] = (0.9, 0.999)
     max_grad_norm: float = 1.0
 
     def __post_init__(self):

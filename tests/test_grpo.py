@@ -64,7 +64,8 @@ def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
 
 
 def examples_of(groups, renderer, cfg):
-    return make_examples(groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
+    examples, _ = make_examples(groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
+    return examples
 
 
 def lengths_of(one: Group) -> list[int]:
@@ -97,7 +98,8 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
         values = example.advantages[at : at + len(sampled)]
         at += len(sampled)
         moved = toy_renderer.decode([t for t, v in zip(sampled, values) if v])
-        tags = [tag for tag in ("<think>", "</think>", "<answer>", "</answer>") if tag in toy_renderer.decode(sampled)]
+        structure = ("<think>", "</think>\n", "<answer>", "</answer>")
+        tags = [tag for tag in structure if tag in toy_renderer.decode(sampled)]
         assert moved == "".join(tags) + END_OF_TURN
         assert values[values != 0] == pytest.approx(0.5 * a)
     assert at == len(example.advantages)
@@ -117,10 +119,8 @@ def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_rende
     groups = [group(toy_renderer, cfg, [TIDY, WRONG], "a"), group(toy_renderer, cfg, [TIDY, TIDY], "b")]
     tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
     monkeypatch.setattr(grpo, "sum_over_ranks", lambda counts: {name: 2 * count for name, count in counts.items()})
-    (example,) = examples_of(groups, toy_renderer, cfg)
-    assert example.token_share == pytest.approx(
-        np.full(len(example.token_share), 0.5 / tokens)
-    )  # another rank has as many
+    _, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
+    assert total_tokens == 2 * tokens  # another rank has as many
 
 
 def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(toy_renderer, monkeypatch):
@@ -156,15 +156,13 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     one = group(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
     reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # tags in a report are no structure
     one.episodes[0].calls = [Call(0, "crop_video", {}, agent=reporter)]
-    examples = make_examples([one], toy_renderer, cfg.grpo, cfg.reward.anchor, subagents=True)
+    examples, total_tokens = make_examples([one], toy_renderer, cfg.grpo, cfg.reward.anchor, subagents=True)
     (report,) = [example for example in examples if example.bundle.prompt == [50, 51]]
     assert report.advantages == pytest.approx(np.full(len(report.advantages), one.episodes[0].advantage))
     assert one.episodes[0].anchor_advantage > 0
-    assert sum(example.token_share.sum() for example in examples) == pytest.approx(
-        1
-    )  # its tokens count in the mean, too
-    untrained = make_examples([one], toy_renderer, cfg.grpo, cfg.reward.anchor, subagents=False)
-    assert all(example.bundle.prompt != [50, 51] for example in untrained)
+    assert total_tokens == sum(lengths_of(one)) + sum(reporter.mask)  # its tokens count in the mean as well
+    untrained, total_tokens = make_examples([one], toy_renderer, cfg.grpo, cfg.reward.anchor, subagents=False)
+    assert all(example.bundle.prompt != [50, 51] for example in untrained) and total_tokens == sum(lengths_of(one))
 
 
 def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
@@ -203,20 +201,44 @@ def test_the_loss_of_a_token_is_the_formula():
     advantages, reference = log([2.0, 1.0, -1.0, -1.0, 1.0]), log([-1.0, -1.0, -1.5, -1.0, -1.0])
     losses, stats = token_losses(new, prox, old, reference, advantages, cfg.grpo)
     k3 = math.exp(-0.5) + 0.5 - 1
-    by_hand = [-math.exp(0.2) * 2, -1.3, math.exp(0.5) + 0.1 * k3, 0.8, 0.0]
+    by_hand = [-math.exp(0.2) * 2, -1.3, math.exp(0.5) * (1 + 0.1 * k3), 0.8, 0.0]
     assert losses.tolist() == pytest.approx(by_hand, rel=1e-5)
     assert stats["clip_fraction"].tolist() == [0, 1, 0, 1, 0]
     assert stats["over_cap_fraction"].tolist() == [0, 0, 0, 0, 1]
-    assert stats["kl"].tolist() == pytest.approx([0, 0, k3, 0, 0], abs=1e-6)
+    assert stats["kl"].tolist() == pytest.approx([0, 0, math.exp(0.5) * k3, 0, 0], abs=1e-6)
     assert stats["logprob_gap"].tolist() == pytest.approx([0.2, 0, 0, 0, 2.0])
+
+
+def test_the_kl_term_has_the_value_and_gradient_of_the_kl_to_the_reference():
+    """Over all tokens of a small vocabulary, each as often as pi_behaviour samples it. Past bug: the term was not weighted,
+    so it was no KL of the policy that learns, and a token that this policy had all but given up pulled with -600."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    behaviour, prox, reference = torch.randn(3, 6, dtype=torch.float64).log_softmax(-1)
+    cfg = settings(grpo={"kl_coef": 1.0, "behaviour_cap": 1e9}).grpo
+    logprobs = logits.log_softmax(-1)
+    losses, stats = token_losses(logprobs, prox, behaviour, reference, torch.zeros(6), cfg)
+    expected = (logprobs.exp() * (logprobs - reference)).sum()  # KL(pi || pi_ref)
+    assert (behaviour.exp() * losses).sum().item() == pytest.approx(expected.item(), rel=1e-12)
+    assert (behaviour.exp() * stats["kl"]).sum().item() == pytest.approx(expected.item(), rel=1e-12)
+    (found,) = torch.autograd.grad((behaviour.exp() * losses).sum(), logits)
+    (wanted,) = torch.autograd.grad((logits.log_softmax(-1).exp() * (logits.log_softmax(-1) - reference)).sum(), logits)
+    assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-9)
+
+    # A token over the cap is left out of the KL as it is left out of the surrogate.
+    given_up = torch.tensor([-1.0, -12.0], requires_grad=True)
+    sampled_at = torch.tensor([-9.0, -1.0])
+    losses, _ = token_losses(given_up, given_up.detach(), sampled_at, torch.zeros(2), torch.zeros(2), cfg=settings(grpo={"kl_coef": 0.01}).grpo)  # fmt: skip
+    (gradient,) = torch.autograd.grad(losses.sum(), given_up)
+    assert gradient[0] == 0 and 0 < abs(gradient[1]) < 0.2  # without the weight: -0.01 * exp(12) = -1628
 
 
 def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     """Past bug: 0 * inf in the backward pass of a token that was left out."""
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
-    advantages, old, token_share = np.float32([[1, 1], [-200, -2], [1, 1]])
-    example = TrainExample(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old, token_share)
-    loss, stats = grpo.examples_loss(Scores(new, torch.zeros(2)), [example], None, None, settings().grpo)
+    advantages, old = np.float32([[1, 1], [-200, -2]])
+    example = TrainExample(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old)
+    loss, stats = grpo.examples_loss(Scores(new, torch.zeros(2)), [example], 1, None, None, settings().grpo)
     loss.backward()
     assert new.grad.tolist() == [0, -1] and stats["over_cap_fraction"].tolist() == [1, 0]
 
@@ -238,9 +260,9 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
         episode.main.prompt_frames = [frames]
         with torch.no_grad():  # the engine is exact, so w = 1
             episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
-    examples = examples_of(groups, toy_renderer, cfg)
+    examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
     scores = policy([example.bundle for example in examples], 0.7)
-    loss, stats = grpo.examples_loss(scores, examples, None, None, cfg.grpo)
+    loss, stats = grpo.examples_loss(scores, examples, total_tokens, None, None, cfg.grpo)
     loss.backward()
     assert stats["logprob_gap"].max() < 1e-5
 
@@ -263,13 +285,14 @@ def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_di
     for budget in (40, 10_000):
         cfg = settings(grpo={"train_tokens": budget})
         policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
-        micro = grpo.micro_batches(examples_of(groups, toy_renderer, cfg), budget)
+        examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
+        micro = grpo.micro_batches(examples, budget)
         sizes.append(len(micro))
         for part in micro:
             assert sum(len(b) for b in grpo.bundles(part)) <= budget
-            grpo.examples_loss(policy(grpo.bundles(part), cfg.rollout.temperature), part, None, None, cfg.grpo)[
-                0
-            ].backward()
+            scores = policy(grpo.bundles(part), cfg.rollout.temperature)
+            loss, _ = grpo.examples_loss(scores, part, total_tokens, None, None, cfg.grpo)
+            loss.backward()
         found.append(tiny.gradients(policy))
     assert sizes[0] > sizes[1] == 1
     tiny.assert_close(*found, 1e-4)
@@ -284,8 +307,8 @@ def test_minibatches_are_clipped_against_the_policy_before_the_first(toy_rendere
         optimizer = make_optimizer(policy, cfg.optim)
         for one in groups:
             sampled_exactly(policy, one)
-        examples = examples_of(groups, toy_renderer, cfg)
-        measured = rl.update(policy, None, optimizer, examples, cfg, 0)
+        examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
+        measured = rl.update(policy, None, optimizer, examples, total_tokens, cfg, 0)
         assert measured["logprob_gap"] < 1e-4  # old and prox log-probs are the policy's before the first update
         clipped[minibatches] = measured["clip_fraction"]
         assert {int(s["step"]) for s in optimizer.state.values()} == {minibatches}

@@ -60,7 +60,7 @@ def test_token_f1_counts_shared_words():
 # ------------------------------------------------------------------------------------------------ adversarial completions
 
 CASES = {
-    # name: (turns, executed calls, R_acc, R_fmt, R_tool, R_anchor)
+    # name: (turns, executed calls, R_acc, R_fmt, R_tool, R_anchor), and f where the cap of 0.9 hides part of R_fmt
     "tidy direct answer": ([DONE], 0, 1, 0.2 + 0.3 + 0.2 + 0.1, 0, 0.7),
     "tidy trajectory with tools": ([LOOK, DONE], 1, 1, 1.0, 0.8, 0.7),
     "call without execution": ([LOOK, DONE], 0, 1, 0.8, 0.1, 0.7),
@@ -84,7 +84,13 @@ CASES = {
     "an empty thought before the answer": ([LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.3 + 0.1, 0.8, 0.0),
     "an empty thought before the second call": ([LOOK, EMPTY_LOOK, DONE], 2, 1, 0.5 + 0.1, 0.8, 0.0),
     "the first think unclosed": ([LOOK.replace("</think>", ""), DONE], 1, 1, 0.5, 0.8, -0.3),
-    "a thought closed twice": ([DONE.replace("<answer>", "</think><answer>")], 0, 1, 0.2 + 0.5, 0, 0.0),
+    "a thought closed twice": ([DONE.replace("<answer>", "</think><answer>")], 0, 1, 0.2 + 0.5, 0, -0.3),
+    "a thought closed twice before a call": ([LOOK.replace("</think>", "</think></think>"), DONE], 1, 1, 0.9, 0.8, -0.3, 1.0 - 0.15),
+    "an answer closed twice after a call": ([LOOK, DONE.replace("</answer>", "</answer></answer>")], 1, 1, 0.9, 0.8, 0.4, 0.9),
+    "a stray <answer> in the turn that calls": ([LOOK.replace("<tool_call>", "<answer><tool_call>"), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
+    "a call that ran and twenty unclosed ones": ([LOOK.replace(END_OF_TURN, 20 * "<tool_call>" + END_OF_TURN), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
+    "a second call without its opening tag": ([LOOK.replace(CALL, CALL + CALL.replace("<tool_call>", "")), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
+    "a second call opened by <answer>": ([LOOK.replace(CALL, CALL + CALL.replace("<tool_call>", "<answer>")), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
     "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.8, 0, 0.7),
     "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5, 0, -0.3),
     "no think": ([f"<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5 + 0.1, 0, 0.0),
@@ -96,7 +102,8 @@ CASES = {
     "two letters": ([DONE.replace(">B<", ">A or B<")], 0, 0, 0.8, 0, 0.7),
     "copied example": ([DONE.replace(">B<", ">...<")], 0, 0, 0.8, 0, 0.7),
     "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7, 0, -0.3),
-    "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, 0.0),
+    "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, -0.3),
+    "closed before it is opened": ([DONE.replace("<think>", "</think><think>").replace("</think>\n<answer>", "<answer>")], 0, 1, 0.5, 0, -0.3),
     "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2, 0, 0.4),
     "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
     "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> B <12.5 seconds><")], 0, 1, 0.8, 0, 0.7),
@@ -108,12 +115,43 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
-    turns, executed, acc, r_fmt, tool, anchor = CASES[name]
-    f = min(1.0, r_fmt + 0.5 * anchor)
+    turns, executed, acc, r_fmt, tool, anchor, *below_the_cap = CASES[name]
+    f = below_the_cap[0] if below_the_cap else min(1.0, r_fmt + 0.5 * anchor)
     expected = {"R_acc": acc, "R_fmt": r_fmt, "f": f, "R_tool": tool, "R_anchor": anchor, "R": acc + r_fmt + tool}
     parts = earned(turns, executed)
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
     assert earned(turns, executed, cfg=RELEASED)["R"] == pytest.approx(acc + f + tool)
+
+
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
+
+
+@pytest.mark.parametrize("suffix", [True, False])
+@pytest.mark.parametrize("credit", ["struct", "sequence", "off"])
+@pytest.mark.parametrize("honest", [[DONE], [LOOK, DONE], [LOOK.replace(CALL, f"{CALL}\n{CALL}"), DONE]])
+def test_no_text_with_a_tag_too_many_or_too_few_earns_what_the_honest_one_does(honest, credit, suffix):
+    """Past bug: the cap at 1 paid an episode that called in full, whatever its tags, and a thought closed twice cost less
+    than one left open. Here each tag is added before and behind each other one, and each is left out once."""
+    cfg = RewardConfig(answer_suffix=suffix, anchor=Anchor(credit=credit))
+    full = earned(honest, 9, cfg=cfg)
+    broken = []
+    for i, turn in enumerate(honest):
+        for tag in rewards.TAG.finditer(turn):
+            before, after = turn[: tag.start()], turn[tag.end() :]
+            changed = [before + after]
+            changed += [f"{before}{added}{tag[0]}{after}" for added in TAGS]
+            changed += [f"{before}{tag[0]}{added}{after}" for added in TAGS]
+            broken += [[*honest[:i], text, *honest[i + 1 :]] for text in changed]
+    assert len(broken) >= 52
+    for turns in broken:
+        parts = earned(turns, 9, cfg=cfg)
+        assert parts["R"] < full["R"] - 0.04 and parts["R_anchor"] <= full["R_anchor"] and parts["f"] < full["f"], turns
+
+
+def test_closing_a_thought_twice_is_no_way_out_of_leaving_it_open():
+    """Past bug: the doubled one earned 0 and the open one -0.3, so in a group of both the doubled ones were preferred."""
+    doubled, left_open = DONE.replace("</think>", "</think></think>"), DONE.replace("</think>", "")
+    assert earned([doubled])["R_anchor"] == earned([left_open])["R_anchor"] == pytest.approx(-0.3)
 
 
 def test_options_are_read_from_the_question_where_the_row_has_none():
@@ -160,6 +198,12 @@ def test_closure_is_the_share_of_opened_tags_that_were_closed():
     parts = earned([LOOK.replace("</think>", ""), DONE])
     assert parts["closure/think"] == 0.5 and parts["closure/answer"] == 1 == parts["closure/tool_call"]
     assert earned([DONE + "</answer>"])["closure/answer"] == 1  # to close more often is no better
+
+
+def test_one_tag_closed_twice_does_not_hide_one_left_open():
+    """Past bug: both were added up over the turns, and the rate was 1."""
+    parts = earned([LOOK.replace("</think>", ""), DONE.replace("</think>", "</think></think></think>")])
+    assert parts["closure/think"] == 0.5 and parts["surplus/think"] == 2 and parts["surplus/answer"] == 0
 
 
 def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
@@ -244,10 +288,10 @@ def painted(turns, renderer=None, forced="") -> str:
 
 
 def test_structure_is_the_tags_and_nothing_of_their_content():
-    call, answer = "<think></think><tool_call></tool_call>", "<think></think><answer></answer>"
+    call, answer = "<think></think>\n<tool_call></tool_call>", "<think></think>\n<answer></answer>"
     assert painted([LOOK, DONE]) == call + END_OF_TURN + answer + END_OF_TURN
     # What was forced earns no credit.
-    assert painted([DONE], forced="<think>\n") == f"</think><answer></answer>{END_OF_TURN}"
+    assert painted([DONE], forced="<think>\n") == f"</think>\n<answer></answer>{END_OF_TURN}"
 
 
 @pytest.mark.parametrize(
@@ -255,7 +299,7 @@ def test_structure_is_the_tags_and_nothing_of_their_content():
     [
         (f"<think>\nIt is B.{END_OF_TURN}", f"<think>{END_OF_TURN}"),  # ended while thinking
         (f"It is B.{END_OF_TURN}", END_OF_TURN),  # never thought
-        (f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}", f"<think></think><answer>{END_OF_TURN}"),
+        (f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}", f"<think></think>\n<answer>{END_OF_TURN}"),
     ],
 )
 def test_an_end_that_came_too_early_is_structure_too(turn, paint):
@@ -264,8 +308,21 @@ def test_an_end_that_came_too_early_is_structure_too(turn, paint):
 
 def test_tags_of_several_tokens_count_whole(renderer):
     """`<answer>` is three tokens here, as in Qwen's vocabulary."""
-    tags = ["<think>", "</think>", "<", "answer", ">", "</", "answer", ">", END_OF_TURN]
+    tags = ["<think>", "</think>", "\n", "<", "answer", ">", "</", "answer", ">", END_OF_TURN]
     assert painted_tokens([DONE], renderer) == tags
+
+
+@pytest.mark.parametrize(
+    "text, paint",
+    [
+        ("a\n</think>\n\n b", "</think>\n"),  # after that character the turn has gone on already
+        ("</answer> </answer>\t.", "</answer> </answer>\t"),
+        ("<answer>\nx </answe> \n", "<answer>"),  # not after an opening tag, and not after a tag that is none
+    ],
+)
+def test_white_space_right_after_a_closing_tag_is_structure(text, paint):
+    """Past bug: behind `</think>` only a wrong second `</think>` was credited, never the right line break."""
+    assert painted([text]) == paint
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +363,7 @@ def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(mergin
     assert painted_tokens([turn], merging) == ["<think>", "</think>", *struct, END_OF_TURN]
 
 
-def test_white_space_alone_may_follow_an_opening_tag_or_precede_one(merging):
+def test_a_token_is_structure_with_white_space_after_an_opening_tag_or_before_one(merging):
     text = "<answer>.</answer> .<answer>x</answer>, done"  # `.` and `,` are content here
     left_out = painted_tokens([text], merging, structural=False)
     assert left_out[0] == ".</" and ".<" in left_out and "," in left_out
@@ -318,7 +375,7 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
     parts = earned([turn], 1)
     assert 0 <= parts["R_acc"] <= 1 and 0 <= parts["R_tool"] <= 1
     assert -0.15 <= parts["f"] <= 1 and -0.3 <= parts["R_anchor"] <= 0.7
-    assert rewards.TAG.sub("", painted([turn])).replace(END_OF_TURN, "") == ""
+    assert rewards.TAG.sub("", painted([turn])).replace(END_OF_TURN, "").strip() == ""
 
 
 # ------------------------------------------------------------------------------------------------ the judge and the lab

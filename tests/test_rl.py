@@ -235,6 +235,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         return Trajectory([5] * len(mask), mask, [0.0] * len(mask), versions, [], 2, [(2, 3)] * turns, finish)
 
     calls = [Call(0, "crop_video", {}, error=error) for error in ("", "", "too_dark", "unparseable")]
+    calls[0].window, calls[1].window = (0.0, 10.0), (4.9, 14.9)  # the second looks mostly where the first did
     # One sub-agent ends its report, the other is cut off in the main agent's words.
     calls[0].agent, calls[0].text = agent([3, 3, 3], 1), "A red flash."
     calls[1].agent, calls[1].text = agent([3, 3, 3, 3, 3, 3], 1, "length"), "red\n</think>\nred red red"
@@ -251,6 +252,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         "acc/K=4": 0.5, "acc/K=64": 1, "acc/K=4/called": 1, "acc/K=4/skipped": 0, "acc/K=64/skipped": 1,
         "truncated_rate": 1 / 3, "turns": 5 / 3, "sampled_tokens": 7 / 3, "calls/crop_video": 2 / 3,
         "call_errors/unparseable": 1 / 4, "call_errors/too_dark": 1 / 4,
+        "calls/distinct": 1 / 2, "critical_tokens": (4 + 6 + 2 + 1) / 3, "all_tokens": (4 + 9 + 2 + 1) / 3,
         "report/ended": 1 / 2, "report/tokens": 4.5, "report/tagged": 1 / 2,
         "staleness": (1.5 + 1 + 0) / 3, "share/K=4": 1 / 3, "share/K=64": 2 / 3, "flat_groups": 1 / 3,
     }  # fmt: skip
@@ -427,7 +429,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
             p.mul_(1.2)
     said = [f"<think>\n{RIGHT_OR_WRONG.format(answer)}" for answer in ("red", "blue", "green")]
     groups = [group_that_said(toy_renderer, cfg, said, prompt=prompt) for prompt in ((40, 41), (42, 43))]
-    examples = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
+    examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
     rows = [example.bundle for example in examples]
 
     # By hand: r = 1, w = pi / pi_behaviour <= 5, the KL, and the mean over all tokens.
@@ -435,12 +437,16 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     with torch.no_grad():
         other = reference(rows, 0.6).logprobs
     new = scores.logprobs
-    old = torch.cat([torch.from_numpy(example.old_logprobs) for example in examples])
+    old = new.detach() + 0.5 * torch.arange(len(new)).sin()  # an engine that is a little off, and far off once
+    old[3] = new[3].item() - 9
+    for example, part in zip(examples, old.split([len(example.old_logprobs) for example in examples])):
+        example.old_logprobs = part.numpy()
     advantages = torch.cat([torch.from_numpy(example.advantages) for example in examples])
     w = (new.detach() - old).exp()
     kl = (other - new).exp() - (other - new) - 1
-    surrogate = torch.where(w <= cfg.grpo.behaviour_cap, w, 0.0) * (new - new.detach()).exp() * advantages
-    (-(surrogate - cfg.grpo.kl_coef * kl).mean()).backward()
+    weight = torch.where(w <= cfg.grpo.behaviour_cap, w, 0.0) * (new - new.detach()).exp()
+    kl = weight * kl
+    (-(weight * advantages - cfg.grpo.kl_coef * kl).mean()).backward()
     expected = tiny.gradients(policy)
     policy.zero_grad()
 
@@ -453,7 +459,8 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     optimizer = make_optimizer(policy, cfg.optim)
     for minibatches in (1, 2):
         found = []
-        measured = rl.update(policy, reference, optimizer, examples, replace(cfg, minibatches=minibatches), 0)
+        cut = replace(cfg, minibatches=minibatches)
+        measured = rl.update(policy, reference, optimizer, examples, total_tokens, cut, 0)
         assert len(found) == minibatches and measured["learned_tokens"] == len(new)
         assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
         assert measured["logprob_gap"] == pytest.approx((new - old).abs().mean().item(), rel=1e-4)
@@ -470,7 +477,7 @@ def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_di
     assert all(not episode.subagents and not episode.error for episode in episodes)
     cfg = RLConfig(run="run", policy=PolicyConfig(str(toy_dir / "model")), data=None)
     give_rewards(groups, engine.renderer, cfg.reward)
-    examples = make_examples(groups, engine.renderer, cfg.grpo, cfg.reward.anchor)
+    examples, _ = make_examples(groups, engine.renderer, cfg.grpo, cfg.reward.anchor)
     assert len(examples) == len(groups)  # each prompt is computed once
     policy = load(cfg.policy, engine.renderer.never_sampled)
     with torch.no_grad():
