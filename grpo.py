@@ -214,8 +214,7 @@ def token_losses(
     }
     if reference is not None:
         # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
-        # w * r = pi / pi_behaviour: the tokens are samples of pi_behaviour. With the weight, value and gradient are those of
-        # KL(pi || pi_ref). Without it, a token that pi has all but given up would pull far harder than the surrogate.
+        # pi_behaviour sampled the tokens. Weighted by w * r = pi / pi_behaviour, value and gradient are those of KL(pi || pi_ref).
         d = reference - logprobs
         kl = weight * ratio * (d.exp() - d - 1)
         losses = losses + cfg.kl_coef * kl

@@ -245,13 +245,8 @@ def format_rewards(
 
 def tags_pair(turn: str, name: str) -> bool:
     """Return whether the tags of one kind open and close in turn: each one is closed before the next one opens."""
-    is_open = False
-    for tag in re.findall(f"</?{name}>", turn):
-        opens = tag == f"<{name}>"
-        if opens == is_open:
-            return False
-        is_open = opens
-    return not is_open
+    tags = re.findall(f"</?{name}>", turn)
+    return tags == [f"<{name}>", f"</{name}>"] * (len(tags) // 2)
 
 
 def thought_ends(turn: str) -> list[int]:

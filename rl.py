@@ -427,18 +427,18 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
 
 def are_distinct(episode: Episode) -> list[bool]:
     """Return, for each executed call with a window, whether no earlier one of the episode covers more than half of it."""
-    earlier: list[tuple[str, float, float]] = []  # video, start, end
     distinct = []
+    earlier: dict[str, list[tuple[float, float]]] = defaultdict(list)  # the windows of each video
     for call in episode.calls:
         if call.error or call.window is None:
             continue
         video = ""
-        if len(episode.task.videos) > 1:  # windows of different videos do not overlap
+        if len(episode.task.videos) > 1:
             video = os.path.basename(str(call.arguments.get("video_path")))
         start, end = call.window
-        covered = [min(end, e) - max(start, s) for v, s, e in earlier if v == video]
+        covered = [min(end, e) - max(start, s) for s, e in earlier[video]]
         distinct.append(max(covered, default=0.0) <= (end - start) / 2)
-        earlier.append((video, start, end))
+        earlier[video].append(call.window)
     return distinct
 
 

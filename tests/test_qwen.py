@@ -118,7 +118,8 @@ def painted(renderer: Renderer, trajectory: Trajectory) -> str:
 @pytest.mark.parametrize(
     "expected",
     [
-        "I see.\n⟦</think>⟧\n⟦<answer⟧>B⟦</answer><|im_end|>⟧",
+        "I see.\n⟦</think>\n<answer⟧>B⟦</answer><|im_end|>⟧",
+        "I see.\n⟦</think>\n\n<answer⟧>B⟦</answer><|im_end|>⟧",
         "⟦</think><answer>⟧12.5 - 20.1⟦</answer><|im_end|>⟧",
         "⟦</think><answer⟧>[12.5, 20.1⟦]</answer><|im_end|>⟧",
         "⟦</think><answer⟧>(B⟦)</answer><|im_end|>⟧",
@@ -129,7 +130,7 @@ def painted(renderer: Renderer, trajectory: Trajectory) -> str:
         "⟦</think><answer>⟧🙂⟦</answer><|im_end|>⟧",
         "⟦</think><answer>\r\n⟧B\r\n⟦</answer><|im_end|>⟧",
         "⟦</think><answer>⟧ B⟦ </answer><|im_end|>⟧",
-        '⟦</think>⟧\n⟦<tool_call>⟧\n{"name": "crop_video", "arguments": {"start_time": 1}}\n⟦</tool_call><|im_end|>⟧',
+        '⟦</think>\n<tool_call>⟧\n{"name": "crop_video", "arguments": {"start_time": 1}}\n⟦</tool_call><|im_end|>⟧',
         "⟦</think><answer⟧>B⟦</answer><|endoftext|>⟧",
         "I am not done.⟦<|im_end|>⟧",
         "I am not done.⟦<|endoftext|>⟧",

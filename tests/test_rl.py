@@ -259,6 +259,26 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     assert rl.describe(groups, (4, 64), step=5) == pytest.approx(expected)
 
 
+def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
+    def episode(*looks, videos=("/data/a.mp4",)) -> Episode:
+        calls = [Call(0, "crop_video", {"video_path": video}, window=window) for video, window in looks]
+        return Episode(Task("t", "Which?", videos, "oe", "red"), 4, Trajectory(), calls)
+
+    whole, half, most, inside = (0.0, 10.0), (5.0, 15.0), (4.0, 14.0), (6.0, 8.0)
+    assert rl.are_distinct(episode(("a.mp4", whole), ("a.mp4", half))) == [True, True]
+    assert rl.are_distinct(episode(("a.mp4", whole), (None, most), ("a.mp4", inside))) == [True, False, False]
+    assert rl.are_distinct(episode(("a.mp4", inside), ("a.mp4", whole))) == [True, True]  # it shows far more
+    both = ("/data/a.mp4", "/data/b.mp4")
+    assert rl.are_distinct(episode(("a.mp4", whole), ("b.mp4", whole), ("x/b.mp4", most), videos=both)) == [
+        True,
+        True,
+        False,
+    ]
+    text = episode(("a.mp4", None), ("a.mp4", whole))  # a tool without a window, and a call that failed
+    text.calls[1].error = "failed"
+    assert rl.are_distinct(text) == []
+
+
 def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch, capsys):
     """An update that takes 0.2 s: sampling, half a second, goes on meanwhile and is still at work when it ends. Tokens are
     one update old. Who sits before the screen sees how far it is."""
