@@ -358,7 +358,8 @@ def rollout(
         try:
             prompt = prompts[i].result()
         except RowError as error:  # no prompt: each episode of the group pays for it
-            return Episode(tasks[i], ks[i], Trajectory(), seed=own, error=f"RowError: {error}")
+            kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
+            return Episode(tasks[i], ks[i], Trajectory(), seed=own, error=f"{kind}: {error}")
         return run_episode(context, tasks[i], ks[i], prompt, own)
 
     def done(n: int, episode: Episode) -> None:

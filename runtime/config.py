@@ -32,6 +32,7 @@ T = TypeVar("T")
 GOES_ON = "The same command goes on from what was saved"
 # Keys by which a config tells whose it is.
 SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
+ALARMS = ("failed_rate", "eval/failed_rate", "bad_steps")  # metrics that the console shows where they are not 0
 RENAMED = {"weight": "lam"}  # older keys whose spelling leads nowhere
 
 
@@ -290,7 +291,8 @@ class Metrics:
                 self._board.add_scalar(key, value, step)
         if self._wandb:
             self._wandb.log(values, step=step)
-        shown = " ".join(f"{key} {values[key]:.4g}" for key in self._shown if key in values)
+        keys = [key for key in self._shown if key in values] + [key for key in ALARMS if values.get(key)]
+        shown = " ".join(f"{key} {values[key]:.4g}" for key in keys)
         print(f"{self._name} step {step + 1}/{self._steps} {shown}", flush=True)
 
 

@@ -96,7 +96,7 @@ MISTAKES = [  # and those of the page
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
     ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is no folder that can be written; choose another `run`"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge': needs judge.url and judge.model"),
-    ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 grpo.group_size=2", "all 2 episodes of the first batch failed, such as: EngineError: a prompt of"),
+    ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 grpo.group_size=2", "step 1: none of its 2 episodes ran; the last error: EngineError: a prompt of"),
     # evaluation, report, asking
     ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: there is only videomme"),
     ("a report on no run", "study/report.py holiday", "holiday/config.yaml: not a readable YAML file"),
@@ -111,7 +111,7 @@ def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, t
     trains = command.startswith(("sft.py", "rl.py", "eval.py configs")) and " run=" not in command
     status, told = typed(command + " run=run" * trains)
     assert status and says in told and "Traceback" not in told
-    if "first batch" in says:  # that is known only once the run has begun
+    if "episodes ran" in says:  # that is known only once the run has begun
         shutil.rmtree(desk / "run")
     assert set(desk.rglob("*")) == before
 
