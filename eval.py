@@ -88,13 +88,16 @@ class EvalConfig:
     decoders: int = min(64, os.cpu_count() or 1)
 
     def __post_init__(self):
+        config.refuse_below_1(self, "decoders")
         unknown = [name for name in self.splits if name not in SPLITS]
         if unknown:
             raise ValueError(f"splits = {unknown}: there is only {', '.join(SPLITS)}")
         if not self.agentic and self.arms != ("parallel",):
             raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has them")
-        if not self.frames or not self.arms:
-            raise ValueError("frames and arms: each needs at least one value, or nothing is asked")
+        if not self.frames or not self.arms or min(self.frames) < 1:
+            raise ValueError(
+                "frames and arms: each needs at least one value, frames of at least 1, or nothing is asked"
+            )
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
         if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):

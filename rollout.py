@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 import data
 from data import NO_REPORT, THINK_PREFIX, Call, Episode, Group, Task, Trajectory
+from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineError, run_all, together
 from runtime.render import Rendered, Renderer
@@ -58,6 +59,9 @@ class SubagentConfig:
     """0: greedy."""
     train: bool = False
     """Their trajectories join the loss with their episode's advantage (the paper: no)."""
+
+    def __post_init__(self):
+        refuse_below_1(self, "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class RolloutConfig:
             raise ValueError(f"tools = {unknown}: there is only {', '.join(TOOLS)}")
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
-        for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
+        names = ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency")
+        for name in (*names, "max_batch_tokens"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         size, gpus = self.tensor_parallel, list(self.server_gpus)

@@ -39,8 +39,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from runtime import packing
-from runtime.config import ConfigError
-from runtime.distributed import checkpoint_dir, device, local_size, world_size
+from runtime.config import ConfigError, refuse_below_1
+from runtime.distributed import checkpoint_dir, device, local_size, refuse_not_finite, world_size
 from runtime.render import Bundle
 from runtime.video import Frames
 
@@ -65,6 +65,9 @@ class PolicyConfig:
     logit_chunk: int = 1024
     """Target tokens whose logits exist at the same time (fp32: 4 bytes x vocabulary each, several copies)."""
 
+    def __post_init__(self):
+        refuse_below_1(self, "logit_chunk")
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -82,6 +85,8 @@ class OptimConfig:
     def __post_init__(self):
         if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or len(self.betas) != 2:
             raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)}: each must be at least 0 and less than 1")
 
 
 # ------------------------------------------------------------------------------------------------ the policy
@@ -271,6 +276,7 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
         _read_weights(policy.model, path)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
+    refuse_not_finite(dict(policy.model.named_parameters()), str(path))
     return policy
 
 

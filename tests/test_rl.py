@@ -19,7 +19,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scripts import REPO, Forked, fake_server, finish, kill_at_random, metrics, same_metrics, same_weights, start
 from test_grpo import group as group_that_said
 from test_sft import write_config as sft_config
@@ -126,10 +126,29 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run(toy_dir, tmp_pa
         train(tmp_path / "c.yaml", toy_dir, **more)
     lines = metrics(tmp_path / "c")
     assert [4e3 * line["lr"] for line in lines] == pytest.approx([1, 2, 3])  # the schedule's, skipped or not
+    # Past bug: a state was saved after each of them, and pushed the good ones out.
+    assert [path.name for path in (tmp_path / "c" / "state").iterdir()] == ["step-00000001"]
     norms = [1, 2]
-    with pytest.raises(FloatingPointError, match="2 gradients not finite"):  # those of before are not forgotten
+    with pytest.raises(FloatingPointError, match="2 gradients not finite"):
         train(tmp_path / "c.yaml", toy_dir, **more)
     assert [line["bad_steps"] for line in metrics(tmp_path / "c")] == [0, 1, 2]
+
+
+def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path, monkeypatch):
+    """Past bug: the reference and the frozen tower were the new one's, and the text the old state's."""
+    monkeypatch.chdir(tmp_path)
+    more = {"policy": {"checkpoint": "start"}, "steps": 1}
+    shutil.copytree(toy_dir / "model", "start")
+    train(tmp_path / "c.yaml", toy_dir, **more)
+    weights = load_file("start/model.safetensors")
+    save_file({name: w + 0.01 for name, w in weights.items()}, "start/model.safetensors", {"format": "pt"})
+    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **more | {"steps": 2}))
+    for go_on in (rl.main, partial(try_out, parse=parse_task, plans=plan_rl)):
+        with pytest.raises(config.ConfigError, match=r"'start' has changed since .*/c began with it \(\w+, now \w+\)"):
+            go_on(cfg)
+    save_file(weights, "start/model.safetensors", {"format": "pt"})
+    rl.main(cfg)
+    assert len(metrics(tmp_path / "c")) == 2
 
 
 def test_a_finished_run_says_so_exports_again_and_samples_no_more(scripted, toy_dir, tmp_path, capsys):
@@ -634,8 +653,8 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
         ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
         ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
         ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
-        ({"grpo": {"clip_eps": -1}}, "grpo: clip_eps = -1.0: must be greater than 0"),
-        ({"grpo": {"kl_coef": -0.1}}, "grpo: kl_coef = -0.1: must not be negative"),
+        ({"grpo": {"clip_eps": 0}}, "grpo: clip_eps = 0.0: must be greater than 0"),
+        ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
     ],
 )
 def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
