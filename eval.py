@@ -42,7 +42,15 @@ from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
+from runtime.checks import (
+    MAY_CHANGE,
+    check_run,
+    check_servers,
+    find_checkpoint,
+    on_the_hub,
+    only_run_in,
+    weights_digest,
+)
 from runtime.dataset import DataError
 from runtime.engine import Engine
 from runtime.judge import Judge, JudgeError
@@ -118,9 +126,16 @@ def main(cfg: EvalConfig) -> int:
     jobs, source = list_jobs(cfg), find_model(cfg)
     renderer, todo = prepare(cfg, jobs, source)
 
-    # Ask the rest. Nothing is written before the engine is there.
+    # Ask the rest. No results are written before the engine is there.
     if todo:
-        with contextlib.closing(open_model(cfg, source, renderer)) as engine, Videos(cfg.decoders) as videos:
+        with contextlib.ExitStack() as until_it_ends:
+            until_it_ends.enter_context(only_run_in(Path(cfg.run)))
+            if any(earlier_results(job, header) != kept for job, _, (header, *kept) in todo):
+                raise config.ConfigError(
+                    f"run = {cfg.run!r}: another process has just answered some items; start again"
+                )
+            engine = until_it_ends.enter_context(contextlib.closing(open_model(cfg, source, renderer)))
+            videos = until_it_ends.enter_context(Videos(cfg.decoders))
             config.save_run(cfg, cfg.run)
             for job, items, before in todo:
                 run_job(job, items, before, AgentContext(engine, renderer, videos, job.rollout), cfg)

@@ -112,7 +112,7 @@ def only_run_in(run: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise ConfigError(f"run = {str(run)!r}: {lock.read()} trains here; wait, or choose another `run`") from None
+            raise ConfigError(f"run = {str(run)!r}: {lock.read()} works here; wait, or choose another `run`") from None
         except OSError as error:  # some shared file systems have no locks
             print(f"{run}/.lock: {error}; see to it that no other run uses this folder")
         lock.truncate(0)

@@ -89,7 +89,7 @@ class SGLang(Engine):
         flags = (*server_args, f"--tp-size={tensor_parallel}")
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
         config = read_json(Path(checkpoint) / "config.json") or {}
-        self._vocabulary = config.get("text_config", config).get("vocab_size", len(renderer.tokenizer))
+        self._vocabulary = config.get("text_config", config).get("vocab_size", math.inf)
         self._servers = [_Server(url.rstrip("/")) for url in urls]
         with contextlib.ExitStack() as probes:  # open until each server has a port, or two might get the same
             for first in range(0, len(gpus), tensor_parallel):

@@ -221,11 +221,14 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
 MAX_IMAGE_PIXELS = 120_000_000  # 360 MB once decoded
 
 
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # Pillow's others may start programs: EPS, Ghostscript
+
+
 def _measure(path: str) -> tuple[int, int]:
     """Return an image's (width, height), which its header says; refuse one that is too large to decode."""
     from PIL import Image
 
-    with Image.open(path) as image:
+    with Image.open(path, formats=IMAGE_FORMATS) as image:
         width, height = image.size
     if width * height > MAX_IMAGE_PIXELS:
         raise ValueError(f"{width} x {height} pixels, more than {MAX_IMAGE_PIXELS:,} in all: make it smaller")
@@ -236,7 +239,7 @@ def _image(path: str, size: tuple[int, int]) -> np.ndarray:
     """Decode an image and scale it."""
     from PIL import Image
 
-    with Image.open(path) as image:
+    with Image.open(path, formats=IMAGE_FORMATS) as image:
         return np.array(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))  # [H, W, 3]
 
 
@@ -363,6 +366,9 @@ class Videos(AbstractContextManager):
     ) -> Frames:
         """Return frames of [start, end] seconds, see `window_indices`."""
         info = self.info(path)
+        if start >= info.duration or end <= 0:
+            told = f"the window {start:g} ... {end:g} s lies outside the video"
+            raise VideoError(path, f"{told}, which lasts from 0 to {info.duration:.1f} seconds")
         indices = window_indices(info.times, start, end, fps, max_frames)
         return self.frames(path, indices, size_rule(info.width, info.height))
 
