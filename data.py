@@ -227,7 +227,6 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     options = info.get("options") or []
     if not isinstance(options, list):
         raise RowError(f"options = {options!r}: must be a list of texts")
-
     name = origin if info.get("id") is None else str(info["id"])
     name.encode()  # K and all seeds are drawn by its bytes, which half a character does not have
     return Task(

@@ -109,8 +109,7 @@ class RolloutConfig:
             raise ValueError(f"tools = {unknown}: there is only {', '.join(TOOLS)}")
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
-        names = ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency")
-        for name in (*names, "max_batch_tokens"):
+        for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         size, gpus = self.tensor_parallel, list(self.server_gpus)

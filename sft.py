@@ -71,8 +71,6 @@ class SFTConfig(RunConfig):
             raise ValueError(f"tools = {sorted(unknown)}: not among tools.TOOLS: {', '.join(TOOLS)}")
         if unknown := set(self.kind_weights) - set(KINDS):
             raise ValueError(f"kind_weights = {sorted(unknown)}: no kinds of token; there are {', '.join(KINDS)}")
-        if not any(self.kind_weights.get(kind, 1.0) for kind in KINDS):
-            raise ValueError(f"kind_weights = {self.kind_weights}: all are 0, so no token would be learned")
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:

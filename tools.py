@@ -23,15 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from data import SUBAGENT_REQUEST, SUBAGENT_SYSTEM, Call, Task
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
 MAX_TEXT_CHARS = 4000  # of a tool's text: 15 calls of 1000 tokens each fit into a context of 32,768
-CLIPPED = " ... (clipped)"
 MAX_CALL_CHARS, MAX_BRACKETS = 4096, 64  # a call has about 100 characters and 2 brackets; beyond this nobody parses
 
 
@@ -81,11 +78,9 @@ def make_tool(run: Callable, description: str, required: list[str], properties: 
     its description, or any JSON schema."""
     arguments = {}
     for name, kind in properties.items():
-        if isinstance(kind, str):
-            kind = {"type": kind}
-        elif isinstance(kind, tuple):
+        if isinstance(kind, tuple):
             kind = {"type": kind[0], "description": kind[1]}
-        arguments[name] = kind
+        arguments[name] = {"type": kind} if isinstance(kind, str) else kind
     parameters = {"type": "object", "properties": arguments, "required": required}
     function = {"name": run.__name__, "description": description, "parameters": parameters}
     return Tool({"type": "function", "function": function}, run)
@@ -133,8 +128,7 @@ def read_time(arguments: dict, name: str) -> float:
 def read_times(arguments: dict, name: str) -> list[float]:
     """Read a list of times, each as `read_time` does. A single time is a list of one."""
     values = arguments.get(name)
-    if not isinstance(values, list):
-        values = [values]
+    values = values if isinstance(values, list) else [values]
     return [read_time({name: value}, name) for value in values]
 
 
@@ -235,13 +229,11 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
 def _checked(found: Any, contract: VisualContract) -> ClipForSubagent | str:
     """Return what a tool returned, with text clipped and times as floats. Raise if the agents could not be shown it."""
     if isinstance(found, str):
-        return found if len(found) <= MAX_TEXT_CHARS else found[:MAX_TEXT_CHARS] + CLIPPED
+        return found if len(found) <= MAX_TEXT_CHARS else found[:MAX_TEXT_CHARS] + " ... (clipped)"
     if not isinstance(found, ClipForSubagent) or not isinstance(found.request + found.system, str):
-        raise TypeError(
-            f"it returned {found!r:.80}: return a str, or a ClipForSubagent with a request and a system of str"
-        )
+        raise TypeError(f"it returned {found!r:.80}: return a str, or a ClipForSubagent whose texts are str")
     pixels, times, (start, end) = found.frames.pixels, found.frames.times, found.window
-    if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3 or not 1 <= len(pixels) == len(times):
+    if pixels.dtype != "uint8" or pixels.ndim != 4 or pixels.shape[3] != 3 or not 1 <= len(pixels) == len(times):
         told = f"it returned {pixels.dtype} {pixels.shape} and {len(times)} times"
         raise ValueError(f"{told}: return uint8 [n, height, width, 3], at least one frame, and a time for each")
     height, width = pixels.shape[1:3]
@@ -256,8 +248,8 @@ def _checked(found: Any, contract: VisualContract) -> ClipForSubagent | str:
 def use(
     call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
 ) -> ClipForSubagent | str:
-    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError, and so does what the tool does
-    wrong: an exception, or a result that the agents could not be shown. That is logged."""
+    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError, and so does an exception in the
+    tool's own code or a result that no agent can be shown. Those two are logged."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:

@@ -44,9 +44,6 @@ class PlanConfig:
     """Training GPUs."""
     gpu_gib: float = 80.0
 
-    def __post_init__(self):
-        refuse_below_1(self, "gpus", "gpu_gib")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -74,6 +71,8 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_below_1(self, "steps", "eval_every", "save_every", "keep", "decoders")
+        refuse_below_1(self.policy, "logit_chunk")
+        refuse_below_1(self.plan, "gpus", "gpu_gib")
         if not self.run.strip():
             raise ValueError(f"run = {self.run!r}: the run would lie in the current folder; name one of its own")
         for name in self.report_to:
@@ -136,13 +135,12 @@ def check_start(run: Path, checkpoint: Path) -> None:
 def check_checkpoint(cfg: RunConfig) -> tuple[Path, Renderer]:
     """Return the folder and the renderer of the checkpoint. Refuse one of another visual contract, and one whose weights are
     not those that this run began with: its reference and its frozen tower would be new, and its text the old state's."""
-    source, note = find_checkpoint(cfg.policy.checkpoint), Path(cfg.run) / "run.json"
+    source, run = find_checkpoint(cfg.policy.checkpoint), Path(cfg.run)
     cfg.visual.check(source)
-    if saved_step(Path(cfg.run) / "state"):
-        before, now = (read_json(note) or {}).get("checkpoint"), weights_digest(source)
-        if before not in (None, now):  # None: the run is older than this check
-            told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {cfg.run} began with it ({before}, now {now})"
-            raise ConfigError(f"{told}: restore it, or choose another `run`")
+    began = (read_json(run / "run.json") or {}).get("checkpoint")  # a run that is older than this check has none
+    if began and saved_step(run / "state") and began != weights_digest(source):
+        told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {run} began with it"
+        raise ConfigError(f"{told}: restore it, or choose another `run`")
     return source, Renderer(load_tokenizer(source), cfg.visual)
 
 

@@ -262,7 +262,7 @@ def write_whole(path: Path, text: str) -> None:
     with unborn.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(file.fileno())  # renamed before, it may be empty after a power cut
     unborn.rename(path)
 
 

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from runtime.cleanup import MEMORY, end_with_parent, memory_folder
-from runtime.config import ConfigError, leave
+from runtime.config import ConfigError, leave, write_whole
 from runtime.visual import VisualContract
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -183,18 +183,10 @@ def refuse_not_finite(weights: dict[str, torch.Tensor], where: str) -> None:
         mine = weight.to_local() if isinstance(weight, DTensor) else weight
         if not mine.isfinite().all():
             broken.append(name)
-    broken = sorted(set(sum(gather(broken), [])))
+    broken = sum(gather(broken), [])
     if broken:
-        told = f"{where}: {len(broken)} of {len(weights)} weights are not finite, such as {broken[0]}"
-        raise ConfigError(f"{told}; take an earlier state or checkpoint, and lower optim.lr")
-
-
-def _sync(folder: Path) -> None:
-    """Write a folder's files through to the disk: renamed before, they may be empty after a power cut."""
-    for path in (*folder.iterdir(), folder):
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        os.close(file)
+        cure = "take an earlier state or checkpoint, and lower optim.lr"
+        raise ConfigError(f"{where}: weights are not finite, such as {broken[0]}; {cure}")
 
 
 def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict | None = None) -> None:
@@ -211,8 +203,7 @@ def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, 
         barrier()
         dcp.save(state, checkpoint_id=unfinished, **_who_meets())
         if rank() == 0:  # whose call returns when all ranks have written
-            (unfinished / "run.json").write_text(json.dumps({"step": step, "extra": extra or {}}))
-            _sync(unfinished)
+            write_whole(unfinished / "run.json", json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
         unfinished.rename(target)
         for old in _states(folder)[:-keep]:
@@ -223,8 +214,7 @@ def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, 
 
 
 def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, Any]]:
-    """Continue from the newest complete state; return (step, extra), or (0, {}) where there is none. A damaged one is
-    refused: who reads the sentence decides whether an older one is good enough."""
+    """Continue from the newest complete state; return (step, extra), or (0, {}) where there is none."""
     states = _states(Path(folder))
     if not states:
         return 0, {}
@@ -236,9 +226,8 @@ def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, An
         causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
         if not isinstance(causes[0], Exception):  # Ctrl-C
             raise
-        last = f"to go on from {states[-2].name}" if states[1:] else "to start anew"
-        told = f"{type(causes[0]).__name__}: {str(causes[0]).partition(chr(10))[0][:200]}"
-        raise ConfigError(f"{states[-1]} is damaged ({told}); delete it {last}") from None
+        then = f"go on from {states[-2].name}" if states[1:] else "start anew"
+        raise ConfigError(f"{states[-1]} is damaged ({causes[0]!r:.200}); delete it to {then}") from None
 
 
 def _who_meets() -> dict[str, Any]:
@@ -344,7 +333,6 @@ def export(
         contract.save(unfinished)
         for path in unfinished.glob("*.safetensors"):  # which its library makes readable for the owner alone
             shutil.copymode(unfinished / "config.json", path)
-        _sync(unfinished)
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)

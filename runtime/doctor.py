@@ -1,14 +1,12 @@
 """doctor.py: is what was sampled what will be learned? Trajectories and engine are checked against the trainer.
 
-    refuse_empty(groups, step)                  # rl.py, on every rank in every step; raises EngineError
-    self_check(policy, groups, temperature)     # likewise, before the first update
-    check_gap(mean, largest, step)              # likewise, after every update
+    self_check(policy, groups, temperature)     # rl.py, on every rank before its first update; raises EngineError
+    refuse_empty(groups, step); check_gap(mean, largest, step)      # likewise, in every step
     flaw_of, trainer_logprobs, ...              # `python -m study.ask doctor` (study/ask.py) makes a table of them
 
 An `agent` is a data.Trajectory and a `group` a data.Group; this file stands below data.py and only reads their fields.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,7 +22,7 @@ from runtime.visual import patchify
 
 GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding is far below it, a wrong image above
 GAP_WARNING = 0.2  # other projects report poor convergence from this mean on, and 0.04 for bf16's rounding
-_warned: set[str] = set()  # warnings that this process has printed
+_warned: list[str] = []  # the warning, once this process has printed it
 
 
 def refuse_empty(groups: Sequence, step: int) -> None:
@@ -62,12 +60,12 @@ def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_te
 
 def check_gap(mean: float, largest: float, step: int) -> None:
     """Refuse a step whose log-prob gaps are not finite, and warn once of a large mean. All ranks have the same values."""
-    if not math.isfinite(mean) or not math.isfinite(largest):
-        told = f"step {step + 1}: the log-probs of trainer and engine differ by {mean} on average, {largest} at most"
-        raise EngineError(f"{told}: one of the two has weights that are broken; lower optim.lr and go on")
+    told = f"step {step + 1}: log-probs of trainer and engine differ by {mean:.2f} on average, {largest:.2f} at most"
+    if not np.isfinite([mean, largest]).all():
+        raise EngineError(f"{told}: one of the two has broken weights; lower optim.lr")
     if mean > GAP_WARNING and not _warned:
-        _warned.add("gap")
-        print0(f"warning: step {step + 1}: trainer and engine differ by {mean:.2f} on average, more than {GAP_WARNING}")
+        _warned.append(told)
+        print0(f"warning: {told}")
 
 
 def refuse_flaws(flaws: list[str]) -> None:

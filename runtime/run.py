@@ -41,8 +41,7 @@ def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None
 
 
 def try_out(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
-    """Check memory, data and, if it is there, the checkpoint, without loading weights (--dry-run); exit status 1 if it is
-    not there yet. Not checked: GPUs and servers, which may be another machine's."""
+    """Check memory, data and checkpoint without loading weights (--dry-run); exit status 1 if that is not there yet."""
     check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
     check_run(cfg)
     for plan in plans(cfg):
@@ -64,7 +63,6 @@ class Run:
         self.cfg, self.folder, self.policy, self.optimizer = cfg, Path(cfg.run), policy, optimizer
         self.done, counted = load_state(self.folder / "state", policy, optimizer)
         self.bad_steps = counted.get("bad_steps", 0)
-        self.good = True  # whether the last step's gradient was finite
         if self.done >= cfg.steps:
             print0(f"{self.folder}: finished; the model of step {self.done} is exported again")
         elif self.done:
@@ -81,7 +79,7 @@ class Run:
 
     def log(self, step: int, measured: dict[str, float]) -> None:
         """Write down what a step measured. A step whose gradient was not finite counts as bad; too many stop the run."""
-        self.good = math.isfinite(measured["grad_norm"])
+        self.good = math.isfinite(measured["grad_norm"])  # `save` asks
         self.bad_steps += not self.good
         lr = learning_rate(self.cfg.optim, step, self.cfg.steps)
         measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}

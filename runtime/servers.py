@@ -27,7 +27,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 # Prefixes of the variables of torchrun and of the trainer, which the servers do not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
-MAX_REPLY = 64 << 20  # bytes of a reply; one of 262,144 tokens has some 12 MB
+MAX_REPLY = 64 << 20  # bytes of a reply that are read; one of 262,144 tokens has some 12 MB
 IMAGES = 7e9  # bytes of /dev/shm that the servers' images take: 64 requests in flight, 64 frames each, 1.6 MB a frame
 
 
@@ -66,7 +66,7 @@ class _Server:
     busy: int = 0  # requests under way
     healthy: bool = False  # it answers, with the current weights
     failed: str = ""  # why it was given up
-    misfits: list[str] = field(default_factory=list)  # what was wrong with its last replies; empty after a good one
+    misfits: int = 0  # replies in a row that did not fit
     ours: bool = False  # it has loaded a snapshot of this run; another run's may have the same number
 
 
@@ -89,7 +89,7 @@ class SGLang(Engine):
         flags = (*server_args, f"--tp-size={tensor_parallel}")
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
         config = read_json(Path(checkpoint) / "config.json") or {}
-        self._vocabulary = config.get("text_config", config).get("vocab_size", math.inf)
+        self._tokens = config.get("text_config", config).get("vocab_size", math.inf)
         self._servers = [_Server(url.rstrip("/")) for url in urls]
         with contextlib.ExitStack() as probes:  # open until each server has a port, or two might get the same
             for first in range(0, len(gpus), tensor_parallel):
@@ -143,13 +143,14 @@ class SGLang(Engine):
                 server.busy += 1
             try:
                 sample = self._sample(self._ask(server, "/generate", left, payload), ids, max_new_tokens, oldest)
-                server.misfits.clear()
+                server.misfits = 0
                 return sample
             except _Lost as error:
-                if isinstance(error, _Misfit):
-                    server.misfits.append(str(error))
                 problem = str(error)  # not the error, whose traceback would keep this call and its frames alive
                 server.healthy = False  # until its supervisor has checked it
+                server.misfits += isinstance(error, _Misfit)
+                if server.misfits > 2:
+                    server.failed = f"{server.url} is given up: three replies in a row do not fit, the last: {problem}"
             finally:
                 with self._changed:
                     server.busy -= 1
@@ -222,13 +223,13 @@ class SGLang(Engine):
         for entry in _field(meta, "output_token_logprobs", list):
             match entry:
                 case [float() | int() as logprob, int(token), _] if (
-                    math.isfinite(logprob) and 0 <= token < self._vocabulary
+                    math.isfinite(logprob) and 0 <= token < self._tokens
                 ):
                     sampled.append(token)
                     logprobs.append(logprob)
                 case _:
-                    rule = f"not [a finite log-prob, a token below {self._vocabulary}, its text]"
-                    raise _Misfit(f"output_token_logprobs has {str(entry)[:80]}, {rule}")
+                    told = f"output_token_logprobs has {str(entry)[:80]}"
+                    raise _Misfit(f"{told}, not [a finite log-prob, a token below {self._tokens}, its text]")
         if not 1 <= len(sampled) <= asked:
             raise _Misfit(f"output_token_logprobs has {len(sampled)} tokens, and 1 to {asked} were asked for")
         return Sample(sampled, logprobs, finish, version)
@@ -275,25 +276,25 @@ class SGLang(Engine):
             return [server for server in living() if server.healthy]
 
     def _ask(self, server: _Server, route: str, timeout: float, payload: dict | None = None) -> dict:
-        """Send a request over a connection of its own, which `close` can break off, and past any http_proxy. `timeout`: its
-        seconds in all, where a socket's own timeout begins anew with every byte."""
+        """Send a request over a connection of its own, which `close` can break off, and past any http_proxy."""
         address = urlsplit(server.url)
         connection = (HTTPSConnection if address.scheme == "https" else HTTPConnection)(address.netloc, timeout=10)
         method, body = ("GET", None) if payload is None else ("POST", json.dumps(payload))
-        deadline, sock, watchdog = time.monotonic() + timeout, None, None
+        deadline = time.monotonic() + timeout
+        sock = None
+        watchdog = threading.Timer(
+            timeout, lambda: _break_off(sock)
+        )  # a socket's own timeout begins anew with each byte
         try:
             connection.connect()
             sock = connection.sock
             sock.settimeout(timeout)
             self._sockets.add(sock)
-            watchdog = threading.Timer(timeout, _break_off, [sock])
             watchdog.start()
             self._pause(0)  # raises if `close` has come too early to break it off
             connection.request(method, address.path + route, body, {"Content-Type": "application/json"})
             reply = connection.getresponse()
-            text = reply.read(MAX_REPLY + 1).decode("utf-8", "replace")
-            if len(text) > MAX_REPLY:
-                raise _Misfit(f"{server.url}{route}: a reply of more than {MAX_REPLY:,} bytes")
+            text = reply.read(MAX_REPLY).decode("utf-8", "replace")
             if reply.status == 400:
                 raise EngineError(f"{server.url}{route} refuses the request: {text[:500]}")
             if reply.status != 200:
@@ -304,8 +305,7 @@ class SGLang(Engine):
             raise _Lost(f"{server.url}{route}: {told}") from None
         finally:
             self._sockets.discard(sock)
-            if watchdog:
-                watchdog.cancel()
+            watchdog.cancel()
             connection.close()
 
     def _supervise(self, server: _Server) -> None:
@@ -313,9 +313,6 @@ class SGLang(Engine):
         starts, refusals, cold, deadline = 0, 0, True, time.monotonic() + self.start_timeout
         try:
             while True:
-                if len(server.misfits) > 2:
-                    last = server.misfits[-1]
-                    raise EngineError(f"{server.url} is given up: three replies in a row do not fit, the last: {last}")
                 if server.gpus and (server.process is None or server.process.poll() is not None):
                     server.healthy, cold, starts = False, True, starts + 1
                     self._start(server, starts)
@@ -391,9 +388,9 @@ def _field(reply: Any, name: str, kind: type) -> Any:
     return value
 
 
-def _break_off(sock: socket.socket) -> None:
+def _break_off(sock: socket.socket | None) -> None:
     """End what waits for a socket, if it has not just ended."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, AttributeError):
         sock.shutdown(socket.SHUT_RDWR)
 
 

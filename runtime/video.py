@@ -217,11 +217,9 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
     return found
 
 
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of Pillow's others, EPS starts Ghostscript
 # A phone's picture has up to 108 million pixels, an A3 page at 600 dpi 70 million, a frame in 8K 33 million.
 MAX_IMAGE_PIXELS = 120_000_000  # 360 MB once decoded
-
-
-IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # Pillow's others may start programs: EPS, Ghostscript
 
 
 def _measure(path: str) -> tuple[int, int]:

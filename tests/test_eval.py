@@ -378,7 +378,7 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
 
     plain = evaluation.prepare
     monkeypatch.setattr(evaluation, "prepare", lambda *given: overtaken(*given)[0])
-    with pytest.raises(config.ConfigError, match="another process has just answered some items; start again"):
+    with pytest.raises(config.ConfigError, match="another process has just answered items; start again"):
         run(path)
     assert len(engines) == 1 and asked(engines) == 8 == len(found(results_file(tmp_path)))
 
