@@ -126,9 +126,9 @@ def read_time(arguments: dict, name: str) -> float:
 
 
 def read_times(arguments: dict, name: str) -> list[float]:
-    """Read a list of times, each as `read_time` does. A single time is a list of one."""
+    """Read a list of times, at least one, each as `read_time` does. A single time is a list of one."""
     values = arguments.get(name)
-    values = values if isinstance(values, list) else [values]
+    values = values if values and isinstance(values, list) else [values]
     return [read_time({name: value}, name) for value in values]
 
 
