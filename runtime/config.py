@@ -284,7 +284,7 @@ class Metrics:
         self._path, self._name, self._steps, self._shown = Path(cfg.run) / "metrics.jsonl", name, cfg.steps, shown
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         whole = [line for line in lines if line.endswith("}")]  # a run that was killed may leave half a line
-        kept = [line for line in whole if json.loads(line)["step"] < done]  # later steps will be run again
+        kept = [line for line in whole if json.loads(line).get("step", done) < done]  # later steps will be run again
         write_whole(self._path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, values: dict[str, float]) -> None:

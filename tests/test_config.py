@@ -108,7 +108,9 @@ def test_the_saved_config_is_the_run_config(tmp_path):
 
 
 def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"loss": 3.0}\n{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo'
+    )
     before = time.time()
     run = SimpleNamespace(run=str(tmp_path), steps=3, report_to=())
     config.Metrics(run, "sft", done=1).write(1, {"loss": 0.5})
