@@ -242,6 +242,9 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     if kind == "oe" and not normalise(answer):
         raise RowError(f"answer = {answer!r}: the answer of an open question must have a word or a number")
 
+    options = info.get("options") or []
+    if not isinstance(options, list):
+        raise RowError(f"options = {options!r}: must be a list of texts")
     name = origin if info.get("id") is None else str(info["id"])
     name.encode()  # K and all seeds are drawn by its bytes, which half a character does not have
     return Task(
@@ -250,7 +253,7 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
         videos=tuple(paths),
         kind=kind,
         answer=answer,
-        options=tuple(map(str, info.get("options") or ())),
+        options=tuple(map(str, options)),
     )
 
 
@@ -400,7 +403,7 @@ def _clip(part: dict, root: Path) -> Media:
     if not os.path.exists(path):
         raise RowError(f"{path}: no such file")
     nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
-    if (start, end) != (None, None) and not -math.inf < start <= end < math.inf:
+    if (start, end) != (None, None) and not -math.inf < start < end < math.inf:
         raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, the start before the end")
     if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
         raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")

@@ -40,7 +40,7 @@ from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_l
 from evals.protocols import READS, Prompting, run_protocol
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
-from runtime import config
+from runtime import checks, config
 from runtime.api import Api, OpenAI, check_api
 from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
 from runtime.dataset import DataError
@@ -88,13 +88,14 @@ class EvalConfig:
     decoders: int = min(64, os.cpu_count() or 1)
 
     def __post_init__(self):
+        config.refuse_below_1(self, "decoders")
         unknown = [name for name in self.splits if name not in SPLITS]
         if unknown:
             raise ValueError(f"splits = {unknown}: there is only {', '.join(SPLITS)}")
         if not self.agentic and self.arms != ("parallel",):
             raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has them")
-        if not self.frames or not self.arms:
-            raise ValueError("frames and arms: each needs at least one value, or nothing is asked")
+        if not self.frames or not self.arms or min(self.frames) < 1:
+            raise ValueError("frames and arms: each needs at least one value, and frames at least 1, to ask anything")
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
         if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):
@@ -115,9 +116,15 @@ def main(cfg: EvalConfig) -> int:
     jobs, source = list_jobs(cfg), find_model(cfg)
     renderer, todo = prepare(cfg, jobs, source)
 
-    # Ask the rest. Nothing is written before the engine is there.
+    # Ask the rest. No results are written before the engine is there.
     if todo:
-        with contextlib.closing(open_model(cfg, source, renderer)) as engine, Videos(cfg.decoders) as videos:
+        with (
+            checks.only_run_in(Path(cfg.run)),
+            contextlib.closing(open_model(cfg, source, renderer)) as engine,
+            Videos(cfg.decoders) as videos,
+        ):
+            if any(earlier_results(job, header) != kept for job, _, (header, *kept) in todo):
+                raise config.ConfigError(f"run = {cfg.run!r}: another process has just answered items; start again")
             config.save_run(cfg, cfg.run)
             for job, items, before in todo:
                 run_job(job, items, before, AgentContext(engine, renderer, videos, job.rollout), cfg)

@@ -57,8 +57,6 @@ class GRPOConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} = {value}: must be greater than 0")
-        if self.kl_coef < 0:
-            raise ValueError(f"kl_coef = {self.kl_coef}: must not be negative; 0 loads no reference")
 
 
 # ------------------------------------------------------------------------------------------------ advantages

@@ -57,7 +57,7 @@ from runtime.distributed import (
     sum_over_ranks,
     world_size,
 )
-from runtime.doctor import self_check
+from runtime.doctor import check_gap, refuse_empty, self_check
 from runtime.engine import Engine
 from runtime.judge import Judge
 from runtime.plan import plan_rl, utilisation
@@ -167,6 +167,7 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 
         # Reward the episodes, and turn rewards into advantages.
         give_rewards(groups, renderer, cfg.reward, judge)
+        refuse_empty(groups, step)
         examples, total_tokens = make_examples(
             groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train
         )
@@ -249,6 +250,11 @@ class Sampler:
             ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         size, progress = cfg.grpo.group_size, rank() == 0 and sys.stderr.isatty()
         groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
+        # A row whose prompt cannot be rendered is a bad row.
+        for draw, group in zip(draws, groups):
+            kind, _, reason = group.episodes[0].error.partition(": ")
+            if kind == "RowError":
+                self.dataset.reject(draw.item.id, reason)
         # A video that cannot be shown is counted as a bad row is, once, however many tasks ask about it.
         for task in tasks:
             for path in task.videos:
@@ -321,7 +327,7 @@ def update(
         if minibatch:
             minibatches.append(minibatch)
 
-    sums, norms = {"tokens": 0.0, "loss": 0.0}, []
+    sums, norms, gaps = {"tokens": 0.0, "loss": 0.0}, [], [0.0]
     proximal = proximal_logprobs(policy, minibatches, temperature)
     for minibatch, theirs in zip(minibatches, proximal):
         for i, (micro, prox_logprobs) in enumerate(zip(minibatch, theirs)):
@@ -342,12 +348,15 @@ def update(
             sums["loss"] += loss.item()
             for name, values in stats.items():
                 sums[name] = sums.get(name, 0.0) + values.sum().item()
+            gaps += stats["logprob_gap"].tolist()
         norms.append(optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps))
 
     # Means over the tokens of all ranks; the loss is a mean already.
     sums = sum_over_ranks(sums)
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
     measured = {"logprob_gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
+    measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if one of them is
+    check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
     return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0]))}
 
 

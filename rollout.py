@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 import data
 from data import NO_REPORT, THINK_PREFIX, Call, Episode, Group, Task, Trajectory
+from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineError, run_all, together
 from runtime.render import Rendered, Renderer
@@ -58,6 +59,9 @@ class SubagentConfig:
     """0: greedy."""
     train: bool = False
     """Their trajectories join the loss with their episode's advantage (the paper: no)."""
+
+    def __post_init__(self):
+        refuse_below_1(self, "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -358,7 +362,8 @@ def rollout(
         try:
             prompt = prompts[i].result()
         except RowError as error:  # no prompt: each episode of the group pays for it
-            return Episode(tasks[i], ks[i], Trajectory(), seed=own, error=f"RowError: {error}")
+            kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
+            return Episode(tasks[i], ks[i], Trajectory(), seed=own, error=f"{kind}: {error}")
         return run_episode(context, tasks[i], ks[i], prompt, own)
 
     def done(n: int, episode: Episode) -> None:

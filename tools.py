@@ -20,7 +20,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data import SUBAGENT_REQUEST, SUBAGENT_SYSTEM, Call, Task
@@ -28,6 +28,7 @@ from runtime.video import Frames, VideoError, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
+MAX_TEXT_CHARS = 4000  # of a tool's text: 15 calls of 1000 tokens each fit into a context of 32,768
 MAX_CALL_CHARS, MAX_BRACKETS = 4096, 64  # a call has about 100 characters and 2 brackets; beyond this nobody parses
 
 
@@ -72,19 +73,21 @@ def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualCont
     return ClipForSubagent(frames, (start, end))
 
 
-def _tool(run: Callable, description: str, required: list[str], properties: dict[str, str | tuple[str, str]]) -> Tool:
+def make_tool(run: Callable, description: str, required: list[str], properties: dict[str, str | tuple | dict]) -> Tool:
     """Make a tool that the model calls by the function's name. `properties`: the JSON type of each argument, alone or with
-    its description."""
+    its description, or any JSON schema."""
     arguments = {}
     for name, kind in properties.items():
-        arguments[name] = {"type": kind} if isinstance(kind, str) else {"type": kind[0], "description": kind[1]}
+        if isinstance(kind, tuple):
+            kind = {"type": kind[0], "description": kind[1]}
+        arguments[name] = {"type": kind} if isinstance(kind, str) else kind
     parameters = {"type": "object", "properties": arguments, "required": required}
     function = {"name": run.__name__, "description": description, "parameters": parameters}
     return Tool({"type": "function", "function": function}, run)
 
 
 TOOLS = {
-    "crop_video": _tool(
+    "crop_video": make_tool(
         crop_video,
         "Look closely at a part of the video. Times are in seconds.",
         ["start_time", "end_time"],
@@ -120,6 +123,13 @@ def read_time(arguments: dict, name: str) -> float:
             return int(clock[1] or 0) * 3600 + int(clock[2]) * 60 + float(clock[3])
         value = re.sub("(?:second|sec)?s?$", "", value.strip())
     return read_number(value, name)
+
+
+def read_times(arguments: dict, name: str) -> list[float]:
+    """Read a list of times, at least one, each as `read_time` does. A single time is a list of one."""
+    values = arguments.get(name)
+    values = values if values and isinstance(values, list) else [values]
+    return [read_time({name: value}, name) for value in values]
 
 
 def read_window(arguments: dict, duration: float) -> tuple[float, float]:
@@ -216,17 +226,36 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
     return _unparseable(turn)
 
 
+def _checked(found: Any, contract: VisualContract) -> ClipForSubagent | str:
+    """Return what a tool returned, with text clipped and times as floats. Raise if the agents could not be shown it."""
+    if isinstance(found, str):
+        return found if len(found) <= MAX_TEXT_CHARS else found[:MAX_TEXT_CHARS] + " ... (clipped)"
+    if not isinstance(found, ClipForSubagent) or not isinstance(found.request + found.system, str):
+        raise TypeError(f"it returned {found!r:.80}: return a str, or a ClipForSubagent whose texts are str")
+    pixels, times, (start, end) = found.frames.pixels, found.frames.times, found.window
+    if pixels.dtype != "uint8" or pixels.ndim != 4 or pixels.shape[3] != 3 or not 1 <= len(pixels) == len(times):
+        told = f"it returned {pixels.dtype} {pixels.shape} and {len(times)} times"
+        raise ValueError(f"{told}: return uint8 [n, height, width, 3], at least one frame, and a time for each")
+    height, width = pixels.shape[1:3]
+    sides, area = contract.cell, contract.processor_size()
+    if height % sides or width % sides or not area["shortest_edge"] <= height * width <= area["longest_edge"]:
+        raise ValueError(f"it returned frames of {width} x {height}: decode them at contract.crop_size of the video")
+    # As Python's floats: others, such as np.float32, cannot be recorded as JSON. None is the time of an image.
+    times = tuple(None if time is None else float(time) for time in times)
+    return replace(found, frames=Frames(pixels, times), window=(float(start), float(end)))
+
+
 def use(
     call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
 ) -> ClipForSubagent | str:
-    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError, and so does an exception in
-    the tool's own code, which is logged."""
+    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError, and so does an exception in the
+    tool's own code or a result that no agent can be shown. Those two are logged."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:
-        return TOOLS[call.name].run(task, call.arguments, videos, contract)
-    except ToolError:
-        raise
+        return _checked(TOOLS[call.name].run(task, call.arguments, videos, contract), contract)
+    except ToolError as error:
+        raise ToolError(error.kind, _checked(str(error), contract)) from None
     except VideoError:
         raise ToolError("failed", "This part of the video could not be read.") from None
     except Exception:

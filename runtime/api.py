@@ -46,6 +46,8 @@ class Api:
     {max_completion_tokens: N, temperature: null}, where N includes their thoughts."""
 
     def __post_init__(self):
+        if urlsplit(self.url).password:
+            raise ValueError("url: it holds a password, which the run would write down; export it as the key instead")
         if self.url and not self.model:
             raise ValueError(f"url = {self.url!r}: needs the name of a model, too")
         if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself: not repeated here

@@ -20,10 +20,10 @@ import torch
 
 from runtime.config import ConfigError, differences, git_commit, leave, load, refuse_below_1
 from runtime.dataset import DataConfig, check_rows
-from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first
+from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first, saved_step
 from runtime.policy import OptimConfig, PolicyConfig, dtype_of
 from runtime.render import Renderer, load_tokenizer
-from runtime.visual import VisualContract
+from runtime.visual import VisualContract, read_json
 
 # What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps
 # and rows. A name without a dot stands for the whole section. Of data.sources only the paths may.
@@ -70,7 +70,9 @@ class RunConfig:
     plan: PlanConfig = PlanConfig()
 
     def __post_init__(self):
-        refuse_below_1(self, "steps", "eval_every", "save_every", "keep")
+        refuse_below_1(self, "steps", "eval_every", "save_every", "keep", "decoders")
+        refuse_below_1(self.policy, "logit_chunk")
+        refuse_below_1(self.plan, "gpus", "gpu_gib")
         if not self.run.strip():
             raise ValueError(f"run = {self.run!r}: the run would lie in the current folder; name one of its own")
         for name in self.report_to:
@@ -88,9 +90,7 @@ def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], No
             check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
             check_run(cfg)
             dtype_of(cfg.policy)
-            source = find_checkpoint(cfg.policy.checkpoint)
-            cfg.visual.check(source)
-            renderer = Renderer(load_tokenizer(source), cfg.visual)
+            source, renderer = check_checkpoint(cfg)
             check_rows(parse, cfg.data, cfg.val)
             check_hardware(replace(cfg, policy=replace(cfg.policy, checkpoint=str(source))))
             if rank() == 0:
@@ -111,7 +111,7 @@ def only_run_in(run: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise ConfigError(f"run = {str(run)!r}: {lock.read()} trains here; wait, or choose another `run`") from None
+            raise ConfigError(f"run = {str(run)!r}: {lock.read()} works here; wait, or choose another `run`") from None
         except OSError as error:  # some shared file systems have no locks
             print(f"{run}/.lock: {error}; see to it that no other run uses this folder")
         lock.truncate(0)
@@ -130,6 +130,18 @@ def check_start(run: Path, checkpoint: Path) -> None:
             f"policy.checkpoint = {str(checkpoint)!r} is in the folder of run = {str(run)!r}, whose files a run replaces; "
             "choose another `run`"
         )
+
+
+def check_checkpoint(cfg: RunConfig) -> tuple[Path, Renderer]:
+    """Return the folder and the renderer of the checkpoint. Refuse one of another visual contract, and one whose weights are
+    not those that this run began with: its reference and its frozen tower would be new, and its text the old state's."""
+    source, run = find_checkpoint(cfg.policy.checkpoint), Path(cfg.run)
+    cfg.visual.check(source)
+    began = (read_json(run / "run.json") or {}).get("checkpoint")  # a run that is older than this check has none
+    if began and saved_step(run / "state") and began != weights_digest(source):
+        told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {run} began with it"
+        raise ConfigError(f"{told}: restore it, or choose another `run`")
+    return source, Renderer(load_tokenizer(source), cfg.visual)
 
 
 def check_nodes(cfg: Any, start: Path) -> None:

@@ -10,11 +10,13 @@ Deliberately missing: interpolation, environment variables.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import errno
 import importlib.metadata
 import json
+import math
 import os
 import signal
 import subprocess
@@ -32,6 +34,7 @@ T = TypeVar("T")
 GOES_ON = "The same command goes on from what was saved"
 # Keys by which a config tells whose it is.
 SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
+ALARMS = ("failed_rate", "eval/failed_rate", "bad_steps")  # metrics that the console shows where they are not 0
 RENAMED = {"weight": "lam"}  # older keys whose spelling leads nowhere
 
 
@@ -152,11 +155,11 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
             return build(hint, value, key + ".", default)
         return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
     if hint is float and not isinstance(value, bool):
-        try:  # YAML reads 1e-4 (no dot) as a string
-            return float(value)
-        except (TypeError, ValueError):
-            pass
-    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            value = float(value)  # YAML reads 1e-4 (no dot) as a string
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        if hint in (int, float) and not 0 <= value < math.inf:  # NaN is neither
+            raise ConfigError(f"{key} = {shown(value, key)}: must be finite and not negative")
         return value
     raise ConfigError(f"{key} = {shown(value, key)}: must be {hint.__name__}, not {type(value).__name__}")
 
@@ -241,22 +244,25 @@ def leave(sentence: str = "") -> NoReturn:
 # ------------------------------------------------------------------------------------------------ what it leaves
 
 
-def save_run(cfg: Any, run_dir: str | Path) -> None:
-    """Leave beside the metrics what is needed to run this again: config.yaml and run.json."""
+def save_run(cfg: Any, run_dir: str | Path, **more: str) -> None:
+    """Leave beside the metrics what is needed to run this again: config.yaml and run.json, which also gets `more`."""
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     # Through JSON, so that tuples become lists and the file is plain YAML that `load` reads back.
     text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(cfg))), sort_keys=False, allow_unicode=True)
     write_whole(run_dir / "config.yaml", text)  # `check_run` reads it before a run goes on
     packages = {package.name: package.version for package in importlib.metadata.distributions()}
-    run = {"command": sys.argv, "commit": git_commit(), "python": sys.version, "packages": packages}
-    (run_dir / "run.json").write_text(json.dumps(run, indent=1), encoding="utf-8")
+    run = {"command": sys.argv, "commit": git_commit(), "python": sys.version, **more, "packages": packages}
+    write_whole(run_dir / "run.json", json.dumps(run, indent=1))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write all of it or, if the process dies, none of it."""
+    """Write all of it or, if the process or the machine dies, none of it."""
     unborn = path.with_name(path.name + ".new")
-    unborn.write_text(text, encoding="utf-8")
+    with unborn.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # renamed before, it may be empty after a power cut
     unborn.rename(path)
 
 
@@ -278,7 +284,7 @@ class Metrics:
         self._path, self._name, self._steps, self._shown = Path(cfg.run) / "metrics.jsonl", name, cfg.steps, shown
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         whole = [line for line in lines if line.endswith("}")]  # a run that was killed may leave half a line
-        kept = [line for line in whole if json.loads(line)["step"] < done]  # later steps will be run again
+        kept = [line for line in whole if json.loads(line).get("step", done) < done]  # later steps will be run again
         write_whole(self._path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -290,7 +296,8 @@ class Metrics:
                 self._board.add_scalar(key, value, step)
         if self._wandb:
             self._wandb.log(values, step=step)
-        shown = " ".join(f"{key} {values[key]:.4g}" for key in self._shown if key in values)
+        keys = [key for key in self._shown if key in values] + [key for key in ALARMS if values.get(key)]
+        shown = " ".join(f"{key} {values[key]:.4g}" for key in keys)
         print(f"{self._name} step {step + 1}/{self._steps} {shown}", flush=True)
 
 

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from runtime.cleanup import MEMORY, end_with_parent, memory_folder
-from runtime.config import leave
+from runtime.config import ConfigError, leave, write_whole
 from runtime.visual import VisualContract
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -176,10 +176,24 @@ def _writing(unfinished: Path) -> Iterator[None]:
         raise OSError(errno.ENOSPC, "the disk is full", str(unfinished.with_suffix(""))) from None
 
 
+def refuse_not_finite(weights: dict[str, torch.Tensor], where: str) -> None:
+    """Raise on every rank, by name, if one of the weights is not finite on any."""
+    broken = []
+    for name, weight in weights.items():
+        mine = weight.to_local() if isinstance(weight, DTensor) else weight
+        if not mine.isfinite().all():
+            broken.append(name)
+    broken = sum(gather(broken), [])
+    if broken:
+        cure = "take an earlier state or checkpoint, and lower optim.lr"
+        raise ConfigError(f"{where}: weights are not finite, such as {broken[0]}; {cure}")
+
+
 def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict | None = None) -> None:
     """Save weights that train, AdamW's moments, the step (data, learning rate and random draws are functions of it) and
     `extra` (JSON). The `keep` newest states stay."""
-    folder = Path(folder)
+    folder, state = Path(folder), _state(policy, optimizer)
+    refuse_not_finite(state["weights"], f"{folder}: no state of step {step} is saved")
     target, unfinished = folder / f"step-{step:08d}", folder / f"step-{step:08d}.tmp"
     with _writing(unfinished):
         if rank() == 0:
@@ -187,9 +201,9 @@ def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, 
                 shutil.rmtree(left_over)
             unfinished.mkdir(parents=True)
         barrier()
-        dcp.save(_state(policy, optimizer), checkpoint_id=unfinished, **_who_meets())
+        dcp.save(state, checkpoint_id=unfinished, **_who_meets())
         if rank() == 0:  # whose call returns when all ranks have written
-            (unfinished / "run.json").write_text(json.dumps({"step": step, "extra": extra or {}}))
+            write_whole(unfinished / "run.json", json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
         unfinished.rename(target)
         for old in _states(folder)[:-keep]:
@@ -204,9 +218,16 @@ def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, An
     states = _states(Path(folder))
     if not states:
         return 0, {}
-    run = json.loads((states[-1] / "run.json").read_text())
-    dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_who_meets())
-    return run["step"], run["extra"]
+    try:
+        run = json.loads((states[-1] / "run.json").read_text())
+        dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_who_meets())
+        return run["step"], run["extra"]
+    except (Exception, CheckpointException) as error:  # a torn file of torch's is a pickle, which may raise anything
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+        if not isinstance(causes[0], Exception):  # Ctrl-C
+            raise
+        then = f"go on from {states[-2].name}" if states[1:] else "start anew"
+        raise ConfigError(f"{states[-1]} is damaged ({causes[0]!r:.200}); delete it to {then}") from None
 
 
 def _who_meets() -> dict[str, Any]:
@@ -263,6 +284,7 @@ def export(
     time."""
     folder, dtype = Path(folder), policy.dtype
     me, ranks = place(per_node)
+    refuse_not_finite(dict(policy.model.named_parameters()), f"{folder} is not written")
     unfinished, replaced = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
     if me == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -309,6 +331,8 @@ def export(
             part["dtype"] = str(dtype).removeprefix("torch.")
         (unfinished / "config.json").write_text(json.dumps(config, indent=2))
         contract.save(unfinished)
+        for path in unfinished.glob("*.safetensors"):  # which its library makes readable for the owner alone
+            shutil.copymode(unfinished / "config.json", path)
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)

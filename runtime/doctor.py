@@ -1,6 +1,7 @@
 """doctor.py: is what was sampled what will be learned? Trajectories and engine are checked against the trainer.
 
     self_check(policy, groups, temperature)     # rl.py, on every rank before its first update; raises EngineError
+    refuse_empty(groups, step); check_gap(mean, largest, step)      # likewise, in every step
     flaw_of, trainer_logprobs, ...              # `python -m study.ask doctor` (study/ask.py) makes a table of them
 
 An `agent` is a data.Trajectory and a `group` a data.Group; this file stands below data.py and only reads their fields.
@@ -20,20 +21,26 @@ from runtime.render import Bundle, Renderer
 from runtime.visual import patchify
 
 GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding is far below it, a wrong image above
+GAP_WARNING = 0.2  # other projects report poor convergence from this mean on, and 0.04 for bf16's rounding
+_warned: list[str] = []  # the warning, once this process has printed it
+
+
+def refuse_empty(groups: Sequence, step: int) -> None:
+    """Refuse a step in which no episode ran on any rank. Such a run would save its states over the good ones."""
+    errors = sum(gather([episode.error for group in groups for episode in group.episodes]), [])
+    if all(errors):
+        reason = errors[-1] if errors else "no row of the batch can be used"
+        raise EngineError(f"step {step + 1}: none of its {len(errors)} episodes ran; the last error: {reason}")
 
 
 def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_temperature: float = 0.0) -> None:
     """Refuse a first batch with broken trajectories, or with log-probs that the trainer does not compute."""
-    ran, errors, flaws = [], [], []
+    ran, flaws = [], []
     for group in groups:
         for episode in group.episodes:
-            errors.append(episode.error)
             if not episode.error:
                 ran.append(episode)
                 flaws += filter(None, (flaw_of(agent, policy) for agent in episode.trajectories))
-    errors = sum(gather(errors), [])
-    if errors and all(errors):  # a training without episodes would end as if nothing were wrong
-        raise EngineError(f"all {len(errors)} episodes of the first batch failed, such as: {errors[0]}")
     refuse_flaws(flaws)
 
     # One episode is enough: the shortest with a call, whose crops have another size than the overview, or the shortest.
@@ -42,12 +49,23 @@ def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_te
         episode = min(ran, key=lambda episode: (not episode.executed, len(episode.main.ids)))
         main, subagent = [episode.main], episode.subagents[:1]
     gap = logprob_gap(policy, main, temperature)  # also called by a rank that has no episode
-    largest = max(gap, logprob_gap(policy, subagent, subagent_temperature or 1.0))  # a greedy one's are unscaled
-    if largest > GAP_LIMIT:
+    # A greedy sub-agent's log-probs are unscaled. np.max is NaN if one of them is, where max() may drop it.
+    largest = float(np.max([gap, logprob_gap(policy, subagent, subagent_temperature or 1.0)]))
+    if not largest <= GAP_LIMIT:
         reason = "its images, its weights, its temperature or its banned tokens are others than the trainer's"
         flaws = [f"trainer and engine disagree: their log-probs differ by {largest:.3f} on average; {reason}"]
     refuse_flaws(flaws)
     print0(f"trainer and engine agree: their log-probs differ by {max(gather(largest)):.4f} on average")
+
+
+def check_gap(mean: float, largest: float, step: int) -> None:
+    """Refuse a step whose log-prob gaps are not finite, and warn once of a large mean. All ranks have the same values."""
+    told = f"step {step + 1}: log-probs of trainer and engine differ by {mean:.2f} on average, {largest:.2f} at most"
+    if not np.isfinite([mean, largest]).all():
+        raise EngineError(f"{told}: one of the two has broken weights; lower optim.lr")
+    if mean > GAP_WARNING and not _warned:
+        _warned.append(told)
+        print0(f"warning: {told}")
 
 
 def refuse_flaws(flaws: list[str]) -> None:

@@ -40,7 +40,7 @@ from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLF
 
 from runtime import packing
 from runtime.config import ConfigError
-from runtime.distributed import checkpoint_dir, device, local_size, world_size
+from runtime.distributed import checkpoint_dir, device, local_size, refuse_not_finite, world_size
 from runtime.render import Bundle
 from runtime.video import Frames
 
@@ -80,8 +80,9 @@ class OptimConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or len(self.betas) != 2:
-            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas")
+        betas = len(self.betas) == 2 and max(self.betas) < 1
+        if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or not betas:
+            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1")
 
 
 # ------------------------------------------------------------------------------------------------ the policy
@@ -271,6 +272,7 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
         _read_weights(policy.model, path)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
+    refuse_not_finite(dict(policy.model.named_parameters()), str(path))
     return policy
 
 

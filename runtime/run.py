@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from runtime.checks import RunConfig, check_run, check_start
+from runtime.checks import RunConfig, check_checkpoint, check_run, check_start, weights_digest
 from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
@@ -41,11 +41,13 @@ def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None
 
 
 def try_out(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
-    """Check memory and data without loading weights (--dry-run); exit status 1 if there is no checkpoint yet."""
+    """Check memory, data and checkpoint without loading weights (--dry-run); exit status 1 if that is not there yet."""
     check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
     check_run(cfg)
     for plan in plans(cfg):
         plan.check(cfg.plan.gpu_gib)
+    if Path(cfg.policy.checkpoint).is_dir():
+        check_checkpoint(cfg)
     check_rows(parse, cfg.data, cfg.val)
     print(f"data: {Dataset(cfg.data, parse).total} rows")
     if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
@@ -68,7 +70,7 @@ class Run:
         else:
             print0(f"{self.folder}: starts anew from {policy.cfg.checkpoint}")
         if rank() == 0:
-            save_run(cfg, self.folder)
+            save_run(cfg, self.folder, checkpoint=weights_digest(Path(policy.cfg.checkpoint)))
             self.metrics = Metrics(cfg, name, self.done, shown)
 
     def is_time(self, step: int, every: int) -> bool:
@@ -77,7 +79,8 @@ class Run:
 
     def log(self, step: int, measured: dict[str, float]) -> None:
         """Write down what a step measured. A step whose gradient was not finite counts as bad; too many stop the run."""
-        self.bad_steps += not math.isfinite(measured["grad_norm"])
+        self.good = math.isfinite(measured["grad_norm"])  # `save` asks
+        self.bad_steps += not self.good
         lr = learning_rate(self.cfg.optim, step, self.cfg.steps)
         measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
@@ -87,8 +90,8 @@ class Run:
             raise FloatingPointError(f"{self.bad_steps} gradients not finite (limit {MAX_BAD_STEPS}): lower optim.lr")
 
     def save(self, step: int) -> None:
-        """Save a state to go on from, where it is time."""
-        if self.is_time(step, self.cfg.save_every):
+        """Save a state to go on from, where it is time and the step's gradient was finite."""
+        if self.is_time(step, self.cfg.save_every) and self.good:
             extra = {"bad_steps": self.bad_steps}
             save_state(self.folder / "state", self.policy, self.optimizer, step + 1, self.cfg.keep, extra)
 

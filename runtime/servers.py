@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -29,6 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -38,17 +40,22 @@ from runtime.cleanup import kill_group, memory_folder, note_shared_memory, start
 from runtime.engine import Engine, EngineError, Sample
 from runtime.render import Renderer
 from runtime.video import Frames
-from runtime.visual import ContractError
+from runtime.visual import ContractError, read_json
 
 log = logging.getLogger(__name__)
 
 # Prefixes of the variables of torchrun and of the trainer, which the servers do not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
+MAX_REPLY = 64 << 20  # bytes of a reply that are read; one of 262,144 tokens has some 12 MB
 IMAGES = 7e9  # bytes of /dev/shm that the servers' images take: 64 requests in flight, 64 frames each, 1.6 MB a frame
 
 
 class _Lost(Exception):
     """A request was lost or answered by the wrong weights: it is sent again when its server has been checked."""
+
+
+class _Misfit(_Lost):
+    """A reply of another shape than ours, as of another server or version. Three in a row give the server up."""
 
 
 @dataclass
@@ -59,6 +66,7 @@ class _Server:
     busy: int = 0  # requests under way
     healthy: bool = False  # it answers, with the current weights
     failed: str = ""  # why it was given up
+    misfits: int = 0  # replies in a row that did not fit
     ours: bool = False  # it has loaded a snapshot of this run; another run's may have the same number
 
 
@@ -80,6 +88,8 @@ class SGLang(Engine):
         self.renderer, self.start_timeout, self.patience = renderer, start_timeout, patience
         flags = (*server_args, f"--tp-size={tensor_parallel}")
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
+        config = read_json(Path(checkpoint) / "config.json") or {}
+        self._tokens = config.get("text_config", config).get("vocab_size", math.inf)
         self._servers = [_Server(url.rstrip("/")) for url in urls]
         with contextlib.ExitStack() as probes:  # open until each server has a port, or two might get the same
             for first in range(0, len(gpus), tensor_parallel):
@@ -96,7 +106,7 @@ class SGLang(Engine):
         self._writing, self._folder, self._numbers = threading.Lock(), None, itertools.count()
         if on_this_machine(urls):  # frames pass as files in memory
             self._folder = Path(tempfile.mkdtemp(prefix="frames-", dir=memory_folder()))
-        self._connections: set[HTTPConnection] = set()  # of requests under way
+        self._sockets: set[socket.socket] = set()  # of requests under way
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         if gpus:
             self._logs = logs = Path(logs or tempfile.mkdtemp(prefix="sglang-"))
@@ -132,10 +142,15 @@ class SGLang(Engine):
                 server, oldest = self._choose(ready, ids[:shared], frames), self.version
                 server.busy += 1
             try:
-                return self._sample(self._ask(server, "/generate", left, payload), ids, oldest)
+                sample = self._sample(self._ask(server, "/generate", left, payload), ids, max_new_tokens, oldest)
+                server.misfits = 0
+                return sample
             except _Lost as error:
                 problem = str(error)  # not the error, whose traceback would keep this call and its frames alive
                 server.healthy = False  # until its supervisor has checked it
+                server.misfits += isinstance(error, _Misfit)
+                if server.misfits > 2:
+                    server.failed = f"{server.url} is given up: three replies in a row do not fit, the last: {problem}"
             finally:
                 with self._changed:
                     server.busy -= 1
@@ -156,9 +171,8 @@ class SGLang(Engine):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for connection in list(self._connections):
-            with contextlib.suppress(OSError, AttributeError):  # it has just ended
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        for sock in list(self._sockets):
+            _break_off(sock)
         for server, supervisor in zip(self._servers, self._supervisors):
             supervisor.join()
             if server.process:
@@ -190,22 +204,35 @@ class SGLang(Engine):
             readers[key] = chosen
         return chosen
 
-    def _sample(self, reply: dict, ids: list[int], oldest: int) -> Sample:
+    def _sample(self, reply: Any, ids: list[int], asked: int, oldest: int) -> Sample:
         """Accept a reply only if it is a result, by the right weights, of the prompt that the trainer will see."""
-        meta = reply["meta_info"]
-        finish = meta["finish_reason"]["type"]
+        meta = _field(reply, "meta_info", dict)
+        finish = _field(meta, "finish_reason", dict).get("type")
         if finish not in ("stop", "length"):
             raise _Lost(f"finish reason {meta['finish_reason']}")
-        said = meta["weight_version"]
-        version = int(said) if said.isdigit() else 0  # a server that has loaded no snapshot says "default"
+        said = _field(meta, "weight_version", str)
+        version = int(said) if said.isdecimal() else 0  # a server that has loaded no snapshot says "default"
         if self.snapshot and not oldest <= version <= self.version:
             raise _Lost(f"sampled by weights {said!r}, expected {oldest} ... {self.version}")
-        if reply["prompt_token_ids"] != ids:
-            at = len(os.path.commonprefix([ids, reply["prompt_token_ids"]]))
+        read = _field(reply, "prompt_token_ids", list)
+        if read != ids:
+            at = len(os.path.commonprefix([ids, read]))
             told = f"the server and the trainer read prompts that differ from position {at} on"
             raise ContractError(f"{told}: compare preprocessor_config.json with the run's `visual` keys")
-        logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
-        return Sample([token for _, token, _ in meta["output_token_logprobs"]], logprobs, finish, version)
+        sampled, logprobs = [], []
+        for entry in _field(meta, "output_token_logprobs", list):
+            match entry:
+                case [float() | int() as logprob, int(token), _] if (
+                    math.isfinite(logprob) and 0 <= token < self._tokens
+                ):
+                    sampled.append(token)
+                    logprobs.append(logprob)
+                case _:
+                    told = f"output_token_logprobs has {str(entry)[:80]}"
+                    raise _Misfit(f"{told}, not [a finite log-prob, a token below {self._tokens}, its text]")
+        if not 1 <= len(sampled) <= asked:
+            raise _Misfit(f"output_token_logprobs has {len(sampled)} tokens, and 1 to {asked} were asked for")
+        return Sample(sampled, logprobs, finish, version)
 
     def _shown(self, clip: Frames) -> list[str]:
         """Give each frame a form that the servers read, once for all rollouts and turns that show the clip."""
@@ -253,23 +280,32 @@ class SGLang(Engine):
         address = urlsplit(server.url)
         connection = (HTTPSConnection if address.scheme == "https" else HTTPConnection)(address.netloc, timeout=10)
         method, body = ("GET", None) if payload is None else ("POST", json.dumps(payload))
+        deadline = time.monotonic() + timeout
+        sock = None
+        watchdog = threading.Timer(
+            timeout, lambda: _break_off(sock)
+        )  # a socket's own timeout begins anew with each byte
         try:
             connection.connect()
-            connection.sock.settimeout(timeout)
-            self._connections.add(connection)
+            sock = connection.sock
+            sock.settimeout(timeout)
+            self._sockets.add(sock)
+            watchdog.start()
             self._pause(0)  # raises if `close` has come too early to break it off
             connection.request(method, address.path + route, body, {"Content-Type": "application/json"})
             reply = connection.getresponse()
-            text = reply.read().decode("utf-8", "replace")
+            text = reply.read(MAX_REPLY).decode("utf-8", "replace")
             if reply.status == 400:
                 raise EngineError(f"{server.url}{route} refuses the request: {text[:500]}")
             if reply.status != 200:
                 raise _Lost(f"{server.url}{route}: status {reply.status}: {text[:500]}")
             return json.loads(text)
-        except (OSError, HTTPException, json.JSONDecodeError) as error:
-            raise _Lost(f"{server.url}{route}: {error!r}") from None
+        except (OSError, HTTPException, ValueError, RecursionError) as error:  # the last two: no JSON
+            told = "timed out" if time.monotonic() >= deadline else repr(error)
+            raise _Lost(f"{server.url}{route}: {told}") from None
         finally:
-            self._connections.discard(connection)
+            self._sockets.discard(sock)
+            watchdog.cancel()
             connection.close()
 
     def _supervise(self, server: _Server) -> None:
@@ -289,7 +325,7 @@ class SGLang(Engine):
                     self._pause(2.0, lambda: not server.healthy)  # one that dies unasked is noticed after 2 s
                     starts, refusals, deadline = 0, 0, time.monotonic() + self.start_timeout
                 except (_Lost, EngineError) as error:  # one refused may just give way to the next snapshot
-                    refusals += isinstance(error, EngineError)
+                    refusals += isinstance(error, EngineError | _Misfit)
                     if refusals > 4 or time.monotonic() > deadline:
                         raise EngineError(f"the server is given up: {error}") from None
                     self._pause(0.5)
@@ -304,7 +340,7 @@ class SGLang(Engine):
         info = self._ask(server, "/model_info", 10)
         with self._changed:
             snapshot, version = self.snapshot, self.version
-        if snapshot and not (server.ours and info["weight_version"] == str(version)):
+        if snapshot and not (server.ours and _field(info, "weight_version", str) == str(version)):
             load = {"model_path": snapshot, "weight_version": str(version), "flush_cache": True}
             self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
             server.ours = True
@@ -342,6 +378,20 @@ class SGLang(Engine):
         command = self._launch(int(server.url.rpartition(":")[2]))
         with open(output, "ab") as file:
             server.process = start_group(command, env=env, stdout=file, stderr=file)
+
+
+def _field(reply: Any, name: str, kind: type) -> Any:
+    """Return a field of a reply, if it is there and of this kind."""
+    value = reply.get(name) if isinstance(reply, dict) else None
+    if not isinstance(value, kind):
+        raise _Misfit(f"`{name}` must be a {kind.__name__}, in {str(reply)[:300]}")
+    return value
+
+
+def _break_off(sock: socket.socket | None) -> None:
+    """End what waits for a socket, if it has not just ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def on_this_machine(urls: Sequence[str]) -> bool:

@@ -217,6 +217,7 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
     return found
 
 
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of Pillow's others, EPS starts Ghostscript
 # A phone's picture has up to 108 million pixels, an A3 page at 600 dpi 70 million, a frame in 8K 33 million.
 MAX_IMAGE_PIXELS = 120_000_000  # 360 MB once decoded
 
@@ -225,7 +226,7 @@ def _measure(path: str) -> tuple[int, int]:
     """Return an image's (width, height), which its header says; refuse one that is too large to decode."""
     from PIL import Image
 
-    with Image.open(path) as image:
+    with Image.open(path, formats=IMAGE_FORMATS) as image:
         width, height = image.size
     if width * height > MAX_IMAGE_PIXELS:
         raise ValueError(f"{width} x {height} pixels, more than {MAX_IMAGE_PIXELS:,} in all: make it smaller")
@@ -236,7 +237,7 @@ def _image(path: str, size: tuple[int, int]) -> np.ndarray:
     """Decode an image and scale it."""
     from PIL import Image
 
-    with Image.open(path) as image:
+    with Image.open(path, formats=IMAGE_FORMATS) as image:
         return np.array(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))  # [H, W, 3]
 
 
@@ -363,6 +364,9 @@ class Videos(AbstractContextManager):
     ) -> Frames:
         """Return frames of [start, end] seconds, see `window_indices`."""
         info = self.info(path)
+        if start >= info.duration or end <= 0:
+            told = f"the window {start:g} ... {end:g} s lies outside the video"
+            raise VideoError(path, f"{told}, which lasts from 0 to {info.duration:.1f} seconds")
         indices = window_indices(info.times, start, end, fps, max_frames)
         return self.frames(path, indices, size_rule(info.width, info.height))
 

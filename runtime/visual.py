@@ -51,15 +51,15 @@ class VisualContract:
     crop_max_frames: int = 16
 
     def __post_init__(self):
+        for name in ("patch", "merge", "overview_frames", "crop_fps", "crop_max_frames"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         for name in ("frame_pixels", "crop_frame_pixels"):
             area = getattr(self, name)
             if area is not None and area < self.cell**2:
                 raise ValueError(f"{name} = {area}: at least one token, {self.cell**2} pixels")
         if self.max_frame_pixels is not None and self.max_frame_pixels < self.frame_pixels:
             raise ValueError(f"max_frame_pixels = {self.max_frame_pixels}: at least frame_pixels = {self.frame_pixels}")
-        for name in ("overview_frames", "crop_fps", "crop_max_frames"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
 
     @property
     def cell(self) -> int:
@@ -156,7 +156,7 @@ def read_json(path: Path) -> dict | None:
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except ValueError as error:
-        raise ContractError(f"{path}: not readable: {error}; copy the checkpoint here again") from None
+        raise ContractError(f"{path}: not readable: {error}; restore it, or copy its folder here again") from None
 
 
 # 0 ... 255 -> [-1, 1], rounded exactly as transformers' PIL image processor rounds (rescale in float64, then float32).

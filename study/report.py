@@ -328,6 +328,7 @@ def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
         "runs": shown,
         "pictures": list(runs[0].pictures),
     }
+    content = json.loads(json.dumps(content), parse_constant=lambda name: None)  # a browser's JSON has no NaN
     # What models write holds tags: as < it cannot end the script element that carries it.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8")

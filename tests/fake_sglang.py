@@ -5,7 +5,8 @@
 Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 now and then),
 abort, drift (one image token too few), stale (loads weights but keeps the old version's name), swap (finds no weights
 the first time), slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log), memory
-(keeps files in /dev/shm as a real one does). GET /model_info tells what it has seen.
+(keeps files in /dev/shm as a real one does), drip (a byte of an answer every 0.1 s), body=JSON (in place of every answer),
+reply=JSON and meta=JSON (fields of every answer, or of its meta_info, that are replaced). GET /model_info tells what it has seen.
 """
 
 import base64
@@ -69,7 +70,12 @@ def generate(request: dict) -> tuple[int, dict]:
     )
     meta = {"finish_reason": finish, "weight_version": state["version"]}
     meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
-    return 200, {"output_ids": ids, "prompt_token_ids": prompt, "meta_info": meta}
+    if fault == "meta":
+        meta |= json.loads(amount)
+    reply = {"output_ids": ids, "prompt_token_ids": prompt, "meta_info": meta}
+    if fault == "reply":
+        reply |= json.loads(amount)
+    return 200, json.loads(amount) if fault == "body" else reply
 
 
 def load(request: dict) -> tuple[int, dict]:
@@ -91,6 +97,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, code: int, body: dict) -> None:
         text = json.dumps(body).encode()
+        if fault == "drip" and self.path == "/generate" and state["served"]:
+            for byte in b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(text), text):
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.1)
+            return
         self.send_response(code)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

@@ -2,8 +2,11 @@
 exported is an ordinary Hugging Face checkpoint."""
 
 import json
+import math
 import multiprocessing
+import os
 import random
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +15,12 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 
 from runtime import distributed
+from runtime.config import ConfigError
 from runtime.distributed import (
     export,
     gather,
@@ -142,7 +147,98 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
     raise AssertionError("no kill fell into a save: make the states larger")
 
 
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def empty(file: Path) -> None:
+    """As a power cut leaves a file that was never written through to the disk."""
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+@pytest.mark.parametrize("harm", [cut, empty, Path.unlink], ids=["cut", "empty", "gone"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "run.json"])
+def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, harm):
+    """Past bug: a traceback of two pages, although `keep: 2` held a good one."""
+    model, optimizer = small()
+    for step in (2, 4):
+        save_state(tmp_path, model, optimizer, step)
+    harm(tmp_path / "step-00000004" / name)
+    with pytest.raises(ConfigError, match=r"/step-00000004 is damaged \(.+\); delete it to go on from step-00000002$"):
+        load_state(tmp_path, model, optimizer)
+    shutil.rmtree(tmp_path / "step-00000002")
+    with pytest.raises(ConfigError, match=r"/step-00000004 is damaged \(.+\); delete it to start anew$"):
+        load_state(tmp_path, model, optimizer)
+
+
+def test_ctrl_c_while_a_state_is_read_damages_nothing(tmp_path, monkeypatch):
+    model, optimizer = small()
+    save_state(tmp_path, model, optimizer, 1)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.load", interrupted)
+    with pytest.raises(CheckpointException, match="KeyboardInterrupt"):
+        load_state(tmp_path, model, optimizer)
+
+
+def test_a_state_is_on_the_disk_before_it_gets_its_name(path, tmp_path, monkeypatch):
+    """A file that is renamed before may be empty after a power cut."""
+    written, names, fsync, rename = set(), [], os.fsync, Path.rename
+
+    def note(file):
+        written.add(os.fstat(file).st_ino)
+        fsync(file)
+
+    def renamed(old, new):
+        if old.is_dir():
+            names.append(new.name)
+            assert {p.stat().st_ino for p in old.iterdir()} <= written
+        return rename(old, new)
+
+    policy, optimizer = fresh(path)
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", renamed)
+    save_state(tmp_path, policy, optimizer, 1)
+    assert names == ["step-00000001"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(path, tmp_path, value):
+    """Past bug: they were saved, pushed the good states out, and became the run's result."""
+    policy, optimizer = fresh(path)
+    save_state(tmp_path / "state", policy, optimizer, 1, keep=1)
+    export(policy, tmp_path / "out", path, CONTRACT)
+    name = "model.model.language_model.layers.0.mlp.up_proj.weight"
+    with torch.no_grad():
+        policy.get_parameter(name)[1, 2] = value
+    with pytest.raises(ConfigError, match=f"no state of step 2 is saved: weights are not finite, such as {name}"):
+        save_state(tmp_path / "state", policy, optimizer, 2, keep=1)
+    with pytest.raises(ConfigError, match=f"/out is not written: weights are not finite, such as {name[6:]}"):
+        export(policy, tmp_path / "out", path, CONTRACT)
+    assert saved_step(tmp_path / "state") == 1 and load(PolicyConfig(str(tmp_path / "out")))
+
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    weights[name[6:]][1, 2] = value
+    save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"/out: weights are not finite, such as {name[6:]}"):
+        load(PolicyConfig(str(tmp_path / "out")))
+
+
 # ------------------------------------------------------------------------------------------------ exports
+
+
+def test_others_may_read_exported_weights_as_they_may_read_the_rest(path, tmp_path):
+    """Past bug: a server or a colleague under another uid could not."""
+    policy, _ = fresh(path)
+    for umask in (0o022, 0o027):
+        before = os.umask(umask)
+        try:
+            export(policy, tmp_path / "out", path, CONTRACT)
+        finally:
+            os.umask(before)
+        assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()} == {0o666 & ~umask}
 
 
 @pytest.mark.parametrize("tied, file_bytes, ranks", [(True, 140_000, 4), (False, 2 << 30, 1)])
@@ -154,6 +250,7 @@ def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, 
     monkeypatch.setattr(distributed, "world_size", lambda: ranks)
     monkeypatch.setattr(distributed, "rank", lambda: mine.rank)
     monkeypatch.setattr(distributed, "barrier", lambda: meet.wait(20))
+    monkeypatch.setattr(distributed, "gather", lambda value: [value])
 
     def run(rank):
         mine.rank = rank
@@ -239,6 +336,7 @@ def test_ranks_wait_half_an_hour_for_a_lost_one_and_two_for_disks(tmp_path, monk
     monkeypatch.setattr(distributed, "_gloo", distributed._gloo.__wrapped__)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
     monkeypatch.setattr(distributed, "barrier", lambda: None)
+    monkeypatch.setattr(distributed, "gather", lambda value: [value])
     (tmp_path / "step-00000001").mkdir()
     (tmp_path / "step-00000001" / "run.json").write_text('{"step": 1, "extra": {}}')
     for name in ("save", "load"):

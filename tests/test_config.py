@@ -80,7 +80,12 @@ def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
         ("name: a\nsources: {path: x}", [], "sources = {'path': 'x'}: must be a list"),
         ("name: a\nsources: [{path: 3}]", [], "sources[0].path = 3: must be str"),
         ("name: a\nweights: {x: y}", [], "weights.x = 'y': must be float"),
-        ("name: a\noptim: {lr: -1}", [], "optim: lr = -1.0: must be positive"),
+        ("name: a\noptim: {lr: -1}", [], "optim.lr = -1.0: must be finite and not negative"),
+        ("name: a\noptim: {lr: .nan}", [], "optim.lr = nan: must be finite and not negative"),
+        ("name: a\noptim: {betas: [.inf]}", [], "optim.betas[0] = inf: must be finite and not negative"),
+        ("name: a\nweights: {x: -2}", [], "weights.x = -2.0: must be finite and not negative"),
+        ("name: a\nseed: -1", [], "seed = -1: must be finite and not negative"),
+        ("name: a\noptim: {lr: 0}", [], "optim: lr = 0.0: must be positive"),
         ("steps: 3", [], "name: required, but not given"),
         ("name: a", ["steps"], "write it as key.sub=value"),
         ("name: a\nsteps: 3", ["steps.x=1"], "steps is a value, it has no keys below it"),
@@ -103,7 +108,9 @@ def test_the_saved_config_is_the_run_config(tmp_path):
 
 
 def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"loss": 3.0}\n{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo'
+    )
     before = time.time()
     run = SimpleNamespace(run=str(tmp_path), steps=3, report_to=())
     config.Metrics(run, "sft", done=1).write(1, {"loss": 0.5})

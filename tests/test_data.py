@@ -218,6 +218,7 @@ ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         # Past bugs: the rest ended the run, some only when the row was encoded.
         ([user(__file__, video_start=9.0, video_end=4.0)], "video_start = 9.0, video_end = 4.0: must be seconds"),
         ([user(__file__, video_start=0, video_end=float("inf"))], "video_end = inf: must be seconds"),
+        ([user(__file__, video_start=3, video_end=3)], "video_start = 3, video_end = 3: must be seconds"),
         ([*ASKED[:1], ASKED[1] | {"tool_calls": [{"function": {}}]}], "calls in a field `tool_calls`: write them into"),
         ([user(__file__, nframes=0)], "nframes = 0: must be a whole number above 0"),
         ([{"role": "user", "content": [{"type": "video_url", "video_url": {"path": "x"}}]}], "KeyError: 'url'"),
@@ -266,6 +267,8 @@ def test_an_rl_row_becomes_a_task_without_what_parquet_fills_up(video, tmp_path)
         *(({"question_type": "mcq", "answer": gold}, {}, "must be a letter") for gold in ("B. A dog", "Option B", "K", "AB")),
         *(({"question_type": "tvg", "answer": gold}, {}, "must be a span") for gold in ("3", "soon", "[5, 5]")),
         ({"question_type": "oe", "answer": "?"}, {}, "answer = '\\?'"),
+        # Past bug: each character became an option.
+        ({"options": "red, blue"}, {}, "options = 'red, blue': must be a list of texts"),
     ],
 )  # fmt: skip
 def test_an_rl_row_that_cannot_be_learned_from_is_refused(video, info, change, says):
@@ -667,6 +670,9 @@ def test_check_finds_what_is_broken_and_fails(toy_dir, tmp_path, command):
         ([user("good.mp4", video_start=9.0, video_end=4.0)], "row 1: .*must be seconds, the start before the end"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "bad.png"}}]}], "bad.png: cannot be decoded"),
         ([user("bad.mp4")], "bad.mp4: .*cannot be decoded"),
+        # Past bug: milliseconds. They showed the last frame.
+        ([user("good.mp4", video_start=5000, video_end=9000)], "row 1: .*good.mp4: the window 5000 ... 9000 s lies outside the video, which lasts from 0 to"),
+        ([user("good.mp4", video_start=-9, video_end=0)], "row 1: .*good.mp4: the window -9 ... 0 s lies outside the video"),
         ([{"role": "user", "content": [*user("good.mp4")["content"], *user("good.mp4")["content"]]}], "row 1: a sub-agent's row shows one video or image, this one 2"),
     ],
 )  # fmt: skip

@@ -561,9 +561,61 @@ def test_a_server_that_cannot_start_is_given_up_with_the_end_of_its_log(serve):
         first.update_weights("", 1)
 
 
+MISFITS = {
+    'body={"error": "out of memory"}': r"`meta_info` must be a dict, in {'error': 'out of memory'}",
+    "body=[]": r"`meta_info` must be a dict, in \[\]",
+    'reply={"meta_info": null}': "`meta_info` must be a dict",
+    'reply={"prompt_token_ids": null}': "`prompt_token_ids` must be a list",
+    'meta={"finish_reason": null}': "`finish_reason` must be a dict",
+    'meta={"weight_version": null}': "`weight_version` must be a str",
+    'meta={"output_token_logprobs": null}': "`output_token_logprobs` must be a list",
+    'meta={"output_token_logprobs": []}': "has 0 tokens, and 1 to 24 were asked for",
+    'meta={"output_token_logprobs": [[-1.0, 5]]}': r"has \[-1.0, 5\], not \[a finite log-prob, a token below 5",
+    'meta={"output_token_logprobs": [[NaN, 5, null]]}': r"has \[nan, 5, None\], not \[a finite",
+    'meta={"output_token_logprobs": [[null, 5, null]]}': r"has \[None, 5, None\], not \[a finite",
+    'meta={"output_token_logprobs": [[-1.0, 99999, null]]}': r"has \[-1.0, 99999, None\], not \[a finite",
+    'meta={"output_token_logprobs": [[-1.0, -1, null]]}': r"has \[-1.0, -1, None\], not \[a finite",
+    f'meta={{"output_token_logprobs": {[[-1.0, 5, 0]] * 25}}}': "has 25 tokens, and 1 to 24 were asked for",
+}
+
+
+@pytest.mark.parametrize("fault", MISFITS)
+def test_a_server_whose_replies_do_not_fit_is_given_up_by_the_name_of_the_field(serve, prompts, tmp_path, fault):
+    """Past bug: most of these ended the training with a traceback."""
+    client = serve(fault)
+    with pytest.raises(EngineError, match="given up: three replies in a row do not fit, the last: .*" + MISFITS[fault]):
+        client.generate(**request(*prompts[0]))
+    assert state_of(client.urls[0])["served"] == 3
+    with pytest.raises(EngineError, match="do not fit"):
+        client.update_weights(tmp_path, 1)
+
+
+def test_other_servers_go_on_when_one_is_given_up_for_its_replies(serve, prompts):
+    client = serve('meta={"weight_version": 7}', "", servers=2)
+    samples = at_once(client, [request(*prompts[0], seed=i) for i in range(8)])
+    assert {sample.finish for sample in samples} == {"stop"}
+    assert [bool(server.failed) for server in client._servers] == [True, False]
+
+
+def test_replies_that_are_no_json_or_too_large_are_lost(serve, prompts, monkeypatch):
+    client = serve()
+    client.timeout = 1.0
+    monkeypatch.setattr("runtime.servers.MAX_REPLY", 100)
+    with pytest.raises(EngineError, match="not served within 1 s, last: .*JSONDecodeError"):
+        client.generate(**request(*prompts[0]))
+    monkeypatch.undo()
+    for text in ("[" * 100_000, "9" * 5000, "<html>"):
+        client = serve()
+        client.timeout = 1.0
+        monkeypatch.setattr("http.client.HTTPResponse.read", lambda *_, text=text: text.encode())
+        with pytest.raises(EngineError, match="not served within 1 s, last: .*(Recursion|Value|JSONDecode)Error"):
+            client.generate(**request(*prompts[0]))
+        monkeypatch.undo()
+
+
 def test_one_deadline_covers_all_attempts_of_a_request(serve, prompts, tmp_path):
-    """Stale weights sample nothing that counts, and a slow server nothing in time."""
-    for fault in ("stale", "slow=60"):
+    """Stale weights sample nothing that counts, and a slow server nothing in time, nor one that sends a byte now and then."""
+    for fault in ("stale", "slow=60", "drip"):
         client = serve(fault)
         client.timeout = 1.0
         client.update_weights(tmp_path, 5)

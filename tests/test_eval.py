@@ -38,6 +38,7 @@ from evals.protocols import READS
 from evals.tables import interval, read_results
 from rollout import derive
 from runtime import config
+from runtime.checks import only_run_in
 from runtime.dataset import DataError
 from runtime.engine import EngineError
 from runtime.render import END_OF_TURN
@@ -365,7 +366,24 @@ def test_a_run_in_which_every_item_failed_says_so_and_blocks_nothing(write, mode
     assert read_results(file).settings["rollout"]["max_context"] == 32768 and len(found(file)) == 8
 
 
-def test_a_connection_that_fails_leaves_nothing(write, monkeypatch, tmp_path):
+def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path, monkeypatch):
+    """Past bug: both asked (and paid) every item, and one of them printed a wrong figure."""
+    path, engines = write(), model(says("red"))
+    with only_run_in(tmp_path / "run"), pytest.raises(config.ConfigError, match="works here; wait, or choose another"):
+        run(path)
+
+    def overtaken(*given):
+        monkeypatch.setattr(evaluation, "prepare", plain)
+        return plain(*given), run(path)
+
+    plain = evaluation.prepare
+    monkeypatch.setattr(evaluation, "prepare", lambda *given: overtaken(*given)[0])
+    with pytest.raises(config.ConfigError, match="another process has just answered items; start again"):
+        run(path)
+    assert len(engines) == 1 and asked(engines) == 8 == len(found(results_file(tmp_path)))
+
+
+def test_a_connection_that_fails_leaves_no_results(write, monkeypatch, tmp_path):
     """A header was there already: the next try was told that it was "made under other settings"."""
 
     def gone(*arguments, **more):
@@ -374,7 +392,7 @@ def test_a_connection_that_fails_leaves_nothing(write, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "open_engine", gone)
     with pytest.raises(EngineError):
         run(write())
-    assert not (tmp_path / "run").exists()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, monkeypatch, capsys):

@@ -91,12 +91,25 @@ MISTAKES = [  # and those of the page
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python -m study.prepare materialize`"),
     ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "no field `prompt`, as RL rows have it; rows with `messages` are for sft.py"),
     ("sources as output", "study/prepare.py materialize --root gone --parquet-dir holiday --output-dir linked/../holiday", "--output-dir linked/../holiday is --parquet-dir itself; write into another folder"),
+    # settings that passed the dry run and crashed the run
+    ("no decoders", f"{SFT} --dry-run decoders=0", "decoders = 0: must be at least 1"),
+    ("empty chunks", f"{SFT} --dry-run policy.logit_chunk=0", "logit_chunk = 0: must be at least 1"),
+    ("AdamW's betas", f"{SFT} --dry-run 'optim.betas=[1.5, 0.9]'", "betas=(1.5, 0.9), max_grad_norm=1.0): needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1"),
+    ("a negative seed", f"{SFT} --dry-run data.seed=-1", "data.seed = -1: must be finite and not negative"),
+    ("no GPU to plan for", f"{SFT} --dry-run plan.gpus=0", "gpus = 0: must be at least 1"),
+    ("no patch", f"{SFT} --dry-run visual.patch=0", "visual: patch = 0: must be positive"),
+    ("no number", f"{RL} --dry-run reward.w_fmt=.nan", "reward.w_fmt = nan: must be finite and not negative"),
+    ("for ever", f"{RL} --dry-run rollout.call_timeout=.inf", "rollout.call_timeout = inf: must be finite and not negative"),
+    ("colder than greedy", f"{RL} --dry-run rollout.temperature=-1", "rollout.temperature = -1.0: must be finite and not negative"),
+    ("a dry run under another contract", f"{SFT} --dry-run visual.frame_pixels=65536", "was made under another visual contract (frame_pixels: this run has 65536"),
+    ("no overview in an evaluation", f"{EVAL} frames=[0]", "and frames at least 1"),
+    ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it holds a password, which the run would write down"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "greedy episodes of a group are all alike"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
     ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is no folder that can be written; choose another `run`"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge': needs judge.url and judge.model"),
-    ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 grpo.group_size=2", "all 2 episodes of the first batch failed, such as: EngineError: a prompt of"),
+    ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 grpo.group_size=2", "step 1: none of its 2 episodes ran; the last error: EngineError: a prompt of"),
     # evaluation, report, asking
     ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: there is only videomme"),
     ("a report on no run", "study/report.py holiday", "holiday/config.yaml: not a readable YAML file"),
@@ -111,7 +124,7 @@ def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, t
     trains = command.startswith(("sft.py", "rl.py", "eval.py configs")) and " run=" not in command
     status, told = typed(command + " run=run" * trains)
     assert status and says in told and "Traceback" not in told
-    if "first batch" in says:  # that is known only once the run has begun
+    if "episodes ran" in says:  # that is known only once the run has begun
         shutil.rmtree(desk / "run")
     assert set(desk.rglob("*")) == before
 

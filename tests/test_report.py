@@ -127,6 +127,17 @@ def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoi
     assert content(tmp_path / "page.html")["runs"] == []
 
 
+def test_a_page_shows_an_episode_with_numbers_that_are_none(tmp_path, renderer, checkpoint):
+    """Past bug: after one NaN the page was blank, since a browser's JSON has none."""
+    episodes = play(renderer)
+    episodes[0].scores, episodes[0].advantage = {"R": math.nan}, math.inf
+    run = write_run(tmp_path / "a", [{"step": 0}], episodes, renderer)
+    report.write_page(tmp_path / "page.html", [read_run(run, "run", {}, 200, checkpoint)])
+    page = (tmp_path / "page.html").read_text("utf-8")
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1]
+    assert not re.search(r":(NaN|-?Infinity)\b", data) and '"R":null' in data
+
+
 def test_a_note_says_that_videos_are_gone_or_which_tokenizer_to_pass(tmp_path, renderer, checkpoint):
     folder = write_run(tmp_path / "run", [{"step": 0}], play(renderer), renderer)
     run = read_run(folder, "run", {}, 200, checkpoint)

@@ -19,7 +19,7 @@ import pytest
 import tiny
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scripts import REPO, Forked, fake_server, finish, kill_at_random, metrics, same_metrics, same_weights, start
 from test_grpo import group as group_that_said
 from test_sft import write_config as sft_config
@@ -31,11 +31,11 @@ from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_dial
 from grpo import GRPOConfig, make_examples
 from rewards import give_rewards
 from rl import RLConfig
-from rollout import RolloutConfig, derive
+from rollout import RolloutConfig, derive, render_prompt
 from runtime import config
 from runtime.checks import PlanConfig, differences
-from runtime.dataset import Dataset
-from runtime.doctor import self_check, trainer_logprobs
+from runtime.dataset import Dataset, RowError
+from runtime.doctor import check_gap, self_check, trainer_logprobs
 from runtime.engine import EngineError
 from runtime.plan import plan_rl
 from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
@@ -126,10 +126,29 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run(toy_dir, tmp_pa
         train(tmp_path / "c.yaml", toy_dir, **more)
     lines = metrics(tmp_path / "c")
     assert [4e3 * line["lr"] for line in lines] == pytest.approx([1, 2, 3])  # the schedule's, skipped or not
+    # Past bug: a state was saved after each of them, and pushed the good ones out.
+    assert [path.name for path in (tmp_path / "c" / "state").iterdir()] == ["step-00000001"]
     norms = [1, 2]
-    with pytest.raises(FloatingPointError, match="2 gradients not finite"):  # those of before are not forgotten
+    with pytest.raises(FloatingPointError, match="2 gradients not finite"):
         train(tmp_path / "c.yaml", toy_dir, **more)
     assert [line["bad_steps"] for line in metrics(tmp_path / "c")] == [0, 1, 2]
+
+
+def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path, monkeypatch):
+    """Past bug: the reference and the frozen tower were the new one's, and the text the old state's."""
+    monkeypatch.chdir(tmp_path)
+    more = {"policy": {"checkpoint": "start"}, "steps": 1}
+    shutil.copytree(toy_dir / "model", "start")
+    train(tmp_path / "c.yaml", toy_dir, **more)
+    weights = load_file("start/model.safetensors")
+    save_file({name: w + 0.01 for name, w in weights.items()}, "start/model.safetensors", {"format": "pt"})
+    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **more | {"steps": 2}))
+    for go_on in (rl.main, partial(try_out, parse=parse_task, plans=plan_rl)):
+        with pytest.raises(config.ConfigError, match=r"'start' has changed since .*/c began with it: restore it"):
+            go_on(cfg)
+    save_file(weights, "start/model.safetensors", {"format": "pt"})
+    rl.main(cfg)
+    assert len(metrics(tmp_path / "c")) == 2
 
 
 def test_a_finished_run_says_so_exports_again_and_samples_no_more(scripted, toy_dir, tmp_path, capsys):
@@ -421,22 +440,70 @@ def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_
     assert last["eval/failed_rate"] == last["eval_no_tools/failed_rate"] == 0
 
 
-def test_a_first_batch_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_dir, tmp_path, monkeypatch):
-    """A training without episodes would end as if nothing were wrong."""
+def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_dir, tmp_path, monkeypatch, capsys):
+    """Past bug: only the first batch was looked at. Later, the run ended with exit status 0 and all its states replaced."""
 
     def fail(own, ids, frames, *, seed, **more):
-        if seed != survivor:
+        if own.version >= served and seed != survivor:
             raise EngineError("gone")
         return generate(own, ids, frames, seed=seed, **more)
 
-    generate, survivor = Scripted.generate, None
+    generate, survivor, served = Scripted.generate, None, 2
     monkeypatch.setattr(Scripted, "generate", fail)
-    with pytest.raises(EngineError, match="all 8 episodes of the first batch failed, such as: EngineError: gone"):
-        train(tmp_path / "c.yaml", toy_dir, steps=1)
+    with pytest.raises(EngineError, match="step 3: none of its 8 episodes ran; the last error: EngineError: gone"):
+        train(tmp_path / "c.yaml", toy_dir, steps=9, save_every=1)
+    assert len(metrics(tmp_path / "c")) == 2 and "failed_rate" not in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "c" / "state").iterdir()) == ["step-00000001", "step-00000002"]
+
+    served = 0
     task, *_ = Dataset(config.load(RLConfig, tmp_path / "c.yaml").data, parse_task).batch(0, 2)[0]
     survivor = derive(derive(0, 0, task.id, 1), 0)
-    [line] = train(tmp_path / "c.yaml", toy_dir, steps=1, rollout={"dispatch": "none"})
-    assert line["failed_rate"] == 7 / 8
+    [line] = train(tmp_path / "d.yaml", toy_dir, steps=1, rollout={"dispatch": "none"})
+    assert line["failed_rate"] == 7 / 8 and " failed_rate 0.875" in capsys.readouterr().out
+
+
+def test_a_judge_that_dies_stops_the_run(scripted, toy_dir, tmp_path, monkeypatch):
+    def give(groups, *_):
+        for episode in [episode for group in groups for episode in group.episodes]:
+            episode.error = "JudgeError: no credit"
+
+    monkeypatch.setattr(rl, "give_rewards", give)
+    with pytest.raises(EngineError, match="step 1: none of its 8 episodes ran; the last error: JudgeError: no credit"):
+        train(tmp_path / "c.yaml", toy_dir, steps=1)
+
+
+def test_a_row_whose_prompt_cannot_be_rendered_is_a_bad_row(draw, monkeypatch):
+    """Past bug: only its episodes counted as failed, however many rows were so."""
+
+    def render(task, *others):
+        return 1 // (task.id == good) and render_prompt(task, *others)
+
+    good = draw(0)[0][0].task.id
+    monkeypatch.setattr("rollout.render_prompt", render)
+    with pytest.raises(RowError, match=r"1 of 24 rows are unusable, .*: ZeroDivisionError"):
+        draw(0)
+
+
+def test_gaps_that_are_not_finite_stop_the_run_and_large_ones_are_told_once(monkeypatch, capsys):
+    """Past bug: `nan > LIMIT` is false, so a NaN passed for agreement."""
+    monkeypatch.setattr("runtime.doctor._warned", [])
+    for step, mean in enumerate((0.1, 0.3, 0.4)):
+        check_gap(mean, 0.9, step)
+    told = "warning: step 2: log-probs of trainer and engine differ by 0.30 on average, 0.90 at most\n"
+    assert capsys.readouterr().out == told
+    for mean, largest in ((math.nan, math.nan), (math.inf, math.inf), (0.1, math.nan)):
+        with pytest.raises(EngineError, match=f"step 4: .* differ by {mean:.2f} on average, {largest:.2f} at most"):
+            check_gap(mean, largest, 3)
+
+
+@pytest.mark.parametrize("main", [True, False])
+def test_a_first_batch_with_a_gap_that_is_no_number_is_refused(draw, toy_dir, monkeypatch, main):
+    groups, engine = draw(0)
+    policy = load(PolicyConfig(str(toy_dir / "model")), engine.renderer.never_sampled)
+    gaps = [math.nan, 0.0] if main else [0.0, math.nan]  # max() keeps the first of two, if either is NaN
+    monkeypatch.setattr("runtime.doctor.logprob_gap", lambda *_: gaps.pop(0))
+    with pytest.raises(EngineError, match="disagree: their log-probs differ by nan"):
+        self_check(policy, groups, 1.0)
 
 
 def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir, toy_renderer, monkeypatch):
@@ -484,9 +551,13 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
         assert len(found) == minibatches and measured["learned_tokens"] == len(new)
         assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
         assert measured["logprob_gap"] == pytest.approx((new - old).abs().mean().item(), rel=1e-4)
+        assert measured["logprob_gap_max"] == pytest.approx((new - old).abs().max().item(), rel=1e-4)
         assert measured["entropy"] == pytest.approx(scores.entropies.mean().item(), rel=1e-4)
         means = {name: sum(step[name] for step in found) / minibatches for name in expected}
         tiny.assert_close(means, expected, 1e-3)
+    examples[1].old_logprobs[3] = math.nan
+    with pytest.raises(EngineError, match="step 1: .* differ by nan on average, nan at most"):
+        rl.update(policy, reference, optimizer, examples, total_tokens, cfg, 0)
 
 
 def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_dir):
@@ -610,8 +681,8 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
         ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
         ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
         ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
-        ({"grpo": {"clip_eps": -1}}, "grpo: clip_eps = -1.0: must be greater than 0"),
-        ({"grpo": {"kl_coef": -0.1}}, "grpo: kl_coef = -0.1: must not be negative"),
+        ({"grpo": {"clip_eps": 0}}, "grpo: clip_eps = 0.0: must be greater than 0"),
+        ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
     ],
 )
 def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):

@@ -309,7 +309,7 @@ def test_an_episode_that_cannot_run_never_stops_the_others(renderer):
     # A sub-agent that fails is only a text for the main agent.
     assert [c.error for c in episodes[0].calls] == ["engine"] and len(episodes[0].main.turns) == 2
     assert [bool(e.error) for e in episodes] == [False, False, True, True, True, True]
-    assert episodes[2].error == "RowError: /data/bad.mp4: is not a video" and "no server" in episodes[4].error
+    assert episodes[2].error == "VideoError: /data/bad.mp4: is not a video" and "no server" in episodes[4].error
     assert engine.expected == 0
 
 

@@ -1,19 +1,36 @@
 """Calls as models really write them, and tools that survive them."""
 
 import gc
+import io
 import json
 import math
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_checkpoint import CONTRACT, MemoryVideos
+from tiny_checkpoint import CONTRACT, END, MemoryVideos, play, turns
 
 from data import Task
-from tools import TOOLS, ClipForSubagent, ToolError, choose_video, parse_calls, read_time, read_window, use
+from rollout import dump
+from runtime.video import Frames
+from tools import (
+    TOOLS,
+    ClipForSubagent,
+    ToolError,
+    choose_video,
+    crop_video,
+    make_tool,
+    parse_calls,
+    read_time,
+    read_times,
+    read_window,
+    use,
+)
 
 TASK = Task("t", "What happens?", ("/data/first.mp4", "/data/second.mp4"), "oe", "")
 
@@ -191,6 +208,96 @@ def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
 def test_the_published_schema_is_what_the_published_model_was_shown():
     """Byte by byte: it is part of the prompt. Descriptions of arguments are for tools that give them."""
     assert json.dumps(TOOLS["crop_video"].schema) == '{"type": "function", "function": {"name": "crop_video", "description": "Look closely at a part of the video. Times are in seconds.", "parameters": {"type": "object", "properties": {"video_path": {"type": "string"}, "start_time": {"type": "number"}, "end_time": {"type": "number"}, "num_frames": {"type": "integer"}}, "required": ["start_time", "end_time"]}}}'  # fmt: skip
+
+
+# ---- what a tool returns
+
+
+TWO = np.zeros((2, 64, 96, 3), np.uint8)  # frames
+
+
+def clip_of(pixels=TWO, times=(1.0, 2.0), window=(1, 2), **more) -> ClipForSubagent:
+    return ClipForSubagent(Frames(pixels, times), window, **more)
+
+
+RETURNS = {
+    "nothing": (None, "it returned None: return a str, or a ClipForSubagent"),
+    "a dict": ({"frames": []}, "it returned {'frames': \\[\\]}: return a str"),
+    "no request": (clip_of(request=None), "unsupported operand"),
+    "a list": (clip_of(pixels=[[1]]), "has no attribute 'dtype'"),
+    "floats": (clip_of(np.zeros((2, 64, 96, 3))), r"it returned float64 \(2, 64, 96, 3\) and 2 times"),
+    "one frame alone": (clip_of(np.zeros((64, 96, 3), np.uint8)), r"it returned uint8 \(64, 96, 3\) and 2 times"),
+    "grey": (clip_of(np.zeros((2, 64, 96, 1), np.uint8)), "return uint8"),
+    "no frames": (clip_of(np.zeros((0, 64, 96, 3), np.uint8), ()), "at least one frame"),
+    "few times": (clip_of(times=(1.0,)), "and 1 times: .* a time for each"),
+    "odd sides": (clip_of(np.zeros((2, 60, 96, 3), np.uint8)), "frames of 96 x 60: decode them at contract.crop_size"),
+    "too small": (clip_of(np.zeros((2, 32, 32, 3), np.uint8)), "frames of 32 x 32"),
+    "too large": (clip_of(np.broadcast_to(np.uint8(0), (2, 8192, 8192, 3))), "frames of 8192 x 8192"),
+    "no window": (clip_of(window=None), "cannot unpack"),
+    "words": (clip_of(times=("soon", "later")), "could not convert string to float"),
+}
+
+
+@pytest.mark.parametrize("returned, says", RETURNS.values(), ids=RETURNS)
+def test_what_a_tool_may_not_return_costs_its_call_and_is_logged(renderer, monkeypatch, caplog, returned, says):
+    """Past bug: a forker's first mistake ended the run, in a thread far from the tool."""
+    wrong = make_tool(lambda *_: returned, "Wrong.", [], {})
+    monkeypatch.setitem(TOOLS, "wrong", wrong)
+    calls = f'<tool_call>{{"name": "wrong", "arguments": {{}}}}</tool_call>{call_text(start_time=0, end_time=8)}'
+    said = turns(f"Both.</think>{calls}{END}", f"Seen.</think><answer>red</answer>{END}", report="It is red.")
+    [episode] = play(renderer, said, tools=("wrong", "crop_video"))
+    bad, good = episode.calls
+    assert (bad.error, bad.text) == ("crashed", "The tool failed.") and (good.error, good.text) == ("", "It is red.")
+    [record] = caplog.records
+    assert "tool wrong crashed" in record.getMessage() and re.search(says, str(record.exc_info[1]))
+
+
+def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatch):
+    """Past bug: times of np.float32, which no JSON takes, ended the run when its episodes were written."""
+    returned = clip_of(times=np.float32([1, 2]), window=np.float32([1, 2]))
+    monkeypatch.setitem(TOOLS, "fine", make_tool(lambda *_: returned, "Fine.", [], {}))
+    said = turns(f'I look.</think><tool_call>{{"name": "fine", "arguments": {{}}}}</tool_call>{END}', f"x</think>{END}")
+    for tool_return in ("subagent", "frames"):
+        [episode] = play(renderer, said, tools=("fine",), tool_return=tool_return)
+        [call] = episode.calls
+        assert (call.error, call.window) == ("", (1.0, 2.0))
+        dump(episode, io.StringIO(), renderer)
+        shown = [
+            clip for agent in episode.trajectories for clip in agent.frames if clip.pixels is returned.frames.pixels
+        ]
+        assert len(shown) == 1 and shown[0].times == (1.0, 2.0)
+
+
+def test_a_long_text_of_a_tool_is_clipped_and_none_can_spell_control_tokens(renderer, monkeypatch):
+    """Past bug: the subtitles of a long film filled the context, and the whole round was dropped without a word."""
+    film = "<|im_end|><|image_pad|> \ud800" + "a word " * 100_000
+
+    def refuse(*_):
+        raise ToolError("too_dark", film)
+
+    for run in (lambda *_: film, refuse):
+        monkeypatch.setitem(TOOLS, "read", make_tool(run, "Read.", [], {}))
+        said = turns(
+            f'I read.</think><tool_call>{{"name": "read", "arguments": {{}}}}</tool_call>{END}', f"x</think>{END}"
+        )
+        [episode] = play(renderer, said, tools=("read",), max_context=32_768)
+        [call] = episode.calls
+        assert call.text == film[:4000] + " ... (clipped)" and call.error == ("too_dark" if run is refuse else "")
+        delta = episode.main.ids[episode.main.turns[0][1] : episode.main.turns[1][0]]
+        assert delta.count(renderer.image_pad) == 0 and delta.count(renderer.end_of_turn) == 1  # the turn's own
+
+
+def test_a_tool_may_ask_for_any_schema_and_read_a_list_of_times():
+    times = {"type": "array", "items": {"type": "number"}, "minItems": 1}
+    tool = make_tool(crop_video, "Look.", ["times"], {"times": times, "x": "number", "y": ("number", "0 to 1")})
+    described = {"type": "number", "description": "0 to 1"}
+    asked = tool.schema["function"]["parameters"]["properties"]
+    assert asked == {"times": times, "x": {"type": "number"}, "y": described}
+    assert read_times({"times": [1, "0:20", "3.5s"]}, "times") == [1, 20, 3.5]
+    assert read_times({"times": "2:05"}, "times") == [125]
+    for wrong in (None, [], [1, "soon"], [[1]], {}):
+        with pytest.raises(ToolError, match="times must be a number"):
+            read_times({"times": wrong}, "times")
 
 
 # ---- threads

@@ -22,7 +22,7 @@ from scripts import REPO, alive, wait_for
 
 from data import Media
 from runtime import video
-from runtime.video import VideoError, Videos, uniform_indices, window_indices
+from runtime.video import IMAGE_FORMATS, VideoError, Videos, uniform_indices, window_indices
 from runtime.visual import VisualContract
 
 WIDTH, HEIGHT = 96, 64
@@ -376,6 +376,17 @@ def test_an_image_is_one_frame_without_a_time_that_a_worker_decodes(reader, tmp_
     expected = Image.fromarray(picture(5)).resize((WIDTH // 2, HEIGHT // 4), Image.Resampling.BICUBIC)
     assert np.array_equal(frames.pixels, np.asarray(expected)[None]) and frames.times == (None,)
     assert asked == ["measure", "image"]
+
+
+def test_a_picture_is_read_by_its_own_decoder_and_never_by_another_program(tmp_path):
+    """Past bug: a PostScript file under the name of a picture started Ghostscript."""
+    with Videos(1) as reader:
+        for kind in IMAGE_FORMATS:
+            Image.fromarray(picture(5)).save(tmp_path / "a.png", kind)
+            assert reader.image(tmp_path / "a.png", same_size).pixels.shape == (1, HEIGHT, WIDTH, 3)
+        Image.fromarray(picture(5)).save(tmp_path / "b.png", "EPS")
+        with pytest.raises(VideoError, match="UnidentifiedImageError"):
+            reader.image(tmp_path / "b.png", same_size)
 
 
 def test_an_image_of_too_many_pixels_is_never_decoded(reader, tmp_path, asked):
