@@ -42,7 +42,15 @@ from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
+from runtime.checks import (
+    MAY_CHANGE,
+    check_host_memory,
+    check_run,
+    check_servers,
+    find_checkpoint,
+    on_the_hub,
+    weights_digest,
+)
 from runtime.dataset import DataError
 from runtime.engine import Engine
 from runtime.judge import Judge, JudgeError
@@ -55,6 +63,8 @@ from runtime.visual import VisualContract
 
 # A server on each GPU of this machine; without SGLang, the model runs in this process.
 GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
+# Bytes of the host's memory for frames of the requests of a GPU: 8 published ones, whose tokens fill a server's cache.
+FRAME_BYTES = 8e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +215,9 @@ def check_engine(cfg: EvalConfig, source: Path | None) -> None:
         check_api(cfg.api)
         return
     check_servers(cfg.rollout)
+    contract = cfg.visual or (VisualContract.load(source) if source else VisualContract())
+    if cfg.rollout.server_gpus and not cfg.rollout.urls:
+        check_host_memory(requests_at_once(cfg, contract), request_bytes(cfg, contract))
     name = cfg.checkpoint.removeprefix("hub:")
     if cfg.rollout.urls or not (source or name in PUBLISHED):
         return
@@ -220,6 +233,20 @@ def check_engine(cfg: EvalConfig, source: Path | None) -> None:
             weights = 2 * count(meta_policy(PolicyConfig(name)))
         longest = cfg.rollout.max_context  # one trajectory, at least
         plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
+
+
+def request_bytes(cfg: EvalConfig, contract: VisualContract) -> int:
+    """Return what the overview of a request takes in the host's memory: 24 bytes a pixel at SGLang, and 3 as our file."""
+    width, height = contract.frame_size(1280, 720)
+    return 27 * max(cfg.frames) * width * height
+
+
+def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> int:
+    """Return how many items are asked at the same time: of servers that we start, no more than FRAME_BYTES hold."""
+    if cfg.api.url or cfg.rollout.urls or not cfg.rollout.server_gpus:
+        return cfg.rollout.concurrency
+    per_gpu = max(1, round(FRAME_BYTES / request_bytes(cfg, contract)))
+    return min(cfg.rollout.concurrency, per_gpu * len(cfg.rollout.server_gpus))
 
 
 def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
@@ -362,7 +389,7 @@ def run_job(job: EvalJob, items: list[Item], before: list[dict], context: AgentC
 
         try:
             asked = [lambda item=item: ask_item(item, job.k, context, cfg, judge) for item in items]
-            run_all(context.engine, asked, cfg.rollout.concurrency, done)
+            run_all(context.engine, asked, requests_at_once(cfg, context.renderer.contract), done)
         finally:
             context.stopped.set()  # after an error, nobody starts another turn
 

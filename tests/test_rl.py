@@ -627,21 +627,21 @@ def test_every_config_loads_and_names_its_run_after_itself(path):
     assert cfg.run.replace("/toy/", "/toy_").removeprefix("runs/") in (path.stem, path.stem.removesuffix("_1gpu"))
 
 
-def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_of_four(monkeypatch, tmp_path):
-    """Its list of flags replaces the other config's, so it has to repeat the rest."""
+def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_and_frames_of_four(monkeypatch, tmp_path):
     cfg, plain = (
         config.load(RLConfig, REPO / "configs" / f"{name}.yaml") for name in ("paragrpo_8b_tp4", "paragrpo_8b")
     )
     changed = differences(asdict(plain), asdict(cfg))
     assert set(changed) == {"run", "rollout.tensor_parallel", "rollout.server_args"}
     flags = set(cfg.rollout.server_args) ^ set(plain.rollout.server_args)
-    assert flags == {"--max-running-requests=64", "--max-running-requests=256"}
+    assert flags == {"--mm-preprocess-cache-size-mb=65536", "--mm-preprocess-cache-size-mb=131072"}
 
     monkeypatch.setattr("rollout.SGLang", lambda *_, **options: SimpleNamespace(urls=["http://its"], options=options))
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
     for run, size in ((plain, 1), (cfg, 4)):
         options = rl.shared_engine(tmp_path, None, run).options
         assert (options["gpus"], options["tensor_parallel"]) == ((4, 5, 6, 7), size)
+        assert f"--max-running-requests={64 * size}" in options["server_args"]
 
 
 NO_ANCHORING = {

@@ -25,7 +25,7 @@ from data import Task
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.engine import EngineError
-from runtime.servers import SGLang, server_command
+from runtime.servers import SGLang, server_command, server_flags
 from runtime.visual import ContractError
 from study import ask
 
@@ -49,7 +49,8 @@ def model(checkpoint):
 
 def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
     def launch(port: int) -> list[str]:
-        command = server_command(checkpoint, renderer, port)
+        # A CPU takes all flags but those that need a GPU, which are not given there.
+        command = server_command(checkpoint, renderer, port, server_flags(checkpoint, 4096, gpus))
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
