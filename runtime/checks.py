@@ -66,7 +66,7 @@ class RunConfig:
     keep: int = 2
     """Complete training states that stay on disk."""
     decoders: int = 2
-    """Video decoder processes per rank."""
+    """Video decoder processes per rank; fewer where its share of the machine's cores is smaller."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Who gets the figures of metrics.jsonl, too; each needs its library."""
     plan: PlanConfig = PlanConfig()
@@ -78,6 +78,11 @@ class RunConfig:
         for name in self.report_to:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
+
+    @property
+    def workers(self) -> int:
+        """Decoders of a rank on this machine."""
+        return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))
 
 
 @contextlib.contextmanager
