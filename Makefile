@@ -59,7 +59,7 @@ demo: $(VENV)/.installed
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
 
-# What only a GPU can show, in the environment that is active, as requirements.txt makes it (15 minutes of one GPU, no network, and
+# What only a GPU can show, in the environment that is active, as requirements.lock makes it (15 minutes of one GPU, no network, and
 # at most 28 GB below /tmp at a time; a server, too, where SGLang is installed); `make test-all` runs the same parts small, on a CPU.
 test-gpu:
 	CUDA_VISIBLE_DEVICES=0 $(PYTHON) -m pytest tests/test_gpu.py -m "slow or not slow" -s -o tmp_path_retention_policy=failed

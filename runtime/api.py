@@ -78,8 +78,9 @@ class Chat:
             raise ConfigError(f"key = {api.key!r}: there is no such environment variable; export it, or name another")
         local = urlsplit(api.url).hostname in ("localhost", "127.0.0.1", "::1")  # nothing for a proxy
         http = openai.DefaultHttpxClient(trust_env=not local, event_hooks={"response": [give_up_without_quota]})
+        unsent = {} if self.key else {"Authorization": openai.Omit()}  # from 3.0 on the client insists on some key
         self.client = openai.OpenAI(
-            base_url=api.url, api_key=self.key, max_retries=retries, http_client=http,
+            base_url=api.url, api_key=self.key or "none", default_headers=unsent, max_retries=retries, http_client=http,
             timeout=openai.Timeout(api.timeout, connect=10),
         )  # fmt: skip
 

@@ -264,8 +264,10 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     policy.model.tie_weights()
     # to_empty leaves garbage in the buffers that no checkpoint holds.
     policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(where)
-    angles = torch.arange(len(policy.vision.rotary_pos_emb.inv_freq), dtype=torch.float32)
-    policy.vision.rotary_pos_emb.inv_freq = (1 / 10_000 ** (angles / len(angles))).to(where)
+    rotary = policy.vision.rotary_pos_emb
+    for name, buffer in list(rotary.named_buffers()):  # one, or from transformers 5.24 on two that are alike
+        angles = torch.arange(len(buffer), dtype=torch.float32)
+        setattr(rotary, name, (1 / 10_000 ** (angles / len(angles))).to(where))
     try:
         _read_weights(policy.model, path)
     except (SafetensorError, OSError) as error:

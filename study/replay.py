@@ -51,7 +51,11 @@ def replay(cfg: RLConfig, path: str) -> None:
         print0(f"{name:<16}{measured[name]:.6g}")
 
 
-if __name__ == "__main__":
+def main() -> None:
     path = sys.argv.pop(2) if len(sys.argv) > 2 else "EPISODES"
     cfg, _ = config.command_line(RLConfig, __doc__)
     config.run_script(partial(replay, path=path), cfg, *USER_ERRORS)
+
+
+if __name__ == "__main__":
+    main()
