@@ -40,17 +40,9 @@ from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_l
 from evals.protocols import READS, Prompting, run_protocol
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
-from runtime import config
+from runtime import checks, config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import (
-    MAY_CHANGE,
-    check_host_memory,
-    check_run,
-    check_servers,
-    find_checkpoint,
-    on_the_hub,
-    weights_digest,
-)
+from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
 from runtime.dataset import DataError
 from runtime.engine import Engine
 from runtime.judge import Judge, JudgeError
@@ -217,7 +209,7 @@ def check_engine(cfg: EvalConfig, source: Path | None) -> None:
     check_servers(cfg.rollout)
     contract = cfg.visual or (VisualContract.load(source) if source else VisualContract())
     if cfg.rollout.server_gpus and not cfg.rollout.urls:
-        check_host_memory(requests_at_once(cfg, contract), request_bytes(cfg, contract))
+        checks.check_host_memory(*requests_at_once(cfg, contract))
     name = cfg.checkpoint.removeprefix("hub:")
     if cfg.rollout.urls or not (source or name in PUBLISHED):
         return
@@ -235,18 +227,14 @@ def check_engine(cfg: EvalConfig, source: Path | None) -> None:
         plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
 
 
-def request_bytes(cfg: EvalConfig, contract: VisualContract) -> int:
-    """Return what the overview of a request takes in the host's memory: 24 bytes a pixel at SGLang, and 3 as our file."""
+def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> tuple[int, int]:
+    """Return how many items are asked at the same time, and the bytes that each one's overview takes in the host's memory: 24 a
+    pixel at SGLang, 3 as our file. Servers that we start get no more than FRAME_BYTES hold."""
     width, height = contract.frame_size(1280, 720)
-    return 27 * max(cfg.frames) * width * height
-
-
-def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> int:
-    """Return how many items are asked at the same time: of servers that we start, no more than FRAME_BYTES hold."""
-    if cfg.api.url or cfg.rollout.urls or not cfg.rollout.server_gpus:
-        return cfg.rollout.concurrency
-    per_gpu = max(1, round(FRAME_BYTES / request_bytes(cfg, contract)))
-    return min(cfg.rollout.concurrency, per_gpu * len(cfg.rollout.server_gpus))
+    size, most = 27 * max(cfg.frames) * width * height, cfg.rollout.concurrency
+    if cfg.rollout.server_gpus and not (cfg.api.url or cfg.rollout.urls):
+        most = min(most, max(1, round(FRAME_BYTES / size)) * len(cfg.rollout.server_gpus))
+    return most, size
 
 
 def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
@@ -389,7 +377,8 @@ def run_job(job: EvalJob, items: list[Item], before: list[dict], context: AgentC
 
         try:
             asked = [lambda item=item: ask_item(item, job.k, context, cfg, judge) for item in items]
-            run_all(context.engine, asked, requests_at_once(cfg, context.renderer.contract), done)
+            at_once, _ = requests_at_once(cfg, context.renderer.contract)
+            run_all(context.engine, asked, at_once, done)
         finally:
             context.stopped.set()  # after an error, nobody starts another turn
 

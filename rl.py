@@ -295,7 +295,6 @@ class Sampler:
         self.stopped.set()
         self.engine.close()  # nobody waits for a batch that is not wanted: what was asked fails now
         self.thread.shutdown()
-        self.decoding.shutdown(wait=False, cancel_futures=True)
 
 
 def shared_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:

@@ -230,8 +230,7 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
         raise ConfigError(
             f"rollout.server_gpus = {list(cfg.server_gpus)}: there are {torch.cuda.device_count()} GPUs here"
         )
-    watched = cfg.server_gpus if importlib.util.find_spec("pynvml") else ()  # SGLang brings it along
-    for gpu in watched:
+    for gpu in cfg.server_gpus if importlib.util.find_spec("pynvml") else ():  # which SGLang brings along
         used = torch.cuda.device_memory_used(gpu) / 2**30
         if used > 4 and not may_share:  # a server takes its share of what is free
             told = f"rollout.server_gpus = {list(cfg.server_gpus)}: another process holds {used:.0f} GiB of GPU {gpu}"
@@ -244,15 +243,13 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
 
 def check_host_memory(requests: int, each: int) -> None:
     """Refuse more requests at once than this machine's memory holds, at so many bytes each; SGLang has their frames there."""
-    available = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
-    if requests * each > available:
-        told = (
-            f"{requests} requests at once need {requests * each / 1e9:.0f} GB of memory, {available / 1e9:.0f} are free"
-        )
-        raise ConfigError(f"{told}: set rollout.concurrency to at most {available // each}")
-    room = shutil.disk_usage(MEMORY).free
-    if requests * each > room:
-        told = f"{MEMORY} has {room / 1e9:.0f} GB free for frames that take {requests * each / 1e9:.0f}"
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
+    needed, room = requests * each, shutil.disk_usage(MEMORY).free
+    if needed > free:
+        told = f"{requests} requests at once need {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free"
+        raise ConfigError(f"{told}: set rollout.concurrency to at most {free // each}")
+    if needed > room:
+        told = f"{MEMORY} has {room / 1e9:.0f} GB free for frames that take {needed / 1e9:.0f}"
         print(f"{told}: the rest travels inside requests, which is slower (docker run --shm-size)")
 
 

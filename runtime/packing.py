@@ -206,8 +206,7 @@ def frames_flash_attention(
 
 
 def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply [m, k] by [k, n] into fp32, without fp32 copies on a GPU. A product in bf16 is rounded to 8 bits: a logit above
-    16 by up to 0.06."""
+    """Multiply [m, k] by [k, n] into fp32. In bf16 a product is rounded to 8 bits: a logit above 16 by up to 0.06."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)  # it has no derivative
     return left.float() @ right.float()

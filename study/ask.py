@@ -200,10 +200,9 @@ def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[boo
         means.append(gaps.mean())
         highest.append(np.quantile(gaps, 0.99, method="lower"))
         tokens += len(gaps)
-    limits = (1e-3, 1e-3) if str(policy.dtype).endswith("float32") else (0.05, 0.3)
-    told = f"mean {max(means):.1e}, 99th percentile {max(highest):.1e} over {tokens} tokens"
-    good = max(means) < limits[0] and max(highest) < limits[1]
-    return good, f"{told} (limits {limits[0]:g}, {limits[1]:g})"
+    low, high = (1e-3, 1e-3) if str(policy.dtype).endswith("float32") else (0.05, 0.3)
+    told = f"mean {max(means):.1e} (limit {low:g}), 99th percentile {max(highest):.1e} (limit {high:g}) over {tokens} tokens"
+    return max(means) < low and max(highest) < high, told
 
 
 def examine_server(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:

@@ -33,15 +33,12 @@ def replay(cfg: RLConfig, path: str) -> None:
     renderer = Renderer(load_tokenizer(source), cfg.visual)
     check_room(cfg, lambda cfg: plan_rl(cfg)[:1])  # the trainer's
 
-    # Read the groups, decode their frames again, and share them out over the ranks.
-    groups: dict[tuple, Group] = {}
+    # Read the groups, decode their frames again, and share them out over the ranks. Then take the step as rl.train does.
+    groups: dict[str, Group] = {}
     with Videos(cfg.workers) as videos:
         for episode in load_episodes(path, videos, cfg.visual):
-            group = groups.setdefault((episode.task.id, episode.k), Group(episode.task, episode.k, []))
-            group.episodes.append(episode)
+            groups.setdefault(episode.task.id, Group(episode.task, episode.k, [])).episodes.append(episode)
     mine = list(groups.values())[rank() :: world_size()]
-
-    # Take the step as rl.train does.
     give_rewards(mine, renderer, cfg.reward, Judge(cfg.reward.judge))
     examples = make_examples(mine, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
     policy = load(cfg.policy, renderer.never_sampled)

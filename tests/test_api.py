@@ -110,7 +110,7 @@ def test_a_busy_api_is_asked_again_and_one_that_refuses_is_not(endpoint, ask, pa
     assert "Error code: 401" in error and "Incorrect key: [the key]" in error and KEY not in error
     assert "503" in ask(down, "direct")[0].error and (len(refuses.bodies), len(down.bodies)) == (1, 7)
     broke = endpoint(QUOTA)
-    assert "insufficient_quota" in ask(broke, "direct")[0].error and len(broke.bodies) == 1
+    assert "You exceeded your current quota" in ask(broke, "direct")[0].error and len(broke.bodies) == 1
 
 
 ODD = (b"", b'{"choices": [', b"\xff", [], {"odd": 1}, {"choices": {"a": 1}}, {"choices": ["a"]})

@@ -661,7 +661,7 @@ def two_gpus_with_sglang_and_three_cores() -> None:
     # Published frames are large; of GPT-4o, requests under way.
     for row, at_once in (("paravt_8b", 16), ("own/paravt_8b", 64), ("gpt4o", 8)):
         cfg = config.load(EvalConfig, f"configs/eval/{row}.yaml")
-        found = requests_at_once(cfg, cfg.visual or VisualContract())
+        found, _ = requests_at_once(cfg, cfg.visual or VisualContract())
         print(cfg.rollout.server_gpus, found == at_once, cfg.decoders)
 
 
