@@ -59,10 +59,10 @@ demo: $(VENV)/.installed
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
 
-# What only a GPU can show, in the environment that is active, as requirements.txt makes it (15 minutes of one GPU, no network; a
-# server, too, where SGLang is installed); `make test-all` runs the same parts small, on a CPU.
+# What only a GPU can show, in the environment that is active, as requirements.lock makes it (15 minutes of one GPU, no network, and
+# at most 28 GB below /tmp at a time; a server, too, where SGLang is installed); `make test-all` runs the same parts small, on a CPU.
 test-gpu:
-	CUDA_VISIBLE_DEVICES=0 $(PYTHON) -m pytest tests/test_gpu.py -m "slow or not slow" -s
+	CUDA_VISIBLE_DEVICES=0 $(PYTHON) -m pytest tests/test_gpu.py -m "slow or not slow" -s -o tmp_path_retention_policy=failed
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -55,6 +55,8 @@ from runtime.visual import VisualContract
 
 # A server on each GPU of this machine; without SGLang, the model runs in this process.
 GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
+# Bytes of the host's memory for frames of the requests of a GPU: 8 published ones, whose tokens fill a server's cache.
+FRAME_BYTES = 8e9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +214,9 @@ def check_engine(cfg: EvalConfig, source: Path | None) -> None:
         check_api(cfg.api)
         return
     check_servers(cfg.rollout)
+    contract = cfg.visual or (VisualContract.load(source) if source else VisualContract())
+    if cfg.rollout.server_gpus and not cfg.rollout.urls:
+        checks.check_host_memory(*requests_at_once(cfg, contract))
     name = cfg.checkpoint.removeprefix("hub:")
     if cfg.rollout.urls or not (source or name in PUBLISHED):
         return
@@ -227,6 +232,16 @@ def check_engine(cfg: EvalConfig, source: Path | None) -> None:
             weights = 2 * count(meta_policy(PolicyConfig(name)))
         longest = cfg.rollout.max_context  # one trajectory, at least
         plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
+
+
+def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> tuple[int, int]:
+    """Return how many items are asked at the same time, and the bytes that each one's overview takes in the host's memory: 24 a
+    pixel at SGLang, 3 as our file. Servers that we start get no more than FRAME_BYTES hold."""
+    width, height = contract.frame_size(1280, 720)
+    size, most = 27 * max(cfg.frames) * width * height, cfg.rollout.concurrency
+    if cfg.rollout.server_gpus and not (cfg.api.url or cfg.rollout.urls):
+        most = min(most, max(1, round(FRAME_BYTES / size)) * len(cfg.rollout.server_gpus))
+    return most, size
 
 
 def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
@@ -369,7 +384,8 @@ def run_job(job: EvalJob, items: list[Item], before: list[dict], context: AgentC
 
         try:
             asked = [lambda item=item: ask_item(item, job.k, context, cfg, judge) for item in items]
-            run_all(context.engine, asked, cfg.rollout.concurrency, done)
+            at_once, _ = requests_at_once(cfg, context.renderer.contract)
+            run_all(context.engine, asked, at_once, done)
         finally:
             context.stopped.set()  # after an error, nobody starts another turn
 

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import CALL_ERRORS, Episode, Group, Task, draw_frames, parse_task
+from data import CALL_ERRORS, Episode, Group, Task, draw_frames, overview, parse_task
 from grpo import GRPOConfig, TrainExample, bundles, examples_loss, make_examples, micro_batches
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
@@ -65,7 +65,7 @@ from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_ove
 from runtime.render import Renderer
 from runtime.run import USER_ERRORS, Run, check_room, try_out
 from runtime.servers import IMAGES, on_this_machine
-from runtime.video import Videos
+from runtime.video import VideoError, Videos
 from tools import TOOLS
 
 
@@ -138,7 +138,7 @@ def main(cfg: RLConfig) -> None:
         run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
         if run.done < cfg.steps:
-            engine, videos = engine or shared_engine(source, renderer, cfg), Videos(cfg.decoders)
+            engine, videos = engine or shared_engine(source, renderer, cfg), Videos(cfg.workers)
             with videos, Sampler(cfg, engine, renderer, videos, snapshots) as sampler:
                 engine.wait_until_ready()
                 barrier()  # a node's first rank has warmed its servers, and given up those that do not start
@@ -219,6 +219,7 @@ class Sampler:
         self.snapshots = snapshots  # the folder through which the engine gets its weights
         self.per_node = on_this_machine(cfg.rollout.urls)  # or one snapshot for all nodes
         self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
+        self.decoding = ThreadPoolExecutor(1, "look ahead")
         self.ahead: dict[int, Future] = {}  # by step: batches that nobody has taken yet
         self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
         self.videos = videos
@@ -241,20 +242,16 @@ class Sampler:
 
     def sample(self, step: int) -> tuple[list[Group], float]:
         cfg, started = self.cfg, time.perf_counter()
-        tasks, ks = [], []
-        draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size(), count_ids=True)
-        for task, epoch, repeat in draws:
-            if repeat:  # K and all seeds are drawn by the name, so a name that the batch has twice needs two
-                task = replace(task, id=f"{task.id}#{repeat + 1}")
-            tasks.append(task)
-            ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
+        if step + 1 < cfg.steps:
+            self.decoding.submit(self.look_ahead, *self.draw(step + 1))
+        tasks, ks = self.draw(step)
         size, progress = cfg.grpo.group_size, rank() == 0 and sys.stderr.isatty()
         groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
         # A row whose prompt cannot be rendered is a bad row.
-        for draw, group in zip(draws, groups):
+        for task, group in zip(tasks, groups):
             kind, _, reason = group.episodes[0].error.partition(": ")
             if kind == "RowError":
-                self.dataset.reject(draw.item.id, reason)
+                self.dataset.reject(task.id, reason)
         # A video that cannot be shown is counted as a bad row is, once, however many tasks ask about it.
         for task in tasks:
             for path in task.videos:
@@ -262,10 +259,28 @@ class Sampler:
                     self.dataset.reject(path, self.videos.unreadable[path])
         return groups, time.perf_counter() - started
 
+    def draw(self, step: int) -> tuple[list[Task], list[int]]:
+        """Return this rank's tasks of a step, and the K of each."""
+        cfg, tasks, ks = self.cfg, [], []
+        draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size(), count_ids=True)
+        for task, epoch, repeat in draws:
+            if repeat:  # K and all seeds are drawn by the name, so a name that the batch has twice needs two
+                task = replace(task, id=f"{task.id}#{repeat + 1}")
+            tasks.append(task)
+            ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
+        return tasks, ks
+
+    def look_ahead(self, tasks: list[Task], ks: list[int]) -> None:
+        """Decode the overviews of the next batch into the cache of `videos`, while the decoders have little to do."""
+        for task, k in zip(tasks, ks):
+            with contextlib.suppress(VideoError):  # whoever asks for it next is told
+                overview(task, k, self.videos, self.renderer.contract)
+
     def export(self, policy: Policy, version: int) -> None:
-        """Write a snapshot of the policy, in safetensors. A server that restarts meanwhile still reads the one before."""
-        target = self.snapshots / f"weights-{version}"
-        export(policy, target, policy.cfg.checkpoint, self.cfg.visual, per_node=self.per_node)
+        """Write a snapshot of the policy, in safetensors. A server that restarts meanwhile still reads the one before. Servers
+        of our own have begun with the checkpoint, so they have the weights that do not train."""
+        target, frozen = self.snapshots / f"weights-{version}", not self.cfg.rollout.server_gpus
+        export(policy, target, policy.cfg.checkpoint, self.cfg.visual, per_node=self.per_node, frozen=frozen)
 
     def publish(self, version: int) -> None:
         """Have the engines load a snapshot."""

@@ -39,7 +39,7 @@ from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineError, run_all, together
 from runtime.render import Rendered, Renderer
-from runtime.servers import SGLang, context_flags
+from runtime.servers import SGLang, server_flags
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, use
@@ -99,7 +99,7 @@ class RolloutConfig:
     """SGLang servers that already run (with SGLANG_VLM_CACHE_SIZE_MB=0 if the vision tower trains: their cache of image
     embeddings outlives a weight update). Neither server_gpus nor urls: the model runs in this process."""
     server_args: tuple[str, ...] = ()
-    """More flags for `sglang.launch_server`."""
+    """More flags for `sglang.launch_server`; all servers get those of `runtime.servers.server_flags`."""
     max_batch_tokens: int = 131_072
     """In this process: rows times length of the largest batch, which bounds the memory of its keys."""
 
@@ -390,14 +390,14 @@ def rollout(
 
 def open_engine(
     checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
-    server_args: Sequence[str] = (), tensor_parallel: int = 1, max_batch_tokens: int = 131_072, max_context: int = 0,
+    server_args: Sequence[str] = (), tensor_parallel: int = 1, max_batch_tokens: int = 131_072, max_context: int = 32_768,
     logs: str | Path | None = None, wait: bool = True,
 ) -> Engine:  # fmt: skip
     """Open the engine that a config describes: without GPUs and URLs it is this process, with its GPU if it has one. With
     `wait=False` servers may still be starting: call `wait_until_ready`."""
     if gpus or urls:
-        if gpus and max_context:
-            server_args = (*context_flags(checkpoint, max_context), *server_args)
+        if gpus:
+            server_args = (*server_flags(checkpoint, max_context, gpus, tensor_parallel), *server_args)
         served = {"gpus": gpus, "urls": urls, "tensor_parallel": tensor_parallel, "logs": logs}
         engine = SGLang(checkpoint, renderer, server_args=server_args, **served)
         if wait:

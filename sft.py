@@ -91,7 +91,7 @@ def main(cfg: SFTConfig) -> None:
 
         # The rows that are learned, and those that are only looked at, each once.
         if run.done < cfg.steps:
-            with Videos(cfg.decoders) as videos:
+            with Videos(cfg.workers) as videos:
                 batches, held_out = Batches(cfg.data, cfg, videos, renderer), []
                 if cfg.val:
                     val = Batches(cfg.val, cfg, videos, renderer)

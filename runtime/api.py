@@ -81,7 +81,7 @@ class Chat:
         local = urlsplit(api.url).hostname in ("localhost", "127.0.0.1", "::1")  # nothing for a proxy
         http = openai.DefaultHttpxClient(trust_env=not local, event_hooks={"response": [give_up_without_quota]})
         self.client = openai.OpenAI(
-            base_url=api.url, api_key=self.key, max_retries=retries, http_client=http,
+            base_url=api.url, api_key=self.key or "none", max_retries=retries, http_client=http,
             timeout=openai.Timeout(api.timeout, connect=10),
         )  # fmt: skip
 
@@ -96,7 +96,10 @@ class Chat:
         body = {name: value for name, value in settings.items() if value is not None}
         reply = ""
         try:
-            reply = self.client.chat.completions.create(model=self.api.model, messages=messages, extra_body=body)
+            # Without a key the header is left out: from openai 3 on the client insists on some key.
+            headers = {} if self.key else {"Authorization": openai.Omit()}
+            asked = {"model": self.api.model, "messages": messages, "extra_body": body, "extra_headers": headers}
+            reply = self.client.chat.completions.create(**asked)
             message, finish = reply.choices[0].message, reply.choices[0].finish_reason
             said, refusal = message.content, message.refusal
             if not isinstance(said, str | None):  # parts, of which some are thoughts

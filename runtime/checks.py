@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import requests
 import torch
 
+from runtime.cleanup import MEMORY
 from runtime.config import ConfigError, differences, git_commit, leave, load, refuse_below_1
 from runtime.dataset import DataConfig, check_rows
 from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first, saved_step
@@ -64,7 +66,7 @@ class RunConfig:
     keep: int = 2
     """Complete training states that stay on disk."""
     decoders: int = 2
-    """Video decoder processes per rank."""
+    """Video decoder processes per rank; fewer where its share of the machine's cores is smaller."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Who gets the figures of metrics.jsonl, too; each needs its library."""
     plan: PlanConfig = PlanConfig()
@@ -78,6 +80,11 @@ class RunConfig:
         for name in self.report_to:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
+
+    @property
+    def workers(self) -> int:
+        """Decoders of a rank on this machine."""
+        return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))
 
 
 @contextlib.contextmanager
@@ -225,7 +232,8 @@ def weights_digest(folder: Path) -> str:
 def check_servers(cfg: Any, ranks: int = 0) -> None:
     """Refuse servers that a RolloutConfig's GPUs cannot run beside so many training ranks, or that its URLs lack."""
     shared = sorted(set(cfg.server_gpus) & set(range(ranks)))
-    if shared and not any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args):
+    may_share = any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args)
+    if shared and not may_share:
         raise ConfigError(
             f"rollout.server_gpus = {list(cfg.server_gpus)}: {ranks} ranks train on GPUs 0 ... {ranks - 1}, so {shared} would have to "
             "do both; start fewer ranks (torchrun --nproc_per_node), or share by --mem-fraction-static in server_args"
@@ -234,11 +242,27 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
         raise ConfigError(
             f"rollout.server_gpus = {list(cfg.server_gpus)}: there are {torch.cuda.device_count()} GPUs here"
         )
-    fa3 = "attention-backend fa3" in " ".join(cfg.server_args).replace("=", " ")
-    for gpu in cfg.server_gpus:
-        if fa3 and torch.cuda.get_device_capability(gpu)[0] >= 10:  # a server would end with an assertion
-            raise ConfigError(f"rollout.server_args: GPU {gpu} is too new for fa3; drop the flag, or give flashinfer")
+    for gpu in cfg.server_gpus if importlib.util.find_spec("pynvml") else ():  # which SGLang brings along
+        used = torch.cuda.device_memory_used(gpu) / 2**30
+        if used > 4 and not may_share:  # a server takes its share of what is free
+            told = f"rollout.server_gpus = {list(cfg.server_gpus)}: another process holds {used:.0f} GiB of GPU {gpu}"
+            raise ConfigError(f"{told}; end it (`nvidia-smi` names it), or choose other GPUs")
+    homes = filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"))
+    if cfg.server_gpus and not shutil.which("nvcc") and not any(Path(home, "bin/nvcc").exists() for home in homes):
+        raise ConfigError("nvcc is not found, and SGLang compiles kernels with it: put it on PATH, or set CUDA_HOME")
     check_urls(cfg.urls)
+
+
+def check_host_memory(requests: int, each: int) -> None:
+    """Refuse more requests at once than this machine's memory holds, at so many bytes each; SGLang has their frames there."""
+    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
+    needed, room = requests * each, shutil.disk_usage(MEMORY).free
+    if needed > free:
+        told = f"{requests} requests at once need {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free"
+        raise ConfigError(f"{told}: set rollout.concurrency to at most {free // each}")
+    if needed > room:
+        told = f"{MEMORY} has {room / 1e9:.0f} GB free for frames that take {needed / 1e9:.0f}"
+        print(f"{told}: the rest travels inside requests, which is slower (docker run --shm-size)")
 
 
 def check_urls(urls: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ MEMORY = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettem
 # A group notes itself as a folder, and as files in it the names of its shared memory. `groups` is renamed before it is
 # read: one that comes later does not begin.
 END = """read -r _; mv "$1/groups" "$1/ended"
-for group in "$1/ended"/*; do kill -9 "-${group##*/}"; done
+for group in "$1/ended"/*; do kill -9 "-${group##*/}"; rm -f "$1/../sgl_shm_mm_${group##*/}"_*; done
 for file in "$1/ended"/*/*; do rm -f "$1/../${file##*/}"; done; rm -rf "$1" """
 BEGIN = 'mkdir "$0/$$" && exec "$@"'
 
@@ -79,14 +79,15 @@ def start_group(command: list[str], **options) -> subprocess.Popen:
 
 
 def note_shared_memory(process: subprocess.Popen) -> None:
-    """Note what a server of `start_group` keeps in /dev/shm and SIGKILL leaves there: SGLang's load figures, and the
-    semaphores of Python's multiprocessing. Their names do not tell whose they are, but what the group has mapped is its."""
+    """Note what a server of `start_group` keeps in /dev/shm and SIGKILL leaves there: SGLang's load figures and queues, and the
+    semaphores of Python's multiprocessing. Their names do not tell whose they are, but what the group has mapped is its.
+    (Features on their way to the model come and go; they have the server's process id in their names, sgl_shm_mm_PID_*.)"""
     inodes = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if os.getpgid(int(maps.parent.name)) == process.pid:
                 inodes |= set(re.findall(rf" (\d+) +{MEMORY}/", maps.read_text()))
-    for file in (*MEMORY.glob("sglang_loads_*"), *MEMORY.glob("sem.mp-*")):
+    for file in (*MEMORY.glob("sglang_loads_*"), *MEMORY.glob("sgl_shm_*"), *MEMORY.glob("sem.mp-*")):
         with contextlib.suppress(OSError):  # it has gone, or the group's note has
             if str(file.stat().st_ino) in inodes:
                 (memory_folder() / "groups" / str(process.pid) / file.name).touch()
@@ -98,6 +99,6 @@ def kill_group(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     note = memory_folder() / "groups" / str(process.pid)  # if it came to that
-    for file in note.glob("*"):
+    for file in (*note.glob("*"), *MEMORY.glob(f"sgl_shm_mm_{process.pid}_*")):
         (MEMORY / file.name).unlink(missing_ok=True)
     shutil.rmtree(note, ignore_errors=True)

@@ -275,10 +275,12 @@ def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) ->
 
 
 def export(
-    policy, folder: str | Path, source: str | Path, contract: VisualContract, file_bytes: int = 2 << 30, per_node=False
-) -> None:
+    policy, folder: str | Path, source: str | Path, contract: VisualContract, file_bytes: int = 2 << 30, per_node=False,
+    frozen=True,
+) -> None:  # fmt: skip
     """Write the policy as a Hugging Face checkpoint: its weights, in the dtype it computes in, and all else as in
-    `source`. A folder of that name is replaced. `per_node`: every node writes one, into a folder of its own.
+    `source`. A folder of that name is replaced. `per_node`: every node writes one, into a folder of its own. Without `frozen`
+    the weights that do not train are left out.
 
     Each rank writes every n-th file of n ranks: it holds one file of about `file_bytes`, and one gathered weight, at a
     time."""
@@ -293,6 +295,8 @@ def export(
 
     # which weights go into which file: as many files for each rank, and the next largest weight into the smallest of them
     weights = dict(policy.model.named_parameters())  # a tied head is listed once, as transformers stores it
+    if not frozen:
+        weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
     total = dtype.itemsize * sum(weight.numel() for weight in weights.values())
     count = ranks * math.ceil(total / (ranks * file_bytes))
     sizes, file_of = [0] * count, {}

@@ -317,7 +317,7 @@ class _Batch:
 
     def _choose(self, hidden, rows: list[_Request]) -> tuple[list[int], list[float]]:
         """Draw the next token of each row, and return the tokens and their log-probs."""
-        logits = self.model.lm_head(hidden).float()  # [B, V]
+        logits = packing.matmul_fp32(hidden, self.model.lm_head.weight.t())  # [B, V]
         logits[:, self.renderer.never_sampled] = -torch.inf
         temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
         # 24 random bits each: in float64, their product with any total stays below the total (see draw).

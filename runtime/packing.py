@@ -205,6 +205,13 @@ def frames_flash_attention(
     return torch.cat(out)[None], None
 
 
+def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply [m, k] by [k, n] into fp32. In bf16 a product is rounded to 8 bits: a logit above 16 by up to 0.06."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)  # it has no derivative
+    return left.float() @ right.float()
+
+
 def embed_by_matmul(vision) -> None:
     """Have the tower embed patches by a matrix product: they come flattened, and Conv3d is several times slower."""
     embed = vision.patch_embed

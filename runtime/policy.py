@@ -30,7 +30,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -179,9 +178,9 @@ class Policy(nn.Module):
             visual = packing.encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
         return visual[:, :0] if nothing else visual
 
-    def _score(self, hidden: Tensor, head: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of one chunk: [n, H], [V, H], [n] -> [n], [n]."""
-        logits = F.linear(hidden, head).float() / temperature  # [n, V]
+    def _score(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of one chunk: fp32 [n, V], [n] -> [n], [n]."""
+        logits = logits / temperature
         # The engine bans these ids, so its softmax has no mass on them either. Finite, since 0 * inf is nan.
         logits[:, self.never_sampled] = torch.finfo(torch.float32).min
         total = logits.logsumexp(-1)
@@ -194,8 +193,8 @@ class Policy(nn.Module):
 class _ChunkedScores(torch.autograd.Function):
     """Score chunk by chunk, and again chunk by chunk in the backward pass, so that logits exist for one chunk at a time.
 
-    (`recompute` would let autograd sum the head's gradient over the chunks in the head's dtype: bf16 loses what is small
-    beside the sum.)"""
+    Logits, and the head's gradient until it is whole, are fp32 also where all else is bf16. (`recompute` would let autograd
+    sum the head's gradient over the chunks in the head's dtype: bf16 loses what is small beside the sum.)"""
 
     @staticmethod
     def forward(ctx, hidden, head, targets, score, chunk):
@@ -204,7 +203,7 @@ class _ChunkedScores(torch.autograd.Function):
         logprobs, entropies = [], []
         # An empty split is one empty chunk: without targets the head still takes part in the graph.
         for h, t in zip(hidden.split(chunk), targets.split(chunk)):
-            chunk_logprobs, chunk_entropies = score(h, head, t)
+            chunk_logprobs, chunk_entropies = score(packing.matmul_fp32(h, head.t()), t)
             logprobs.append(chunk_logprobs)
             entropies.append(chunk_entropies)
         logprobs, entropies = torch.cat(logprobs), torch.cat(entropies)
@@ -217,12 +216,12 @@ class _ChunkedScores(torch.autograd.Function):
         hidden_grads, head_grad = [], torch.zeros_like(head, dtype=torch.float32)
         chunks = list(zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), grad.split(ctx.chunk)))
         for h, t, g in reversed(chunks):  # the order in which autograd would do it
+            logits = packing.matmul_fp32(h, head.t()).requires_grad_()  # [n, V]
             with torch.enable_grad():
-                h, w = h.detach().requires_grad_(), head.detach().requires_grad_()
-                logprobs, _ = ctx.score(h, w, t)
-                h_grad, w_grad = torch.autograd.grad(logprobs, (h, w), g)
-            hidden_grads.append(h_grad)
-            head_grad += w_grad
+                logprobs, _ = ctx.score(logits, t)
+            logits_grad = torch.autograd.grad(logprobs, logits, g)[0].to(head.dtype)
+            hidden_grads.append(logits_grad @ head)
+            head_grad += packing.matmul_fp32(logits_grad.t(), h)
         return torch.cat(hidden_grads[::-1]), head_grad.to(head.dtype), None, None, None
 
 
@@ -266,8 +265,10 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     policy.model.tie_weights()
     # to_empty leaves garbage in the buffers that no checkpoint holds.
     policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(where)
-    angles = torch.arange(len(policy.vision.rotary_pos_emb.inv_freq), dtype=torch.float32)
-    policy.vision.rotary_pos_emb.inv_freq = (1 / 10_000 ** (angles / len(angles))).to(where)
+    rotary = policy.vision.rotary_pos_emb
+    for name, buffer in list(rotary.named_buffers()):  # one, or from transformers 5.24 on two that are alike
+        angles = torch.arange(len(buffer), dtype=torch.float32)
+        setattr(rotary, name, (1 / 10_000 ** (angles / len(angles))).to(where))
     try:
         _read_weights(policy.model, path)
     except (SafetensorError, OSError) as error:

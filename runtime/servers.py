@@ -407,10 +407,26 @@ def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra:
     return [*command, "--port", str(port), "--mm-process-config", json.dumps({"image": image}), *extra]
 
 
-def context_flags(checkpoint: str | Path, max_context: int) -> list[str]:
-    """Return the flags that hold a server to our context: for the model's own, 262,144 tokens, SGLang reserves 2 GB."""
-    text = json.loads(Path(checkpoint, "config.json").read_text(encoding="utf-8"))["text_config"]
-    return ["--context-length", str(min(max_context + 16, text["max_position_embeddings"]))]  # 16: the end of a turn
+def server_flags(checkpoint: str | Path, max_context: int, gpus: Sequence[int], tensor_parallel: int = 1) -> list[str]:
+    """Return the flags of every server that we start, in RL, evaluation and the doctor: SGLang's well-worn paths, where it
+    would pick newer ones on Hopper. `server_args` of a config follow them, and the last word counts."""
+    import torch  # which a client of servers does not need
+
+    model = json.loads(Path(checkpoint, "config.json").read_text(encoding="utf-8"))
+    text = model.get("text_config", model)  # Qwen2.5-VL's has none
+    context = min(max_context + 16, text["max_position_embeddings"])  # 16: the end of a turn
+    flags = [
+        f"--context-length={context}",  # for the model's own, 262,144 tokens, it reserves 2 GB
+        f"--max-running-requests={64 * tensor_parallel}",  # it reserves request slots for thousands
+        "--enable-fp32-lm-head",  # logits as the trainer has them: it rounds them to bf16
+        "--mm-feature-transport=cpu",  # it hands image features over by CUDA IPC, out of a pool of 1 GiB
+        "--prefill-decode-interval=0",  # it lets 22 decoding steps pass before it reads the next prompt
+        "--schedule-policy=lpm",  # prompts that its cache has go first, so a group's is read once
+    ]
+    # It picks flashinfer for Qwen3-VL's decoding. On a newer GPU than Hopper fa3 would end with an assertion.
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(gpus[0]) == (9, 0):
+        flags.append("--attention-backend=fa3")
+    return flags
 
 
 def _forget(images: dict[int, list[str]], readers: dict[int, dict], key: int) -> None:

@@ -190,14 +190,19 @@ def run_witnessed(args: argparse.Namespace, context: AgentContext, temperature: 
 
 
 def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[bool, str]:
-    """Compare trainer and engine by the log-probs of what the model itself said; its reports are greedy, so unscaled."""
-    gaps = []
+    """Compare trainer and engine by the log-probs of what the model itself said; its reports are greedy, so unscaled. The
+    worst trajectory counts, by its mean and its 99th percentile: in bf16 a healthy pair has single tokens far apart."""
+    means, highest, tokens = [], [], 0
     for agent in episode.trajectories:
         start, scale = agent.turns[-1][0], temperature if agent is episode.main else 1.0
         ours = trainer_logprobs(policy, [agent], scale, start)
-        gaps += (ours - engine_logprobs([agent], start)).abs().tolist()
-    limit = 1e-3 if str(policy.dtype).endswith("float32") else 0.3
-    return max(gaps) < limit, f"mean {np.mean(gaps):.1e}, max {max(gaps):.1e} over {len(gaps)} tokens (limit {limit:g})"
+        gaps = (ours - engine_logprobs([agent], start)).abs().numpy()
+        means.append(gaps.mean())
+        highest.append(np.quantile(gaps, 0.99, method="lower"))
+        tokens += len(gaps)
+    low, high = (1e-3, 1e-3) if str(policy.dtype).endswith("float32") else (0.05, 0.3)
+    told = f"mean {max(means):.1e} (limit {low:g}), 99th percentile {max(highest):.1e} (limit {high:g}) over {tokens} tokens"
+    return max(means) < low and max(highest) < high, told
 
 
 def examine_server(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:

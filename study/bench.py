@@ -243,7 +243,7 @@ PHASES = {  # who passes them, and the function that they are; the others are th
     "trainer: wait": (rl.Sampler, "wait"),
     "trainer: push": None,
     "sampler: batch": (rl.Sampler, "sample"),
-    "sampler: overviews": (Videos, "overview"),
+    "sampler: overviews": (rl.Sampler, "look_ahead"),  # of the next batch
     "sampler: reading": None,
     "sampler: writing": None,
     "sampler: crops": (Videos, "window"),
@@ -302,10 +302,10 @@ class Node(Engine):
 
 
 def run_node(way: str, speed: float, changes: Sequence[str]) -> Node:
-    """Run rl.py on the toy for four steps, with a state saved after the second. What takes long on a node does so here."""
+    """Run rl.py on the toy for five steps, with a state saved after the second. What takes long on a node does so here."""
     with contextlib.ExitStack() as until_done:
         keys = [f"run={until_done.enter_context(tempfile.TemporaryDirectory())}", f"policy.checkpoint={TOY}/model"]
-        keys += [f"data.sources=[{{path: {TOY}/rl.parquet}}]", "val=null", "staleness=1", "steps=4", "save_every=2"]
+        keys += [f"data.sources=[{{path: {TOY}/rl.parquet}}]", "val=null", "staleness=1", "steps=5", "save_every=2"]
         cfg = config.load(rl.RLConfig, CONFIGS / "toy_paragrpo.yaml", [*keys, *changes])
         node = Node(planned(way), speed, cfg.batch_tasks * cfg.grpo.group_size)
         for name, function in PHASES.items():

@@ -300,7 +300,9 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     )
 
 
-def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int = 0, **text_sizes) -> None:
+def write_checkpoint(
+    path: Path, tokenizer, contract: VisualContract, seed: int = 0, vision: dict | None = None, **text_sizes
+) -> None:
     """An untrained Qwen3-VL of the real class, with everything that transformers and SGLang look for beside it."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
@@ -318,7 +320,7 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
         "eos_token_id": ids["<|im_end|>"],
         "rope_parameters": rope,
     } | text_sizes
-    vision = {
+    tower = {
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -329,10 +331,10 @@ def write_checkpoint(path: Path, tokenizer, contract: VisualContract, seed: int 
         "out_hidden_size": text["hidden_size"],
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
-    }
+    } | (vision or {})
     config = Qwen3VLConfig(
         text_config=text,
-        vision_config=vision,
+        vision_config=tower,
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],

@@ -130,11 +130,19 @@ if fault == "crash":
     sys.exit(3)
 if fault == "memory":
     semaphore = multiprocessing.get_context("spawn").Lock()
-    loads = Path(f"/dev/shm/sglang_loads_{random.randrange(10**9)}_test.shm")
-    loads.write_bytes(bytes(4096))
-    with loads.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 4096)
-    state["memory"] = [f"/dev/shm/sem.{semaphore._semlock.name[1:]}", str(loads)]
+    state["memory"], mapped = [f"/dev/shm/sem.{semaphore._semlock.name[1:]}"], []
+    number = random.randrange(10**9)
+    for name in (
+        f"sglang_loads_{number}_test.shm",
+        f"sgl_shm_mq_{number}_ab12cd34",
+        f"sgl_shm_mm_{os.getpid()}_ab12cd34",
+    ):
+        path = Path("/dev/shm", name)
+        path.write_bytes(bytes(4096))
+        state["memory"].append(str(path))
+        if "_mm_" not in name:  # features on their way are nobody's mapping
+            with path.open("r+b") as file:
+                mapped.append(mmap.mmap(file.fileno(), 4096))
 if fault == "slow_start":
     time.sleep(float(amount))
 Server(("127.0.0.1", port), Handler).serve_forever()

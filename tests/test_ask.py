@@ -6,11 +6,14 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from scripts import REPO, fake_server
 
+from data import Trajectory
 from rollout import RolloutConfig, load_episodes
 from runtime import checks, inprocess, servers
 from runtime.doctor import engine_logprobs
@@ -136,6 +139,19 @@ def test_a_server_of_ones_own_and_one_at_a_url_exclude_each_other(command, capsy
     assert end.value.code == 2 and "--url: not allowed with argument --gpu" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("gaps, good", [({0: 2.0}, True), ({0: 2.0, 1: 2.0, 2: 2.0}, False), (range(200), False)])
+def test_in_bf16_the_doctor_judges_the_mean_and_the_99th_percentile(monkeypatch, gaps, good):
+    """Past bug: it judged the largest gap of all tokens, which bf16 alone can take above its limit."""
+    far = torch.zeros(200)
+    for token in gaps:
+        far[token] = 0.06 if isinstance(gaps, range) else gaps[token]
+    agent = Trajectory([0] * 201, [0] + [1] * 200, [-1.0] * 201, [0] * 201, [], 1, turns=[(1, 201)])
+    monkeypatch.setattr(ask, "trainer_logprobs", lambda policy, agents, scale, start: far - 1)
+    episode = SimpleNamespace(trajectories=[agent], main=agent)
+    for dtype, expected in ((torch.bfloat16, good), (torch.float32, False)):
+        assert ask.agreement(SimpleNamespace(dtype=dtype), episode, 0.7)[0] == expected
+
+
 @pytest.mark.parametrize("wrong_at", [None, 0.7])
 def test_the_doctor_asks_a_server_of_its_own_at_two_temperatures_and_after_its_death(command, monkeypatch, wrong_at):
     """The server is a stand-in, so the trainer repeats what it said; the trainer's own model sees no frames then."""
@@ -155,4 +171,4 @@ def test_the_doctor_asks_a_server_of_its_own_at_two_temperatures_and_after_its_d
     found = table(printed)
     assert [name for name in found if not found[name]] == ["frames are seen"] + ["they agree at 0.7"] * bool(wrong_at)
     assert status == 1 and len(found) == 9
-    assert len(started) == 2 and {"--attention-backend=fa3", "--context-length"} < set(started[1])
+    assert len(started) == 2 and {"--enable-fp32-lm-head", "--mm-preprocess-cache-size-mb=65536"} < {*started[1]}

@@ -90,7 +90,7 @@ def test_a_simulated_step_hides_export_and_state_behind_sampling(monkeypatch):
     for phase, *span in bench.run_node("TP-1", 10, ["batch_tasks=1", "grpo.group_size=2", "gating=[4]"]).spans:
         ran[phase].append(span)
     batches, pushes, exports = ran["sampler: batch"], ran["trainer: push"], ran["trainer: export"]
-    assert all(ran.values()) and len(batches) == len(pushes) == len(exports) == 4
+    assert all(ran.values()) and len(batches) == len(pushes) == len(exports) == 5
     for batch, export, push in zip(batches[1:], exports, pushes):
         assert batch[0] < export[0] < export[1] < batch[1] < push[0]
     assert pushes[1][1] < batches[3][0] < ran["trainer: state"][0][1]

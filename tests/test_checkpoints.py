@@ -275,6 +275,23 @@ def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, 
         assert torch.equal(again(bundles).logprobs, policy(bundles).logprobs)
 
 
+def test_a_snapshot_without_the_frozen_tower_and_a_whole_export_load_as_the_same_model(path, tmp_path):
+    """Servers that began with the checkpoint have its tower; the result of a run must stand alone."""
+    policy, optimizer = fresh(path, freeze=("vision",))
+    train(policy, optimizer, range(1))
+    server, trained = tiny.plain(path), dict(policy.model.named_parameters())
+    for frozen in (True, False):
+        export(policy, tmp_path / "out", path, CONTRACT, frozen=frozen)
+        stored = load_file(tmp_path / "out" / "model.safetensors")
+        left_out = trained.keys() - stored.keys()
+        assert all(".visual." in name for name in left_out) and bool(left_out) is not frozen
+        if frozen:
+            alone = dict(tiny.plain(tmp_path / "out").named_parameters())
+            assert all(torch.equal(p, alone[name]) for name, p in trained.items())
+    server.load_state_dict(stored, strict=False)
+    assert all(torch.equal(p, trained[name]) for name, p in server.named_parameters())
+
+
 def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tmp_path):
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"stale": "model.safetensors"}}')
     for computed, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):  # the second replaces the first

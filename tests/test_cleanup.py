@@ -120,6 +120,8 @@ def test_servers_and_their_children_end_with_a_process_that_is_killed(tmp_path):
     """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Also one that had been restarted. Their shared
     memory goes with them, but not that of others."""
     others = multiprocessing.get_context("spawn").Lock()
+    theirs = Path(f"/dev/shm/sgl_shm_mm_{os.getpid()}_ab12cd34")
+    theirs.touch()
     script = f"""
 import os, sys, time
 from runtime.servers import SGLang
@@ -140,10 +142,11 @@ time.sleep(300)
         memory = [[Path(name) for name in process.stdout.readline().split()] for _ in range(2)]
         first, second = [list(map(int, line.split())) for line in (tmp_path / "pids").read_text().splitlines()]
         assert not any(map(alive, first)) and all(map(alive, second))
-        assert [[path.exists() for path in paths] for paths in memory] == [[False, False], [True, True]]
+        assert [[path.exists() for path in paths] for paths in memory] == [[False] * 4, [True] * 4]
     finally:
         process.kill()
         process.communicate()
     wait_for(lambda: not any(map(alive, second)), seconds=5)
     wait_for(lambda: not any(path.exists() for path in memory[1]), seconds=5)
-    assert Path(f"/dev/shm/sem.{others._semlock.name[1:]}").exists()
+    assert Path(f"/dev/shm/sem.{others._semlock.name[1:]}").exists() and theirs.exists()
+    theirs.unlink()

@@ -492,18 +492,30 @@ def test_a_server_killed_between_export_and_push_serves_no_mixed_weights(serve, 
     assert client.generate(**request(*prompts[0])).version == 2 and state_of(client.urls[0])["read"] != read
 
 
-def test_what_servers_cannot_run_with_is_refused(monkeypatch):
-    """The flag is right on Hopper, but a B200's server would end with an assertion."""
+def test_what_servers_cannot_run_with_is_refused(monkeypatch, tmp_path):
+    """A server that finds no nvcc dies at its first request, after minutes; one beside another process has no room."""
     for wrong in ({"server_gpus": (4, 5, 6)}, {"server_args": ("--tp-size=2",)}, {"server_args": ("--tp", "2")}):
         with pytest.raises(ValueError, match="tensor_parallel"):
             RolloutConfig(tensor_parallel=2, **wrong)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu: (9 + gpu, 0))
-    for flags in (["--attention-backend=fa3"], ["--a", "--attention-backend", "fa3"]):
-        check_servers(RolloutConfig(server_gpus=(0,), server_args=flags))
-        with pytest.raises(ConfigError, match="GPU 1 is too new for fa3; .* flashinfer"):
-            check_servers(RolloutConfig(server_gpus=(0, 1), server_args=flags))
-    check_servers(RolloutConfig(server_gpus=(1,), server_args=["--attention-backend=flashinfer"]))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: (1 + 69 * gpu) << 30)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setattr(
+        "runtime.checks.Path.exists", lambda path: path == tmp_path / "cuda/bin/nvcc" and path.is_file()
+    )
+    with pytest.raises(ConfigError, match=r"another process holds 70 GiB of GPU 1; end it \(`nvidia-smi`"):
+        check_servers(RolloutConfig(server_gpus=(0, 1)))
+    for may in (
+        RolloutConfig(server_gpus=(0,)),
+        RolloutConfig(server_gpus=(1,), server_args=["--mem-fraction-static=0.1"]),
+    ):
+        with pytest.raises(ConfigError, match="nvcc is not found, .* set CUDA_HOME"):
+            check_servers(may)
+    (tmp_path / "cuda/bin").mkdir(parents=True)
+    (tmp_path / "cuda/bin/nvcc").touch()
+    check_servers(RolloutConfig(server_gpus=(0,)))
 
 
 def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, monkeypatch):

@@ -37,8 +37,8 @@ from evals.benchmarks import load_split
 from evals.protocols import READS
 from evals.tables import interval, read_results
 from rollout import derive
-from runtime import config
-from runtime.checks import only_run_in
+from runtime import checks, config
+from runtime.checks import check_host_memory, only_run_in
 from runtime.dataset import DataError
 from runtime.engine import EngineError
 from runtime.render import END_OF_TURN
@@ -673,11 +673,13 @@ def two_gpus_with_sglang_and_three_cores() -> None:
     sys.modules.pop("eval", None)
     torch.cuda.device_count, os.cpu_count = lambda: 2, lambda: 3
     importlib.util.find_spec = lambda name: name
-    from eval import EvalConfig
+    from eval import EvalConfig, requests_at_once
 
-    for row, at_once in (("paravt_8b", 64), ("gpt4o", 8)):  # of GPT-4o, requests under way
+    # Published frames are large; of GPT-4o, requests under way.
+    for row, at_once in (("paravt_8b", 16), ("own/paravt_8b", 64), ("gpt4o", 8)):
         cfg = config.load(EvalConfig, f"configs/eval/{row}.yaml")
-        print(cfg.rollout.server_gpus, cfg.rollout.concurrency == at_once, cfg.decoders)
+        found, _ = requests_at_once(cfg, cfg.visual or VisualContract())
+        print(cfg.rollout.server_gpus, found == at_once, cfg.decoders)
 
 
 def test_a_row_takes_the_gpus_and_cores_of_its_machine():
@@ -688,8 +690,28 @@ def test_a_row_takes_the_gpus_and_cores_of_its_machine():
         32,
         os.cpu_count(),
     )  # none, no SGLang
-    assert finish(Forked(two_gpus_with_sglang_and_three_cores)) == "(0, 1) True 3\n() True 3\n"
+    assert finish(Forked(two_gpus_with_sglang_and_three_cores)) == "(0, 1) True 3\n(0, 1) True 3\n() True 3\n"
     assert load(CONFIGS / "toy.yaml").rollout.server_gpus == ()
+
+
+def test_requests_whose_frames_the_machine_cannot_hold_are_refused(monkeypatch, capsys):
+    """Past bug: a published row asked 32 requests a GPU at once, each with 906 MB of frames: 232 GB on eight."""
+    published = load(CONFIGS / "paravt_8b.yaml")
+    monkeypatch.setattr(checks.Path, "read_text", lambda path: "MemTotal: 1 kB\nMemAvailable: 100000000 kB\n")
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=50e9))
+    check_host_memory(64, 100 << 20)
+    assert not capsys.readouterr().out
+    check_host_memory(64, 10**9)
+    assert "has 50 GB free for frames that take 64: the rest travels inside requests" in capsys.readouterr().out
+    with pytest.raises(
+        config.ConfigError, match="need 256 GB of memory, 102 are free: set rollout.concurrency to at most 102"
+    ):
+        check_host_memory(256, 10**9)
+    monkeypatch.setattr(checks.Path, "read_text", lambda path: "MemAvailable: 12000000 kB\n")
+    monkeypatch.setattr(evaluation, "check_servers", lambda cfg: None)
+    row = replace(published, rollout=replace(published.rollout, server_gpus=(0, 1), concurrency=64))
+    with pytest.raises(config.ConfigError, match="16 requests at once need 16 GB of memory, 12 are free"):
+        evaluation.check_engine(row, None)
 
 
 def test_one_split_named_is_one_split_asked():
@@ -769,6 +791,7 @@ def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_
             work(cfg)
     # On a GPU that serves it; and before it is fetched, if its shapes are known.
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("shutil.which", lambda name: name)  # nvcc
     for changes, kept, size in (
         (["rollout.server_gpus=[0]"], "KV cache of 1 x 32768 tokens .*CUDA graphs and activations +6.0 GiB", "0.0"),
         (["checkpoint=ParaVT/ParaVT-8B"], "KV cache of a batch, twice .* 36.0 GiB", "16.3"),

@@ -76,8 +76,9 @@ def test_where_memory_is_full_frames_travel_as_images(client):
     assert not any(image.startswith("file://") for image in sent)
 
 
-def test_servers_get_the_context_of_the_config_and_its_flags_after_it(monkeypatch, tmp_path):
-    """SGLang would reserve 2 GB for the model's own context, and start with no longer one."""
+def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch, tmp_path):
+    """Only RL's configs named SGLang's well-worn paths; an evaluation's servers took newer ones, with logits in bf16. Past
+    bug: Qwen2.5-VL's config.json, which has no text_config, ended an evaluation with a KeyError."""
     opened = []
 
     def server(*args, server_args, **rest):
@@ -87,6 +88,24 @@ def test_servers_get_the_context_of_the_config_and_its_flags_after_it(monkeypatc
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
     for asked in (24_576, 40_000):
         rollout.open_engine(tmp_path, None, gpus=(0,), server_args=("--a=1",), max_context=asked)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 32768}')
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for capability in ((9, 0), (10, 0), (8, 0)):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu, capability=capability: capability)
+        rollout.open_engine(tmp_path, None, gpus=(4, 5), tensor_parallel=2, max_context=24_576)
     rollout.open_engine("m", None, urls=("http://node7:1",), max_context=24_576)
-    rollout.open_engine("m", None, urls=("http://node7:1",), wait=False)
-    assert opened == [("--context-length", "24592", "--a=1"), ("--context-length", "32768", "--a=1"), ()]
+    monkeypatch.undo()
+
+    same = {
+        "--enable-fp32-lm-head",
+        "--mm-feature-transport=cpu",
+        "--prefill-decode-interval=0",
+        "--schedule-policy=lpm",
+    }
+    first, longer, hopper, *others, elsewhere = opened
+    assert first[-1] == "--a=1" and {*first} == {*same, "--context-length=24592", "--max-running-requests=64", "--a=1"}
+    assert {*longer} == {*first} - {"--context-length=24592"} | {"--context-length=32768"}
+    expected = {*same, "--context-length=24592", "--max-running-requests=128"}
+    assert {*hopper} == {*expected, "--attention-backend=fa3"}  # whose server ends with an assertion on newer GPUs
+    assert [{*flags} for flags in others] == [expected, expected]
+    assert elsewhere == ()

@@ -18,8 +18,8 @@ def test_keys_written_in_place_are_those_that_a_copy_per_token_appends(checkpoin
     rows = [request(ids[i], [], seed=i, max_new_tokens=10 + 8 * i) for i in range(8)]
     places, update = [], inprocess._Keys.update
 
-    def noted(layer, *new):
-        keys, values = update(layer, *new)
+    def noted(layer, *new, **more):
+        keys, values = update(layer, *new, **more)
         places.append((keys.shape[0], keys.data_ptr()))
         return keys, values
 

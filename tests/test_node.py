@@ -62,7 +62,7 @@ def test_it_shows_the_figures_of_a_step_in_their_order():
 @pytest.mark.parametrize("way, max_seconds", [("TP-1", 40), ("TP-4", 28)])
 def test_the_planned_step_is_the_sum_of_its_terms(way, max_seconds):
     plan = planned(way)
-    terms = [plan[term] for term in ("overviews", "reading", "writing", "reports", "crops", "push")]
+    terms = [plan[term] for term in ("reading", "writing", "reports", "crops", "push")]
     assert plan["a step"] == pytest.approx(sum(terms)) and plan["a step"] < max_seconds
     assert f"| {plan['a step']:.0f} s a step, 54 steps" in PAGE
     # A state delays the next update, its export and the push, as far as sampling does not take as long.

@@ -62,3 +62,14 @@ def test_its_figures_are_those_of_the_results():
     assert len(figures) > 10 and all(figure in study for figure in figures)
     gains = re.findall(r"\b\d+(?:\.\d+)?x\b", README)
     assert len(gains) > 5 and all(f" {gain} " in bench for gain in gains)
+
+
+def test_the_lock_holds_what_the_requirements_pin_and_every_package_once():
+    """A lock that was not renewed would install another SGLang than the one that the code was written for."""
+    pins, locked = (
+        re.findall(r"^([\w.-]+)==([^\s;]+)", (REPO / name).read_text(encoding="utf-8"), re.M)
+        for name in ("requirements.txt", "requirements.lock")
+    )
+    assert len(pins) > 12 and set(pins) <= set(locked)
+    names = [name for name, _ in locked]
+    assert len(names) == len(set(names)) and f"pins all {len(names) + 1} packages" in README  # and ./configs/cuda-tile

@@ -20,7 +20,18 @@ import tiny
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from scripts import REPO, Forked, fake_server, finish, kill_at_random, metrics, same_metrics, same_weights, start
+from scripts import (
+    REPO,
+    Forked,
+    fake_server,
+    finish,
+    kill_at_random,
+    metrics,
+    same_metrics,
+    same_weights,
+    start,
+    wait_for,
+)
 from test_grpo import group as group_that_said
 from test_sft import write_config as sft_config
 from tiny_checkpoint import Scripted, is_subagent
@@ -42,6 +53,8 @@ from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
 from runtime.render import END_OF_TURN
 from runtime.run import Run, try_out
 from runtime.servers import SGLang
+from runtime.video import Videos
+from study.replay import replay
 
 run = partial(start, "rl.py")
 
@@ -99,6 +112,64 @@ def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chanc
     after = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and not any(".visual." in name for name in moved)  # the vision tower is frozen
+
+
+def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir, tmp_path, monkeypatch):
+    """Their decoding stood before each batch: 0.5 to 2.5 s of an 8B's step, planned."""
+    decoded, at_its_start = [], []
+    ask, sample = Videos._ask, rl.rollout
+
+    def noted(self, path, identity, verb, *arguments):
+        if verb == "decode":
+            decoded.append(str(path))
+        return ask(self, path, identity, verb, *arguments)
+
+    def rollout(tasks, *given, **more):
+        mine = {path for task in tasks for path in task.videos}
+        at_its_start.append(mine <= set(decoded))
+        groups = sample(tasks, *given, **more)
+        if len(at_its_start) < 3:
+            wait_for(lambda: len(decoded) == 2 * len(at_its_start) + 2)
+        return groups
+
+    monkeypatch.setattr(Videos, "_ask", noted)
+    monkeypatch.setattr(rl, "rollout", rollout)
+    train(tmp_path / "c.yaml", toy_dir, steps=3, rollout={"dispatch": "none", "max_new_tokens": 8})
+    assert at_its_start == [False, True, True] and len(decoded) == 6 == len(set(decoded))
+
+
+def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
+    cfg = config.load(RLConfig, REPO / "configs" / "paragrpo_8b.yaml")
+    for cores, ranks, workers in ((128, 4, 12), (16, 4, 4), (2, 4, 1), (None, 1, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert cfg.workers == workers
+
+
+def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir, tmp_path, capsys):
+    """So a run that goes wrong with servers, and not in the replay of its episodes, has servers that are wrong."""
+    path = write_config(
+        tmp_path / "c.yaml", toy_dir, dump_groups=2, grpo={"kl_coef": 0.1}, steps=1, rollout={"temperature": 1.0}
+    )
+    rl.main(config.load(RLConfig, path))
+    [line] = metrics(tmp_path / "c")
+    episodes = tmp_path / "c" / "episodes" / "step-000000.jsonl"
+    capsys.readouterr()
+    replay(config.load(RLConfig, path), str(episodes))
+    told = dict(row.split() for row in capsys.readouterr().out.splitlines())
+    assert told == {name: f"{line[name]:.6g}" for name in ("loss", "grad_norm", "logprob_gap", "learned_tokens")}
+    assert float(told["grad_norm"]) > 0 and float(told["logprob_gap"]) < 1e-5
+
+    # A server whose log-probs are others is told from a trainer that is wrong.
+    records = [json.loads(row) for row in episodes.read_text().splitlines()]
+    for record in records:
+        record["main"]["logprobs"] = [p and p - 1 for p in record["main"]["logprobs"]]
+    episodes.write_text("".join(json.dumps(record) + "\n" for record in records))
+    command = ["-m", "study.replay", str(path), str(episodes)]
+    assert "logprob_gap     1\n" in finish(Forked(command, REPO))
+    assert "error: [Errno 2] No such file or directory: 'nowhere'" in finish(
+        Forked([*command[:3], "nowhere"], REPO), code=1
+    )
 
 
 def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted, toy_dir, tmp_path, monkeypatch):
@@ -725,21 +796,21 @@ def test_every_config_loads_and_names_its_run_after_itself(path):
     assert cfg.run.replace("/toy/", "/toy_").removeprefix("runs/") in (path.stem, path.stem.removesuffix("_1gpu"))
 
 
-def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_of_four(monkeypatch, tmp_path):
-    """Its list of flags replaces the other config's, so it has to repeat the rest."""
+def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_and_frames_of_four(monkeypatch, tmp_path):
     cfg, plain = (
         config.load(RLConfig, REPO / "configs" / f"{name}.yaml") for name in ("paragrpo_8b_tp4", "paragrpo_8b")
     )
     changed = differences(asdict(plain), asdict(cfg))
     assert set(changed) == {"run", "rollout.tensor_parallel", "rollout.server_args"}
     flags = set(cfg.rollout.server_args) ^ set(plain.rollout.server_args)
-    assert flags == {"--max-running-requests=64", "--max-running-requests=256"}
+    assert flags == {"--mm-preprocess-cache-size-mb=65536", "--mm-preprocess-cache-size-mb=131072"}
 
     monkeypatch.setattr("rollout.SGLang", lambda *_, **options: SimpleNamespace(urls=["http://its"], options=options))
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
     for run, size in ((plain, 1), (cfg, 4)):
         options = rl.shared_engine(tmp_path, None, run).options
         assert (options["gpus"], options["tensor_parallel"]) == ((4, 5, 6, 7), size)
+        assert f"--max-running-requests={64 * size}" in options["server_args"]
 
 
 NO_ANCHORING = {

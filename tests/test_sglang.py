@@ -6,6 +6,7 @@ SGLANG_VENV names another environment."""
 
 import itertools
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import tiny
 import tiny_checkpoint
 import torch
+from safetensors.torch import load_file, save_file
 from scripts import metrics
 from test_engine import at_once, check_logprobs, request
 from test_rl import paid_by_chance as paid_by_chance
@@ -25,7 +27,7 @@ from data import Task
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.engine import EngineError
-from runtime.servers import SGLang, server_command
+from runtime.servers import SGLang, server_command, server_flags
 from runtime.visual import ContractError
 from study import ask
 
@@ -49,7 +51,8 @@ def model(checkpoint):
 
 def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
     def launch(port: int) -> list[str]:
-        command = server_command(checkpoint, renderer, port)
+        # A CPU takes all flags but those that need a GPU, which are not given there.
+        command = server_command(checkpoint, renderer, port, server_flags(checkpoint, 4096, gpus))
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
@@ -122,7 +125,9 @@ def doctor(monkeypatch, client, checkpoint, toy_dir) -> int:
     return ask.main()
 
 
-def test_new_weights_serve_the_next_sample_pixels_included(client, model, renderer, prompts, checkpoint, other):
+def test_new_weights_serve_the_next_sample_pixels_included(
+    client, model, renderer, prompts, checkpoint, other, tmp_path
+):
     """The vision tower changes too: features of the old one must not be served from a cache."""
     there = tiny.plain(other)
     client.update_weights(other, 1)
@@ -130,20 +135,31 @@ def test_new_weights_serve_the_next_sample_pixels_included(client, model, render
     assert client.generate(**request(*prompts[2])).version == 1
     client.update_weights(checkpoint, 2)
     check_rows(client, model, renderer, prompts)
+    # A snapshot without the frozen tower: the server keeps the one that it has.
+    stored = load_file(other / "model.safetensors")
+    shutil.copytree(other, tmp_path / "text")
+    save_file(
+        {name: stored[name] for name in stored if ".visual." not in name}, tmp_path / "text" / "model.safetensors"
+    )
+    mixed = tiny.plain(other)
+    mixed.model.visual = model.model.visual
+    client.update_weights(tmp_path / "text", 3)
+    check_rows(client, mixed, renderer, prompts)
 
 
 def test_the_doctor_finds_a_server_healthy_or_with_other_weights(
     client, checkpoint, other, toy_dir, monkeypatch, capsys
 ):
+    client.update_weights(checkpoint, 4)
     assert doctor(monkeypatch, client, checkpoint, toy_dir) == 0, capsys.readouterr().out
-    client.update_weights(other, 3)
+    client.update_weights(other, 5)
     assert doctor(monkeypatch, client, checkpoint, toy_dir) == 1
     assert "FAIL  engine and trainer agree" in capsys.readouterr().out
 
 
 def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, other, monkeypatch):
     """The server that replaces it serves the weights of the last update, not those of its checkpoint."""
-    client.update_weights(other, 4)
+    client.update_weights(other, 6)
     there = tiny.plain(other)
     plain, asked = client.generate, itertools.count()
 
@@ -165,7 +181,7 @@ def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, oth
         expected = tiny.plain_logprobs(there, renderer.never_sampled, main.ids, main.frames)
         sampled = torch.tensor(main.mask[1:], dtype=torch.bool)
         assert torch.allclose(torch.tensor(main.logprobs[1:])[sampled], expected[sampled], atol=1e-4, rtol=0)
-        assert {v for v, m in zip(main.versions, main.mask) if m} == {4}
+        assert {v for v, m in zip(main.versions, main.mask) if m} == {6}
 
 
 def test_training_samples_one_step_ahead_on_a_server_of_its_own(
