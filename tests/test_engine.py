@@ -528,6 +528,11 @@ def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, m
         assert seen["CUDA_VISIBLE_DEVICES"] == devices and not set(names) & set(seen)
 
 
+def test_a_server_keeps_no_image_embeddings(serve):
+    """They outlive a weight update: while the vision tower trains, they would be those of an older one."""
+    assert state_of(serve().urls[0])["environment"]["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+
+
 def test_a_server_that_dies_unasked_comes_back_with_the_current_weights(serve, renderer, prompts, tmp_path):
     """It was noticed only when a request was lost. With `urls`, a server that its owner restarts loads our snapshot."""
     owner = serve()
