@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from runtime import distributed
+from runtime.cleanup import memory_folder
 from runtime.distributed import (
     export,
     gather,
@@ -24,6 +26,7 @@ from runtime.distributed import (
     rank,
     save_state,
     saved_step,
+    snapshot_folder,
     sum_over_ranks,
 )
 from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
@@ -195,6 +198,27 @@ def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tm
         assert said == {str(dtype).removeprefix("torch.")}
     assert not list(tmp_path.glob("out.*"))
     (path / "model.safetensors.index.json").unlink()
+
+
+def test_an_export_of_a_stock_checkpoint_tells_its_contract_and_carries_no_other_weights(tmp_path):
+    """Past mutants: without visual.json any contract fits it; and what stood beside the old weights was copied."""
+    source = tiny.write(tmp_path / "stock")
+    for name in ("pytorch_model.bin", "consolidated.00.pth", "training.pt", "model.gguf"):
+        (source / name).write_bytes(b"old weights")
+    export(load(PolicyConfig(str(source)), train=False), tmp_path / "out", source, CONTRACT)
+    assert VisualContract.load(tmp_path / "out") == CONTRACT != VisualContract()
+    assert not [p.name for p in (tmp_path / "out").iterdir() if p.suffix in (".bin", ".pth", ".pt", ".gguf")]
+
+
+@pytest.mark.parametrize("free, images, in_memory", [(1.5, 0, False), (2.5, 0, True), (2.5, 1, False)])
+def test_snapshots_lie_in_memory_where_two_have_room(path, tmp_path, monkeypatch, capsys, free, images, in_memory):
+    """Beside the servers' images; in multiples of the weights. While one is written, a server that restarts reads the one
+    before."""
+    weights = (path / "model.safetensors").stat().st_size
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free * weights))
+    with snapshot_folder(tmp_path, path, images=images * weights) as folder:
+        assert folder.is_relative_to(memory_folder() if in_memory else tmp_path)
+    assert ("no room for two snapshots" in capsys.readouterr().out) is not in_memory
 
 
 # ------------------------------------------------------------------------------------------------ ranks
