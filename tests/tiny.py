@@ -1,13 +1,16 @@
 """A tiny random Qwen3-VL without a tokenizer, random bundles, and the oracles: plain transformers for log-probs, and the
 definition of the GPU's attention kernels."""
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from runtime.distributed import init_distributed, rank, world_size
@@ -142,6 +145,14 @@ def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Frames], te
 
 def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextlib.contextmanager
+def rates_of_updates() -> Iterator[list[float]]:
+    """Note the learning rate of each step that an optimizer takes meanwhile."""
+    rates = []
+    with register_optimizer_step_post_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])):
+        yield rates
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
