@@ -173,12 +173,12 @@ def test_banned_tokens_are_not_sampled_even_if_nothing_else_is_likely(checkpoint
 
 def test_a_turn_ends_with_its_stop_token_or_with_its_budget(engine, prompts, monkeypatch):
     ids, clips = prompts[1]
-    long = engine.generate(**request(ids, clips))
+    long = engine.generate(**request(ids, clips, 2))
     assert (long.finish, len(long.ids), len(long.logprobs)) == ("length", 24, 24)
     stop = long.ids[5]
-    short = engine.generate(**request(ids, clips, stop=(stop,)))
+    short = engine.generate(**request(ids, clips, 2, stop=(stop,)))
     monkeypatch.setattr(engine.renderer, "ends_of_turn", (1, stop))
-    assert engine.generate(**request(ids, clips)) == short  # the checkpoint's own ends stop unasked
+    assert engine.generate(**request(ids, clips, 2)) == short  # the checkpoint's own ends stop unasked
     assert short.finish == "stop" and short.ids == long.ids[: long.ids.index(stop) + 1]
     assert short.logprobs == pytest.approx(long.logprobs[: len(short.ids)], abs=1e-5)
 
