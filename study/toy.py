@@ -337,7 +337,7 @@ def write_checkpoint(
         "eos_token_id": ids["<|im_end|>"],
         "rope_parameters": rope,
     } | text_sizes
-    vision = {
+    tower = {
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -349,7 +349,7 @@ def write_checkpoint(
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
     } | (vision or {})
-    untrained_model(text, vision, ids, seed).save_pretrained(path)
+    untrained_model(text, tower, ids, seed).save_pretrained(path)
     tokenizer.save_pretrained(path)
     contract.save(path)
     images = json.loads((path / "preprocessor_config.json").read_text())
