@@ -150,6 +150,19 @@ def test_a_draw_inverts_the_distribution(count, vocabulary):
     assert (greedy | above & below).all()
 
 
+@pytest.mark.parametrize("vocabulary, temperature", [(7, 1.0), (300, 0.7), (151_936, 1.5)])
+def test_evenly_spread_uniforms_draw_each_token_by_its_probability(vocabulary, temperature):
+    """Exactly: of n evenly spread numbers, each token's interval holds n p of them, give or take one."""
+    logits = 4 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[[0, 3, -1]] = -torch.inf
+    n = 1024 if vocabulary < 1000 else 64
+    uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    tokens, _ = draw(logits.expand(n, -1), torch.full((n,), temperature), uniforms)
+    expected = n * (logits.double() / temperature).softmax(-1)
+    assert ((torch.bincount(tokens, minlength=vocabulary) - expected).abs() <= 1).all()
+    assert tokens.tolist() == sorted(tokens.tolist()) and logits[tokens].isfinite().all()
+
+
 def test_a_draw_depends_on_nothing_but_its_own_row():
     """Its token and the bits of its log-prob are the same alone, in any order, and among any rows."""
     rows = some_rows(8, 151_936)
@@ -288,6 +301,38 @@ def test_each_prompt_is_read_once_and_no_padding(checkpoint, renderer, prompts):
     at_once(engine, rows)
     engine.close()
     assert read == [(1, len(long) + sum(map(len, tails)) + len(short)), (4, 1), (4, 1)]
+
+
+def test_short_prompts_of_any_length_are_one_batch(checkpoint, renderer):
+    """Past bug: each batch held prompts of similar length, so 64 texts were decoded as five batches. Padding stays bounded."""
+    engine, rows = InProcess(checkpoint, renderer, max_batch_tokens=8000), []
+    text = engine.model.model.language_model
+    text.register_forward_pre_hook(lambda _, __, given: rows.append(len(given["inputs_embeds"])), with_kwargs=True)
+    for longest, batches in ((64, 1), (900, 8)):
+        rows.clear()
+        lengths = np.linspace(8, longest, 64).astype(int)
+        at_once(engine, [request([20 + i] * n, [], seed=i, max_new_tokens=2) for i, n in enumerate(lengths)])
+        cut = rows[1::2]  # a batch is read as one sequence, and then samples row by row
+        assert len(cut) <= batches and sum(cut) == 64
+        for batch in np.split(lengths, np.cumsum(cut)[:-1]):  # the shorter ones first
+            assert len(batch) * (max(batch) + 2) <= 8000 and len(batch) * max(batch) - sum(batch) <= 2000
+    engine.close()
+
+
+def test_short_clips_are_encoded_together_up_to_the_frames_of_an_overview(checkpoint, renderer):
+    """Whatever their sizes, in one batch; that the samples are those of each alone, the tests above show."""
+    engine, frames, rows = InProcess(checkpoint, renderer), [], []
+    tower = engine.model.model.visual
+    tower.register_forward_pre_hook(
+        lambda _, __, given: frames.append(int(given["grid_thw"][:, 0].sum())), with_kwargs=True
+    )
+    for i, count in enumerate((1, 2, 1, 4, 3)):  # an overview has 4
+        content = [noise(count, seed=i, width=64 + 32 * (i % 2)), "What?"]
+        ids = renderer.render([{"role": "user", "content": content}], generate=True).ids
+        rows.append(request(ids, [content[0]], max_new_tokens=1))
+    at_once(engine, rows)
+    engine.close()
+    assert sorted(frames) == [3, 4, 4]
 
 
 def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monkeypatch):
