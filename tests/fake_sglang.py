@@ -26,7 +26,7 @@ from PIL import Image
 
 port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
-state = {"version": "default", "warmed": [], "prompts": {}, "read": {}}
+state = {"version": "default", "pid": os.getpid(), "warmed": [], "prompts": {}, "read": {}}
 state |= {"served": 0, "answered": 0, "loads": 0, "cold": 0}  # cold: answers and loads before it was warmed
 lock = threading.Lock()
 
