@@ -41,6 +41,7 @@ def generate(request: dict) -> tuple[int, dict]:
         state["cold"] += not state["warmed"]
         state["served"] += 1
         number = state["served"]
+        state["shown"] = request["image_data"]
         shown = str(request["image_data"][:1])
         state["prompts"][shown] = state["prompts"].get(shown, 0) + 1
     if fault == "die_after" and number > int(amount):
@@ -126,4 +127,4 @@ if fault == "memory":
     state["memory"] = [f"/dev/shm/sem.{semaphore._semlock.name[1:]}", str(loads)]
 if fault == "slow_start":
     time.sleep(float(amount))
-Server(("127.0.0.1", port), Handler).serve_forever()
+Server(("", port), Handler).serve_forever()
