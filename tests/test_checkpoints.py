@@ -253,13 +253,13 @@ def both_ranks(path, folder):
 
 def save_and_load_on_a_slow_disk(folder: Path) -> None:
     """Rank 1 writes and reads for longer than ranks that train together wait for each other."""
-    distributed.NCCL_TIMEOUT = datetime.timedelta(seconds=2)
+    distributed.NCCL_TIMEOUT = datetime.timedelta(seconds=1.5)
     distributed.init_distributed()
     (model, optimizer), sync = small(), os.fsync
     if rank() == 1:
-        os.fsync = lambda file: time.sleep(3) or sync(file)
+        os.fsync = lambda file: time.sleep(2) or sync(file)
     save_state(folder, model, optimizer, 1)
-    time.sleep(3 * rank())
+    time.sleep(2 * rank())
     assert load_state(folder, model, optimizer) == (1, {})
 
 
