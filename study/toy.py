@@ -300,10 +300,27 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     )
 
 
+def untrained_model(text: dict, vision: dict, ids: dict[str, int], seed: int) -> Qwen3VLForConditionalGeneration:
+    """Build an untrained Qwen3-VL of the real class. `ids`: of the tokens that ADDED names."""
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(eos_token_id=[ids["<|im_end|>"]], pad_token_id=ids["<|endoftext|>"])
+    return model
+
+
 def write_checkpoint(
     path: Path, tokenizer, contract: VisualContract, seed: int = 0, vision: dict | None = None, **text_sizes
 ) -> None:
-    """An untrained Qwen3-VL of the real class, with everything that transformers and SGLang look for beside it."""
+    """An untrained model, with everything that transformers and SGLang look for beside it."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text = {
@@ -332,19 +349,7 @@ def write_checkpoint(
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0],
     } | (vision or {})
-    config = Qwen3VLConfig(
-        text_config=text,
-        vision_config=tower,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(seed)
-    model = Qwen3VLForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(eos_token_id=[ids["<|im_end|>"]], pad_token_id=ids["<|endoftext|>"])
-    model.save_pretrained(path)
+    untrained_model(text, tower, ids, seed).save_pretrained(path)
     tokenizer.save_pretrained(path)
     contract.save(path)
     images = json.loads((path / "preprocessor_config.json").read_text())

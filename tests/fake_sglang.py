@@ -27,7 +27,7 @@ from PIL import Image
 
 port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
-state = {"version": "default", "warmed": [], "prompts": {}, "read": {}}
+state = {"version": "default", "pid": os.getpid(), "warmed": [], "prompts": {}, "read": {}}
 state |= {"served": 0, "answered": 0, "loads": 0, "cold": 0}  # cold: answers and loads before it was warmed
 lock = threading.Lock()
 
@@ -42,6 +42,7 @@ def generate(request: dict) -> tuple[int, dict]:
         state["cold"] += not state["warmed"]
         state["served"] += 1
         number = state["served"]
+        state["shown"] = request["image_data"]
         shown = str(request["image_data"][:1])
         state["prompts"][shown] = state["prompts"].get(shown, 0) + 1
     if fault == "die_after" and number > int(amount):
@@ -145,4 +146,4 @@ if fault == "memory":
                 mapped.append(mmap.mmap(file.fileno(), 4096))
 if fault == "slow_start":
     time.sleep(float(amount))
-Server(("127.0.0.1", port), Handler).serve_forever()
+Server(("", port), Handler).serve_forever()

@@ -1,6 +1,7 @@
 """A resumed run is the uninterrupted run, a kill never costs more than the steps since the last save, and what is
 exported is an ordinary Hugging Face checkpoint."""
 
+import datetime
 import json
 import math
 import multiprocessing
@@ -10,16 +11,20 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from scripts import Forked, finish
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from runtime import distributed
+from runtime.cleanup import memory_folder
 from runtime.config import ConfigError
 from runtime.distributed import (
     export,
@@ -29,6 +34,7 @@ from runtime.distributed import (
     rank,
     save_state,
     saved_step,
+    snapshot_folder,
     sum_over_ranks,
 )
 from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
@@ -311,6 +317,27 @@ def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tm
     (path / "model.safetensors.index.json").unlink()
 
 
+def test_an_export_of_a_stock_checkpoint_tells_its_contract_and_carries_no_other_weights(tmp_path):
+    """Past mutants: without visual.json any contract fits it; and what stood beside the old weights was copied."""
+    source = tiny.write(tmp_path / "stock")
+    for name in ("pytorch_model.bin", "consolidated.00.pth", "training.pt", "model.gguf"):
+        (source / name).write_bytes(b"old weights")
+    export(load(PolicyConfig(str(source)), train=False), tmp_path / "out", source, CONTRACT)
+    assert VisualContract.load(tmp_path / "out") == CONTRACT != VisualContract()
+    assert not [p.name for p in (tmp_path / "out").iterdir() if p.suffix in (".bin", ".pth", ".pt", ".gguf")]
+
+
+@pytest.mark.parametrize("free, images, in_memory", [(1.5, 0, False), (2.5, 0, True), (2.5, 1, False)])
+def test_snapshots_lie_in_memory_where_two_have_room(path, tmp_path, monkeypatch, capsys, free, images, in_memory):
+    """Beside the servers' images; in multiples of the weights. While one is written, a server that restarts reads the one
+    before."""
+    weights = (path / "model.safetensors").stat().st_size
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free * weights))
+    with snapshot_folder(tmp_path, path, images=images * weights) as folder:
+        assert folder.is_relative_to(memory_folder() if in_memory else tmp_path)
+    assert ("no room for two snapshots" in capsys.readouterr().out) is not in_memory
+
+
 # ------------------------------------------------------------------------------------------------ ranks
 
 
@@ -337,32 +364,21 @@ def both_ranks(path, folder):
     assert gather(rank()) == [0, 1]
 
 
-def test_ranks_wait_half_an_hour_for_a_lost_one_and_two_for_disks(tmp_path, monkeypatch):
-    """Past bug: a state was saved and loaded in the default group, within NCCL's time."""
-    calls = []
-
-    def note(name: str):
-        return lambda *args, **options: calls.append((name, options)) or name
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(distributed, "end_with_parent", lambda: None)
-    for name in ("init_process_group", "new_group"):
-        monkeypatch.setattr(distributed.dist, name, note(name))
+def save_and_load_on_a_slow_disk(folder: Path) -> None:
+    """Rank 1 writes and reads for longer than ranks that train together wait for each other."""
+    distributed.NCCL_TIMEOUT = datetime.timedelta(seconds=1.5)
     distributed.init_distributed()
-    monkeypatch.setattr(distributed, "_gloo", distributed._gloo.__wrapped__)
-    monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    monkeypatch.setattr(distributed, "barrier", lambda: None)
-    monkeypatch.setattr(distributed, "gather", lambda value: [value])
-    (tmp_path / "step-00000001").mkdir()
-    (tmp_path / "step-00000001" / "run.json").write_text('{"step": 1, "extra": {}}')
-    for name in ("save", "load"):
-        monkeypatch.setattr(distributed.dcp, name, note(name))
-    save_state(tmp_path, *small(), 2)
-    load_state(tmp_path, *small())
-    hours = [(name, options["timeout"].total_seconds() / 3600) for name, options in calls if "timeout" in options]
-    assert hours == [("init_process_group", 0.5), ("new_group", 2), ("new_group", 2)]
-    assert [options["process_group"] for name, options in calls if name in ("save", "load")] == ["new_group"] * 2
+    (model, optimizer), sync = small(), os.fsync
+    if rank() == 1:
+        os.fsync = lambda file: time.sleep(2) or sync(file)
+    save_state(folder, model, optimizer, 1)
+    time.sleep(2 * rank())
+    assert load_state(folder, model, optimizer) == (1, {})
+
+
+def test_ranks_wait_for_a_slow_disk_longer_than_for_a_lost_rank(tmp_path):
+    """Past bug: a state was saved and loaded in the default group, within NCCL's time."""
+    finish(Forked(partial(save_and_load_on_a_slow_disk, tmp_path), ranks=2))
 
 
 def test_two_ranks_save_resume_export_and_agree(path, tmp_path):

@@ -29,6 +29,7 @@ SIDES = st.integers(16, 8000)  # pixels
 RELEASED = VisualContract(frame_pixels=100_352, max_frame_pixels=602_112, crop_frame_pixels=65_536)
 CONTRACTS = [VisualContract(frame_pixels=tokens * 1024) for tokens in (1, 4, 64, 256)] + [
     RELEASED,
+    VisualContract(crop_frame_pixels=16_384),  # a crop may be below the frame_pixels of the overview
     VisualContract(frame_pixels=102_400, max_frame_pixels=102_400),  # what is rounded down ends below it
     VisualContract(patch=14, frame_pixels=784, max_frame_pixels=50_176),
 ]

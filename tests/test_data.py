@@ -199,6 +199,13 @@ def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, tokenizer, toy
     assert text_only.frames == [] and sum(text_only.masks[0]) >= 2
 
 
+def test_the_placeholder_of_a_video_is_part_of_no_question(video):
+    """Published questions begin with it. Past mutant: SFT showed it to the model, and RL did not."""
+    for text in ("<video>\nWhich?", "<video>Which?", "Which?"):
+        row = rl(video, answer="x") | {"prompt": [{"role": "user", "content": text}]}
+        assert parse([user(video, text), SAID]).question == parse_task(row, "rl:0", Path("/")).question == "Which?"
+
+
 ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
@@ -210,6 +217,7 @@ ASKED = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         ([{"role": "user", "content": "q"}], "must open with the user and close with the assistant"),
         ([{"role": "assistant", "content": "a"}], "must open with the user"),
         ([{"role": "user", "content": "q"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "must follow each user"),
+        ([*ASKED, ASKED[1]], "must follow each user, and never itself"),
         ([{"role": "user", "content": "q"}, {"role": "critic", "content": "a"}], "role 'critic'"),
         ([{"role": "user", "content": [{"type": "audio"}]}, {"role": "assistant", "content": "a"}], "neither text, video nor image"),
         ([user("gone.mp4"), {"role": "assistant", "content": "a"}], "/nowhere/gone.mp4: no such file"),

@@ -150,6 +150,19 @@ def test_a_draw_inverts_the_distribution(count, vocabulary):
     assert (greedy | above & below).all()
 
 
+@pytest.mark.parametrize("vocabulary, temperature", [(7, 1.0), (300, 0.7), (151_936, 1.5)])
+def test_evenly_spread_uniforms_draw_each_token_by_its_probability(vocabulary, temperature):
+    """Exactly: of n evenly spread numbers, each token's interval holds n p of them, give or take one."""
+    logits = 4 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(0))
+    logits[[0, 3, -1]] = -torch.inf
+    n = 1024 if vocabulary < 1000 else 64
+    uniforms = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    tokens, _ = draw(logits.expand(n, -1), torch.full((n,), temperature), uniforms)
+    expected = n * (logits.double() / temperature).softmax(-1)
+    assert ((torch.bincount(tokens, minlength=vocabulary) - expected).abs() <= 1).all()
+    assert tokens.tolist() == sorted(tokens.tolist()) and logits[tokens].isfinite().all()
+
+
 def test_a_draw_depends_on_nothing_but_its_own_row():
     """Its token and the bits of its log-prob are the same alone, in any order, and among any rows."""
     rows = some_rows(8, 151_936)
@@ -173,12 +186,12 @@ def test_banned_tokens_are_not_sampled_even_if_nothing_else_is_likely(checkpoint
 
 def test_a_turn_ends_with_its_stop_token_or_with_its_budget(engine, prompts, monkeypatch):
     ids, clips = prompts[1]
-    long = engine.generate(**request(ids, clips))
+    long = engine.generate(**request(ids, clips, 2))
     assert (long.finish, len(long.ids), len(long.logprobs)) == ("length", 24, 24)
     stop = long.ids[5]
-    short = engine.generate(**request(ids, clips, stop=(stop,)))
+    short = engine.generate(**request(ids, clips, 2, stop=(stop,)))
     monkeypatch.setattr(engine.renderer, "ends_of_turn", (1, stop))
-    assert engine.generate(**request(ids, clips)) == short  # the checkpoint's own ends stop unasked
+    assert engine.generate(**request(ids, clips, 2)) == short  # the checkpoint's own ends stop unasked
     assert short.finish == "stop" and short.ids == long.ids[: long.ids.index(stop) + 1]
     assert short.logprobs == pytest.approx(long.logprobs[: len(short.ids)], abs=1e-5)
 
@@ -290,6 +303,38 @@ def test_each_prompt_is_read_once_and_no_padding(checkpoint, renderer, prompts):
     assert read == [(1, len(long) + sum(map(len, tails)) + len(short)), (4, 1), (4, 1)]
 
 
+def test_short_prompts_of_any_length_are_one_batch(checkpoint, renderer):
+    """Past bug: each batch held prompts of similar length, so 64 texts were decoded as five batches. Padding stays bounded."""
+    engine, rows = InProcess(checkpoint, renderer, max_batch_tokens=8000), []
+    text = engine.model.model.language_model
+    text.register_forward_pre_hook(lambda _, __, given: rows.append(len(given["inputs_embeds"])), with_kwargs=True)
+    for longest, batches in ((64, 1), (900, 8)):
+        rows.clear()
+        lengths = np.linspace(8, longest, 64).astype(int)
+        at_once(engine, [request([20 + i] * n, [], seed=i, max_new_tokens=2) for i, n in enumerate(lengths)])
+        cut = rows[1::2]  # a batch is read as one sequence, and then samples row by row
+        assert len(cut) <= batches and sum(cut) == 64
+        for batch in np.split(lengths, np.cumsum(cut)[:-1]):  # the shorter ones first
+            assert len(batch) * (max(batch) + 2) <= 8000 and len(batch) * max(batch) - sum(batch) <= 2000
+    engine.close()
+
+
+def test_short_clips_are_encoded_together_up_to_the_frames_of_an_overview(checkpoint, renderer):
+    """Whatever their sizes, in one batch; that the samples are those of each alone, the tests above show."""
+    engine, frames, rows = InProcess(checkpoint, renderer), [], []
+    tower = engine.model.model.visual
+    tower.register_forward_pre_hook(
+        lambda _, __, given: frames.append(int(given["grid_thw"][:, 0].sum())), with_kwargs=True
+    )
+    for i, count in enumerate((1, 2, 1, 4, 3)):  # an overview has 4
+        content = [noise(count, seed=i, width=64 + 32 * (i % 2)), "What?"]
+        ids = renderer.render([{"role": "user", "content": content}], generate=True).ids
+        rows.append(request(ids, [content[0]], max_new_tokens=1))
+    at_once(engine, rows)
+    engine.close()
+    assert sorted(frames) == [3, 4, 4]
+
+
 def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monkeypatch):
     """In signature, shapes, dtypes and devices: torch checks them on the meta device, where it computes nothing."""
     engine, chosen = InProcess(checkpoint, renderer, dtype="bfloat16"), []
@@ -383,33 +428,30 @@ def test_servers_share_requests_and_all_have_the_weights_pushed_last(serve, prom
     assert sum(state["served"] for state in states) == 48 and min(state["served"] for state in states) >= 18
 
 
-def test_a_prompt_is_read_by_one_server_and_forgotten_with_its_frames(serve, renderer):
+def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve, renderer):
+    """Its cache has the prompt. The other server answers where the first has eight more to do, or is away."""
     client, clips = serve("slow=0.5", servers=2), [noise(1, seed=seed) for seed in range(2)]
     ids = renderer.render([{"role": "user", "content": [clips[0], "What?"]}], generate=True).ids
     rows = [request(ids + [20 + i], [clip], shared=len(ids)) for clip in clips for i in range(8)]
     at_once(client, rows)
     assert [list(state_of(url)["prompts"].values()) for url in client.urls] == [[8], [8]]
-    # The other one answers, too, where the first has far more to do, or is away.
-    [first] = client._readers[id(clips[0].pixels)].values()
-    [second] = [server for server in client._servers if server is not first]
-    first.busy += 8
+    at_once(client, rows[:8] * 2)
+    assert [state_of(url)["served"] for url in client.urls] == [16, 16]
+    first, last = sorted(
+        client.urls, key=lambda url: len(state_of(url)["prompts"])
+    )  # the other one, which read it last
+    os.kill(state_of(last)["pid"], signal.SIGKILL)
     client.generate(**rows[0])
-    first.busy -= 8
-    assert [state_of(server.url)["served"] for server in (first, second)] == [8, 9]
-    second.process.kill()
-    client.generate(**rows[0])
-    assert state_of(first.url)["served"] == 9
-    del clips, rows
-    assert not client._readers
+    assert state_of(first)["served"] == 17
 
 
-def test_servers_without_work_are_chosen_by_rank(serve, renderer, prompts, monkeypatch):
+def test_servers_without_work_are_chosen_by_rank(serve, renderer, prompts, tmp_path, monkeypatch):
     """Each rank's first prompt went to the first server."""
     owner = serve(servers=2)
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
         client = SGLang("", renderer, urls=owner.urls)
-        wait_for(lambda own=client: all(server.healthy for server in own._servers))
+        client.update_weights(tmp_path, rank)  # waits for both
         assert client.urls == owner.urls
         client.generate(**request(*prompts[1], shared=5))
         client.close()
@@ -538,6 +580,11 @@ def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, m
         seen = straight.get(url + "/model_info").json()["environment"]
         assert seen["no_proxy"] == seen["NO_PROXY"] == "127.0.0.1"
         assert seen["CUDA_VISIBLE_DEVICES"] == devices and not set(names) & set(seen)
+
+
+def test_a_server_keeps_no_image_embeddings(serve):
+    """They outlive a weight update: while the vision tower trains, they would be those of an older one."""
+    assert state_of(serve().urls[0])["environment"]["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
 
 
 def test_a_server_that_dies_unasked_comes_back_with_the_current_weights(serve, renderer, prompts, tmp_path):

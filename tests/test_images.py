@@ -3,14 +3,18 @@
 import base64
 import io
 import os
-import time
+import socket
+import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import requests
 from PIL import Image
+from scripts import fake_server
 from tiny_checkpoint import noise
 
 import rollout
@@ -19,18 +23,43 @@ from runtime.servers import SGLang
 from runtime.video import Frames
 
 
+@pytest.fixture(scope="module")
+def port(renderer) -> Iterator[int]:
+    """Of a stand-in, which answers under all names of this machine."""
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(fake_server(renderer, port))
+    yield port
+    process.kill()
+    process.wait()
+
+
 @pytest.fixture
-def client(monkeypatch):
-    monkeypatch.setattr(SGLang, "_supervise", lambda client, server: setattr(server, "healthy", True))
+def connect(port, renderer):
+    """connect(host) -> a client, and its folder of frames if it has one."""
     clients = []
 
-    def connect(*urls: str) -> SGLang:
-        clients.append(SGLang("", SimpleNamespace(), urls=urls))
-        return clients[-1]
+    def client(host: str) -> tuple[SGLang, Path | None]:
+        before = set(memory_folder().glob("frames-*"))
+        clients.append(SGLang("", renderer, urls=[f"http://{host}:{port}"]))
+        clients[-1].wait_until_ready()
+        return clients[-1], next(iter(set(memory_folder().glob("frames-*")) - before), None)
 
-    yield connect
+    yield client
     for each in clients:
         each.close()
+
+
+@pytest.fixture
+def show(port, renderer):
+    """show(client, clip) -> what the server gets of the clip's frames."""
+
+    def ask(client: SGLang, clip: Frames) -> list[str]:
+        ids = renderer.render([{"role": "user", "content": [clip, "What?"]}], generate=True).ids
+        client.generate(ids, [clip], max_new_tokens=2, temperature=1.0, seed=0)
+        return requests.get(f"http://127.0.0.1:{port}/model_info").json()["shown"]
+
+    return ask
 
 
 def pixels_of(sent: str) -> np.ndarray:
@@ -38,40 +67,36 @@ def pixels_of(sent: str) -> np.ndarray:
     return np.array(Image.open(file))
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:30000", "http://node7:30000"])
-def test_servers_get_the_very_pixels_once_per_clip(client, url, monkeypatch):
-    local = client(url)
-    clip, written, send = noise(3), [], SGLang._send
-    monkeypatch.setattr(SGLang, "_send", lambda *given: written.append(time.sleep(0.02)) or send(*given))
+@pytest.mark.parametrize("host, here", [("localhost", True), ("127.0.0.2", False)])
+def test_servers_get_the_very_pixels_once_per_clip(connect, show, host, here):
+    """An address that is not 127.0.0.1 stands for another machine."""
+    (client, folder), clip = connect(host), noise(3, width=512, height=512)
     with ThreadPoolExecutor(8) as rollouts:  # those of a group begin together
-        first, *others = rollouts.map(lambda _: local._shown(Frames(clip.pixels, clip.times)), range(8))
-    assert others == [first] * 7 and len(written) == 3 and local._shown(clip) == first
-    assert [Path(sent[7:]).is_relative_to(memory_folder()) for sent in first] == [("127" in url)] * 3
+        first, *others = rollouts.map(lambda _: show(client, Frames(clip.pixels, clip.times)), range(8))
+    assert others == [first] * 7 and [sent.startswith(f"file://{folder}/") for sent in first] == [here] * 3
+    assert not here or len(list(folder.iterdir())) == 3
     assert all((pixels_of(sent) == pixels).all() for sent, pixels in zip(first, clip.pixels, strict=True))
 
 
-def test_a_clips_files_live_as_long_as_its_pixels(client):
+def test_a_clips_files_live_as_long_as_its_pixels(connect, show):
     """Another clip may then get the id of its pixels."""
-    local, kept = client("http://localhost:30000"), noise(2)
-    files = local._shown(kept)
+    (client, folder), kept = connect("127.0.0.1"), noise(2)
+    files = show(client, kept)
     for seed in range(5):
         passing = noise(1, seed)
-        [sent] = local._shown(passing)
+        [sent] = show(client, passing)
         assert (pixels_of(sent) == passing.pixels[0]).all()
         del passing
         assert not Path(sent.removeprefix("file://")).exists()
-    assert all(Path(sent.removeprefix("file://")).exists() for sent in files)
-    folder = local._folder
-    assert len(list(folder.iterdir())) == 2
-    local.close()
+    assert {f"file://{path}" for path in folder.iterdir()} == set(files)
+    client.close()
     assert not folder.exists()
 
 
-def test_where_memory_is_full_frames_travel_as_images(client):
-    local = client("http://127.0.0.1:30000")
-    os.rmdir(local._folder)  # nothing can be written there any more
-    clip = noise(2)
-    sent = local._shown(clip)
+def test_where_memory_is_full_frames_travel_as_images(connect, show):
+    (client, folder), clip = connect("127.0.0.1"), noise(2)
+    os.rmdir(folder)  # nothing can be written there any more
+    sent = show(client, clip)
     assert all((pixels_of(image) == pixels).all() for image, pixels in zip(sent, clip.pixels, strict=True))
     assert not any(image.startswith("file://") for image in sent)
 

@@ -447,6 +447,19 @@ def test_a_step_is_taken_at_the_rate_of_its_place_in_the_schedule():
         assert before - model.weight.item() == pytest.approx(rate, rel=1e-3)  # AdamW's step, under an even gradient
 
 
+def test_the_betas_of_the_config_are_those_of_the_moments():
+    """Past mutant: AdamW had its own default."""
+    model = torch.nn.Linear(3, 2)
+    policy = types.SimpleNamespace(parameters=model.parameters, device=torch.device("cpu"))
+    optimizer = make_optimizer(policy, OptimConfig(betas=(0.75, 0.5)))
+    for p in model.parameters():  # a matrix and a vector
+        p.grad = torch.full_like(p, 0.1)
+    optimizer.step()
+    for p in model.parameters():
+        assert optimizer.state[p]["exp_avg"].allclose(0.25 * p.grad)
+        assert optimizer.state[p]["exp_avg_sq"].allclose(0.5 * p.grad**2)
+
+
 def test_the_optimizer_trains_what_is_not_frozen_and_decays_matrices_only(path):
     policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
     optimizer = make_optimizer(policy, OptimConfig(lr=1e-3, weight_decay=0.5))

@@ -386,3 +386,20 @@ def test_the_lab_prints_every_term_and_paints_the_structure(monkeypatch, capsys)
     lab.main()
     told = capsys.readouterr().out
     assert "acc   1.00" in told and "[<][a][n][s][w][e][r][>]B[<]" in told
+
+
+# ------------------------------------------------------------------------------------------------ past mutants
+
+
+@pytest.mark.parametrize("answer, acc, tool", [("10 - 15", 0.5, 0.8), ("10 - 14.9", 0.49, 0.3)])
+def test_a_report_is_paid_from_half_of_the_answer_on(answer, acc, tool):
+    """Thresholds of 0.49, and of more than 0.5, passed."""
+    parts = earned([LOOK, DONE.replace(">B<", f">{answer}<")], 1, task=Task("t", "", (), "tvg", "[10, 20]"))
+    assert (parts["R_acc"], parts["R_tool"]) == pytest.approx((acc, tool))
+
+
+def test_a_thought_before_a_call_counts_in_either_tag_of_a_call():
+    """Before a <tool_code>, which runs as well, it earned nothing."""
+    code = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
+    coded, late = LOOK.replace(CALL, code), code + LOOK.replace(CALL, "")
+    assert earned([coded, DONE], 1)["R_fmt"] == earned([LOOK, DONE], 1)["R_fmt"] > earned([late, DONE], 1)["R_fmt"]

@@ -172,6 +172,14 @@ def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir,
     )
 
 
+def test_an_update_is_taken_at_the_rate_that_is_logged(scripted, toy_dir, tmp_path):
+    """Past mutant: the schedule stood still at its first step, while metrics.jsonl showed it. Two minibatches a step."""
+    optim = {"lr": 1e-3, "schedule": "cosine", "warmup": 0.3}
+    with tiny.rates_of_updates() as rates:
+        lines = train(tmp_path / "c.yaml", toy_dir, steps=4, minibatches=2, optim=optim)
+    assert rates == [line["lr"] for line in lines for _ in range(2)] and len(set(rates)) == 4
+
+
 def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted, toy_dir, tmp_path, monkeypatch):
     """The plan counts the tower once."""
     held = []
@@ -369,6 +377,14 @@ def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
     assert rl.are_distinct(text) == []
 
 
+def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
+    """Past mutant: each rank knew its own kinds, so the rate was one of the calls of those ranks alone."""
+    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
+    episode = Episode(task, 4, Trajectory([5], [0], [0.0], [-1]), [Call(0, "crop_video", {})], scores={"R_acc": 0.0})
+    monkeypatch.setattr(rl, "gather", lambda mine: [mine, {"too_dark"}])
+    assert rl.describe([Group(task, 4, [episode])], (4,), step=0)["call_errors/too_dark"] == 0
+
+
 def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch, capsys):
     """An update that takes 0.2 s: sampling, half a second, goes on meanwhile and is still at work when it ends. Tokens are
     one update old. Who sits before the screen sees how far it is."""
@@ -380,6 +396,43 @@ def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tm
     # The first batch has nothing to overlap with. Of the last, what is not waited for was hidden behind the update.
     assert first["rollout_seconds"] > 0.2 > last["rollout_seconds"]
     assert 0 < second["wait_seconds"] < last["sampling_seconds"] - 0.15
+
+
+def test_nobody_samples_while_weights_are_loaded(scripted, toy_dir, tmp_path, monkeypatch):
+    """All tokens of a batch are of one version. Past mutant: the next batch began before the push."""
+    begun, load = threading.Event(), Scripted.update_weights
+
+    def slow_load(engine, path, version):
+        begun.clear()
+        assert not begun.wait(0.7)
+        load(engine, path, version)
+
+    generate = Scripted.generate
+    monkeypatch.setattr(Scripted, "generate", lambda *given, **more: begun.set() or generate(*given, **more))
+    monkeypatch.setattr(Scripted, "update_weights", slow_load)
+    train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1)
+    assert scripted[0].version == 3
+
+
+def test_servers_that_already_run_get_the_weights_before_the_first_batch(scripted, toy_dir, tmp_path, monkeypatch):
+    """They may hold those of another run."""
+    loaded, load = [], Scripted.update_weights
+
+    def note(engine, path, version):
+        loaded.append((version, len(engine.asked), (path / "model.safetensors").exists()))
+        load(engine, path, version)
+
+    monkeypatch.setattr(Scripted, "update_weights", note)
+    monkeypatch.setattr(rl, "check_servers", lambda *_: None)
+    train(tmp_path / "c.yaml", toy_dir, steps=1, rollout={"urls": ["http://127.0.0.1:9"]})
+    assert loaded[0] == (0, 0, True) and [version for version, *_ in loaded] == [0, 1]
+
+
+def test_the_first_batch_is_checked_at_the_temperatures_of_its_agents(scripted, toy_dir, tmp_path, monkeypatch):
+    checked, agents = [], {"max_turns": 1, "temperature": 0.9, "subagents": {"temperature": 0.4}}
+    monkeypatch.setattr(rl, "self_check", lambda policy, groups, *temperatures: checked.append(temperatures))
+    train(tmp_path / "c.yaml", toy_dir, steps=2, rollout=agents)
+    assert checked == [(0.9, 0.4)]
 
 
 def held_out(toy_dir: Path) -> dict:
@@ -470,18 +523,11 @@ def test_servers_start_before_the_policy_loads_unless_they_share_its_gpu(toy_dir
 
 
 @pytest.mark.parametrize("who", [{"server_gpus": [1]}, {"urls": ["http://127.0.0.1:9"]}, {}], ids=str)
-def test_servers_images_need_room_beside_the_weights(toy_dir, tmp_path, monkeypatch, capsys, who):
+def test_servers_images_need_room_beside_the_weights(scripted, toy_dir, tmp_path, monkeypatch, capsys, who):
     """Past bug: weights of 39 GB were put into 40, and a server would have died of its images."""
-
-    def load(*_):
-        raise config.ConfigError("no weights")
-
     monkeypatch.setattr(rl, "check_servers", lambda *_: None)
-    monkeypatch.setattr(rl, "shared_engine", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(rl, "load", load)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=6.9e9))
-    with pytest.raises(config.ConfigError, match="no weights"):
-        train(tmp_path / "c.yaml", toy_dir, rollout=who)
+    train(tmp_path / "c.yaml", toy_dir, steps=1, rollout=who)
     assert ("has no room for two snapshots beside images, 7.0 GB: " in capsys.readouterr().out) == bool(who)
 
 
@@ -509,6 +555,14 @@ def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_
         assert last[f"eval/{part}"] == pytest.approx((last[f"eval/{part}/K=4"] + last[f"eval/{part}/K=16"]) / 2)
     assert last["eval/well_formed"] == 1 and last["eval/kappa"] > 0 == last["eval_no_tools/kappa"]
     assert last["eval/failed_rate"] == last["eval_no_tools/failed_rate"] == 0
+
+
+def test_each_held_out_task_is_asked_once(scripted, toy_dir, tmp_path):
+    """Where there are fewer than `val_tasks`. Past mutant: some were asked twice, and weighed double."""
+    train(tmp_path / "c.yaml", toy_dir, steps=1, **held_out(toy_dir) | {"val_tasks": 20})
+    greedy = [request for request in scripted[0].asked if request.temperature == 0 and not is_subagent(request.prompt)]
+    asked = [request for request in greedy if "<tools>" not in request.prompt]
+    assert len(asked) == 8  # rows of val.parquet
 
 
 def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_dir, tmp_path, monkeypatch, capsys):
@@ -604,7 +658,8 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     kl = (other - new).exp() - (other - new) - 1
     weight = torch.where(w <= cfg.grpo.behaviour_cap, w, 0.0) * (new - new.detach()).exp()
     kl = weight * kl
-    (-(weight * advantages - cfg.grpo.kl_coef * kl).mean()).backward()
+    loss = -(weight * advantages - cfg.grpo.kl_coef * kl).mean()
+    loss.backward()
     expected = tiny.gradients(policy)
     policy.zero_grad()
 
@@ -620,6 +675,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
         cut = replace(cfg, minibatches=minibatches)
         measured = rl.update(policy, reference, optimizer, examples, total_tokens, cut, 0)
         assert len(found) == minibatches and measured["learned_tokens"] == len(new)
+        assert measured["loss"] == pytest.approx(loss.item(), rel=1e-4)  # past mutant: divided by the tokens, again
         assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
         assert measured["logprob_gap"] == pytest.approx((new - old).abs().mean().item(), rel=1e-4)
         assert measured["logprob_gap_max"] == pytest.approx((new - old).abs().max().item(), rel=1e-4)

@@ -74,6 +74,19 @@ def test_the_trainer_reads_what_the_engine_was_asked_and_said(renderer):
     assert TASK.question not in prompt and "seconds>" in prompt
 
 
+def test_a_sub_agent_reads_these_words(renderer):
+    """Word for word: checkpoints have learned them in their cold start, and nothing would fail under others."""
+    [episode] = play(renderer, turns("x</think>" + call(0, 1) + END, "y</think>" + END))
+    agent = episode.subagents[0]
+    read = renderer.decode(renderer.compact(agent.ids[: agent.prompt_length]))
+    frame = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert read == (
+        "<|im_start|>system\nYou see frames of one part of a video, each after its time. "
+        "Report briefly what happens in it, and when.<|im_end|>\n"
+        f"<|im_start|>user\n<0.5 seconds>{frame}\nWhat happens here?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 def test_sampled_ids_are_kept_even_where_the_tokenizer_would_write_others(renderer):
     spelled = [i for letter in "done" for i in renderer.encode(letter)] + renderer.encode("</think>")
     assert spelled != renderer.encode("done</think>")
@@ -171,6 +184,23 @@ def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
     time.sleep(1.0)
     assert episode.calls[1] == before  # what comes late changes nothing any more
     assert engine.expected == 0
+
+
+def test_calls_that_were_given_up_took_their_whole_time_and_keep_no_engine_waiting(renderer):
+    """Past mutants: they took no time in the metrics, and a batch waited for their sub-agents."""
+    expected = []
+
+    def reply(prompt, seed):
+        if is_subagent(prompt):
+            time.sleep(0.8)
+        elif "<tool_response>" in prompt:
+            expected.append(engine.expected)
+        return turns("x</think>" + call() * 3 + END, "y</think>" + END)(prompt, seed)
+
+    engine = Scripted(renderer, reply)
+    [episode] = play(renderer, None, engine=engine, call_timeout=0.3)
+    assert [(c.error, c.seconds) for c in episode.calls] == [("timeout", 0.3)] * 3
+    assert expected == [1]  # the main agent alone
 
 
 def test_a_tool_that_crashes_ends_its_call_with_a_traceback_in_the_log(renderer, monkeypatch, caplog):

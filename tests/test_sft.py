@@ -213,6 +213,13 @@ def test_the_loss_falls_and_everything_is_written_down(uninterrupted):
     assert config.load(SFTConfig, uninterrupted / "config.yaml").steps == 12
 
 
+def test_an_update_is_taken_at_the_rate_that_is_logged(toy_dir, tmp_path):
+    """Past mutant: the schedule stood still at its first step, while metrics.jsonl showed it."""
+    with tiny.rates_of_updates() as rates:
+        lines = train(tmp_path / "run.yaml", toy_dir, steps=4)
+    assert rates == [line["lr"] for line in lines] and len(set(rates)) == 4
+
+
 def test_the_exported_policy_answers_as_in_plain_transformers(uninterrupted, videos, toy_dir):
     """Greedy, through the project's own prompts and engine on one side, and transformers' `generate` on the other."""
     model = uninterrupted / "model"

@@ -1,23 +1,29 @@
 """A tiny random Qwen3-VL without a tokenizer, random bundles, and the oracles: plain transformers for log-probs, and the
 definition of the GPU's attention kernels."""
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import Qwen3VLForConditionalGeneration
 
 from runtime.distributed import init_distributed, rank, world_size
 from runtime.render import Bundle
 from runtime.video import Frames
 from runtime.visual import patchify
+from study import toy
 
 # An odd vocabulary: two ranks hold different numbers of its rows.
 VOCABULARY, IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 129, 120, 121, 122, 123
 NEVER_SAMPLED = (IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
+TOKENS = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|image_pad|>": IMAGE_PAD, "<|video_pad|>": VIDEO_PAD}
+TOKENS |= {"<|vision_start|>": VISION_START, "<|vision_end|>": VISION_END}
 
 
 def write(path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None) -> Path:
@@ -48,24 +54,13 @@ def write(path: Path, tied: bool = True, seed: int = 0, text: dict | None = None
         "num_position_embeddings": 16,
         "deepstack_visual_indexes": [0, 1],
     } | (vision or {})
-    config = Qwen3VLConfig(
-        text_config=sizes,
-        vision_config=tower,
-        image_token_id=IMAGE_PAD,
-        video_token_id=VIDEO_PAD,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=tied,
-    )
-    torch.manual_seed(seed)
-    model = Qwen3VLForConditionalGeneration(config)
+    model = toy.untrained_model(sizes, tower, TOKENS, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter *= 4
             else:  # norms and biases that do nothing would hide a weight that was not loaded
                 parameter += 0.1 * torch.randn_like(parameter)
-    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     model.save_pretrained(path)
     return path
 
@@ -142,6 +137,14 @@ def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Frames], te
 
 def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextlib.contextmanager
+def rates_of_updates() -> Iterator[list[float]]:
+    """Note the learning rate of each step that an optimizer takes meanwhile."""
+    rates = []
+    with register_optimizer_step_post_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])):
+        yield rates
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:

@@ -33,7 +33,8 @@ END = "<|im_end|>"
 
 def build(path: Path, contract: VisualContract = CONTRACT, seed: int = 0, **sizes) -> Path:
     texts = [data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, toy.CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
-    toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, **sizes)
+    two_levels = {"deepstack_visual_indexes": [0, 1]}  # with one, as the toy has, their order cannot show
+    toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, two_levels, **sizes)
     return path
 
 

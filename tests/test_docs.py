@@ -1,0 +1,111 @@
+"""The README and the pages of docs/: the files, headings, configs, commands and figures that they name are there."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+from scripts import REPO
+
+from eval import EvalConfig
+from rl import RLConfig
+from runtime import config
+from sft import SFTConfig
+
+README, *_ = PAGES = [REPO / "README.md", *sorted(REPO.glob("docs/*.md"))]
+TEXT = {page: page.read_text("utf-8") for page in PAGES}
+ROOMS = (".", "runtime", "evals", "study")
+SCRIPTS = {
+    path.name: path for room in ROOMS for path in sorted(REPO.glob(f"{room}/*.py")) if path.name != "__init__.py"
+}
+CONFIGS = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
+of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def blocks(page, *kinds: str) -> list[str]:
+    return [text for kind, text in re.findall(r"^```(\w*)\n(.*?)\n```$", TEXT[page], re.M | re.S) if kind in kinds]
+
+
+def made_by(page) -> set[str]:
+    """Files that a guide tells its reader to write."""
+    return set(re.findall(r"^(?:\+\+\+ b/|# )(\S+/\S+\.\w+)$", "\n".join(blocks(page, "diff", "yaml", "python")), re.M))
+
+
+@of_each_page
+def test_the_files_that_a_page_names_are_there(page):
+    folders = "configs|docs|results|runtime|evals|study|tests"
+    paths = set(re.findall(rf"(?<![\w/.])(?:{folders})/[\w/.-]+\.(?:yaml|md|png|py|json)\b", TEXT[page]))
+    paths |= {f"configs/{name}.yaml" for name in re.findall(r"`(\w+_(?:8b|2b)\w*)`", TEXT[page])}
+    assert [path for path in paths - made_by(page) if not (REPO / path).is_file()] == []
+    of_a_run = {"config.yaml"}
+    names = set(re.findall(r"`((?:\w+\.)+(?:py|yaml|md|html))`", TEXT[page])) - of_a_run
+    assert [name for name in names if not next(REPO.glob(f"[!.]*/**/{name}"), (REPO / name).is_file())] == []
+
+
+@of_each_page
+def test_a_link_leads_to_a_file_and_to_one_of_its_headings(page):
+    for name, heading in re.findall(r"\]\((?!http)([^)#]*)#?([\w-]*)\)", TEXT[page]):
+        there = page.parent / name if name else page
+        assert there.is_file(), name
+        headings = re.findall(r"^#+ (.*)$", there.read_text("utf-8"), re.M) if heading else [heading]
+        assert heading in [re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings], heading
+
+
+@of_each_page
+def test_the_commands_of_a_page_are_commands(page):
+    """Targets are in the Makefile, scripts and modules exist, configs load with the keys that are given."""
+    makefile = (REPO / "Makefile").read_text("utf-8")
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in re.findall(r"^make ([\w-]+)", TEXT[page], re.M))
+    found = 0
+    for command in "\n".join(blocks(page, "sh", "")).replace("\\\n", " ").splitlines():
+        script = re.search(r"\b(?:python|torchrun)(?: --\S+)* (\w+\.py|-m \S+)((?: \S+)*)", command.partition("  #")[0])
+        if not script or script[1] == "-m pytest":
+            continue
+        found += 1
+        name, words = script[1].replace("-m study.", "").removesuffix(".py") + ".py", shlex.split(script[2])
+        assert "def main(" in SCRIPTS[name].read_text("utf-8"), command
+        if name in CONFIGS and words[0] != "table" and words[0] not in made_by(page):
+            overrides = [word for word in words[1:] if "=" in word and not word.startswith("--")]
+            config.load(CONFIGS[name], REPO / words[0], overrides)
+    assert (found > 12) is (page.stem in ("README", "node"))
+
+
+# ------------------------------------------------------------------------------------------------ the README
+
+
+def test_every_file_of_the_tree_is_named():
+    assert SCRIPTS.keys() <= set(re.findall(r"\b\w+\.py\b", TEXT[README]))
+
+
+WHERE = re.search(r"^\| term \| where \|\n(.*?)\n\n", TEXT[README], re.M | re.S)[1]
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+\.)+\w+)`", WHERE))))
+def test_what_the_table_of_terms_names_is_there(name):
+    """`rl.Sampler.sample`: a method of a class of that file."""
+    module, *attributes = name.split(".")
+    found = importlib.import_module(".".join(SCRIPTS[f"{module}.py"].relative_to(REPO).with_suffix("").parts))
+    for attribute in attributes:
+        fields = getattr(found, "__annotations__", {})  # of a dataclass, those without a default
+        assert hasattr(found, attribute) or attribute in fields, name
+        found = getattr(found, attribute, None)
+
+
+def test_its_figures_are_those_of_the_results():
+    """Means with their spread stand in results/paradox.md, gains in results/bench.md."""
+    study, bench = ((REPO / "results" / name).read_text("utf-8") for name in ("paradox.md", "bench.md"))
+    figures = re.findall(r"-?\d+\.\d+ ± \d+\.\d+(?: \[[\d.]+\])?", TEXT[README])
+    assert len(figures) > 10 and all(figure in study for figure in figures)
+    gains = re.findall(r"\b\d+(?:\.\d+)?x\b", TEXT[README])
+    assert len(gains) > 5 and all(f" {gain} " in bench for gain in gains)
+
+
+def test_the_lock_holds_what_the_requirements_pin_and_every_package_once():
+    """A lock that was not renewed would install another SGLang than the one that the code was written for."""
+    pins, locked = (
+        re.findall(r"^([\w.-]+)==([^\s;]+)", (REPO / name).read_text(encoding="utf-8"), re.M)
+        for name in ("requirements.txt", "requirements.lock")
+    )
+    assert len(pins) > 12 and set(pins) <= set(locked)
+    names = [name for name, _ in locked]
+    assert len(names) == len(set(names)) and f"pins all {len(names) + 1} packages" in TEXT[README]  # and ./configs/cuda-tile
