@@ -380,7 +380,7 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
     monkeypatch.setattr(evaluation, "prepare", lambda *given: overtaken(*given)[0])
     with pytest.raises(config.ConfigError, match="another process has just answered items; start again"):
         run(path)
-    assert len(engines) == 1 and asked(engines) == 8 == len(found(results_file(tmp_path)))
+    assert asked(engines) == 8 == len(found(results_file(tmp_path)))
 
 
 def test_a_connection_that_fails_leaves_no_results(write, monkeypatch, tmp_path):
