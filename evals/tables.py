@@ -34,7 +34,7 @@ READINGS = ("tagged", "lenient")
 LEGEND = """
 
 tagged: an answer counts where its protocol asks for it: the agent's in closed tags as in training, all of `direct`'s.
-lenient: read as the splits' own scorers do, in prose too. The published numbers are lenient.
+lenient: read where the splits' own scorers look, in prose too. The published numbers are lenient.
 gain: points over the baseline on the items of both, and how many they are. Intervals: bootstrap over videos.
 Models of other authors are asked in our words, unless their run names a prompt_file."""
 

@@ -293,7 +293,7 @@ FLOWS = {
         [("bad_arguments", None), ("unparseable", None), ("", (0, 2)), ("bad_arguments", None)], None,
     ),
     "longvt: five rounds of calls": ([crop(0, 2) + END] * 7, [...] * 6, [("", (0, 2))] * 5, None),
-    "longvt: then in a box": (["\\boxed{A} or \\boxed{\\text{B}} 7" + END], [...], [], "\\text{B}"),
+    "longvt: then in a box": (["\\boxed{A} or \\boxed{\\text{B}} 7" + END], [...], [], "B"),
     "longvt: then a number": (["It lasts 12.5." + END], [...], [], "12.5"),
     "longvt: a letter alone is none": (["It is B" + END], [...], [], None),
     "longvt: the first answer of all turns": (
@@ -315,7 +315,7 @@ FLOWS = {
     "video_zoomer: stamps count anew in every segment": (
         [zoom(10, 12, 1.5), "<answer>It is \\boxed{\\text{B}}</answer>" + END],
         [ZOOMER, zoomed("<frame0_time10.00s>#<frame1_time11.00s>#<frame2_time12.00s>#")],
-        [("", (10, 12))], "\\text{B}",
+        [("", (10, 12))], "B",
     ),
     "video_zoomer: too many frames": (
         [zoom(0, 17, 1), BOX], [ZOOMER, zoomed(MANY, "repair")], [("bad_arguments", None)], "A"
