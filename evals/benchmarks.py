@@ -280,7 +280,10 @@ def _hint(name: str, root: str) -> str:
     if not split.hub:
         return f"`python -m study.toy build {folder}` makes it."
     fetch = f"hf download {split.hub} --repo-type dataset --local-dir {folder}"
-    return f"`{fetch}` fetches the dataset; then unpack its archives (join their parts first), anywhere below it."
+    moved = f" (since 2026-07-30 it is {split.hub.replace('-lab/', '-eval/')})" if "lmms-lab/" in split.hub else ""
+    return (
+        f"`{fetch}` fetches the dataset{moved}; then unpack its archives (join their parts first), anywhere below it."
+    )
 
 
 # ------------------------------------------------------------------------------------------------ figures

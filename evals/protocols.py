@@ -246,10 +246,9 @@ def _agent(context: AgentContext, episode: Episode, cfg: Prompting, values: dict
 def _one_turn(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
     episode.main = begin(context, cfg, values)
     text = speak(context, episode.main, derive(episode.seed, 0))
-    answer = last_answer(text)
-    if not answer and cfg.protocol == "direct":
-        return spoken(text) or None
-    return answer
+    if cfg.protocol == "direct":
+        return final_answer([text]) or spoken(text)  # none that stands in a thought
+    return last_answer(text)
 
 
 def _conan(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:

@@ -45,19 +45,14 @@ STATEMENTS = (
 LEAD = r"(?i)\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is\b|\W?:)[\s:*_]{0,5}"
 _NEXT = r"[!?;,\n。]|\.(?!\w)|\bbut\b"  # begins another statement
 _OTHER = rf"{_NEXT}|\b(?:(?:al)?though|because|since|while|so|rather|instead)\b|(?:\bnot|不?[是选]|而非)\W*\Z"  # of another letter
-
 # "A" and "I" are words where a word or a number follows, unless it goes on about a letter.
 _NO_WORD = r"(?![AIai] (?!(?i:or|and|is|as|because|since|but|not|seems|might|may|could|it)\b)(?:[a-z\d]|[A-Z][A-Za-z]))"
 _LETTER = rf"(?<![\w'’.])(?:(?<=[Oo]ption )|{_NO_WORD})(?:[A-HJ]|I(?=[).:\]]))(?!\.?[\w'’])[)\]*\"]{{0,4}}"
-_SMALL = (
-    rf"\b(?i:option|choice|answer(?: (?:is|would be|must be|should be)|:)+)[\s:*(\"'\[]{{1,5}}{_NO_WORD}[a-j](?![\w'’])"
-)
+_SMALL = rf"\b(?i:option|choice|answer(?: is| \w+ be|:)+)[\s:*(\"'\[]{{1,5}}{_NO_WORD}[a-j](?![\w'’])"  # "option c"
 # "A, B or C", "A、B": letters that stand together.
 _COMMA = rf"\s?[,、/&][\s(\[*\"]{{0,5}}{_LETTER}"
 _OR = rf"[.?]?,?\s?(?i:and/or|and|or|nor|和|与|或|还是)(?: maybe| perhaps)?[\s(\[*\"]{{1,5}}(?:option )?{_LETTER}"
-_LIST = re.compile(
-    rf"({_LETTER}(?:(?:{_COMMA}){{0,9}}(?:{_OR}){{1,9}}|(?:{_COMMA}){{2,9}}|{_COMMA}\s?(?=\Z|[\u3400-\u9fff])|))"
-)
+_LIST = re.compile(rf"({_LETTER}(?:(?:{_COMMA})*(?:{_OR})+|(?:{_COMMA}){{2,}}|{_COMMA}\s?(?=\Z|[\u3400-\u9fff])|))")
 # "B. Vitamin C", "**B.** red", "B: red", "B、red", "B - red", "B\nred": a letter first, and what it stands for.
 _MARK = r"(?:[*_]{0,3}(?:[)\]:]|、(?!\s?[A-J](?![A-Za-z]))|\.(?!\.|[A-Za-z]\b))[*_)\].:]{0,3}|\s[-–—]\s|[ \t]*\n)"  # no "D.C."
 
@@ -87,9 +82,7 @@ def parse_letter(text: str, options: tuple[str, ...] = (), lenient: bool = False
         after = (parts[i] + parts[i + 1])[label.end() if label else len(parts[i]) :]
         behind = re.split(_OTHER, after.replace("?", " "))[0]  # "D?" is answered in the next statement
         verdict = weigh_words(behind, r"(?:^|[-–—:(])[\W_]*(?:(?:this|it) )?(?:is |was )?" if label else "")
-        if verdict:
-            parts[i + 1] = after[len(behind) :]  # it is not said of the next letter
-
+        parts[i + 1] = after[len(behind) :] if verdict else parts[i + 1]  # it is not said of the next letter
         # The weaker one of both counts; without any, how the letters stand there. Several that stand together are open.
         plain = LABELLED if begins and (label or not re.search(r"\w", behind)) else MENTIONED
         count = min(filter(None, (weigh_words(before), verdict)), default=plain)
@@ -104,10 +97,8 @@ def parse_letter(text: str, options: tuple[str, ...] = (), lenient: bool = False
                 counts[letter] = count if count == DENIED else max(count, counts.get(letter, OPEN))
     if list(counts.values()).count(LABELLED) == 1 and counts.get(text[0]) == LABELLED:
         counts[text[0]] = AFFIRMED  # a text that begins with its only label states it
-
     best = [letter for letter in counts if counts[letter] == max(counts.values()) > DENIED]
-    if lenient and together.isdisjoint(best):
-        best = best[:1]
+    best = best[:1] if lenient and together.isdisjoint(best) else best
     return best[0] if len(best) == 1 and best[0] in allowed else None
 
 
@@ -167,7 +158,6 @@ TIME_FORMS = (
 _BEGIN = r"(?:(?<![a-z\d_])(?<!\d\.)|(?<=\dto))"  # where a number may: not in "x264", but in "12.5to20.1"
 _TIME = re.compile(_BEGIN + "(?:" + "|".join(pattern for _, pattern, _ in TIME_FORMS) + ")", re.I)
 _FACTORS = sum((factors for *_, factors in TIME_FORMS), ())
-
 # Explicit ranges: T stands for a time, and _FILL for " about the ".
 _T = "\ua4d4"  # a letter without a lower case, which no answer holds: \W never runs over it
 _FILL = r"(?:\W|about|around|approximately|roughly|the|at|time|t|第){0,9}"
@@ -190,7 +180,6 @@ def parse_span(text: str) -> tuple[float, float] | None:
         seconds = sum(number * (factor or 1) for number, factor in parts)
         times.append((seconds, parts[0][1] if len(parts) == 1 else 1))
     masked = _TIME.sub(_T, text)  # a mark for each time: a range is a pattern of words around marks
-
     starts = []
     for _, pattern in RANGE_FORMS:
         starts += [masked.index(_T, match.start()) for match in re.finditer(pattern.replace("T", _T), masked, re.I)]

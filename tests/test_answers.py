@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data import Task
 from evals.benchmarks import Item, grade, grade_leniently
-from rewards import RewardConfig, last_answer
+from rewards import RewardConfig, final_answer
 from runtime import answers, config
 from runtime.answers import listed_options, normalise, parse_letter, parse_span, spoken, words_of
 
@@ -130,13 +130,15 @@ def test_a_thought_and_a_call_are_no_answer():
     """Past bug: a thought that was cut off named an option, and the arguments of a call were a span."""
     assert spoken("<think>A or C?</think> <tool_call>1, 2</tool_call> B") == spoken("A or C?</think>B") == "B"
     assert spoken("<think>Option A says that he") == spoken("<tool_call>1 - 2") == ""
+    unopened = "Option A, or rather <answer>A</answer></think> I cannot tell."
+    assert read({"kind": "mcq", "options": ["red", "blue"]}, unopened) == [None, None]
 
 
 def read(question, turn):
     """Return both readings of a turn: a letter, a span or whether an open answer is right."""
     kind, gold = question["kind"], {"mcq": "?", "tvg": "[0, 1]"}
     item = Item(Task("t", "?", (), kind, gold.get(kind, question.get("gold")), tuple(question.get("options", ()))))
-    strict = grade(item, last_answer(turn) or spoken(turn), EXACT)
+    strict = grade(item, final_answer([turn]) or spoken(turn), EXACT)
     both = strict, grade_leniently(item, strict, turn, EXACT)
     return [verdict["score"] == 1 if kind == "oe" else verdict["prediction"] for verdict in both]
 

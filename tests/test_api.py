@@ -286,6 +286,7 @@ def test_the_judge_is_asked_once_per_content_and_its_failure_is_no_zero(endpoint
     ask = Judge(JudgeConfig(there.url, "m", NAME))
     assert [ask("q", "g", a) for a in ("x", "y", "x", "y")] == [1, 0, 1, 0]
     assert len(there.bodies) == 2 and there.keys == {f"Bearer {KEY}"}
+    assert [body["temperature"] for body in there.bodies] == [0, 0]  # it does not sample
     # Past bug: "yes or no?" was a yes, by its first word.
     for problem in ("neither yes nor no, but 'Yes or no\\?'", "EngineError: .* 500", "Refusal: .*content_filter"):
         with pytest.raises(JudgeError, match=problem):

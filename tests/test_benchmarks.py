@@ -18,6 +18,7 @@ from evals.protocols import READS
 from rewards import RewardConfig
 from runtime import config
 from runtime.dataset import DataError
+from runtime.judge import JudgeConfig
 
 CFG = RewardConfig(open_answer="exact")  # as eval.py grades
 
@@ -223,6 +224,7 @@ def test_an_absent_dataset_names_the_command_that_fetches_it(tmp_path):
         with pytest.raises(DataError, match=problem) as error:
             load_split("lvbench", str(root))
         assert fetch in str(error.value) and "unpack its archives" in str(error.value)
+        assert "since 2026-07-30 it is lmms-eval/LVBench" in str(error.value)
         root.mkdir(exist_ok=True)
 
 
@@ -319,6 +321,10 @@ def test_what_was_read_strictly_stays_but_gold_words_count():
     assert benchmarks.grade_leniently(MCQ, read, "<answer>B</answer> D", CFG) == read
     long = grade(OPEN, "A big red car.", CFG)
     assert long["score"] == 0 and benchmarks.grade_leniently(OPEN, long, "", CFG) == verdict("A big red car.", 1.0)
+    judge = lambda question, gold, answer: float("crimson" in answer)  # noqa: E731
+    cfg = RewardConfig(open_answer="judge", judge=JudgeConfig(url="u", model="m"))
+    told = benchmarks.grade_leniently(OPEN, UNGRADED, "<answer>A crimson car.", cfg, judge)
+    assert told == verdict("A crimson car.", 1.0, judged=True)  # it asks the judge
     judged = verdict("A big red car.", 0.0, judged=True)
     assert benchmarks.grade_leniently(OPEN, judged, "", CFG)["score"] == 0  # the judge's word
 
