@@ -6,7 +6,7 @@
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
 
 RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was said last, what was read from
-it, the score (and under `lenient` both, as the splits' own scorers read), calls, costs, and the error if there was one.
+it, the score (and under `lenient` both, read in prose too), calls, costs, and the error if there was one.
 Its first line holds the settings that shape a result; a file of answers under other settings is refused.
 
 An item is asked again if it ended in an error or an API's refusal (which count as wrong until then), or if its question,

@@ -3,7 +3,7 @@
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # videomme_wsub: the cues of the sampled frames, no others
     grade(item, answer, cfg, judge)                       # read by the rewards' parser; unparsed or no answer scores 0
-    grade_leniently(item, verdict, turn, cfg, judge)      # where that read nothing: as the splits' own scorers read
+    grade_leniently(item, verdict, turn, cfg, judge)      # where that read nothing: in prose
     figures("videomme", records)                          # in percent, the headline figure first
 
 A dataset's folder is what `hf download` leaves, with its archives unpacked anywhere below it. A question reads as its
@@ -306,19 +306,15 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None
 
 
 def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, judge: Judge | None = None) -> dict:
-    """Grade the last turn, in prose and in tags that are not closed, where the splits' own scorers look; `verdict` is what
-    `grade` said. For a letter or the text of one option, a span, or the gold words of an open answer. The scorers take the
-    first letter, even one that is denied or an article, and LongVideoBench's guesses if there is none: neither is done."""
+    """Grade the last turn in prose and open tags, where the splits' own scorers look; `verdict` is what `grade` said. They
+    take the first letter, even one that is denied or an article, or guess. Here the text of one option counts instead."""
     if verdict["prediction"] is None:
         # What was thought before, calls, and the tags themselves are no answer. A thought that never ends may hold one.
         said = spoken(turn.replace(END_OF_TURN, "").replace("<think>", ""))
         said = said.rpartition("<answer>")[2].partition("</answer>")[0]
         stated = final_answer([said], untagged=True) or ""
-        texts = [stated, said]
         named = [letter for letter, option in zip(LETTERS, item.task.options) if affirms(said, option)]
-        if len(named) == 1:
-            texts += named
-        for text in texts:
+        for text in (stated, said, *(named if len(named) == 1 else ())):
             verdict = grade(item, text, cfg, judge, lenient=True)
             if verdict["prediction"] is not None:
                 break
@@ -332,9 +328,8 @@ def affirms(text: str, words: str) -> bool:
     """Return whether the text says these words, and not only where its statement denies them. "Four" is 4."""
     said, wanted = (" ".join(NUMBERS.get(word, word) for word in words_of(part)) for part in (text, words))
     places = [place.start() for place in re.finditer(r"\W*".join(map(re.escape, words_of(words))), text, re.I)]
-    if places and all(answers.weigh_words(text[:place]) == answers.DENIED for place in places):
-        return False
-    return f" {wanted} " in f" {said} "
+    denied = places and all(answers.weigh_words(text[:place]) == answers.DENIED for place in places)
+    return f" {wanted} " in f" {said} " and not denied
 
 
 def figures(name: str, records: Sequence[dict]) -> dict[str, float]:

@@ -47,7 +47,8 @@ RECORD += ("truncated", "seconds", "error")
 READINGS = ("tagged", "lenient")
 LEGEND = """
 
-tagged: an answer counts where its protocol asks for it: the agent's in closed tags as in training, all of `direct`'s.
+tagged: an answer counts where its protocol asks for it: all of `direct`'s, the agent's in closed tags (or behind "the
+answer is", if the run has grading.untagged_answer).
 lenient: read where the splits' own scorers look, in prose too. The published numbers are lenient.
 gain: points over the baseline on the items of both, and how many they are. Intervals: bootstrap over videos; that of a
 score is never narrower than Wilson's on the number of videos.
