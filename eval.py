@@ -6,7 +6,7 @@
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
 
 RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was said last, what was read from
-it, the score (and under `lenient` both, as the splits' own scorers read), calls, costs, and the error if there was one.
+it, the score (and under `lenient` both, read in prose too), calls, costs, and the error if there was one.
 Its first line holds the settings that shape a result; a file of answers under other settings is refused.
 
 An item is asked again if it ended in an error or an API's refusal (which count as wrong until then), or if its question,
@@ -156,9 +156,6 @@ def dry_run(cfg: EvalConfig) -> int:
             missing = 1
             print(f"  MISSING {split}: {error}")
 
-    for text in unlike_published(cfg):
-        print(f"  note    {text}")
-
     source = None
     try:
         source = find_model(cfg, fetch=False)
@@ -167,17 +164,37 @@ def dry_run(cfg: EvalConfig) -> int:
     except config.ConfigError as error:
         missing = 1
         print(f"  MISSING {error}")
+
+    unlike = [text for job in jobs for text in unlike_training(cfg, job, source)]
+    for text in (*dict.fromkeys(unlike), *unlike_published(cfg, source)):
+        print(f"  note    {text}")
     prepare(cfg, jobs, source)
     return missing
 
 
-def unlike_published(cfg: EvalConfig) -> list[str]:
+def unlike_training(cfg: EvalConfig, job: "EvalJob", source: Path | None) -> list[str]:
+    """List how a model of rl.py is asked otherwise than it was trained. RUN/config.yaml, beside RUN/model, says how."""
+    run = source.resolve().parent if source else None
+    trained = config.read_tree(run / "config.yaml") if run and (run / "run.json").exists() else {}
+    if "rollout" not in trained or cfg.api.url:  # sft.py learns from trajectories that were written elsewhere
+        return []
+    names = ("tools", "dispatch", "tool_return", "think_prefix", "temperature")
+    frames = trained.get("gating") or [trained["visual"]["overview_frames"]]
+    was = {name: trained["rollout"].get(name) for name in names} | {"protocol": "agent", "frames": frames}
+    asked = {name: getattr(job.rollout, name) for name in names} | {"tools": list(job.rollout.tools)}
+    asked |= {"protocol": cfg.prompting.protocol, "frames": frames if job.k in frames else [job.k]}
+    return [f"unlike its training: {text}" for text in config.differences(was, asked).values()]
+
+
+def unlike_published(cfg: EvalConfig, source: Path | None) -> list[str]:
     """List how this run differs from its row in configs/eval, and that one from the published run."""
     row, found = cfg.name.partition(" (")[0], []
-    ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or VisualContract()))
+    own = VisualContract.load(source) if source else VisualContract()  # what `visual: null` stands for
+    ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or own))
     for path in sorted(tables.PUBLISHED.parent.glob("*.yaml")):
         if config.read_tree(path).get("name") == row:
-            theirs = dataclasses.asdict(config.load(EvalConfig, path))
+            theirs = config.load(EvalConfig, path)
+            theirs = dataclasses.asdict(replace(theirs, visual=theirs.visual or own))
             for key, text in config.differences(theirs, ours).items():
                 shapes_results = key.startswith(("frames", "arms", "prompting", "rollout", "visual"))
                 if shapes_results and key not in MAY_CHANGE:
@@ -297,7 +314,7 @@ def prepare(cfg: EvalConfig, jobs: Sequence[EvalJob], source: Path | None) -> tu
 
     # What has been answered is not asked again.
     for job in jobs:
-        header = settings(cfg, job, contract, weights)
+        header = settings(cfg, job, contract, weights) | {"unlike_training": unlike_training(cfg, job, source)}
         headers.append(tables.Results(header, []))
         records = earlier_results(job, header)
         answered = {record["id"] for record in records}
@@ -355,6 +372,7 @@ def earlier_results(job: EvalJob, header: dict[str, Any]) -> list[dict]:
     found = tables.read_results(job.path)
     answers = [record for record in found.records if not record["error"]]
     wrong = config.differences(found.settings, header)
+    wrong.pop("unlike_training", None)  # a note; the checkpoint may have been copied away from its run
     for name in ("weights", "visual"):
         if header[name] is None:
             wrong.pop(name, None)

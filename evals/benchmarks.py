@@ -3,7 +3,7 @@
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # videomme_wsub: the cues of the sampled frames, no others
     grade(item, answer, cfg, judge)                       # read by the rewards' parser; unparsed or no answer scores 0
-    grade_leniently(item, verdict, turn, cfg, judge)      # where that read nothing: as the splits' own scorers read
+    grade_leniently(item, verdict, turn, cfg, judge)      # where that read nothing: in prose
     figures("videomme", records)                          # in percent, the headline figure first
 
 A dataset's folder is what `hf download` leaves, with its archives unpacked anywhere below it. A question reads as its
@@ -24,12 +24,15 @@ from pathlib import Path
 
 from data import Task, parse_task
 from rewards import RewardConfig, accuracy, final_answer
-from runtime.answers import listed_options, normalise, parse_letter, parse_span, seconds_of, spoken
+from runtime import answers
+from runtime.answers import listed_options, parse_letter, parse_span, spoken, words_of
 from runtime.dataset import DataError, RowError, Rows
 from runtime.judge import Judge
 from runtime.render import END_OF_TURN
 
 LETTERS = tuple("ABCDEFGHIJ")
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NUMBERS = {word: str(number) for number, word in enumerate(_NUMBERS)}
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")
 UNANSWERABLE = "?"  # gold of a row whose answer is not among its options: every reply is wrong
 
@@ -177,6 +180,11 @@ def ask_with_subtitles(item: Item, times: Sequence[float]) -> Task:
     return replace(item.task, question="\n".join(["Subtitles at these frames:", *shown, "", item.task.question]))
 
 
+def seconds_of(time: str) -> float:
+    """Return the seconds of 12.5, 00:12.5 or 00:00:12.5."""
+    return sum(float(part) * 60**i for i, part in enumerate(reversed(time.split(":"))))
+
+
 @functools.lru_cache(maxsize=1)  # the questions of a video stand together and share its cues
 def _srt(path: str) -> tuple[Cue, ...]:
     """Read the cues of an .srt file, without font tags."""
@@ -272,22 +280,25 @@ def _hint(name: str, root: str) -> str:
     if not split.hub:
         return f"`python -m study.toy build {folder}` makes it."
     fetch = f"hf download {split.hub} --repo-type dataset --local-dir {folder}"
-    return f"`{fetch}` fetches the dataset; then unpack its archives (join their parts first), anywhere below it."
+    moved = f" (since 2026-07-30 it is {split.hub.replace('-lab/', '-eval/')})" if "lmms-lab/" in split.hub else ""
+    return (
+        f"`{fetch}` fetches the dataset{moved}; then unpack its archives (join their parts first), anywhere below it."
+    )
 
 
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None = None) -> dict:
+def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None = None, lenient: bool = False) -> dict:
     """Grade the text that the protocol extracted (None: there was none). The judge, if asked, may raise JudgeError."""
     task, text = item.task, (answer or "").strip()
     if task.kind == "mcq":
-        read = parse_letter(text, task.options)
+        read = text = parse_letter(text, task.options, lenient)
     elif task.kind == "tvg":
         span = parse_span(text)
         read = str(list(span)) if span else None
     else:
-        read = text or None
+        read = text = re.sub(answers.LEAD, "", answers.unboxed(text)) or None
     if read is None:
         return UNGRADED
     judged = task.kind == "oe" and cfg.open_answer == "judge"
@@ -295,30 +306,30 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None
 
 
 def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, judge: Judge | None = None) -> dict:
-    """Grade the last turn as the splits' own scorers would; `verdict` is what `grade` said. They look into the tags, and
-    then anywhere, for the first letter of an option (even if it is the article "A"), for a span, or for the gold words of
-    an open answer. LongVideoBench's guesses if there is none; that is left out."""
+    """Grade the last turn in prose and open tags, where the splits' own scorers look; `verdict` is what `grade` said. They
+    take the first letter, even one that is denied or an article, or guess. Here the text of one option counts instead."""
     if verdict["prediction"] is None:
         # What was thought before, calls, and the tags themselves are no answer. A thought that never ends may hold one.
         said = spoken(turn.replace(END_OF_TURN, "").replace("<think>", ""))
         said = said.rpartition("<answer>")[2].partition("</answer>")[0]
         stated = final_answer([said], untagged=True) or ""
-        texts = [stated, said]
-        if item.task.kind == "mcq":
-            last = LETTERS[: len(item.task.options) or None][-1]
-            letter = rf"(?<![\w'’])[A-{last}](?![\w'’])"
-            several = rf"({letter})(\W{{0,2}}(?:or|and|[,/&])\W{{0,2}}{letter})?"
-            first = re.search(several, f"{stated}\n{said}")
-            if first and not first[2]:  # "B or A" and "B, C" name two letters
-                texts.append(first[1])
-        for text in texts:
-            verdict = grade(item, text, cfg, judge)
+        named = [letter for letter, option in zip(LETTERS, item.task.options) if affirms(said, option)]
+        for text in (stated, said, *(named if len(named) == 1 else ())):
+            verdict = grade(item, text, cfg, judge, lenient=True)
             if verdict["prediction"] is not None:
                 break
     open_answer = item.task.kind == "oe" and not verdict["judged"]
-    if open_answer and f" {normalise(item.task.answer)} " in f" {normalise(verdict['prediction'] or '')} ":
+    if open_answer and affirms(verdict["prediction"] or "", item.task.answer):
         return verdict | {"score": 1.0}
     return verdict
+
+
+def affirms(text: str, words: str) -> bool:
+    """Return whether the text says these words, and not only where its statement denies them. "Four" is 4."""
+    said, wanted = (" ".join(NUMBERS.get(word, word) for word in words_of(part)) for part in (text, words))
+    places = [place.start() for place in re.finditer(r"\W*".join(map(re.escape, words_of(words))), text, re.I)]
+    denied = places and all(answers.weigh_words(text[:place]) == answers.DENIED for place in places)
+    return f" {wanted} " in f" {said} " and not denied
 
 
 def figures(name: str, records: Sequence[dict]) -> dict[str, float]:

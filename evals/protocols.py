@@ -33,7 +33,7 @@ from data import Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, ask_with_subtitles
 from rewards import ANSWER, final_answer, last_answer, turn_texts
 from rollout import AgentContext, Stopped, append, derive, open_trajectory, render_prompt, run_episode, sample_turn
-from runtime.answers import parse_span, spoken
+from runtime.answers import parse_span, spoken, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer, clock
@@ -233,12 +233,6 @@ def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
     return min(max(start, 0.0), info.duration), min(max(end, 0.0), info.duration)
 
 
-def boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{}."""
-    found = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    return found[-1].strip() if found else None
-
-
 # ------------------------------------------------------------------------------------------------ the protocols
 
 
@@ -252,10 +246,9 @@ def _agent(context: AgentContext, episode: Episode, cfg: Prompting, values: dict
 def _one_turn(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
     episode.main = begin(context, cfg, values)
     text = speak(context, episode.main, derive(episode.seed, 0))
-    answer = last_answer(text)
-    if not answer and cfg.protocol == "direct":
-        return spoken(text) or None
-    return answer
+    if cfg.protocol == "direct":
+        return final_answer([text]) or spoken(text)  # none that stands in a thought
+    return last_answer(text)
 
 
 def _conan(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
@@ -310,7 +303,7 @@ def _longvt(context: AgentContext, episode: Episode, cfg: Prompting, values: dic
     answers = ANSWER.findall(whole)
     if answers:
         return answers[0].strip()
-    return boxed(whole) or "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
+    return unboxed(whole) if "\\boxed{" in whole else "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
 
 
 def _crop(context: AgentContext, episode: Episode, call: Call, cfg: Prompting, values: dict) -> list:
@@ -445,8 +438,7 @@ def _video_zoomer(context: AgentContext, episode: Episode, cfg: Prompting, value
             parts += fill(cfg.texts["last"], known)
         if not append(context, main, context.renderer.continuation([parts], "user")):
             break
-    answer = last_answer("\n".join(turn_texts(main, context.renderer)))
-    return boxed(answer or "") or answer
+    return unboxed(last_answer("\n".join(turn_texts(main, context.renderer))) or "")
 
 
 def _zoom(context: AgentContext, episode: Episode, call: Call, text: str) -> list:

@@ -21,70 +21,92 @@ def spoken(turn: str) -> str:
     return re.sub(r"<(think|tool_call)>.*?(?:</\1>|\Z)", " ", said, flags=re.S).strip()
 
 
+def unboxed(text: str) -> str:
+    """Return what the text's last \\boxed{} holds, or all of it; without \\text{} and dollar signs."""
+    text = unicodedata.normalize("NFKC", re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}|\$", r"\1", text))
+    boxes = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    return (boxes[-1] if boxes else text).strip()
+
+
 # ------------------------------------------------------------------------------------------------ letters
 
 LETTERS = "ABCDEFGHIJ"
-
-# "A" and "I" are words, not letters, where a word or a number follows, unless it goes on about a letter.
-_NO_WORD = r"(?![AIai] (?!(?i:or|and|is|as|because|since|but|not)\b)(?:[a-z\d]|[A-Z][A-Za-z]))"
-_END = r"(?![\w'’])"  # not in "B's"
-_OPEN = r"[\s:*(\"'\[]{1,5}"  # in "option (c)"
-# How a text names an option. The letters that all rows find are put together: two different ones name none.
-LETTER_FORMS = (
-    ("It is B", rf"(?<![\w'’.]){_NO_WORD}([A-J])(?!\.?[\w'’])"),
-    ("option c", rf"(?i:\b(?:option|choice)){_OPEN}([A-Ja-j]){_END}"),
-    ("The answer is (b)", rf"(?i:\banswer(?: (?:is|would be|must be|should be)|:)+){_OPEN}{_NO_WORD}([A-Ja-j]){_END}"),
-    ("It is:\nB) red", r"(?m)^[ \t(\[*]{0,5}([A-J])(?:[)\]:]|\.(?!\S))"),
-)
-# What is denied, or is only a reason, is not named. _SOME: "option A", "A or (B)".
-_SOME = rf"(?:(?:option|choice) )?\(?(?<![\w'’.])[A-J]\)?{_END}(?: (?:or|nor|and) \(?[A-J]\)?{_END}){{0,9}}"
-DENIED_FORMS = (
-    ("not A", rf"(?:\b(?:not|cannot|never|neither|without|except|instead of|rather than)|n['’]t|不是)(?: be)? {_SOME}"),
-    ("A is wrong", rf"{_SOME} (?:is|are|can|does|do)(?:n['’]t| ?not| wrong| incorrect| false| ruled out)\b"),
-    ("A 错误", rf"{_SOME} ?是?(?:错|不对|不正确)"),
-    ("because A is later", r"(?<=\b[A-J])\W{1,3}(?:because\b|since\b|因为)[^.!?。\n]*"),
-)
-_DENIED = re.compile("|".join(pattern for _, pattern in DENIED_FORMS), re.I)
-# "Answer: B": what leads to a letter.
-_LEAD = r"(?i)\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is)?[\s:*_]{1,5}"
-# "(B)", "B. Vitamin C", "**B.** red", "B: red", "B、red", "B - red", "B\nred": a letter first, and what it stands for.
-_MARK = r"[*_]{0,3}(?:[)\]:、]|\.(?![A-Za-z]\b))[*_)\].:]{0,3}"  # "D.C." is no label
-_LABEL = rf"(?s)[\W_]{{0,9}}([A-Ja-j])(?:[\W_]*\Z|{_MARK}|\s[-–—]\s|[ \t]*\n)\s*(.*)"
-# "A) or B)", "A. B. C.": letters that follow a label, and no text of it. "B. I" may be a numeral.
-_MORE_LETTERS = re.compile(r"[\W_]{0,5}(?:or|and)\b|(?:[\W_]*\b(?:[A-HJ]|and|or)\b)+[\W_]*\Z")
+# The rule: a text is a sequence of statements about letters. Each affirms its letter, leaves it open or denies it. The
+# letter that counts most is the answer, so a decision replaces an earlier hedge. Two that count alike are no answer.
+AFFIRMED, LABELLED, MENTIONED, OPEN, DENIED = 5, 4, 3, 2, 1
+# Examples, how much D counts in them, and the words beside it that say so. The first row that is found counts.
+STATEMENTS = (
+    ("Nothing fits except D", AFFIRMED, r"(?:none|nothing|wrong|incorrect|false)\b.*\b(?:except|other than)"),
+    ("D cannot be excluded", OPEN, r"(?:can)?not be (?:\w+ )?(?:excluded|ruled out|eliminated)"),
+    ("It is not D. D is wrong", DENIED, r"not|never|neither|nor|cannot|no(?=\W*$)|wrong|incorrect|false|impossible|unlikely|contradict\w*|without|except|exclud\w+|eliminat\w+|discard\w*|reject\w*|rul\w+ out|(?:is|are) out|rather than|instead of|nicht|pas|不|而非|并非|排除|错|誤|没|間違|틀|✗|✘|❌"),
+    ("It may be D. D is possible", OPEN, r"may|might|could|maybe|perhaps|possibl[ey]|plausible|seems?|tempt\w+|going to|initial\w*|first|original\w*|consider\w*|thought|(?:al)?though|while|because|since|可能|虽然|因为|起初|最初|有道理"),
+    ("So it is D. D is right", AFFIRMED, r"answer|so|thus|therefore|hence|must be|choose|choice|chose|pick|select\w*|go\w* with|correct|right|true|yes|best|better|fits?|match\w*|the only|closest|remains?|lean\w*|prefer|support\w*|confirm\w*|答案|[选選](?!项|項)|正确|正解|对(?!于)|符合|支持|정답|✓|✔|✅"),
+)  # fmt: skip
+LEAD = r"(?i)\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is\b|\W?:)[\s:*_]{0,5}"
+_NEXT = r"[!?;,\n。]|\.(?!\w)|\bbut\b"  # begins another statement
+_OTHER = rf"{_NEXT}|\b(?:(?:al)?though|because|since|while|so|rather|instead)\b|(?:\bnot|不?[是选]|而非)\W*\Z"  # of another letter
+# "A" and "I" are words where a word or a number follows, unless it goes on about a letter.
+_NO_WORD = r"(?![AIai] (?!(?i:or|and|is|as|because|since|but|not|seems|might|may|could|it)\b)(?:[a-z\d]|[A-Z][A-Za-z]))"
+_LETTER = rf"(?<![\w'’.])(?:(?<=[Oo]ption )|{_NO_WORD})(?:[A-HJ]|I(?=[).:\]]))(?!\.?[\w'’])[)\]*\"]{{0,4}}"
+_SMALL = rf"\b(?i:option|choice|answer(?: is| \w+ be|:)+)[\s:*(\"'\[]{{1,5}}{_NO_WORD}[a-j](?![\w'’])"  # "option c"
+# "A, B or C", "A、B": letters that stand together.
+_COMMA = rf"\s?[,、/&][\s(\[*\"]{{0,5}}{_LETTER}"
+_OR = rf"[.?]?,?\s?(?i:and/or|and|or|nor|和|与|或|还是)(?: maybe| perhaps)?[\s(\[*\"]{{1,5}}(?:option )?{_LETTER}"
+_LIST = re.compile(rf"({_LETTER}(?:(?:{_COMMA})*(?:{_OR})+|(?:{_COMMA}){{2,}}|{_COMMA}\s?(?=\Z|[\u3400-\u9fff])|))")
+# "B. Vitamin C", "**B.** red", "B: red", "B、red", "B - red", "B\nred": a letter first, and what it stands for.
+_MARK = r"(?:[*_]{0,3}(?:[)\]:]|、(?!\s?[A-J](?![A-Za-z]))|\.(?!\.|[A-Za-z]\b))[*_)\].:]{0,3}|\s[-–—]\s|[ \t]*\n)"  # no "D.C."
 
 
-def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
-    """Return the one option that the text names, A to J, or None if it names none or several."""
+def parse_letter(text: str, options: tuple[str, ...] = (), lenient: bool = False) -> str | None:
+    """Return the one option that the text names, or None. A lenient reader takes the first of several that count alike."""
     allowed = LETTERS[: len(options) or len(LETTERS)]
-    text_of = {letter: normalise(option) for letter, option in zip(allowed, options)}
-    text = unicodedata.normalize("NFKC", re.sub(r"\\(?:boxed|text)\{([^{}]*)\}", r"\1", text)).strip()
-
-    # "(B)", "B) Vitamin C": a letter alone, or with its own text.
-    letter, words = _split_label(text)
-    if letter and letter in allowed and (not words or text_of.get(letter) == normalise(words)):
-        return letter
+    text = re.sub(LEAD, "", unboxed(text.replace("，", ";")))  # in Chinese, a list has "、"
+    text = re.sub(rf"\A[\W_]{{0,9}}([A-Ja-j])(?:[\W_]*\Z|{_MARK})\s*", lambda label: f"{label[1].upper()}. ", text)
 
     # "Vitamin C": the text of one option. normalise() would take the label "A" for an article.
-    said = (normalise(text), normalise(re.sub(_LEAD, "", text)))
-    same = [x for x in text_of if text_of[x] in said]
-    if len(same) == 1 and letter != "A":
+    same = [letter for letter, option in zip(allowed, options) if normalise(option) == normalise(text)]
+    if len(same) == 1 and not text.startswith("A."):
         return same[0]
 
-    # "I think it is B": the letters in prose. "B. U.S. Team A": behind a label, only those that are called options.
+    # Mark the letters. An option's own text behind its letter says nothing.
     text = re.sub(rf"(?<=[{_TOUCHING}])(?=[A-J])|(?<=[A-J])(?=[{_TOUCHING}])", " ", text)  # 选B
-    letter, words = _split_label(_DENIED.sub(" ", text))
-    named = {letter} if letter else set()
-    labelled = letter and not _MORE_LETTERS.match(words)
-    for _, pattern in LETTER_FORMS[1:] if labelled else LETTER_FORMS:
-        named.update(found.upper() for found in re.findall(pattern, words))
-    return named.pop() if len(named) == 1 and named <= set(allowed) else None
+    text = re.sub(_SMALL, lambda small: small[0][:-1] + small[0][-1].upper(), text)
+    for letter, option in zip(allowed, options):
+        text = re.sub(rf"(?i)(\b{letter}\W{{1,4}}){re.escape(option.strip(' .'))}(?!\w)", r"\1_", text)
+    counts, together, parts = {}, set(), _LIST.split(text)  # words, letters, words, letters, ..., words
+    for i in range(1, len(parts), 2):
+        # What is said before the letters and behind them. A label's own text says nothing, but a verdict may follow.
+        letters, before = re.findall(r"(?<!\w)[A-J](?!\w)", parts[i]), re.split(_NEXT, parts[i - 1])[-1]
+        begins = not re.search(r"\w", before)
+        label = begins and len(letters) == 1 and re.match("[A-J]" + _MARK, parts[i] + parts[i + 1])
+        after = (parts[i] + parts[i + 1])[label.end() if label else len(parts[i]) :]
+        behind = re.split(_OTHER, after.replace("?", " "))[0]  # "D?" is answered in the next statement
+        verdict = weigh_words(behind, r"(?:^|[-–—:(])[\W_]*(?:(?:this|it) )?(?:is |was )?" if label else "")
+        parts[i + 1] = after[len(behind) :] if verdict else parts[i + 1]  # it is not said of the next letter
+        # The weaker one of both counts; without any, how the letters stand there. Several that stand together are open.
+        plain = LABELLED if begins and (label or not re.search(r"\w", behind)) else MENTIONED
+        count = min(filter(None, (weigh_words(before), verdict)), default=plain)
+        if len(letters) > 1 and (count != AFFIRMED or re.search(r"(?i)\bor\b|或|还", parts[i])):
+            count = min(count, OPEN)
+        if len(letters) > 1 or label:
+            together.update(letters)
+        if re.search(r"(?i)\bwait\b|correction", parts[i - 1]):
+            counts = {letter: min(old, OPEN) for letter, old in counts.items()}
+        for letter in letters:  # what was denied comes back only if it is affirmed
+            if counts.get(letter) != DENIED or count == AFFIRMED:
+                counts[letter] = count if count == DENIED else max(count, counts.get(letter, OPEN))
+    if list(counts.values()).count(LABELLED) == 1 and counts.get(text[0]) == LABELLED:
+        counts[text[0]] = AFFIRMED  # a text that begins with its only label states it
+    best = [letter for letter in counts if counts[letter] == max(counts.values()) > DENIED]
+    best = best[:1] if lenient and together.isdisjoint(best) else best
+    return best[0] if len(best) == 1 and best[0] in allowed else None
 
 
-def _split_label(text: str) -> tuple[str, str]:
-    """Return the letter that a text begins with, or "", and the words behind it."""
-    label = re.fullmatch(_LABEL, re.sub(_LEAD, "", text))
-    return (label[1].upper(), label[2]) if label else ("", text)
+def weigh_words(words: str, start: str = "") -> int:
+    """Return how much a letter counts by the words of its statement, 0 if they say nothing of it."""
+    words = re.sub(r"n['’]t\b", " not", re.split(_NEXT, words)[-1])
+    rows = (count for _, count, form in STATEMENTS if re.search(rf"(?i){start}(?<![a-z])(?:{form})(?![a-z])", words))
+    return next(rows, 0)
 
 
 # How a question lists its options: one a line, or in one line.
@@ -99,13 +121,13 @@ def listed_options(question: str) -> tuple[str, ...]:
     for _, form in OPTION_FORMS:
         labels = list(form.finditer(question))
         letters = "".join(label[1] for label in labels)
-        for count in range(len(LETTERS), 1, -1):
-            first = letters.rfind(LETTERS[:count])  # the longest A, B, C, ... without a gap
-            if first >= 0:
-                labels = labels[first : first + count]
-                ends = [label.start() for label in labels[1:]] + [len(question)]
-                texts = [question[label.end() : end].strip() for label, end in zip(labels, ends)]
-                return tuple(text.split("\n")[0].strip(" \t;,") for text in texts)
+        runs = [LETTERS[:count] for count in range(len(LETTERS), 1, -1) if LETTERS[:count] in letters]
+        if runs:  # the longest A, B, C, ... without a gap
+            first = letters.rfind(runs[0])
+            labels = labels[first : first + len(runs[0])]
+            ends = [label.start() for label in labels[1:]] + [len(question)]
+            texts = [question[label.end() : end].strip().split("\n")[0] for label, end in zip(labels, ends)]
+            return tuple(text.strip(" \t;,") for text in texts)
     return ()
 
 
@@ -118,6 +140,7 @@ REWRITTEN = (
     ("2024-05-06", r"(?<![\d.])\d{1,4}([-/.])\d{1,2}\1\d{1,4}(?!\.?\d)", " "),
     ("frames 2, 3 and 4", rf"\b(?:{_THINGS})[ #]{{1,2}}\d{{1,7}}(?!\.?\d)(?:,? ?(?:and|to|[-–,]) ?\d{{1,7}}(?!\.?\d))*", " "),
     ("1. **Start**", r"(?m)^[ \t]*\d{1,2}[.)][ \t]+(?=\W{0,3}[^\W\d])(?!to |and )", " "),
+    ("the 83rd and the 97th second", r"(\d)(?:st|nd|rd|th)(?=(?: (?:and|to|until) the \d+(?:st|nd|rd|th))? seconds?\b)", r"\1"),
     ("-3", rf"(?<![\w)\]>\"'″”–-])(?<!\d )(?<![\ddc ]s )[-−]{_N}", " "),  # unless it stands behind a time: "12.5s -20.1s"
     ("00:00:02,500", r"(:\d\d),(?=\d{3})", r"\1."),
     ("[1,240]", r"([\[(]\s?\d{1,7}),(?=\d{1,7}\s?[\])])", r"\1, "),
@@ -135,7 +158,6 @@ TIME_FORMS = (
 _BEGIN = r"(?:(?<![a-z\d_])(?<!\d\.)|(?<=\dto))"  # where a number may: not in "x264", but in "12.5to20.1"
 _TIME = re.compile(_BEGIN + "(?:" + "|".join(pattern for _, pattern, _ in TIME_FORMS) + ")", re.I)
 _FACTORS = sum((factors for *_, factors in TIME_FORMS), ())
-
 # Explicit ranges: T stands for a time, and _FILL for " about the ".
 _T = "\ua4d4"  # a letter without a lower case, which no answer holds: \W never runs over it
 _FILL = r"(?:\W|about|around|approximately|roughly|the|at|time|t|第){0,9}"
@@ -149,7 +171,7 @@ RANGE_FORMS = (
 
 def parse_span(text: str) -> tuple[float, float] | None:
     """Return the span of seconds, its ends in order: the two times, if the text has two; else its last explicit range."""
-    text = unicodedata.normalize("NFKC", text).replace(_T, " ")
+    text = unboxed(text).replace(_T, " ")
     for _, pattern, new in REWRITTEN:
         text = re.sub(pattern, new, text, flags=re.I)
     times = []  # each one's seconds, and the unit of a lone number
@@ -158,24 +180,19 @@ def parse_span(text: str) -> tuple[float, float] | None:
         seconds = sum(number * (factor or 1) for number, factor in parts)
         times.append((seconds, parts[0][1] if len(parts) == 1 else 1))
     masked = _TIME.sub(_T, text)  # a mark for each time: a range is a pattern of words around marks
-
     starts = []
     for _, pattern in RANGE_FORMS:
-        starts += [match.start() for match in re.finditer(pattern.replace("T", _T), masked, re.I)]
+        starts += [masked.index(_T, match.start()) for match in re.finditer(pattern.replace("T", _T), masked, re.I)]
     if len(times) == 2 and not re.search(rf"{_T} or {_T}", masked):
-        starts = [0]
-    if not starts:
+        starts = [masked.index(_T)]
+    starts = sorted(start for start in starts if weigh_words(masked[:start][-80:]) != DENIED)  # "not 3 - 5"
+    if not starts or re.search(rf"{_T}\W*(?:\bor\b|或)[^{_T}.;,\n]*\Z", masked[: starts[-1]]):  # "3 - 5 or 7 - 9"
         return None
-    first = masked.count(_T, 0, max(starts))
+    first = masked.count(_T, 0, starts[-1])
     (start, start_unit), (end, end_unit) = times[first : first + 2]
     if start_unit == 0 and end_unit:
         start *= end_unit  # "2 to 3 minutes"
     return min(start, end), max(start, end)
-
-
-def seconds_of(time: str) -> float:
-    """Return the seconds of 12.5, 00:12.5 or 00:00:12.5."""
-    return sum(float(part) * 60**i for i, part in enumerate(reversed(time.split(":"))))
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -194,20 +211,14 @@ _KEPT = re.compile("(" + "|".join(pattern for _, pattern in KEPT_FORMS) + r")|[^
 
 def normalise(text: str) -> str:
     """Return the text in lower case without punctuation and articles. A text that is nothing but an article stays."""
-    text = unicodedata.normalize("NFKC", text).lower()
+    text = unboxed(text).lower()
     for sign, spelled in _SPELLED.items():
         text = text.replace(sign, spelled)
     text = re.sub(r"<([\d.]+ seconds)>", r"\1", " ".join(text.split()))  # a frame's stamp
     text = re.sub(rf"(?<=\w) ?({_OPERATOR}) ?(?=[\w-])", r"\1", text)  # "x > y" is one word, and not "y > x"
-    words = _KEPT.sub(_keep, text).split()
+    words = _KEPT.sub(lambda sign: sign[1] or sign[0] * (unicodedata.category(sign[0])[0] == "M") or " ", text).split()
     text = " ".join([word for word in words if word not in ("a", "an", "the")] or words)
     return re.sub(r"\b(\d+)(?=[^\W\d_])", r"\1 ", text)  # "0.5m" says "0.5 m"
-
-
-def _keep(sign: re.Match) -> str:
-    if sign[1]:
-        return sign[1]
-    return sign[0] if unicodedata.category(sign[0]).startswith("M") else " "  # an accent, a vowel sign
 
 
 def words_of(text: str) -> list[str]:

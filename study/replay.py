@@ -40,10 +40,10 @@ def replay(cfg: RLConfig, path: str) -> None:
             groups.setdefault(episode.task.id, Group(episode.task, episode.k, [])).episodes.append(episode)
     mine = list(groups.values())[rank() :: world_size()]
     give_rewards(mine, renderer, cfg.reward, Judge(cfg.reward.judge))
-    examples = make_examples(mine, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
+    examples, total_tokens = make_examples(mine, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
     policy = load(cfg.policy, renderer.never_sampled)
     reference = load(cfg.policy, renderer.never_sampled, train=False) if cfg.grpo.kl_coef else None
-    measured = update(policy, reference, make_optimizer(policy, cfg.optim), examples, cfg, 0)
+    measured = update(policy, reference, make_optimizer(policy, cfg.optim), examples, total_tokens, cfg, 0)
     for name in ("loss", "grad_norm", "logprob_gap", "learned_tokens"):
         print0(f"{name:<16}{measured[name]:.6g}")
 

@@ -2,13 +2,19 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import answers
+from data import Task
+from evals.benchmarks import Item, grade, grade_leniently
+from rewards import RewardConfig, final_answer
+from runtime import answers, config
 from runtime.answers import listed_options, normalise, parse_letter, parse_span, spoken, words_of
+
+EXACT = RewardConfig(open_answer="exact")
 
 # fmt: off
 # Each table: what is read -> the texts that say so.
@@ -26,9 +32,15 @@ LISTED = {
         "not A but B", "B, not A", "B rather than C", "It isn't A or C, it is B", "It can't be A, so B", "A is wrong. It is B",
         "D) is incorrect. B) is correct.", "B. Option A is wrong", "The answer is B. Option C is wrong",
         "The answer is B because A is only seen later.", "B正确，A错误", "A不对，选B", "所以答案是B，因为A不对",
+        # each letter has its own verdict; a decision replaces a hedge
+        "A、C、D错误，B正确", "A: no. B: yes. C: no. D: no.", "(A) false (B) true (C) false (D) false", "不选A，选B", "B而非D",
+        "A、C均不符合，故选B", "A和C都不对，正确的是B", "The answer is B, although D also appears", "Between B and D, B is better",
+        "Not A, C, or D. B.", "Either A or B; I'd go with B.", "Hmm, A... no wait, B", "A cannot be excluded, but the answer is B",
+        "All options are wrong except B", "A: it is red - no.\nB: it is blue - yes.\n\nSo the answer is B.", "排除A、C、D，选B",
+        "A is on the wall.\nB is not a car.\n\\boxed{B}", "B? Yes, at 0:12.",
     ),
     "C": ("C) green car", "green car", "Answer: C", "answer: c", "option c", "Option C.", "neither A nor B but C"),
-    "D": ("$\\boxed{\\text{D}}$", "d) vitamin C", "(D) Vitamin C.", "**D.** vitamin c", "D\nVitamin C", "vitamin C",
+    "D": ("A? No, the second window shows D.", "$\\boxed{\\text{D}}$", "d) vitamin C", "(D) Vitamin C.", "**D.** vitamin c", "D\nVitamin C", "vitamin C",
           "The answer is D) Vitamin C.", "The answer is vitamin C.", "D.31:15-31:45"),
     "E": ("E. a",),
     None: (
@@ -37,7 +49,7 @@ LISTED = {
         # two letters
         "The answer is B. Option C fits, too",  # the released code: right for both
         "A or B", "B or A", "B, C", "A、B", "选A和B", "A) or B)", "A. B. C.", "A. red\nB. blue", "(A) (B)", "A) or perhaps B",
-        "B. Option A is better",
+        "B. Option A is better", "B、C都有可能", "B: maybe; C: maybe", "A is true. B is true.", "无法确定是A还是B。",
     ),
 }
 UNLISTED = {  # any letter from A to J, and a leading label is believed
@@ -62,7 +74,7 @@ SPANS = {
         "9 men: 12.5 -> 20.1", "9 men from 12.5 through 20.1", "9 men, 12.5 up to 20.1", "9 men, 12.5 until about 20.1",
         "9 men between 12.5 and 20.1", "9 men: [12.5, 20.1]", "9 men from 12.5 s, when he sits down, to 20.1",
         "I looked at 0 - 60.\nAnswer: 12.5, 20.1", "It starts at 12.5 s and ends at 20.1 s, after 7.6 s.",
-        "It is 12 to 20, or 12.5 to 20.1. I am sure.", "a 2-3 second event at 12.5 - 20.1",
+        "It is 12 to 20. No, 12.5 to 20.1. I am sure.", "12.5 - 20.1 (not 3.0 - 5.0)", "Not 3 - 5 but 12.5 - 20.1", "a 2-3 second event at 12.5 - 20.1",
     ),
     (3, 5): ("5 - 3", "- 3 - 5", "0 - 60\n3 - 5", "0-60。3-5。", "from 3 seconds to 5 seconds", "It began at 3 and ended at 5",
              "- Start: 0:03\n- End: 0:05", "starts at 3 and lasts until 5", "Segments 1-2 show 3 - 5"),
@@ -73,9 +85,11 @@ SPANS = {
     (65.5, 120): ("1:05.5 to 2:00", "between 1:05.5 and 2:00"), (750, 760.5): ("12'30\" - 12'40.5\"", "12′30″ to 12′40.5″"),
     (3605, 3609): ("01:00:05 - 01:00:09",), (3720, 3784): ("1 hour, 2 minutes to 1h 3m 4s",),
     (2.5, 5): ("00:00:02,500 --> 00:00:05,000",), (0, 5): ("0 - 5",), (1, 240): ("[1,240]",), (100, 200): ("[100,200]",),
+    (83, 97): ("between the 83rd and the 97th second", "from the 83rd second to the 97th second"),
     (1234.5, 1234567): ("1,234.5 - 1,234,567",),
     None: ("5", "soon", "", "1,240", "20.1", "12 s 500 ms", "123456789 - 987654321", "2024-05-06", "-3 - 5", "50% - 60%",
-           "frames 2 and 3", "Frames 2, 3 and 4", "in 3 or 4 places", "12.5 s or 20.1 s", "at 5 s, 7 s and 9 s"),
+           "frames 2 and 3", "Frames 2, 3 and 4", "in 3 or 4 places", "12.5 s or 20.1 s", "at 5 s, 7 s and 9 s",
+           "3 - 5 or 12.5 - 20.1", "It is 12 to 20, or 12.5 to 20.1.", "0:03-0:05或0:12-0:20", "not 3 - 5"),
 }
 QUESTIONS = {
     ("red", "blue", "green"): ("Which?\nA. red\nB. blue\nC. green",), ("red", "a car"): ("Which?\n(A) red\n(B) a car;\n",),
@@ -88,11 +102,12 @@ WORDS = {
     "3. May": "3 may", "-5": "-5", "−5": "-5", "10-5": "10 5", "well-known": "well known", "x > y": "x>y", "x<y": "x<y",
     "x ≥ y": "x>=y", "a->b->c": "a->b->c", "a → b → c": "a->b->c", "AB+": "ab+", "AB-": "ab", "at <12.5 seconds>": "at 12.5 seconds",
     "５": "5", "Café": "café", "\"no\"": "no", "कि": "कि", "don't": "don t", "0.5m/s": "0.5 m s", "O(n²)": "o n2", "O(n^2)": "o n2", "H2O": "h2o",
+    "\\boxed{0.5}": "0.5", "$0.5\\ \\text{m/s}$": "0.5 m s", "The answer is 4": "answer is 4",
 }
 PIECES = ["1", " ", "12.5", "1,000", ":", "-", "to ", "and ", "frames ", "start ", "end ", "A", "b) ", "(", "[", "not A ",
           "answer is ", "option ", "\n", "\\boxed{", "<", "->", "分", "_", ".", "or ", "seconds ", "a->", "\ua4d4", "between ",
-          "is wrong", "because ", "、"]
-RUNS = ["1-2 ", "1 and ", "start 1 ", "frames 1, ", "A. ", "answer: ", "x > ", "not A or ", "B because ", "A is ", "from 1 "]
+          "is wrong", "because ", "、", "，", "wait ", "$", "? "]
+RUNS = ["1-2 ", "1 and ", "start 1 ", "frames 1, ", "A. ", "answer: ", "x > ", "not A or ", "B because ", "A is ", "from 1 ", "A, ", "A、", "not 1-2 ", "B. A: no "]
 # fmt: on
 
 
@@ -115,6 +130,27 @@ def test_a_thought_and_a_call_are_no_answer():
     """Past bug: a thought that was cut off named an option, and the arguments of a call were a span."""
     assert spoken("<think>A or C?</think> <tool_call>1, 2</tool_call> B") == spoken("A or C?</think>B") == "B"
     assert spoken("<think>Option A says that he") == spoken("<tool_call>1 - 2") == ""
+    unopened = "Option A, or rather <answer>A</answer></think> I cannot tell."
+    assert read({"kind": "mcq", "options": ["red", "blue"]}, unopened) == [None, None]
+
+
+def read(question, turn):
+    """Return both readings of a turn: a letter, a span or whether an open answer is right."""
+    kind, gold = question["kind"], {"mcq": "?", "tvg": "[0, 1]"}
+    item = Item(Task("t", "?", (), kind, gold.get(kind, question.get("gold")), tuple(question.get("options", ()))))
+    strict = grade(item, final_answer([turn]) or spoken(turn), EXACT)
+    both = strict, grade_leniently(item, strict, turn, EXACT)
+    return [verdict["score"] == 1 if kind == "oe" else verdict["prediction"] for verdict in both]
+
+
+def test_answers_are_read_as_a_careful_person_reads_them():
+    """The texts are written in the manner of four models; before the rule, 101 (strict) and 100 of 150 were read so."""
+    written, unlike = config.read_tree(Path(__file__).parent / "readings.yaml"), []
+    for name, text, *readings in (row for rows in written["texts"].values() for row in rows):
+        readings = [str([float(x) for x in reading]) if isinstance(reading, list) else reading for reading in readings]
+        if read(written["questions"][name], text) != readings:
+            unlike.append(text)
+    assert sum(map(len, written["texts"].values())) == 150 and not unlike
 
 
 @pytest.mark.parametrize("text", WORDS)
@@ -133,14 +169,13 @@ def test_options_are_read_from_the_question(options, question):
 
 
 def test_every_row_of_the_tables_reads_its_own_example():
-    for example, pattern in answers.LETTER_FORMS:
-        assert re.search(pattern, example) and parse_letter(example), example
+    for examples, count, _ in answers.STATEMENTS:
+        for example in examples.split(". "):
+            assert count in map(answers.weigh_words, example.split("D")), example
     for form in answers.TIME_FORMS:
         assert next(other for other in answers.TIME_FORMS if re.fullmatch(other[1], form[0], re.I)) == form
     for example, pattern, new in answers.REWRITTEN:
         assert re.sub(pattern, new, example, flags=re.I) != example
-    for example, pattern in answers.DENIED_FORMS:
-        assert re.search(pattern, f"B {example}", re.I) and parse_letter(f"B, {example}") == "B"
     for example, _ in answers.RANGE_FORMS:
         assert parse_span(f"2 men. {example}") == parse_span(example) == (12.5, 20.1)
     for example, form in answers.OPTION_FORMS:

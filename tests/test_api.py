@@ -225,7 +225,7 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(endpoint, thei
     assert {(r["answer"], r["turns"], r["error"]) for r in results.records} == {("red", 1, "")}
     assert all(record["tokens"] > 0 for record in results.records)
     written, told = [path for path in tmp_path.rglob("*") if path.is_file()], capsys.readouterr()
-    assert len(written) == 4 and not any(KEY in path.read_text() for path in written) and KEY not in told.out + told.err
+    assert len(written) == 5 and not any(KEY in path.read_text() for path in written) and KEY not in told.out + told.err
     assert "m: 8 requests, 56 prompt_tokens, 16 completion_tokens" in told.err
     evaluation.main(cfg)
     assert len(there.bodies) == 10  # what has been answered is not asked again, nor is the API when all is
@@ -286,6 +286,7 @@ def test_the_judge_is_asked_once_per_content_and_its_failure_is_no_zero(endpoint
     ask = Judge(JudgeConfig(there.url, "m", NAME))
     assert [ask("q", "g", a) for a in ("x", "y", "x", "y")] == [1, 0, 1, 0]
     assert len(there.bodies) == 2 and there.keys == {f"Bearer {KEY}"}
+    assert [body["temperature"] for body in there.bodies] == [0, 0]  # it does not sample
     # Past bug: "yes or no?" was a yes, by its first word.
     for problem in ("neither yes nor no, but 'Yes or no\\?'", "EngineError: .* 500", "Refusal: .*content_filter"):
         with pytest.raises(JudgeError, match=problem):

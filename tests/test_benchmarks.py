@@ -18,6 +18,7 @@ from evals.protocols import READS
 from rewards import RewardConfig
 from runtime import config
 from runtime.dataset import DataError
+from runtime.judge import JudgeConfig
 
 CFG = RewardConfig(open_answer="exact")  # as eval.py grades
 
@@ -223,6 +224,7 @@ def test_an_absent_dataset_names_the_command_that_fetches_it(tmp_path):
         with pytest.raises(DataError, match=problem) as error:
             load_split("lvbench", str(root))
         assert fetch in str(error.value) and "unpack its archives" in str(error.value)
+        assert "since 2026-07-30 it is lmms-eval/LVBench" in str(error.value)
         root.mkdir(exist_ok=True)
 
 
@@ -286,21 +288,27 @@ def test_what_cannot_be_read_strictly_scores_nothing():
     [
         (MCQ, "The answer is D.<|im_end|>", "D", 1),
         (MCQ, "<think>\nA or B?\n</think>\n(D)", "D", 1),  # thoughts are no answer
-        (MCQ, "<think>\nPerhaps A? No. D", "A", 0),  # but they are if they never end: the first letter
+        (MCQ, "<think>\nPerhaps A? No. D", "D", 1),  # but they are if they never end
         (MCQ, "<answer>D", "D", 1),  # an open tag
         (MCQ, "A is wrong, B too. Answer: D", "D", 1),  # what is stated goes first
         (MCQ, "The answer is A, because B is blue.", "A", 0),
         (MCQ, "Perhaps D, perhaps B", "D", 1),  # the first of several
         (MCQ, "D or A", None, 0),  # unless they are named together
         (MCQ, "It is (D), (B)", None, 0),
-        (MCQ, "A man gets in.", "A", 0),  # as the official scorers: an article
+        (MCQ, "A man gets in.", None, 0),  # the official scorers read the article
+        (MCQ, "He sits in a green car.", "C", 0),  # the text of one option
+        (MCQ, "It is not red, it is blue.", "B", 0),
+        (MCQ, "It is red or blue.", None, 0),
         (MCQ, "I see nothing. E", None, 0),  # no letter of its options, and never a guess
         (SPAN, "It starts at 12.0 and ends at 20.0 seconds.", "[12.0, 20.0]", 1),
         (SPAN, '<tool_call>{"name": "f", "arguments": {"start_time": 12, "end_time": 20}}</tool_call>', None, 0),
         (SPAN, '<tool_call>{"start_time": 12, "end_time": 20', None, 0),
         (OPEN, "It must be the red car there.", "It must be the red car there.", 1),
         (replace(OPEN, task=replace(OPEN.task, answer="0.5 m/s")), "At 0.5m/s.", "At 0.5m/s.", 1),
-        (OPEN, "It must be a redcar.", "It must be a redcar.", 0),  # whole words
+        (OPEN, "It must be a redcar.", "It must be a redcar.", 0),  # whole words, so "art" is not in "cart"
+        (OPEN, "It must be a bred car.", "It must be a bred car.", 0),
+        (OPEN, "It is not a red car.", "It is not a red car.", 0),
+        (replace(OPEN, task=replace(OPEN.task, answer="4")), "There are four of them.", "There are four of them.", 1),
         (OPEN, "<think>\nred car\n</think>\n", None, 0),
     ],
 )
@@ -313,6 +321,10 @@ def test_what_was_read_strictly_stays_but_gold_words_count():
     assert benchmarks.grade_leniently(MCQ, read, "<answer>B</answer> D", CFG) == read
     long = grade(OPEN, "A big red car.", CFG)
     assert long["score"] == 0 and benchmarks.grade_leniently(OPEN, long, "", CFG) == verdict("A big red car.", 1.0)
+    judge = lambda question, gold, answer: float("crimson" in answer)  # noqa: E731
+    cfg = RewardConfig(open_answer="judge", judge=JudgeConfig(url="u", model="m"))
+    told = benchmarks.grade_leniently(OPEN, UNGRADED, "<answer>A crimson car.", cfg, judge)
+    assert told == verdict("A crimson car.", 1.0, judged=True)  # it asks the judge
     judged = verdict("A big red car.", 0.0, judged=True)
     assert benchmarks.grade_leniently(OPEN, judged, "", CFG)["score"] == 0  # the judge's word
 

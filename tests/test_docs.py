@@ -108,4 +108,6 @@ def test_the_lock_holds_what_the_requirements_pin_and_every_package_once():
     )
     assert len(pins) > 12 and set(pins) <= set(locked)
     names = [name for name, _ in locked]
-    assert len(names) == len(set(names)) and f"pins all {len(names) + 1} packages" in TEXT[README]  # and ./configs/cuda-tile
+    assert (
+        len(names) == len(set(names)) and f"pins all {len(names) + 1} packages" in TEXT[README]
+    )  # and ./configs/cuda-tile

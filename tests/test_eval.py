@@ -33,9 +33,10 @@ import eval as evaluation
 import tools
 from eval import EvalConfig, EvalJob, dry_run
 from evals import protocols, tables
-from evals.benchmarks import load_split
+from evals.benchmarks import Cue, load_split
 from evals.protocols import READS
 from evals.tables import interval, read_results
+from rl import RLConfig
 from rollout import derive
 from runtime import checks, config
 from runtime.checks import check_host_memory, only_run_in
@@ -276,6 +277,9 @@ def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_
     assert ask_rows([*others, first]) == []  # their order is no matter
     renamed = first | {"extra_info": json.dumps(json.loads(first["extra_info"]) | {"id": "another"})}
     assert len(ask_rows([*others, renamed])) == 1 and len(found(results_file(tmp_path))) == 8  # one has left the split
+    item = load_split("toy", str(toy_dir))[0]
+    cues = [replace(item, subtitles=(Cue(0, 1, text),)) for text in ("Hello", "Goodbye")]
+    assert len({evaluation.item_digest(x) for x in (item, *cues)}) == 3  # its subtitles are part of it
 
 
 def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
@@ -476,6 +480,28 @@ def test_an_interval_is_the_binomials_and_as_wide_as_there_are_videos():
     assert str(interval([1, 1, 1], ["v"] * 3)) == "(nan, nan)"  # of one video nothing is known
 
 
+def test_a_score_without_a_miss_is_not_certain(tmp_path):
+    """Past bug: 20 right of 20 had the interval [100.0, 100.0]. Wilson's is written out in every textbook: 83.9."""
+    write_results(tmp_path / "all", "videomme", lines("1" * 20), name="all", total=2700)
+    write_results(tmp_path / "none", "videomme", lines("0" * 20), name="none", total=2700)
+    half = [
+        line(str(i), i % 2, video=f"v/{i // 10}.mp4") for i in range(20)
+    ]  # two videos alike: the bootstrap's has no width
+    write_results(tmp_path / "half", "videomme", half, name="half", total=2700)
+    scores = sections(tables.report([tmp_path / name for name in ("all", "none", "half")]))["Scores"][2:]
+    cells = {row[0]: row[4] for row in scores if row[2] == "tagged"}
+    assert cells["all"].startswith("100.0 [83.9, 100.0]") and cells["none"].startswith("0.0 [0.0, 16.1]")
+    assert cells["half"].startswith("50.0 [9.5, 90.5]")  # of two videos
+    gain = next(row[4] for row in scores if row[:3] == ["none", "parallel", "gain, tagged"])
+    assert gain == "-100.0 [-100.0, -100.0] (20)"  # of the same items: the bootstrap's
+    rows = [
+        line(str(i), i < 100, video="v/0.mp4" if i < 100 else f"v/{i}.mp4") for i in range(150)
+    ]  # one video has most
+    low, high = interval([x["score"] for x in rows], [x["videos"][0] for x in rows])
+    assert low < 0.5 and high > 0.8  # wider than Wilson's, so it stands
+    assert tables.mean_cell([x["score"] for x in rows], rows) == f"66.7 [{100 * low:.1f}, {100 * high:.1f}]"
+
+
 def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
     """Charades has its own K, so that no row of a full run had all seven splits; other protocols had no baseline."""
     published = tables.read_published()["table"]
@@ -553,7 +579,16 @@ def test_one_video_has_a_score_without_an_interval(tmp_path):
 
 def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_path, capsys):
     write_results(tmp_path, "videomme", lines("11"))
-    for number, damage in ((2, b'{"id": "0", "sc\n'), (1, b"\n"), (1, b'{"id": "0"}\n'), (1, b'{"total": 3}\n')):
+    unscored = (
+        json.dumps({key: value for key, value in line("0", 1).items() if key != "score"}).encode() + b"\n"
+    )  # a traceback
+    for number, damage in (
+        (2, b'{"id": "0", "sc\n'),
+        (2, unscored),
+        (1, b"\n"),
+        (1, b'{"id": "0"}\n'),
+        (1, b'{"total": 3}\n'),
+    ):
         path = write_results(tmp_path, "lvbench", lines("10"))
         content = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join([*content[: number - 1], damage, *content[number:]]))
@@ -745,6 +780,65 @@ def test_a_dry_run_names_all_that_is_missing_and_unlike_the_paper(row, tmp_path,
     for split, root in cfg.splits.items():
         assert f"MISSING {split}: {root}: no such folder" in told and f"--local-dir {root}`" in told
     assert ("published run: frames are JPEGs" in told) == (row != "gpt4o")
+
+
+def test_a_model_that_is_asked_otherwise_than_it_was_trained_says_so(write, model, toy_dir, tmp_path, capsys):
+    """Past bug: plain GRPO was asked with a prefix that its training had not. Both its score and its header kept silent."""
+    trained, source = tmp_path / "trained", tmp_path / "trained" / "model"
+    shutil.copytree(toy_dir / "model", source)
+    overrides = [f"policy.checkpoint={toy_dir}/model", "val=null", f"run={trained}"]
+    config.save_run(config.load(RLConfig, REPO / "configs" / "toy_grpo.yaml", overrides), trained)
+    base = {"max_turns": 1, "max_new_tokens": 24}
+    asked = {"temperature": 1, "think_prefix": False}
+    path = write(
+        checkpoint=str(source), prompting={"protocol": "agent"}, arms=["parallel", "none"], frames=[4, 64], limit=2
+    )
+
+    def notes(**rollout) -> set[str]:
+        assert dry_run(load(path, f"rollout={json.dumps(base | asked | rollout)}")) == 0
+        return set(re.findall(r"unlike its training: (.*)", capsys.readouterr().out))
+
+    without = "dispatch: 'parallel', now 'none'"
+    assert notes() == {without, "frames: [64], now [4]"}  # gating is off
+    also = {"think_prefix: False, now True", "temperature: 1.0, now 0.7", "tool_return: 'subagent', now 'frames'"}
+    assert notes(think_prefix=True, temperature=0.7, tool_return="frames") == also | {without, "frames: [64], now [4]"}
+
+    # The first line of the results keeps it; a copy of the model, away from its run, is still the same model.
+    model(says("red"))
+    run(path, f"rollout={json.dumps(base | asked | {'think_prefix': True})}")
+    header = read_results(results_file(tmp_path, "parallel", 64)).settings
+    assert header["unlike_training"] == ["unlike its training: think_prefix: False, now True"]
+    shutil.copytree(source, tmp_path / "copy")
+    engines = model(says("red"))
+    run(path, f"rollout={json.dumps(base | asked | {'think_prefix': True})}", f"checkpoint={tmp_path}/copy", "limit=3")
+    assert sum(len(engine.asked) for engine in engines) == 4  # one more item of each file
+    assert dry_run(load(path, f"checkpoint={toy_dir}/model", f"run={tmp_path}/other")) == 0
+    assert "unlike" not in capsys.readouterr().out  # it has no training of its own
+
+
+def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained(tmp_path, toy_dir):
+    for path in sorted((REPO / "configs").glob("*.yaml")):
+        text = path.read_text().replace("\\\n#", "")
+        base = re.search(r"^base: (\S+)", text, re.M)
+        if "sft" in path.name or base and "think_prefix" not in text and re.search("_(2b|4gpu|2nodes|tp4)", path.name):
+            continue  # the same training, elsewhere
+        if path.stem == "paragrpo_8b":
+            continue  # its command is in eval/own/paravt_8b.yaml
+        [command] = re.findall(r"python eval\.py (configs/.*)", text)
+        file, *words = shlex.split(command)
+        trained, asked = config.load(RLConfig, path), load(REPO / file, *words)
+        assert asked.checkpoint == f"{trained.run}/model" and asked.run != load(REPO / file).run
+        assert asked.name != load(REPO / file).name
+        for name in ("think_prefix", "tools", "tool_return"):
+            assert getattr(asked.rollout, name) == getattr(trained.rollout, name), (path.name, name)
+
+
+def test_a_row_is_not_unlike_itself(toy_dir, capsys):
+    """Past bug: another checkpoint alone printed "visual: None, now 65536", while the run uses the checkpoint's own 1024."""
+    cfg = load(CONFIGS / "toy.yaml", f"checkpoint={toy_dir}/model", f"splits.toy={toy_dir}", "limit=1")
+    assert dry_run(cfg) == 0 and "unlike" not in capsys.readouterr().out
+    assert dry_run(replace(cfg, frames=(4,))) == 0
+    assert re.findall("unlike (.*)", capsys.readouterr().out) == ["toy.yaml: frames: (4, 8, 16, 32, 64), now (4,)"]
 
 
 def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys):

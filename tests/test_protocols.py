@@ -23,7 +23,7 @@ from evals.protocols import WORDS, Prompting, Protocol, run_protocol
 from rollout import AgentContext, RolloutConfig, dump, render_prompt, run_episode
 from runtime import config
 from runtime.engine import EngineError
-from runtime.render import Live, Renderer
+from runtime.render import Live, Renderer, clock
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, UNPARSEABLE
 
@@ -293,7 +293,7 @@ FLOWS = {
         [("bad_arguments", None), ("unparseable", None), ("", (0, 2)), ("bad_arguments", None)], None,
     ),
     "longvt: five rounds of calls": ([crop(0, 2) + END] * 7, [...] * 6, [("", (0, 2))] * 5, None),
-    "longvt: then in a box": (["\\boxed{A} or \\boxed{\\text{B}} 7" + END], [...], [], "\\text{B}"),
+    "longvt: then in a box": (["\\boxed{A} or \\boxed{\\text{B}} 7" + END], [...], [], "B"),
     "longvt: then a number": (["It lasts 12.5." + END], [...], [], "12.5"),
     "longvt: a letter alone is none": (["It is B" + END], [...], [], None),
     "longvt: the first answer of all turns": (
@@ -315,7 +315,7 @@ FLOWS = {
     "video_zoomer: stamps count anew in every segment": (
         [zoom(10, 12, 1.5), "<answer>It is \\boxed{\\text{B}}</answer>" + END],
         [ZOOMER, zoomed("<frame0_time10.00s>#<frame1_time11.00s>#<frame2_time12.00s>#")],
-        [("", (10, 12))], "\\text{B}",
+        [("", (10, 12))], "B",
     ),
     "video_zoomer: too many frames": (
         [zoom(0, 17, 1), BOX], [ZOOMER, zoomed(MANY, "repair")], [("bad_arguments", None)], "A"
@@ -467,13 +467,13 @@ def test_a_turn_of_video_zoomer_ends_with_its_request_to_the_token(ask, renderer
 
 
 def test_other_models_answer_where_their_own_code_looks(ask):
-    """Our agent's answer stands in its last turn, behind its thought. Theirs may stand in a thought or before a call."""
+    """Our agent's answer stands in its last turn, behind its thought, as under `direct`. Theirs may stand in a thought or before a call."""
     thought = "<think>So <answer>B</answer></think>" + END
     for protocol in ("think", "conan"):
         assert ask(protocol, [thought])[0].answer == "B"
     early = "<answer>A</answer>" + zoom(10, 12, 1)
     assert ask("video_zoomer", [early, "<think>Nothing new.</think>" + END])[0].answer == "A"
-    assert ask("agent", [thought])[0].answer is None
+    assert ask("agent", [thought])[0].answer is ask("direct", [thought])[0].answer is None
 
 
 # ---- whatever happens
@@ -603,3 +603,10 @@ def test_a_kind_may_have_a_template_of_its_own(ask):
         read.append(model.read[0].rpartition("#")[2].removesuffix(END + "\n<|im_start|>assistant\n"))
     choice = "Q: Who?\nO:\nA. he\nB. she\nA:"
     assert read == [choice, choice, "When is 'he sits.'?", "When is 'During which part: he sits?'?"]
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "00:00:00"), (59.9, "00:00:59"), (3725, "01:02:05"), (36000, "10:00:00")]
+)
+def test_a_clock_has_sixty_minutes_an_hour(seconds, text):
+    assert clock(seconds) == text
