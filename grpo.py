@@ -62,9 +62,6 @@ class GRPOConfig:
 # ------------------------------------------------------------------------------------------------ advantages
 
 STD_FLOOR = 1e-3  # a group whose rewards vary less is flat: fractional rewards leave a residue of rounding
-ANCHOR_STD_FLOOR = (
-    0.3  # of R_anchor, which lies between -0.3 and 0.7: a lone broken episode must not weigh as much as ten
-)
 
 
 def group_advantage(rewards: Sequence[float]) -> np.ndarray:
@@ -78,28 +75,21 @@ def group_advantage(rewards: Sequence[float]) -> np.ndarray:
 
 def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor: Anchor) -> None:
     """Write A_i and, under credit `struct`, A_anchor_i into the episodes, where reports find them."""
+    # A_anchor_i = (R_anchor_i - mean_group R_anchor) / std_group R_anchor, as A_i is of R
     for episodes in groups:
-        for episode, a in zip(episodes, group_advantage([e.scores["R"] for e in episodes]), strict=True):
+        advantages = group_advantage([e.scores["R"] for e in episodes])
+        anchor_advantages = group_advantage([e.scores["R_anchor"] for e in episodes])
+        for episode, a, a_anchor in zip(episodes, advantages, anchor_advantages, strict=True):
             episode.advantage = float(a)
-    mine = [episode for episodes in groups for episode in episodes]
+            episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
 
     if cfg.normalise == "batch":
         # A_i <- A_i / max(std_batch A, floor), the std of all episodes of all ranks; A_anchor_i stays as it is.
+        mine = [episode for episodes in groups for episode in episodes]
         batch = sum(gather([episode.advantage for episode in mine]), [])
         std = max(np.std(batch or [0.0]), STD_FLOOR)
         for episode in mine:
             episode.advantage /= std
-
-    if anchor.credit == "struct":
-        # A_anchor_i = (R_anchor_i - mean_batch R_anchor) / max(std_batch R_anchor, 0.3), over all episodes of all ranks.
-        # The paper compares within the group. But whether a turn is well formed does not depend on the question, and a group
-        # in which all episodes break in the same way would teach nothing.
-        batch = sum(gather([episode.scores["R_anchor"] for episode in mine]), [])
-        std = np.std(batch, ddof=1) if len(batch) > 1 else 0.0
-        if std >= STD_FLOOR:
-            for episode in mine:
-                deviation = episode.scores["R_anchor"] - np.mean(batch)
-                episode.anchor_advantage = float(deviation / max(std, ANCHOR_STD_FLOOR))
 
 
 # ------------------------------------------------------------------------------------------------ examples
@@ -144,7 +134,7 @@ def make_examples(
 
     examples = []
     for i, episodes in enumerate(ran):
-        # Leave a group out if nothing in it can be learned: R is flat, R_anchor is that of all, and there is no KL.
+        # Leave a group out if nothing in it can be learned: R and R_anchor are flat, and there is no KL.
         varies = any(episode.advantage or episode.anchor_advantage for episode in episodes)
         if varies or cfg.kl_coef:
             for part in share_prompts(learners[i], cfg.train_tokens):
