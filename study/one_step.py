@@ -1,0 +1,120 @@
+"""one_step.py: the figures of docs/one_step.md, which works out one training step to the digit.
+
+    python -m study.one_step          # docs/one_step.jsonl -> the figures of docs/one_step.md; its prose stays
+
+The record has one group of a run on the toy: exact ids, and the log-probs that its loss was given. Everything else is
+computed here, with the functions that train. Missing: pixels; the recorder, which is tests/record_one_step.py.
+"""
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import rewards
+from data import Episode, Group
+from evals.tables import markdown, put_between_marks
+from grpo import Learner, example_of, make_examples, token_losses
+from rl import RLConfig
+from rollout import episode_of
+from runtime import config
+from runtime.packing import pack_bundles
+from runtime.video import Frames
+from study.lab import Characters
+
+REPO = Path(__file__).resolve().parent.parent
+CONFIG = REPO / "configs" / "toy_paragrpo_full.yaml"
+# Two updates per batch, and a batch is sampled while the one before it trains. Otherwise r and w would be 1.
+SETTINGS = ["minibatches=2", "staleness=1", "grpo.kl_coef=0.01", "optim.lr=5.0e-5", "val=null"]
+SETTINGS += ["optim.schedule=constant", "steps=8"]
+
+
+@dataclass
+class Vocabulary(Characters):
+    """A renderer of the recorded tokens."""
+
+    texts: dict[str, str]  # by id
+    image_pad: int
+    ends_of_turn: list[int]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.texts[str(token)] for token in ids)
+
+
+def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
+    """Return the figures of the page, by the names of their marks."""
+    cfg, renderer, found = config.load(RLConfig, CONFIG, SETTINGS), Vocabulary(**record["vocabulary"]), {}
+    group, side = Group(episodes[0].task, episodes[0].k, episodes), cfg.visual.cell  # a frame is one token
+    rewards.give_rewards([group], renderer, cfg.reward)
+    (example,), n_tokens = make_examples([group], renderer, cfg.grpo, cfg.reward.anchor)
+    example.bundle.frames = [Frames(np.zeros((group.k, side, side, 3), np.uint8), ())]
+    packed = pack_bundles([example.bundle], renderer.image_pad, side)
+
+    # the prompt, and some of its episodes
+    found["prompt"] = fenced(renderer.decode(example.bundle.prompt))
+    texts = [f"Episode {i + 1}:\n\n{fenced(renderer.decode(example.bundle.suffixes[i]))}" for i in record["shown"]]
+    found["episodes"] = "\n\n".join(texts)
+
+    # rewards and advantages
+    names, rows = ("R_acc", "R_fmt", "R_tool", "R", "R_anchor"), []
+    scores = np.array([[e.scores[name] for name in names] for e in episodes])  # [G, 5]
+    for i, e in enumerate(episodes):
+        rows.append([f"episode {i + 1}", *(f"{x:.3f}" for x in (*scores[i], e.advantage, e.anchor_advantage))])
+    rows.append(["mean", *(f"{x:.4f}" for x in scores.mean(axis=0)), "", ""])
+    rows.append(["std", *(f"{x:.4f}" for x in scores.std(axis=0, ddof=1)), "", ""])
+    found["advantages"] = markdown(f"{len(episodes)} episodes:", ["", *names, "A", "A_anchor"], rows)
+
+    # one turn, token by token
+    episode = episodes[record["torn"]]
+    main, struct = episode.main, rewards.structural_mask(episode.main, renderer)
+    per_token = np.full(len(main.ids), np.nan)
+    per_token[np.array(main.mask, bool)] = example_of([Learner(main, episode)], renderer, cfg.reward.anchor).advantages
+    rows = []
+    for t in range(*main.turns[-1]):
+        a = f"{per_token[t]:.3f}" if main.mask[t] else ""
+        rows.append([code(renderer.decode([main.ids[t]])), main.mask[t], int(struct[t]), a])
+    found["tokens"] = markdown(f"Episode {record['torn'] + 1}, last turn:", ["token", "mask", "struct", "A_t"], rows)
+
+    # the packed sequence
+    rows = []
+    for i, s in enumerate(packed.segments):
+        name, sees = ("prompt", "") if i == 0 else (f"suffix {i}", f"{s.prompt_start}–{s.prompt_stop - 1}, ")
+        first, last = packed.positions[0, [s.start, s.stop - 1]]
+        rows.append([name, f"{s.start}–{s.stop - 1}", f"{first}–{last}", f"{sees}{s.start}–t"])
+    found["layout"] = markdown(f"{len(packed.ids)} tokens:", ["row", "tokens", "positions", "token t sees"], rows)
+
+    # the loss of three tokens, and its denominator
+    pi, prox, reference = torch.tensor(record["logprobs"])  # each [N]
+    old, advantages = torch.from_numpy(example.old_logprobs), torch.from_numpy(example.advantages)
+    losses, stats = token_losses(pi, prox, old, reference, advantages, cfg.grpo)
+    columns = {"log π_behaviour": old, "log π_prox": prox, "log π": pi, "log π_ref": reference, "A_t": advantages}
+    columns |= {"w": (prox - old).exp(), "r": (pi - prox).exp(), "w · r · KL": stats["kl"], "l": losses}
+    rows = [[name, *(f"{column[n]:.4f}" for n in record["three"])] for name, column in columns.items()]
+    header = ["", *(code(renderer.decode([packed.targets[n]])) for n in record["three"])]
+    found["losses"] = markdown("Three tokens:", header, rows)
+    total, n = losses.sum().item(), record["total_tokens"]
+    found["denominators"] = f"Σ l / N = {total:.3f} / {n:.0f} = {total / n:.5f}, a sum over {n_tokens:.0f} tokens."
+    return found
+
+
+def code(text: str) -> str:
+    return f"`{text!r}`".replace("|", "\\|")  # a bar would end the cell
+
+
+def fenced(text: str) -> str:
+    return f"```text\n{re.sub('<.vision_start.>(<.image_pad.>)+<.vision_end.>', '[frame]', text)}\n```"
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    record, *lines = [json.loads(line) for line in (REPO / "docs" / "one_step.jsonl").read_text("utf-8").splitlines()]
+    for name, text in figures(record, [episode_of(line, None, None) for line in lines]).items():
+        put_between_marks(REPO / "docs" / "one_step.md", name, "study/one_step.py", text, "One step")
+
+
+if __name__ == "__main__":
+    main()

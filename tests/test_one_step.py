@@ -1,0 +1,211 @@
+"""docs/one_step.md: its figures are those of the record and of this code, and they are right by other means."""
+
+import json
+import math
+import re
+import statistics
+import sys
+
+import pytest
+import record_one_step
+import torch
+from scripts import REPO
+
+import grpo
+import rewards
+import rl
+from rollout import load_episodes
+from runtime.packing import KeyLayout, pack_bundles
+from runtime.render import Bundle
+from study import one_step
+
+PAGE = (REPO / "docs" / "one_step.md").read_text("utf-8")
+RECORD, *EPISODES = [json.loads(line) for line in (REPO / "docs" / "one_step.jsonl").read_text("utf-8").splitlines()]
+SUM = re.compile(
+    r"^(\w+)(?:\((\w+)\))? += (.+) = (-?[\d.]+)$", re.M
+)  # name(index) = what is to be computed = the result
+
+
+def table(name: str) -> list[list[str]]:
+    """The cells of a table between marks, its header first."""
+    text = re.search(rf"<!-- {name}: .*?<!-- end of {name} -->", PAGE, re.S)[0]
+    rows = [re.split(r" *(?<!\\)\| *", line.strip("|")) for line in re.findall(r"^\|.*\|$", text, re.M)]
+    rows = [[cell.strip() for cell in row] for row in rows]
+    return [rows[0], *rows[2:]]
+
+
+def by_name(name: str) -> dict[str, dict[str, str]]:
+    header, *rows = table(name)
+    return {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+
+
+def sampled(key: str) -> list:
+    return [x for e in EPISODES for x, m in zip(e["main"][key], e["main"]["mask"]) if m]
+
+
+def test_the_page_is_what_the_record_and_the_code_make_of_it(tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "one_step.jsonl").write_bytes((REPO / "docs" / "one_step.jsonl").read_bytes())
+    page = tmp_path / "docs" / "one_step.md"
+    emptied, count = re.subn(r"(<!-- (\w+): written by .*? -->).*?(?=<!-- end of \2 -->)", r"\1\n", PAGE, flags=re.S)
+    assert count == 7 and len(emptied) < len(PAGE) / 1.3
+    page.write_text(emptied, "utf-8")
+    monkeypatch.setattr(one_step, "REPO", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["one_step"])
+    one_step.main()
+    assert page.read_text("utf-8") == PAGE
+
+
+def test_the_sums_worked_by_hand_are_right_and_are_those_of_the_tables():
+    advantages, losses = by_name("advantages"), by_name("losses")
+    lengths = [len(e["main"]["ids"]) - e["main"]["prompt_length"] for e in EPISODES]
+    found = SUM.findall(PAGE)
+    assert len(found) == 34
+    for name, index, expression, result in found:
+        value = eval(expression, {"min": min, "exp": math.exp})
+        assert value == pytest.approx(float(result), abs=6e-4), (name, index)
+        if name in advantages["mean"] and index:
+            assert advantages[f"episode {index}"][name] == result, (name, index)
+        elif name in losses and name != "A_t":  # of the index-th token
+            row = [float(cell) for cell in list(losses[name].values())[1:]]
+            assert row[int(index) - 1] == pytest.approx(float(result), abs=6e-4), (name, index)
+        elif name == "KL":
+            w, r, kl = (float(list(losses[row].values())[int(index)]) for row in ("w", "r", "w · r · KL"))
+            assert kl == pytest.approx(w * r * float(result), rel=2e-3)
+        elif name == "A_t":
+            row = next(row for row in table("tokens") if row[1] == "1" and row[2] == str(int(index == "struct")))
+            assert row[3] == result
+        else:
+            assert name in ("packed", "unpacked")
+            prompt = EPISODES[0]["main"]["prompt_length"]
+            assert int(result) == sum(lengths) + prompt * {"packed": 1, "unpacked": len(EPISODES)}[name]
+
+
+def test_the_rewards_and_advantages_are_those_that_the_run_trained_on():
+    """rl.py wrote them into the record; the page computes them anew."""
+    rows = by_name("advantages")
+    for name, key in (("R", "advantage"), ("R_anchor", "anchor_advantage")):
+        earned = [e["scores"][name] for e in EPISODES]
+        mean, std = statistics.mean(earned), statistics.stdev(earned)
+        assert [rows["mean"][name], rows["std"][name]] == [f"{mean:.4f}", f"{std:.4f}"]
+        for i, e in enumerate(EPISODES, 1):
+            row = rows[f"episode {i}"]
+            assert row[name] == f"{e['scores'][name]:.3f}"
+            assert row[name.replace("R", "A")] == f"{(e['scores'][name] - mean) / std:.3f}" == f"{e[key]:.3f}"
+
+
+def test_the_loss_of_three_tokens_and_of_the_group_is_the_equation():
+    """In plain Python, from the recorded log-probs and advantages."""
+    columns = dict(zip(["pi", "prox", "reference"], RECORD["logprobs"], strict=True))
+    vocabulary, old = RECORD["vocabulary"]["texts"], sampled("logprobs")
+    tags, owners = [], []
+    for e in EPISODES:  # struct: `answer`, `>` and `</` are pieces of tags, and so is white space after `</...>`
+        text = ""
+        for token, m in zip(e["main"]["ids"], e["main"]["mask"]):
+            piece = vocabulary[str(token)]
+            if m:
+                closed = piece == "\n" and text.endswith(("</think>", "</tool_call>", "</answer>"))
+                tags.append(
+                    piece in ("<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</", "answer", ">") or closed
+                )
+                tags[-1] |= piece == "<|im_end|>"
+                owners.append(e)
+            text += piece
+    losses = []
+    for n, (e, tag) in enumerate(zip(owners, tags, strict=True)):
+        a = e["advantage"] + 0.5 * e["anchor_advantage"] * tag
+        pi, prox, reference = (columns[name][n] for name in ("pi", "prox", "reference"))
+        w, r, d = math.exp(prox - old[n]), math.exp(pi - prox), reference - pi
+        kl = w * r * (math.exp(d) - d - 1)
+        losses.append(-w * min(r * a, max(0.8, min(1.2, r)) * a) + 0.01 * kl)
+        if n in RECORD["three"]:
+            row = 1 + RECORD["three"].index(n)
+            cells = [float(line[row]) for line in table("losses")[1:]]
+            assert cells == pytest.approx([old[n], prox, pi, reference, a, w, r, kl, losses[-1]], abs=6e-5)
+    share = sum(losses) / RECORD["total_tokens"]
+    assert f"= {share:.5f}, a sum over {len(losses)} tokens" in PAGE
+
+
+def test_what_the_prose_says_of_the_policies_is_so():
+    pi, prox, reference = (torch.tensor(column) for column in RECORD["logprobs"])
+    ratio, w, d = (pi - prox).exp(), (prox - torch.tensor(sampled("logprobs"))).exp(), reference - pi
+    assert set(sampled("versions")) == {3} and RECORD["commit"] in PAGE
+    assert 0.8 < ratio.min() < 0.9 and 1.0 < ratio.max() < 1.2  # the clip is inert
+    assert w.min() < 0.8 and w.max() < 5
+    assert all(d[n] > 0.5 for n in RECORD["three"])  # the cold start gives the three tokens more
+    words = [e["task"]["answer"] for e in EPISODES]
+    assert words == ["white"] * 8 and {e["k"] for e in EPISODES} == {4}
+
+
+def test_who_sees_whom_is_so_pair_by_pair_on_the_page_and_in_the_attention():
+    prompt = EPISODES[0]["main"]["prompt_length"]
+    owners, positions = [0] * prompt, list(range(prompt))  # 0: the prompt, i: suffix i
+    for i, e in enumerate(EPISODES, 1):
+        n = len(e["main"]["ids"]) - prompt
+        owners += [i] * n
+        positions += range(prompt, prompt + n)
+
+    # What the page says.
+    seen = []
+    for _, tokens, places, sees in table("layout")[1:]:
+        start, last = map(int, tokens.split("–"))
+        assert places == f"{positions[start]}–{positions[last]}"
+        for t in range(start, last + 1):
+            keys = set()
+            for piece in sees.split(", "):
+                first, end = (t if end == "t" else int(end) for end in piece.split("–"))
+                keys |= set(range(first, end + 1))
+            seen.append(keys)
+    assert len(seen) == len(owners)
+
+    # What the attention does.
+    main = [e["main"] for e in EPISODES]
+    suffixes, masks = [m["ids"][prompt:] for m in main], [m["mask"][prompt:] for m in main]
+    no_image = -1  # a frame is one token, with the position of text
+    packed = pack_bundles([Bundle(main[0]["ids"][:prompt], suffixes, masks, [])], no_image, 32)
+    assert packed.positions.tolist() == [positions] * 3
+    layout = KeyLayout(packed.segments, "sdpa", torch.device("cpu"))
+    attended = []
+    for segment, mask in zip(layout.segments, layout.masks, strict=True):
+        keys = segment.seen()
+        for own in range(segment.stop - segment.start):
+            row = mask[own].numpy() if mask is not None else keys <= segment.start + own
+            attended.append(set(keys[row].tolist()))
+
+    for q in range(len(owners)):
+        allowed = {k for k in range(q + 1) if owners[k] in (0, owners[q])}
+        assert seen[q] == attended[q] == allowed, q
+
+
+def test_the_recorder_keeps_what_the_loss_was_given(toy_dir, tmp_path, monkeypatch):
+    """On an untrained toy, whose babble earns rewards that vary, so that the policy moves."""
+    small = ["steps=3", "batch_tasks=4", "grpo.group_size=3", "gating=[4]", "rollout.max_new_tokens=8"]
+    monkeypatch.setattr(record_one_step, "SETTINGS", one_step.SETTINGS + small)
+    earned, losses, given = rewards.score, grpo.token_losses, []
+
+    def token_losses(*columns):
+        given.append(torch.stack(columns[:4]).detach())
+        return losses(*columns)
+
+    monkeypatch.setattr(grpo, "token_losses", token_losses)
+    monkeypatch.setattr(rewards, "score", lambda e, *more: earned(e, *more) | {"R": float(e.main.ids[-1] % 5)})
+    # All groups differ alike, so the first one that may be taken is taken.
+    monkeypatch.setattr(record_one_step, "kinds", lambda episodes: [(False, False, 0.0)] * len(episodes))
+    for name in ("make_examples", "examples_loss"):
+        monkeypatch.setattr(rl, name, getattr(rl, name))  # put back afterwards
+    out = tmp_path / "record.jsonl"
+    record_one_step.record(str(toy_dir / "model"), str(toy_dir), str(out))
+    text = out.read_text("utf-8")
+    assert str(toy_dir) not in text  # no folders of this machine
+    header, episodes = text.splitlines()[0], tmp_path / "episodes.jsonl"
+    episodes.write_text(text[len(header) + 1 :], "utf-8")
+    record, episodes = json.loads(header), load_episodes(episodes)
+    pi, prox, reference = (torch.tensor(column) for column in record["logprobs"])
+    assert len(pi) == len(prox) == len(reference) == sum(e.main.n_sampled for e in episodes)
+    old = torch.tensor([p for e in episodes for p, m in zip(e.main.logprobs, e.main.mask) if m])
+    columns = torch.stack([pi, prox, old, reference])
+    n = columns.shape[1]
+    assert any(call[:, i : i + n].equal(columns) for call in given for i in range(call.shape[1] - n + 1))
+    for one, other in ((pi, prox), (prox, old), (old, reference)):  # more than rounding
+        assert (one - other).abs().max() > 1e-4
+    assert set(one_step.figures(record, episodes)) == set(re.findall(r"<!-- (\w+): written by", PAGE))
