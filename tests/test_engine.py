@@ -626,6 +626,7 @@ MISFITS = {
     'reply={"meta_info": null}': "`meta_info` must be a dict",
     'reply={"prompt_token_ids": null}': "`prompt_token_ids` must be a list",
     'meta={"finish_reason": null}': "`finish_reason` must be a dict",
+    'meta={"finish_reason": "stop"}': "`finish_reason` must be a dict, in {",
     'meta={"weight_version": null}': "`weight_version` must be a str",
     'meta={"output_token_logprobs": null}': "`output_token_logprobs` must be a list",
     'meta={"output_token_logprobs": []}': "has 0 tokens, and 1 to 24 were asked for",
