@@ -73,8 +73,10 @@ def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -
         raise ConfigError(f"{path}: {error}") from None
 
 
-def read_tree(path: Path) -> dict:
-    """Return the merged mappings of a file and its bases, unchecked."""
+def read_tree(path: Path, above: tuple[Path, ...] = ()) -> dict:
+    """Return the merged mappings of a file and its bases, unchecked. `above`: the files that build on it."""
+    if path.resolve() in above:
+        raise ConfigError(f"{path}: its `base` leads back to it; remove one of the `base` lines")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
@@ -83,7 +85,7 @@ def read_tree(path: Path) -> dict:
         raise ConfigError(f"{path}: expected `key: value` lines, got {type(tree).__name__}")
     base = tree.pop("base", None)
     if base:
-        tree = merge(read_tree(path.parent / base), tree)
+        tree = merge(read_tree(path.parent / str(base), (*above, path.resolve())), tree)
     return tree
 
 

@@ -197,3 +197,14 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
     says = r"report_to = \['wandb'\]: wandb is not installed; `pip install wandb`"
     with pytest.raises(config.ConfigError, match=says):
         config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["report_to=[wandb]"])
+
+
+def test_bases_that_lead_back_to_a_file_are_named(tmp_path):
+    """Past bug: a RecursionError."""
+    (tmp_path / "a.yaml").write_text("base: b.yaml")
+    (tmp_path / "b.yaml").write_text("base: ./a.yaml")
+    with pytest.raises(config.ConfigError, match="a.yaml: its `base` leads back to it"):
+        config.read_tree(tmp_path / "a.yaml")
+    (tmp_path / "c.yaml").write_text("base: 5")
+    with pytest.raises(config.ConfigError, match="5: not a readable YAML file"):
+        config.read_tree(tmp_path / "c.yaml")
