@@ -273,7 +273,7 @@ class Sampler:
     def look_ahead(self, tasks: list[Task], ks: list[int]) -> None:
         """Decode the overviews of the next batch into the cache of `videos`, while the decoders have little to do."""
         for task, k in zip(tasks, ks):
-            with contextlib.suppress(VideoError):  # whoever asks for it next is told
+            with contextlib.suppress(VideoError):  # the next request for it raises
                 overview(task, k, self.videos, self.renderer.contract)
 
     def export(self, policy: Policy, version: int) -> None:

@@ -185,8 +185,8 @@ def refuse_not_finite(weights: dict[str, torch.Tensor], where: str) -> None:
             broken.append(name)
     broken = sum(gather(broken), [])
     if broken:
-        cure = "take an earlier state or checkpoint, and lower optim.lr"
-        raise ConfigError(f"{where}: weights are not finite, such as {broken[0]}; {cure}")
+        fix = "take an earlier state or checkpoint, and lower optim.lr"
+        raise ConfigError(f"{where}: weights are not finite, such as {broken[0]}; {fix}")
 
 
 def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict | None = None) -> None:

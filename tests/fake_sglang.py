@@ -141,7 +141,7 @@ if fault == "memory":
         path = Path("/dev/shm", name)
         path.write_bytes(bytes(4096))
         state["memory"].append(str(path))
-        if "_mm_" not in name:  # features on their way are nobody's mapping
+        if "_mm_" not in name:  # features in flight are not mapped
             with path.open("r+b") as file:
                 mapped.append(mmap.mmap(file.fileno(), 4096))
 if fault == "slow_start":
