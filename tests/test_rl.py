@@ -357,6 +357,13 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     assert rl.describe(groups, (4, 64), step=5) == pytest.approx(expected)
 
 
+def test_a_config_that_does_not_say_takes_64_episodes_a_step_and_the_betas_of_the_release():
+    """Past bug: 56, which counts episodes in the release, counted tasks here. The toy's cold starts keep their betas."""
+    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=None)
+    assert cfg.batch_tasks * cfg.grpo.group_size == 64 and cfg.optim.betas == (0.9, 0.999)
+    assert config.read_tree(REPO / "configs" / "toy_sft.yaml")["optim"]["betas"] == [0.9, 0.95]
+
+
 def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
     def episode(*looks, videos=("/data/a.mp4",)) -> Episode:
         calls = [Call(0, "crop_video", {"video_path": video}, window=window) for video, window in looks]
