@@ -443,8 +443,8 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
             for call in episode.calls
         ],
         "turns": len(turns),
-        "tokens": sum(episode.main.mask),
-        "agent_tokens": sum(sum(call.agent.mask) for call in episode.calls if call.agent),
+        "tokens": episode.main.n_sampled,
+        "agent_tokens": sum(subagent.n_sampled for subagent in episode.subagents),
         "truncated": episode.main.finish == "length",
         "seconds": episode.seconds,
         "error": error,

@@ -406,8 +406,8 @@ class Clock:
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
     """Return means over all ranks: of groups (share/K, flat_groups), of all episodes (failed_rate), of calls
-    (call_errors/..., calls/distinct), of sub-agents' reports (report/...), else of the episodes that ran. kappa: executed calls per
-    episode; `ks`: the K that are drawn."""
+    (call_errors/..., calls/distinct), of sub-agents' reports (report/...), else of the episodes that ran. kappa: executed
+    calls per episode; `ks`: the K that are drawn."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:

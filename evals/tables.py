@@ -29,21 +29,11 @@ from runtime.config import differences
 from runtime.dataset import DataError
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
-HEADER = ("name", "arm", "k", "split", "total")  # what every file's first line says, and every other one
-RECORD = (
-    "id",
-    "videos",
-    "kind",
-    "prediction",
-    "score",
-    "judged",
-    "lenient",
-    "calls",
-    "turns",
-    "tokens",
-    "agent_tokens",
-)
-RECORD += ("truncated", "seconds", "error")
+HEADER = ("name", "arm", "k", "split", "total")  # fields of every file's first line
+RECORD = (  # and of every other line
+    "id", "videos", "kind", "prediction", "score", "judged", "lenient", "calls", "turns", "tokens", "agent_tokens",
+    "truncated", "seconds", "error",
+)  # fmt: skip
 READINGS = ("tagged", "lenient")
 LEGEND = """
 

@@ -88,8 +88,7 @@ class SGLang(Engine):
         self.renderer, self.start_timeout, self.patience = renderer, start_timeout, patience
         flags = (*server_args, f"--tp-size={tensor_parallel}")
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
-        config = read_json(Path(checkpoint) / "config.json") or {}
-        self._tokens = config.get("text_config", config).get("vocab_size", math.inf)
+        self._tokens = _text_config(checkpoint).get("vocab_size", math.inf)
         self._servers = [_Server(url.rstrip("/")) for url in urls]
         with contextlib.ExitStack() as probes:  # open until each server has a port, or two might get the same
             for first in range(0, len(gpus), tensor_parallel):
@@ -282,9 +281,8 @@ class SGLang(Engine):
         method, body = ("GET", None) if payload is None else ("POST", json.dumps(payload))
         deadline = time.monotonic() + timeout
         sock = None
-        watchdog = threading.Timer(
-            timeout, lambda: _break_off(sock)
-        )  # a socket's own timeout begins anew with each byte
+        # A socket's own timeout begins anew with each byte.
+        watchdog = threading.Timer(timeout, lambda: _break_off(sock))
         try:
             connection.connect()
             sock = connection.sock
@@ -407,14 +405,19 @@ def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra:
     return [*command, "--port", str(port), "--mm-process-config", json.dumps({"image": image}), *extra]
 
 
+def _text_config(checkpoint: str | Path) -> dict[str, Any]:
+    """Return what config.json says of the language model; {} where there is none, as beside a server elsewhere."""
+    config = read_json(Path(checkpoint) / "config.json") or {}
+    return config.get("text_config", config)  # Qwen2.5-VL's has no part of its own
+
+
 def server_flags(checkpoint: str | Path, max_context: int, gpus: Sequence[int], tensor_parallel: int = 1) -> list[str]:
     """Return the flags of every server that we start, in RL, evaluation and the doctor: SGLang's well-worn paths, where it
     would pick newer ones on Hopper. `server_args` of a config follow them, and the last word counts."""
     import torch  # which a client of servers does not need
 
-    model = json.loads(Path(checkpoint, "config.json").read_text(encoding="utf-8"))
-    text = model.get("text_config", model)  # Qwen2.5-VL's has none
-    context = min(max_context + 16, text["max_position_embeddings"])  # 16: the end of a turn
+    # 16: the end of a turn
+    context = min(max_context + 16, _text_config(checkpoint)["max_position_embeddings"])
     flags = [
         f"--context-length={context}",  # for the model's own, 262,144 tokens, it reserves 2 GB
         f"--max-running-requests={64 * tensor_parallel}",  # it reserves request slots for thousands

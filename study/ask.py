@@ -248,7 +248,7 @@ def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> 
 
     # What is learned is what was sampled.
     sampled = sum(len(sample.ids) for _, sample in witness.asked)
-    masked = sum(sum(agent.mask) for agent in agents)
+    masked = sum(agent.n_sampled for agent in agents)
     flaws = [flaw for flaw in (flaw_of(agent, policy) for agent in agents) if flaw]
     evidence = "; ".join([f"{masked} learned tokens, {sampled} sampled", *flaws])
     yield "mask", masked == sampled and not flaws, evidence
