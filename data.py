@@ -60,6 +60,11 @@ class Trajectory:
         return sum(self.mask)
 
     @property
+    def suffix(self) -> list[int]:
+        """The ids after the prompt."""
+        return self.ids[self.prompt_length :]
+
+    @property
     def frames(self) -> list[Frames]:
         """All that the agent saw, in the order of their pads."""
         return self.prompt_frames + self.call_frames

@@ -151,7 +151,7 @@ def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner
         p = learner.trajectory.prompt_length
         # Two clips may have the same words, stamps included, and yet other pixels.
         prompt = (tuple(learner.trajectory.ids[:p]), *(id(clip.pixels) for clip in learner.trajectory.prompt_frames))
-        n = len(learner.trajectory.ids) - p
+        n = len(learner.trajectory.suffix)
         if prompt not in newest or length[prompt] + n > budget:
             newest[prompt], length[prompt] = [], p
             parts.append(newest[prompt])
@@ -168,7 +168,7 @@ def example_of(learners: Sequence[Learner], renderer: Renderer, anchor: Anchor) 
     advantages, behaviour_logprobs = [], []
     for learner in learners:
         trajectory, episode = learner.trajectory, learner.episode
-        bundle.suffixes.append(trajectory.ids[p:])
+        bundle.suffixes.append(trajectory.suffix)
         bundle.masks.append(trajectory.mask[p:])
         bundle.frames.extend(trajectory.call_frames)
 
