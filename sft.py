@@ -24,11 +24,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from data import Dialogue, encode_dialogue, parse_dialogue
+from data import encode_dialogue
 from rewards import TAG
 from runtime.checks import RunConfig, open_run
 from runtime.config import command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, Dataset, RowError, row_errors
+from runtime.dialogue import Dialogue, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import best_fit
 from runtime.plan import Plan, plan_training, utilisation

@@ -1,7 +1,7 @@
 """dataset.py: the rows of every dataset, as a stream of tasks or dialogues.
 
-    Dataset(cfg, parse_dialogue).batch(step, size)    # SFT rows -> Dialogue, then encode_dialogue -> Bundle
-    Dataset(cfg, parse_task).batch(step, size)        # RL rows -> Task
+    Dataset(cfg, dialogue.parse_dialogue).batch(step, size)    # SFT rows -> Dialogue, then data.encode_dialogue -> Bundle
+    Dataset(cfg, data.parse_task).batch(step, size)            # RL rows -> Task
 
 A batch is a pure function of (seed, step): the position to resume at is the step number, and every rank takes its slice
 of the same batch, whatever the number of ranks. A bad row is reported once, skipped and counted: whatever is raised while
@@ -13,6 +13,7 @@ Deliberately missing: epochs as a concept of the trainers, worker processes that
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -229,8 +230,13 @@ def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
     return [round(source.weight * len(rows)) for source, rows in pool]
 
 
+def resolve_path(url: str, root: Path) -> str:
+    """Return an absolute path: file:// and absolute ones stay unchanged, others start at the root."""
+    return os.path.abspath(os.path.join(root, url.removeprefix("file://")))
+
+
 def decode_json(value: Any, what: str) -> Any:
-    """Return the value of a column, which comes as a JSON string or as it is."""
+    """Return the value of a column, which may be a JSON string."""
     if not isinstance(value, str | bytes):
         return value
     try:

@@ -23,6 +23,8 @@ from runtime.visual import ContractError, VisualContract, read_json
 VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 NEVER_SAMPLED = (IMAGE_PAD, "<|video_pad|>", VISION_START, VISION_END)  # banned in the engine, masked in the softmax
 END_OF_TURN = "<|im_end|>"
+THINK_PREFIX = "<think>\n"  # opens every turn of a main agent: rollouts force it, rows of SFT are made to begin so
+NO_REPORT = "(empty report)"  # stands for a tool's result without text
 
 
 def load_tokenizer(checkpoint: str | Path):

@@ -65,6 +65,10 @@ class VisualContract:
     def cell(self) -> int:
         return self.patch * self.merge  # pixels: the side of the square that becomes one token
 
+    @property
+    def stamped(self) -> bool:
+        return bool(self.stamp)
+
     def frame_size(self, width: int, height: int) -> tuple[int, int]:
         """Return (width, height) to decode at: every later resize (transformers', SGLang's) is the identity."""
         if self.max_frame_pixels is None:

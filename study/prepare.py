@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from data import Dialogue, Media, Task, encode_dialogue, parse_dialogue, parse_task
+from data import Task, encode_dialogue, parse_task
 from runtime import config
 from runtime.checks import find_checkpoint
 from runtime.dataset import DataConfig, RowError, Rows, decode_json, row_errors
+from runtime.dialogue import Dialogue, Media, parse_dialogue
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, Videos
 from runtime.visual import VisualContract

@@ -17,7 +17,8 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from data import Media, Task, main_messages, overview
+from data import Task, main_messages, overview
+from runtime.dialogue import Media
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import ContractError, VisualContract, patchify
 from tools import crop_video

@@ -28,12 +28,13 @@ from test_rollout import play, turns
 from test_video import patch, write
 from tiny_checkpoint import Scripted
 
-from data import Media, Task, draw_k, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
+from data import Task, draw_k, encode_dialogue, main_messages, overview, parse_task
 from grpo import GRPOConfig
 from rl import RLConfig, Sampler
 from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import dataset
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
+from runtime.dialogue import Media, parse_dialogue
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.render import Renderer

@@ -18,6 +18,7 @@ from scripts import fake_server
 from tiny_checkpoint import noise
 
 import rollout
+from rollout import RolloutConfig
 from runtime.cleanup import memory_folder
 from runtime.servers import SGLang
 from runtime.video import Frames
@@ -112,13 +113,13 @@ def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monke
     monkeypatch.setattr(rollout, "SGLang", server)
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
     for asked in (24_576, 40_000):
-        rollout.open_engine(tmp_path, None, gpus=(0,), server_args=("--a=1",), max_context=asked)
+        rollout.open_engine(tmp_path, None, RolloutConfig(server_gpus=(0,), server_args=("--a=1",), max_context=asked))
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 32768}')
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for capability in ((9, 0), (10, 0), (8, 0)):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu, capability=capability: capability)
-        rollout.open_engine(tmp_path, None, gpus=(4, 5), tensor_parallel=2, max_context=24_576)
-    rollout.open_engine("m", None, urls=("http://node7:1",), max_context=24_576)
+        rollout.open_engine(tmp_path, None, RolloutConfig(server_gpus=(4, 5), tensor_parallel=2, max_context=24_576))
+    rollout.open_engine("m", None, RolloutConfig(urls=("http://node7:1",), max_context=24_576))
     monkeypatch.undo()
 
     same = {

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from scripts import REPO, alive, wait_for
 
-from data import Media
 from runtime import video
+from runtime.dialogue import Media
 from runtime.video import IMAGE_FORMATS, VideoError, Videos, uniform_indices, window_indices
 from runtime.visual import VisualContract
 
