@@ -30,41 +30,17 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
-from grpo import GRPOConfig, TrainExample, bundles, examples_loss, make_examples, micro_batches
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
-from runtime.checks import RunConfig, check_servers, open_run
 from runtime.config import ConfigError, command_line, refuse_below_1, run_script
 from runtime.dataset import Dataset
-from runtime.distributed import (
-    barrier,
-    device,
-    export,
-    gather,
-    init_distributed,
-    local_rank,
-    local_size,
-    mean_over_ranks,
-    place,
-    print0,
-    rank,
-    saved_step,
-    snapshot_folder,
-    sum_over_ranks,
-    world_size,
-)
-from runtime.doctor import check_gap, refuse_empty, self_check
 from runtime.engine import Engine
 from runtime.judge import Judge
-from runtime.plan import plan_rl, utilisation
-from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
 from runtime.render import Renderer
-from runtime.run import USER_ERRORS, Run, check_room, dry_run
 from runtime.servers import IMAGES, on_this_machine
+from runtime.settings import GRPOConfig, RunConfig
 from runtime.video import VideoError, Videos
 from tools import TOOLS
 
@@ -112,6 +88,37 @@ class RLConfig(RunConfig):
     def choices_of_k(self) -> tuple[int, ...]:
         return self.gating or (self.visual.overview_frames,)
 
+
+# Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
+if __name__ == "__main__":
+    cfg, args = command_line(RLConfig, __doc__)
+
+import torch
+from torch import Tensor
+
+from grpo import TrainExample, bundles, examples_loss, make_examples, micro_batches
+from runtime.checks import check_servers, open_run
+from runtime.distributed import (
+    barrier,
+    device,
+    export,
+    gather,
+    init_distributed,
+    local_rank,
+    local_size,
+    mean_over_ranks,
+    place,
+    print0,
+    rank,
+    saved_step,
+    snapshot_folder,
+    sum_over_ranks,
+    world_size,
+)
+from runtime.doctor import check_gap, refuse_empty, self_check
+from runtime.plan import plan_rl, utilisation
+from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
+from runtime.run import USER_ERRORS, Run, check_room, dry_run
 
 SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "logprob_gap", "grad_norm", "seconds")
 
@@ -508,6 +515,5 @@ def check_hardware(cfg: RLConfig) -> None:
 
 
 if __name__ == "__main__":
-    cfg, args = command_line(RLConfig, __doc__)
     check = partial(dry_run, parse=parse_task, plans=plan_rl)
     run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

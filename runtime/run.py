@@ -18,13 +18,14 @@ import torch
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from runtime.checks import RunConfig, check_checkpoint, check_run, check_start, weights_digest
+from runtime.checks import check_checkpoint, check_run, check_start, weights_digest
 from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
 from runtime.engine import EngineError
 from runtime.plan import Plan, meta_policy
 from runtime.policy import Policy, learning_rate
+from runtime.settings import RunConfig
 from runtime.visual import ContractError
 
 # What a user can mend: told in a sentence, without a traceback.

@@ -29,14 +29,13 @@ from test_video import patch, write
 from tiny_checkpoint import Scripted
 
 from data import Media, Task, draw_k, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
-from grpo import GRPOConfig
 from rl import RLConfig, Sampler
 from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import dataset
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
 from runtime.packing import best_fit
-from runtime.policy import PolicyConfig
 from runtime.render import Renderer
+from runtime.settings import GRPOConfig, PolicyConfig
 from runtime.video import Videos
 from runtime.visual import VisualContract
 from sft import Batches, SFTConfig

@@ -24,9 +24,9 @@ from test_sft import write_config as sft_config
 import rl
 import sft
 from runtime import checks, cleanup, config, distributed, doctor, servers
-from runtime.checks import RunConfig
 from runtime.dataset import DataConfig, Source
-from runtime.policy import PolicyConfig, load
+from runtime.policy import load
+from runtime.settings import PolicyConfig, RunConfig
 
 
 def train_sft(cfg: Path, *overrides: str) -> None:

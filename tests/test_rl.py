@@ -39,20 +39,21 @@ from tiny_checkpoint import Scripted, is_subagent
 import rl
 import sft
 from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_dialogue, parse_task
-from grpo import GRPOConfig, make_examples
+from grpo import make_examples
 from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive_seed, render_prompt
 from runtime import config
-from runtime.checks import PlanConfig, differences
+from runtime.checks import differences
 from runtime.dataset import Dataset, RowError
 from runtime.doctor import check_gap, self_check, trainer_logprobs
 from runtime.engine import EngineError
 from runtime.plan import plan_rl
-from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
+from runtime.policy import clip_gradients, load, make_optimizer
 from runtime.render import END_OF_TURN
 from runtime.run import Run, dry_run
 from runtime.servers import SGLang
+from runtime.settings import GRPOConfig, PlanConfig, PolicyConfig
 from runtime.video import Videos
 from study.replay import replay
 
