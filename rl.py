@@ -17,12 +17,11 @@ Deliberately missing: batches that are more than one update old, trainers that c
 
 import contextlib
 import os
-import shutil
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,12 +33,11 @@ import numpy as np
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
-from runtime.config import ConfigError, command_line, refuse_below_1, run_script
+from runtime import config, servers
 from runtime.dataset import Dataset
 from runtime.engine import Engine
 from runtime.judge import Judge
 from runtime.render import Renderer
-from runtime.servers import IMAGES, on_this_machine
 from runtime.settings import GRPOConfig, RunConfig
 from runtime.video import VideoError, Videos
 from tools import TOOLS
@@ -72,7 +70,7 @@ class RLConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
+        config.refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike")
@@ -91,47 +89,30 @@ class RLConfig(RunConfig):
 
 # Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
 if __name__ == "__main__":
-    cfg, args = command_line(RLConfig, __doc__)
+    cfg, args = config.command_line(RLConfig, __doc__)
 
 import torch
 from torch import Tensor
 
 from grpo import TrainExample, bundles, examples_loss, make_examples, micro_batches
-from runtime.checks import check_servers, open_run
-from runtime.distributed import (
-    barrier,
-    device,
-    export,
-    gather,
-    init_distributed,
-    local_rank,
-    local_size,
-    mean_over_ranks,
-    place,
-    print0,
-    rank,
-    saved_step,
-    snapshot_folder,
-    sum_over_ranks,
-    world_size,
-)
-from runtime.doctor import check_gap, refuse_empty, self_check
-from runtime.plan import plan_rl, utilisation
+from runtime import checks, distributed, doctor, plan
+from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
-from runtime.run import USER_ERRORS, Run, check_room, dry_run
+from runtime.run import USER_ERRORS, Clock, Run, check_room, dry_run
+from runtime.weights import WeightSync
 
 SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "logprob_gap", "grad_norm", "seconds")
 
 
 def main(cfg: RLConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
-    init_distributed()
+    distributed.init_distributed()
     with checks.open_run(cfg, parse_task, check_hardware) as (source, renderer):
         with contextlib.ExitStack() as while_it_trains:
             sampling = None
             # Servers start while the policy loads. On the trainer's GPUs they start after it: they take a share of what is free.
             overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
-            if saved_step(Path(cfg.run) / "state") < cfg.steps and not overlapping_gpus:
+            if distributed.saved_step(Path(cfg.run) / "state") < cfg.steps and not overlapping_gpus:
                 sampling = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
 
             # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
@@ -207,7 +188,7 @@ def train(
         # Evaluate, and gather what this step measured.
         measured |= describe(groups, cfg.choices_of_k, step)
         measured |= speed(examples, policy, clock.seconds["train_seconds"]) | clock.seconds
-        measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
+        measured |= distributed.sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
         sampler.start(step + 1 + cfg.staleness)  # goes on while this step is logged and saved
@@ -238,7 +219,6 @@ class Sampler:
         self.thread = ThreadPoolExecutor(1, "sampler")
         self.decoding = ThreadPoolExecutor(1, "look ahead")
         self.batches: dict[int, Future] = {}  # by step: the batches that were started and not yet taken
-        self.drawn: dict[int, tuple[list[Task], list[int]]] = {}  # by step: tasks and their K, drawn one step ahead
 
     def start(self, step: int) -> None:
         """Begin to sample the batch of a step, if there is such a step."""
@@ -256,12 +236,12 @@ class Sampler:
 
     def sample(self, step: int) -> tuple[list[Group], float]:
         cfg, started = self.cfg, time.perf_counter()
-        # Draw the next step too: its overviews are decoded while the decoders have little to do.
-        tasks, ks = self.drawn.pop(step, None) or self.draw(step)
-        if step + 1 < cfg.steps:
-            self.drawn[step + 1] = self.draw(step + 1)
-            self.decoding.submit(self.look_ahead, *self.drawn[step + 1])
 
+        # While this batch is sampled, the decoders have little to do: let them decode the overviews of the next one.
+        if step + 1 < cfg.steps:
+            self.decoding.submit(self.look_ahead, *self.draw(step + 1))
+
+        tasks, ks = self.draw(step)
         size, progress = cfg.grpo.group_size, rank() == 0 and sys.stderr.isatty()
         groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
 
@@ -279,7 +259,8 @@ class Sampler:
 
     def draw(self, step: int) -> tuple[list[Task], list[int]]:
         """Return this rank's tasks of a step, and the K of each."""
-        cfg, tasks, ks = self.cfg, [], []
+        cfg = self.cfg
+        tasks, ks = [], []
         draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size(), count_ids=True)
         for task, epoch, repeat in draws:
             if repeat:  # K and all seeds are drawn by the name, so a name that the batch has twice needs two
@@ -308,7 +289,7 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
     """Open the engine, the video decoders and the folder of snapshots, until the block ends. Servers may still be starting."""
     per_node = servers.on_this_machine(cfg.rollout.urls)  # servers elsewhere sample for all nodes
     image_bytes = servers.IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
-    with snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
+    with distributed.snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
         engine = start_engine(source, renderer, cfg)
         with Videos(cfg.workers) as videos, Sampler(cfg, engine, renderer, videos) as sampler:
             yield sampler, WeightSync(folder, engine, cfg.rollout, cfg.visual)
@@ -364,7 +345,7 @@ def update(
         norms.append(optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps))
 
     # Means over the tokens of all ranks; the loss is a mean already.
-    sums = sum_over_ranks(sums)
+    sums = distributed.sum_over_ranks(sums)
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
     measured = {"logprob_gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
     measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if one of them is
@@ -450,7 +431,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
         versions = [version for version in episode.main.versions if version >= 0]
         if versions:
             seen["staleness"].append(step - sum(versions) / len(versions))
-    return mean_over_ranks(seen)
+    return distributed.mean_over_ranks(seen)
 
 
 def are_distinct(episode: Episode) -> list[bool]:
@@ -474,7 +455,10 @@ def speed(examples: list[TrainExample], policy: Policy, seconds: float) -> dict[
     """Return the tokens per second that all ranks train on together, and how well that uses the GPUs."""
     tokens = sum(gather(sum(len(example.bundle) for example in examples)))
     slowest = max(gather(seconds))
-    return {"trained_tokens_per_second": tokens / slowest, **utilisation(policy.cfg, tokens, slowest, world_size())}
+    return {
+        "trained_tokens_per_second": tokens / slowest,
+        **plan.utilisation(policy.cfg, tokens, slowest, world_size()),
+    }
 
 
 def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge | None = None) -> dict[str, float]:
@@ -500,7 +484,7 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
             for part, value in values.items():
                 seen[f"{name}/{part}"].append(value)
                 seen[f"{name}/{part}/K={group.k}"].append(value)
-    return mean_over_ranks(seen)
+    return distributed.mean_over_ranks(seen)
 
 
 # ------------------------------------------------------------------------------------------------ before it starts
@@ -509,11 +493,13 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 def check_hardware(cfg: RLConfig) -> None:
     """Refuse a run whose servers cannot start, or that has no room on this machine's GPUs."""
     if cfg.batch_tasks < world_size():
-        raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {world_size()} ranks needs a task; raise it")
-    check_servers(cfg.rollout, local_size())
-    check_room(cfg, plan_rl)
+        raise config.ConfigError(
+            f"batch_tasks = {cfg.batch_tasks}: each of {world_size()} ranks needs a task; raise it"
+        )
+    checks.check_servers(cfg.rollout, local_size())
+    check_room(cfg, plan.plan_rl)
 
 
 if __name__ == "__main__":
-    check = partial(dry_run, parse=parse_task, plans=plan_rl)
-    run_script(check if args.dry_run else main, cfg, *USER_ERRORS)
+    check = partial(dry_run, parse=parse_task, plans=plan.plan_rl)
+    config.run_script(check if args.dry_run else main, cfg, *USER_ERRORS)
