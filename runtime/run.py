@@ -29,7 +29,7 @@ from runtime.policy import Policy, learning_rate
 from runtime.settings import RunConfig
 from runtime.visual import ContractError
 
-# What a user can mend: told in a sentence, without a traceback.
+# Errors that a user can fix: they are shown as one sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
 MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 
