@@ -12,20 +12,21 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import requests
 import torch
 
 from runtime.cleanup import MEMORY
-from runtime.config import ConfigError, differences, git_commit, leave, load, refuse_below_1
-from runtime.dataset import DataConfig, check_rows
+from runtime.config import ConfigError, differences, git_commit, leave, load
+from runtime.dataset import check_rows
 from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first, saved_step
-from runtime.policy import OptimConfig, PolicyConfig, dtype_of
+from runtime.policy import dtype_of
 from runtime.render import Renderer, load_tokenizer
-from runtime.visual import VisualContract, read_json
+from runtime.settings import RunConfig
+from runtime.visual import read_json
 
 # What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps
 # and rows. A name without a dot stands for the whole section. Of data.sources only the paths may.
@@ -36,55 +37,6 @@ MAY_CHANGE = {
     "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
     "report_to", "data.video_root", "data.max_bad_fraction", "optim",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """The node that --dry-run plans for. torchrun decides how many GPUs train, and the machine how large they are."""
-
-    gpus: int = 8
-    """Training GPUs."""
-    gpu_gib: float = 80.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """What every training run says, SFT and RL."""
-
-    run: str
-    """Folder of everything the run leaves. If it holds states of this run, the newest is where it goes on."""
-    policy: PolicyConfig
-    """Where the policy starts; in RL, the reference of the KL is the same checkpoint."""
-    data: DataConfig
-    val: DataConfig | None = None
-    """Held-out rows, measured every `eval_every` steps and at the end."""
-    visual: VisualContract = VisualContract()
-    optim: OptimConfig = OptimConfig()
-    steps: int
-    eval_every: int = 10
-    save_every: int = 10
-    keep: int = 2
-    """Complete training states that stay on disk."""
-    decoders: int = 2
-    """Video decoder processes per rank; fewer where its share of the machine's cores is smaller."""
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Who gets the figures of metrics.jsonl, too; each needs its library."""
-    plan: PlanConfig = PlanConfig()
-
-    def __post_init__(self):
-        refuse_below_1(self, "steps", "eval_every", "save_every", "keep", "decoders")
-        refuse_below_1(self.policy, "logit_chunk")
-        refuse_below_1(self.plan, "gpus", "gpu_gib")
-        if not self.run.strip():
-            raise ValueError(f"run = {self.run!r}: the run would lie in the current folder; name one of its own")
-        for name in self.report_to:
-            if importlib.util.find_spec(name) is None:
-                raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
-
-    @property
-    def workers(self) -> int:
-        """Decoders of a rank on this machine."""
-        return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))
 
 
 @contextlib.contextmanager
@@ -158,8 +110,8 @@ def check_nodes(cfg: Any, start: Path) -> None:
     mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit(), "bytes": sizes}
     mine |= {"nproc_per_node": local_size(), "checkpoint": weights_digest(start)}
     first, *others = gather(mine)
-    for number, theirs in enumerate(others, 1):
-        other = differences(first, theirs)
+    for number, settings_there in enumerate(others, 1):
+        other = differences(first, settings_there)
         if "lock" in other:
             leave(f"error: run = {cfg.run!r}: rank {number} sees another; run must be a folder that all nodes share")
         if other:
@@ -177,17 +129,19 @@ def check_run(cfg: Any) -> None:
         return
     if not (run / "config.yaml").exists():
         raise ConfigError(f"{run} has a model or states, but no config.yaml to say of which run: choose another `run`")
-    cure = "choose another `run`, or delete the folder"
+    advice = "choose another `run`, or delete the folder"
     try:  # a setting that is younger than the run had its default there
         before = load(type(cfg), run / "config.yaml")
     except ConfigError as error:
-        raise ConfigError(f"{run} is of another script, or of another version of this code ({error}): {cure}") from None
+        raise ConfigError(
+            f"{run} is of another script, or of another version of this code ({error}): {advice}"
+        ) from None
     changed = []
     for key, text in differences(settings(before), settings(cfg)).items():
         if not {key, key.partition(".")[0]} & MAY_CHANGE:
             changed.append(text)
     if changed:
-        raise ConfigError(f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: {cure}")
+        raise ConfigError(f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: {advice}")
 
 
 def settings(cfg: Any) -> dict:

@@ -10,6 +10,7 @@ checks.open_run holds the folder's lock meanwhile. All ranks call all of this.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,16 +19,17 @@ import torch
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from runtime.checks import RunConfig, check_checkpoint, check_run, check_start, weights_digest
+from runtime.checks import check_checkpoint, check_run, check_start, weights_digest
 from runtime.config import ConfigError, Metrics, save_run
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
 from runtime.engine import EngineError
 from runtime.plan import Plan, meta_policy
 from runtime.policy import Policy, learning_rate
+from runtime.settings import RunConfig
 from runtime.visual import ContractError
 
-# What a user can mend: told in a sentence, without a traceback.
+# Errors that a user can fix: they are shown as one sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
 MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 
@@ -54,6 +56,20 @@ def dry_run(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[P
         print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
         return 1
     return 0
+
+
+class Clock:
+    """Seconds per phase of a step, on this rank."""
+
+    def __init__(self):
+        self.seconds = {"seconds": 0.0}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[f"{phase}_seconds"] = now - self._last
+        self.seconds["seconds"] += now - self._last
+        self._last = now
 
 
 class Run:
