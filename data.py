@@ -222,7 +222,7 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     """Read `prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
     question = _read_question(row)
     videos = _read_videos(row, root)
-    info = decode_json(row.get("extra_info") or {}, "extra_info")  # parquet fills what a row lacks with None
+    info = decode_json(row.get("extra_info") or {}, "extra_info")
     kind, answer = _read_gold(info)
     options = info.get("options") or []
     if not isinstance(options, list):
@@ -260,21 +260,19 @@ def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
 
 
 def _read_gold(info: dict) -> tuple[str, str]:
-    """Return the kind of the question and its gold, which must be one that an answer can match."""
+    """Return the question's kind and its gold, which an answer must be able to match. Parquet fills gaps with None."""
     kind = info.get("question_type") or "oe"
+    if kind not in ("mcq", "tvg", "oe"):
+        raise RowError(f"question_type = {kind!r}: must be mcq, tvg or oe")
     gold = "" if info.get("answer") is None else str(info["answer"]).strip()
-    if kind == "mcq":
-        if not re.fullmatch("[A-J]", gold.strip("() .").upper()):
-            raise RowError(f"answer = {gold!r}: the answer of an mcq must be a letter from A to J")
-    elif kind == "tvg":
+    if kind == "mcq" and not re.fullmatch("[A-J]", gold.strip("() .").upper()):
+        raise RowError(f"answer = {gold!r}: the answer of an mcq must be a letter from A to J")
+    if kind == "tvg":
         start, end = parse_span(gold) or (0, 0)
         if start == end:
             raise RowError(f"answer = {gold!r}: the answer of a tvg must be a span of seconds, as in [12.5, 20.1]")
-    elif kind == "oe":
-        if not normalise(gold):
-            raise RowError(f"answer = {gold!r}: the answer of an open question must have a word or a number")
-    else:
-        raise RowError(f"question_type = {kind!r}: must be mcq, tvg or oe")
+    if kind == "oe" and not normalise(gold):
+        raise RowError(f"answer = {gold!r}: the answer of an open question must have a word or a number")
     return kind, gold
 
 

@@ -230,7 +230,7 @@ def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Render
 
 
 def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
-    """Sample one turn of the main agent and return its text, forced opening included."""
+    """Append one sampled turn to the main agent's trajectory and return its text, forced opening included."""
     cfg, renderer = context.cfg, context.renderer
     start = len(main.ids)
     if cfg.think_prefix:
@@ -246,7 +246,7 @@ def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
 def sample_turn(
     context: AgentContext, trajectory: Trajectory, max_new_tokens: int, temperature: float, seed: int, stop: tuple
 ) -> None:
-    """Let the engine continue the trajectory by at most `max_new_tokens`, and append them as they were sampled."""
+    """Let the engine continue the trajectory by at most `max_new_tokens`, and append the very ids that it sampled."""
     if context.stopped.is_set():
         raise Stopped("the run was ended")
     n, max_context = len(trajectory.ids), context.cfg.max_context

@@ -4,8 +4,7 @@
     run_tool(call, task, names, videos, contract)    # run one call: a ClipForSubagent, a str, or a ToolError
 
 A `Tool` is a schema and a function; docs/add_a_tool.md adds one. The frames of a ClipForSubagent go to a sub-agent, whose
-report the main agent reads (or, with `tool_return: frames`, to the main agent itself). It reads a str and a ToolError
-unchanged.
+report the main agent reads (or, with `tool_return: frames`, to the main agent itself). It reads other results unchanged.
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
 `<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`, which is read as well (as literals, never evaluated).
@@ -60,8 +59,8 @@ class Tool:
 
 # ------------------------------------------------------------------------------------------------ the tools
 
-# Add your tool here: a function like crop_video, and an entry in TOOLS, which `make_tool` makes. choose_video, read_time,
-# read_times, read_window and read_number (below) read its arguments; what else the model can get wrong is a ToolError.
+# Add your tool here: a function like crop_video and an entry in TOOLS. choose_video, read_window, read_time, read_times and
+# read_number (below) read its arguments. It raises ToolError for whatever else the model can get wrong.
 
 
 def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> ClipForSubagent:

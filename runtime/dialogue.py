@@ -1,10 +1,8 @@
-"""dialogue.py: rows of SFT become dialogues; data.py's `encode_dialogue` makes their tokens.
+"""dialogue.py: an SFT row becomes a Dialogue; data.encode_dialogue makes its tokens.
 
-    dialogue = parse_dialogue({"messages": [...]}, "sft.parquet:7", root)    # or a RowError that says what is wrong
-
-Published rows spell the same turns in many ways. Here they take the one form in which a rollout writes them: a turn per tool
-response, `<think>` and a line break, no white space at a report's edges. Deliberately missing: prompts. A row's system prompt
-is dropped, since SFT, RL and evaluation share those of data.py.
+Published rows write the same turns in many ways. A Dialogue has the one form that a rollout writes: a turn per tool response,
+`<think>` and a line break, no white space at a report's edges. Deliberately missing: prompts. A row's system prompt is
+dropped, since SFT, RL and evaluation share those of data.py.
 """
 
 import itertools
@@ -67,7 +65,14 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
     turns = []
     for message in messages:
         turns += _read_turns(message, root)
-    _check_order([turn["role"] for turn in turns])
+
+    # The user opens, the assistant closes, and answers every user.
+    roles = [turn["role"] for turn in turns]
+    if not roles or roles[0] != "user" or roles[-1] != "assistant":
+        raise RowError(f"turns {roles}: must open with the user and close with the assistant")
+    for before, after in itertools.pairwise(roles):
+        if before == after == "assistant" or (before == "user" and after != "assistant"):
+            raise RowError(f"turns {roles}: the assistant must follow each user, and never itself")
 
     agent = row.get("agent") or "main"
     if agent not in ("main", "direct", "sub"):
@@ -92,10 +97,10 @@ def _read_turns(message: dict, root: Path) -> list[dict]:
     parts = _read_parts(message, root)
     if role == "system":
         return []
-    if role == "user" and any(isinstance(part, str) and "<tool_response>" in part for part in parts):
-        return [{"role": "tool", "content": _strip_report(report)} for report in _split_responses(parts)]
     if role == "user":
-        return [{"role": "user", "content": parts}]
+        if not any(isinstance(part, str) and "<tool_response>" in part for part in parts):
+            return [{"role": "user", "content": parts}]
+        return [{"role": "tool", "content": _strip_report(report)} for report in _split_responses(parts)]
     if role == "tool":
         return [{"role": "tool", "content": _strip_report(parts)}]
     if role == "assistant":
@@ -103,18 +108,6 @@ def _read_turns(message: dict, root: Path) -> list[dict]:
             raise RowError("the assistant's turn shows a video or an image: put it into the user's, or a report")
         return [{"role": "assistant", "content": [_open_turn("".join(parts))]}]
     raise RowError(f"role {role!r}: must be system, user, assistant or tool")
-
-
-def _check_order(roles: list[str]) -> None:
-    """Refuse turns unless the user opens, and the assistant closes and answers every user."""
-    if not roles or roles[0] != "user" or roles[-1] != "assistant":
-        raise RowError(f"turns {roles}: must open with the user and close with the assistant")
-    for before, after in itertools.pairwise(roles):
-        if before == after == "assistant" or (before == "user" and after != "assistant"):
-            raise RowError(f"turns {roles}: the assistant must follow each user, and never itself")
-
-
-# ------------------------------------------------------------------------------------------------ one message
 
 
 def _read_parts(message: dict, root: Path) -> list[str | Media]:
@@ -172,7 +165,7 @@ def _strip_report(parts: list[str | Media]) -> list[str | Media]:
 
 
 def _split_responses(parts: list[str | Media]) -> list[list[str | Media]]:
-    """Split a user turn of <tool_response> blocks into their contents; media belong to the block they precede."""
+    """Split a user turn of <tool_response> blocks into their contents. Media between two blocks belong to the second."""
     responses: list[list[str | Media]] = []
     current: list[str | Media] = []
     for part in parts:
