@@ -60,6 +60,11 @@ class Trajectory:
         return sum(self.mask)
 
     @property
+    def suffix(self) -> list[int]:
+        """The ids after the prompt."""
+        return self.ids[self.prompt_length :]
+
+    @property
     def frames(self) -> list[Frames]:
         """All that the agent saw, in the order of their pads."""
         return self.prompt_frames + self.call_frames
@@ -79,7 +84,7 @@ class Call:
     error: str = ""  # "" = executed; else one of CALL_ERRORS, or a kind of the tool's own
     window: tuple[float, float] | None = None  # seconds, after clamping
     seconds: float = 0.0
-    agent: Trajectory | None = None  # the sub-agent that answered
+    subagent: Trajectory | None = None  # the sub-agent that answered
 
 
 @dataclass
@@ -93,13 +98,13 @@ class Episode:
     seed: int = 0
     seconds: float = 0.0
     error: str = ""  # the episode could not run (video, engine): it earns nothing and is not trained on
-    scores: dict[str, float] = field(default_factory=dict)  # R and its parts, by name
+    rewards: dict[str, float] = field(default_factory=dict)  # R and its parts, by name
     advantage: float = 0.0  # A_i, of every sampled token ...
     anchor_advantage: float = 0.0  # ... and A_anchor_i, of its structural ones (credit: struct)
 
     @property
     def subagents(self) -> list[Trajectory]:
-        return [call.agent for call in self.calls if call.agent is not None]
+        return [call.subagent for call in self.calls if call.subagent is not None]
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -120,8 +125,8 @@ class Episode:
         """Sampled tokens that had to wait for each other: the main agent's, and the longest report of each turn."""
         longest: dict[int, int] = {}
         for call in self.calls:
-            if call.agent is not None:
-                longest[call.turn] = max(longest.get(call.turn, 0), call.agent.n_sampled)
+            if call.subagent is not None:
+                longest[call.turn] = max(longest.get(call.turn, 0), call.subagent.n_sampled)
         return self.main.n_sampled + sum(longest.values())
 
 
@@ -196,7 +201,7 @@ def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> li
     return [videos.overview(path, share, contract.frame_size) for path, share in zip(task.videos, shares)]
 
 
-def draw_frames(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
+def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
     """Draw K ~ Uniform(choices) for nFrames gating: the same in every process and for all rollouts of the prompt."""
     digest = hashlib.sha256(f"{seed}/{epoch}/{task_id}".encode()).digest()
     return choices[int.from_bytes(digest[:8], "big") % len(choices)]

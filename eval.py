@@ -37,7 +37,7 @@ from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
 from evals.protocols import READS, Prompting, run_protocol
 from rewards import RewardConfig, final_answer, score, turn_texts
-from rollout import AgentContext, RolloutConfig, derive, open_engine, run_all
+from rollout import AgentContext, RolloutConfig, derive_seed, open_engine, run_all
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
 from runtime.dataset import DataError
@@ -423,7 +423,7 @@ def run_job(job: EvalJob, items: list[Item], before: list[dict], context: AgentC
 
 def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: Judge) -> dict[str, Any]:
     """Ask one item; returns its line of the results, and not the episode: held, its frames would fill memory."""
-    episode, answer = run_protocol(context, item, k, derive(cfg.seed, item.task.id), cfg.prompting)
+    episode, answer = run_protocol(context, item, k, derive_seed(cfg.seed, item.task.id), cfg.prompting)
     turns, error = turn_texts(episode.main, context.renderer), episode.error
 
     # Read and grade the answer in both ways; our own agent's format has rewards, too.

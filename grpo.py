@@ -2,12 +2,12 @@
 
     examples, total_tokens = make_examples(groups, renderer, cfg, anchor)   # this rank's episodes, with their advantages
     for part in micro_batches(examples, cfg.train_tokens):                  # as many on every rank
-        loss, stats = examples_loss(policy(bundles(part), tau), part, total_tokens, prox_logprobs, reference, cfg)
+        loss, stats = examples_loss(policy(bundles(part), tau), part, total_tokens, prox_logprobs, ref_logprobs, cfg)
         loss.backward()
 
 Symbols: i an episode of a group of G, t a token of its output o_i, R_i its reward, r the ratio, N target tokens.
 
-Three policies have log-probs of the same tokens: `old_logprobs` are the engine's, at the moment of sampling
+Three policies have log-probs of the same tokens: `behaviour_logprobs` are the engine's, at the moment of sampling
 (pi_behaviour); `prox_logprobs` those of the policy before the first update on this batch (pi_prox); `logprobs` those
 of the policy that learns (pi). With one minibatch per batch (the paper) pi_prox is pi itself: r = 1, and the clip is
 inert.
@@ -26,7 +26,7 @@ from data import Episode, Group, Trajectory
 from rewards import Anchor, structural_mask
 from runtime.distributed import gather, sum_over_ranks
 from runtime.packing import best_fit
-from runtime.policy import Scores
+from runtime.policy import TokenScores
 from runtime.render import Bundle, Renderer
 from runtime.settings import GRPOConfig
 
@@ -44,12 +44,12 @@ def group_advantage(rewards: Sequence[float]) -> np.ndarray:
     return (rewards - rewards.mean()) / rewards.std(ddof=1)
 
 
-def give_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor: Anchor) -> None:
+def assign_advantages(groups: Sequence[Sequence[Episode]], cfg: GRPOConfig, anchor: Anchor) -> None:
     """Write A_i and, under credit `struct`, A_anchor_i into the episodes, where reports find them."""
     # A_anchor_i = (R_anchor_i - mean_group R_anchor) / std_group R_anchor, as A_i is of R
     for episodes in groups:
-        advantages = group_advantage([e.scores["R"] for e in episodes])
-        anchor_advantages = group_advantage([e.scores["R_anchor"] for e in episodes])
+        advantages = group_advantage([e.rewards["R"] for e in episodes])
+        anchor_advantages = group_advantage([e.rewards["R_anchor"] for e in episodes])
         for episode, a, a_anchor in zip(episodes, advantages, anchor_advantages, strict=True):
             episode.advantage = float(a)
             episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
@@ -72,14 +72,14 @@ class TrainExample:
 
     bundle: Bundle
     advantages: np.ndarray  # float32 [N]: A_i,t
-    old_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
+    behaviour_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
 
 
 @dataclass
 class Learner:
     """An agent that learns, and the episode whose advantage it gets."""
 
-    agent: Trajectory
+    trajectory: Trajectory
     episode: Episode
 
 
@@ -90,7 +90,7 @@ def make_examples(
     that the loss divides by."""
     # Episodes that failed are neither compared nor learned from.
     ran = [[episode for episode in group.episodes if not episode.error] for group in groups]
-    give_advantages(ran, cfg, anchor)
+    assign_advantages(ran, cfg, anchor)
 
     # Collect the trajectories to train on. The loss divides by all sampled tokens on all ranks, including those of skipped
     # groups.
@@ -98,9 +98,9 @@ def make_examples(
     tokens = 0
     for i, episodes in enumerate(ran):
         for episode in episodes:
-            for agent in episode.trajectories if subagents else [episode.main]:
-                learners[i].append(Learner(agent, episode))
-                tokens += agent.n_sampled
+            for trajectory in episode.trajectories if subagents else [episode.main]:
+                learners[i].append(Learner(trajectory, episode))
+                tokens += trajectory.n_sampled
     total_tokens = sum_over_ranks({"tokens": float(tokens)})["tokens"]
 
     examples = []
@@ -119,10 +119,10 @@ def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner
     parts: list[list[Learner]] = []
     newest, length = {}, {}  # per prompt, the part that still has room, and its tokens
     for learner in learners:
-        p = learner.agent.prompt_length
+        p = learner.trajectory.prompt_length
         # Two clips may have the same words, stamps included, and yet other pixels.
-        prompt = (tuple(learner.agent.ids[:p]), *(id(clip.pixels) for clip in learner.agent.prompt_frames))
-        n = len(learner.agent.ids) - p
+        prompt = (tuple(learner.trajectory.ids[:p]), *(id(clip.pixels) for clip in learner.trajectory.prompt_frames))
+        n = len(learner.trajectory.suffix)
         if prompt not in newest or length[prompt] + n > budget:
             newest[prompt], length[prompt] = [], p
             parts.append(newest[prompt])
@@ -133,34 +133,34 @@ def share_prompts(learners: Sequence[Learner], budget: int) -> list[list[Learner
 
 def example_of(learners: Sequence[Learner], renderer: Renderer, anchor: Anchor) -> TrainExample:
     """Return agents of one prompt as one example."""
-    first = learners[0].agent
+    first = learners[0].trajectory
     p = first.prompt_length
     bundle = Bundle(first.ids[:p], [], [], list(first.prompt_frames))
-    advantages, old_logprobs = [], []
+    advantages, behaviour_logprobs = [], []
     for learner in learners:
-        agent, episode = learner.agent, learner.episode
-        bundle.suffixes.append(agent.ids[p:])
-        bundle.masks.append(agent.mask[p:])
-        bundle.frames.extend(agent.call_frames)
+        trajectory, episode = learner.trajectory, learner.episode
+        bundle.suffixes.append(trajectory.suffix)
+        bundle.masks.append(trajectory.mask[p:])
+        bundle.frames.extend(trajectory.call_frames)
 
         # Of the trajectory's tokens, the N that were sampled.
-        sampled = np.array(agent.mask, bool)
-        struct = np.zeros(len(agent.ids))  # 1[t in struct(o_i)]; sub-agents write no tags
-        if agent is episode.main:
-            struct = np.array(structural_mask(agent, renderer), float)
+        sampled = np.array(trajectory.mask, bool)
+        struct = np.zeros(len(trajectory.ids))  # 1[t in struct(o_i)]; sub-agents write no tags
+        if trajectory is episode.main:
+            struct = np.array(structural_mask(trajectory, renderer), float)
 
         # Selective Anchoring: A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]
         a = episode.advantage + anchor.lam * episode.anchor_advantage * struct
         advantages.append(a[sampled].astype(np.float32))
-        old_logprobs.append(np.array(agent.logprobs, np.float32)[sampled])
-    return TrainExample(bundle, np.concatenate(advantages), np.concatenate(old_logprobs))
+        behaviour_logprobs.append(np.array(trajectory.logprobs, np.float32)[sampled])
+    return TrainExample(bundle, np.concatenate(advantages), np.concatenate(behaviour_logprobs))
 
 
 # ------------------------------------------------------------------------------------------------ the loss
 
 
 def token_losses(
-    logprobs: Tensor, prox_logprobs: Tensor, old_logprobs: Tensor, reference: Tensor | None, advantages: Tensor,
+    logprobs: Tensor, prox_logprobs: Tensor, behaviour_logprobs: Tensor, ref_logprobs: Tensor | None, advantages: Tensor,
     cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return the loss of each token, [N], and what is worth watching of it (no gradient), each [N]."""
@@ -172,19 +172,19 @@ def token_losses(
 
     # w = pi_prox / pi_behaviour, and 0 where it exceeds the cap: those tokens are left out, as in the release. The cap goes
     # on w and not on the product, where an infinite w would give 0 * inf in the backward pass.
-    importance = (prox_logprobs - old_logprobs).exp()
+    importance = (prox_logprobs - behaviour_logprobs).exp()
     kept = importance <= cfg.behaviour_cap
     weight = torch.where(kept, importance, 0.0)
     losses = -weight * surrogate
     stats = {
         "clip_fraction": ((ratio < low) & (advantages < 0) | (ratio > high) & (advantages > 0)).float(),
         "over_cap_fraction": (~kept).float(),
-        "logprob_gap": (prox_logprobs - old_logprobs).abs(),
+        "logprob_gap": (prox_logprobs - behaviour_logprobs).abs(),
     }
-    if reference is not None:
+    if ref_logprobs is not None:
         # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
         # pi_behaviour sampled the tokens. Weighted by w * r = pi / pi_behaviour, value and gradient are those of KL(pi || pi_ref).
-        d = reference - logprobs
+        d = ref_logprobs - logprobs
         kl = weight * ratio * (d.exp() - d - 1)
         losses = losses + cfg.kl_coef * kl
         stats["kl"] = kl.detach()
@@ -192,11 +192,11 @@ def token_losses(
 
 
 def examples_loss(
-    scores: Scores, examples: list[TrainExample], total_tokens: float, prox_logprobs: Tensor | None,
-    reference: Tensor | None, cfg: GRPOConfig,
+    scores: TokenScores, examples: list[TrainExample], total_tokens: float, prox_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None, cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return the micro-batch's part of the batch's loss L, and what is worth watching per token, [N]. `prox_logprobs` and
-    `reference` are log-probs [N]; without `prox_logprobs`, pi_prox is pi."""
+    `ref_logprobs` are log-probs [N]; without `prox_logprobs`, pi_prox is pi."""
     logprobs = scores.logprobs  # [N]
     if prox_logprobs is None:
         prox_logprobs = logprobs.detach()
@@ -204,11 +204,11 @@ def examples_loss(
     # A rank without examples of its own still runs every collective, with N = 0.
     columns = [np.zeros((2, 0), np.float32)]
     for example in examples:
-        columns.append(np.stack([example.advantages, example.old_logprobs]))
-    advantages, old_logprobs = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
+        columns.append(np.stack([example.advantages, example.behaviour_logprobs]))
+    advantages, behaviour_logprobs = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
 
     # L = sum over all sampled tokens of all ranks of l_i,t / their number
-    losses, stats = token_losses(logprobs, prox_logprobs, old_logprobs, reference, advantages, cfg)
+    losses, stats = token_losses(logprobs, prox_logprobs, behaviour_logprobs, ref_logprobs, advantages, cfg)
     return losses.sum() / total_tokens, stats | {"entropy": scores.entropies}
 
 

@@ -111,7 +111,7 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig,
 
     def give(episode: Episode) -> None:
         try:
-            episode.scores = score(episode, renderer, cfg, judge)
+            episode.rewards = score(episode, renderer, cfg, judge)
         except JudgeError as error:
             episode.error = f"JudgeError: {error}"
 

@@ -31,7 +31,7 @@ from typing import Literal
 
 import numpy as np
 
-from data import CALL_ERRORS, Episode, Group, Task, draw_frames, overview, parse_task
+from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime.config import ConfigError, command_line, refuse_below_1, run_script
@@ -118,7 +118,7 @@ from runtime.distributed import (
 from runtime.doctor import check_gap, refuse_empty, self_check
 from runtime.plan import plan_rl, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
-from runtime.run import USER_ERRORS, Run, check_room, try_out
+from runtime.run import USER_ERRORS, Run, check_room, dry_run
 
 SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "logprob_gap", "grad_norm", "seconds")
 
@@ -131,9 +131,10 @@ def main(cfg: RLConfig) -> None:
         images = IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
         snapshots = until_it_ends.enter_context(snapshot_folder(cfg.run, source, per_node, images))
         # Servers start while the policy loads; where both share a GPU, afterwards: they take a share of what is free by then.
-        shared, engine = set(cfg.rollout.server_gpus) & set(range(local_size())), None
-        if not shared and saved_step(Path(cfg.run) / "state") < cfg.steps:
-            engine = until_it_ends.enter_context(contextlib.closing(shared_engine(source, renderer, cfg)))
+        overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
+        engine = None
+        if not overlapping_gpus and saved_step(Path(cfg.run) / "state") < cfg.steps:
+            engine = until_it_ends.enter_context(contextlib.closing(start_engine(source, renderer, cfg)))
 
         # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
         policy_cfg = replace(cfg.policy, checkpoint=str(source))
@@ -145,7 +146,7 @@ def main(cfg: RLConfig) -> None:
         run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
         if run.done < cfg.steps:
-            engine, videos = engine or shared_engine(source, renderer, cfg), Videos(cfg.workers)
+            engine, videos = engine or start_engine(source, renderer, cfg), Videos(cfg.workers)
             with videos, Sampler(cfg, engine, renderer, videos, snapshots) as sampler:
                 engine.wait_until_ready()
                 barrier()  # a node's first rank has warmed its servers, and given up those that do not start
@@ -274,7 +275,7 @@ class Sampler:
             if repeat:  # K and all seeds are drawn by the name, so a name that the batch has twice needs two
                 task = replace(task, id=f"{task.id}#{repeat + 1}")
             tasks.append(task)
-            ks.append(draw_frames(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
+            ks.append(draw_k(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         return tasks, ks
 
     def look_ahead(self, tasks: list[Task], ks: list[int]) -> None:
@@ -313,7 +314,7 @@ class Sampler:
         self.thread.shutdown()
 
 
-def shared_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
+def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
     """Open the engine in this process, or begin to start servers: a node's first rank supervises them, its others
     connect."""
     serving, engine = cfg.rollout, None
@@ -351,8 +352,8 @@ def update(
 
     sums, norms, gaps = {"tokens": 0.0, "loss": 0.0}, [], [0.0]
     proximal = proximal_logprobs(policy, minibatches, temperature)
-    for minibatch, theirs in zip(minibatches, proximal):
-        for i, (micro, prox_logprobs) in enumerate(zip(minibatch, theirs)):
+    for minibatch, prox_of_minibatch in zip(minibatches, proximal):
+        for i, (micro, prox_logprobs) in enumerate(zip(minibatch, prox_of_minibatch)):
             # Policy and reference, at the temperature of sampling; a frozen vision tower works once for both.
             features = policy.encode(bundles(micro)) if policy.vision_frozen else None
             scores = policy(bundles(micro), temperature, features)
@@ -428,11 +429,11 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     own = {call.error for episode in ran for call in episode.calls if call.error}
     kinds = set(CALL_ERRORS).union(*gather(own))
     for episode in ran:
-        for name, value in episode.scores.items():
+        for name, value in episode.rewards.items():
             seen[name].append(value)
         did = "called" if episode.executed else "skipped"
-        seen[f"acc/K={episode.k}"].append(episode.scores["R_acc"])
-        seen[f"acc/K={episode.k}/{did}"].append(episode.scores["R_acc"])
+        seen[f"acc/K={episode.k}"].append(episode.rewards["R_acc"])
+        seen[f"acc/K={episode.k}/{did}"].append(episode.rewards["R_acc"])
         seen["kappa"].append(episode.executed)
         seen[f"kappa/K={episode.k}"].append(episode.executed)
         for name in TOOLS:
@@ -441,9 +442,9 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
         for call in episode.calls:
             for kind in kinds:
                 seen[f"call_errors/{kind}"].append(call.error == kind)
-            if call.agent:  # a report ends by itself, in a few words, and has no tags
-                seen["report/ended"].append(call.agent.finish == "stop")
-                seen["report/tokens"].append(call.agent.n_sampled)
+            if call.subagent:  # a report ends by itself, in a few words, and has no tags
+                seen["report/ended"].append(call.subagent.finish == "stop")
+                seen["report/tokens"].append(call.subagent.n_sampled)
                 seen["report/tagged"].append(bool(TAG.search(call.text)))
         seen["truncated_rate"].append(episode.main.finish == "length")
         seen["turns"].append(len(episode.main.turns))
@@ -498,8 +499,8 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
             seen[f"{name}/failed_rate"].append(bool(episode.error))
             if episode.error:
                 continue
-            scores = episode.scores
-            values = {"acc": scores["R_acc"], "well_formed": scores["well_formed"], "kappa": episode.executed}
+            rewards = episode.rewards
+            values = {"acc": rewards["R_acc"], "well_formed": rewards["well_formed"], "kappa": episode.executed}
             for part, value in values.items():
                 seen[f"{name}/{part}"].append(value)
                 seen[f"{name}/{part}/K={group.k}"].append(value)
@@ -518,5 +519,5 @@ def check_hardware(cfg: RLConfig) -> None:
 
 
 if __name__ == "__main__":
-    dry_run = partial(try_out, parse=parse_task, plans=plan_rl)
-    run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)
+    check = partial(dry_run, parse=parse_task, plans=plan_rl)
+    run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

@@ -37,12 +37,12 @@ import data
 from data import NO_REPORT, THINK_PREFIX, Call, Episode, Group, Task, Trajectory
 from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
-from runtime.engine import Engine, EngineError, run_all, together
+from runtime.engine import Engine, EngineError, run_all, run_parallel
 from runtime.render import Rendered, Renderer
 from runtime.servers import SGLang, server_flags
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
-from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, use
+from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
 
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
 MIN_TURN_TOKENS = 16  # tokens that the context must still have for a turn
@@ -153,7 +153,7 @@ class Stopped(Exception):
     """The run is being ended; this episode is not finished."""
 
 
-def derive(*parts: Any) -> int:
+def derive_seed(*parts: Any) -> int:
     """Return a seed that is the same in every process."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
@@ -178,18 +178,18 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
     try:
         for turn in range(rounds + 1):
             # The agent thinks, and then calls tools or answers.
-            text = sample_main_turn(context, main, derive(seed, turn))
+            text = sample_main_turn(context, main, derive_seed(seed, turn))
             context.observe("turn", text)
             calls = parse_calls(text, turn)
             # Without calls this is the answer. After the last round, and in a turn that was cut off, calls are not run.
             if not calls or turn == rounds or main.finish == "length":
                 break
             # All calls of the turn run at the same time.
-            calls, contents = _run_calls(context, task, calls, calls_per_round, derive(seed, turn, "calls"))
+            calls, contents = _run_calls(context, task, calls, calls_per_round, derive_seed(seed, turn, "calls"))
             # The agent reads their results in one turn, in call order.
             if turn == rounds - 1:
                 contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
-            if not append(context, main, context.renderer.continuation(contents)):
+            if not append_rendered(context, main, context.renderer.continuation(contents)):
                 break  # it never read them, so they do not count
             episode.calls += calls
     except (EngineError, VideoError, Stopped) as error:
@@ -203,26 +203,26 @@ def open_trajectory(prompt: Rendered) -> Trajectory:
     return Trajectory(list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), n)
 
 
-def _extend(agent: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
+def _extend(trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
     """Append tokens, sampled ones with their log-probs. A rollout lets a trajectory grow in no other way."""
-    agent.ids += ids
-    agent.mask += [mask] * len(ids)
-    agent.logprobs += logprobs or [0.0] * len(ids)
-    agent.versions += [version] * len(ids)
+    trajectory.ids += ids
+    trajectory.mask += [mask] * len(ids)
+    trajectory.logprobs += logprobs or [0.0] * len(ids)
+    trajectory.versions += [version] * len(ids)
 
 
-def append(context: AgentContext, agent: Trajectory, delta: Rendered) -> bool:
+def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Rendered) -> bool:
     """Append what the agent reads next. If its context has no room, append nothing and return False: the turn before
     counts as cut off."""
     ids = delta.ids
     # A turn that stopped at another token, such as <|endoftext|> or </tool_call>, still lacks the template's own end.
-    if agent.ids[-1] != context.renderer.end_of_turn:
+    if trajectory.ids[-1] != context.renderer.end_of_turn:
         ids = [context.renderer.end_of_turn, *ids]
-    if len(agent.ids) + len(ids) + MIN_TURN_TOKENS > context.cfg.max_context:
-        agent.finish = "length"
+    if len(trajectory.ids) + len(ids) + MIN_TURN_TOKENS > context.cfg.max_context:
+        trajectory.finish = "length"
         return False
-    _extend(agent, ids)
-    agent.call_frames += delta.frames
+    _extend(trajectory, ids)
+    trajectory.call_frames += delta.frames
     return True
 
 
@@ -241,25 +241,25 @@ def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
 
 
 def sample_turn(
-    context: AgentContext, agent: Trajectory, max_new_tokens: int, temperature: float, seed: int, stop: tuple
+    context: AgentContext, trajectory: Trajectory, max_new_tokens: int, temperature: float, seed: int, stop: tuple
 ) -> None:
     """Let the engine continue the trajectory by at most `max_new_tokens`, and append them as they were sampled."""
     if context.stopped.is_set():
         raise Stopped("the run was ended")
-    room = context.cfg.max_context - len(agent.ids)
+    room = context.cfg.max_context - len(trajectory.ids)
     if room <= 0:
         raise EngineError(
-            f"a prompt of {len(agent.ids)} tokens fills max_context = {context.cfg.max_context}; raise it"
+            f"a prompt of {len(trajectory.ids)} tokens fills max_context = {context.cfg.max_context}; raise it"
         )
     sample = context.engine.generate(
-        agent.ids, agent.frames, max_new_tokens=min(max_new_tokens, room), temperature=temperature, seed=seed,
-        stop=stop, shared=agent.prompt_length,
+        trajectory.ids, trajectory.frames, max_new_tokens=min(max_new_tokens, room), temperature=temperature, seed=seed,
+        stop=stop, shared=trajectory.prompt_length,
     )  # fmt: skip
     forbidden = set(sample.ids) & set(context.renderer.never_sampled)
     if forbidden:
         raise ContractError(f"the engine sampled tokens {sorted(forbidden)}, which stand for pixels and are banned")
-    _extend(agent, sample.ids, 1, sample.logprobs, sample.version)
-    agent.finish = sample.finish
+    _extend(trajectory, sample.ids, 1, sample.logprobs, sample.version)
+    trajectory.finish = sample.finish
 
 
 # ------------------------------------------------------------------------------------------------ its calls in parallel
@@ -275,10 +275,10 @@ def _run_calls(
         if call.error:
             continue
         if len(jobs) < allowed:
-            jobs[i] = functools.partial(_run_call, context, task, call, derive(seed, i))
+            jobs[i] = functools.partial(_run_call, context, task, call, derive_seed(seed, i))
         else:
             call.error, call.text = "over_limit", f"This call was not run: at most {allowed} calls may run in one turn."
-    ended = together(context.engine, context.callers, jobs, context.cfg.call_timeout)
+    ended = run_parallel(context.engine, context.callers, jobs, context.cfg.call_timeout)
 
     answered, contents = [], []
     for i, call in enumerate(calls):
@@ -301,7 +301,7 @@ def _run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple
     call = dataclasses.replace(call)  # a thread that is given up must not write into what the model has read
     frames = []
     try:
-        found = use(call, task, context.cfg.tools, context.videos, context.renderer.contract)
+        found = run_tool(call, task, context.cfg.tools, context.videos, context.renderer.contract)
         if isinstance(found, str):
             call.text = found
         else:
@@ -311,7 +311,7 @@ def _run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple
                 frames, (start, end) = [found.frames], found.window
                 call.text = f"{len(found.frames)} frames from {start:.1f} s to {end:.1f} s"
             else:
-                call.agent, call.text = ask_subagent(context, found, seed)
+                call.subagent, call.text = ask_subagent(context, found, seed)
     except ToolError as error:
         call.error, call.text = error.kind, str(error)
     except EngineError as error:  # the servers are tried for minutes, so this is rare; the main agent goes on without
@@ -328,13 +328,13 @@ def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tup
     cfg = context.cfg.subagents
     system = data.true_prompt(clip.system, bool(context.renderer.contract.stamp))
     messages = data.subagent_messages(clip.frames, question=None, request=clip.request, system=system)
-    agent = open_trajectory(context.renderer.render(messages, generate=True))
-    sample_turn(context, agent, cfg.max_new_tokens, cfg.temperature, seed, context.renderer.ends_of_turn)
-    start, end = agent.prompt_length, len(agent.ids)
-    agent.turns.append((start, end))
-    if agent.finish == "stop":
+    trajectory = open_trajectory(context.renderer.render(messages, generate=True))
+    sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, context.renderer.ends_of_turn)
+    start, end = trajectory.prompt_length, len(trajectory.ids)
+    trajectory.turns.append((start, end))
+    if trajectory.finish == "stop":
         end -= 1  # without the end of the turn
-    return agent, context.renderer.decode(agent.ids[start:end]).strip() or NO_REPORT
+    return trajectory, context.renderer.decode(trajectory.ids[start:end]).strip() or NO_REPORT
 
 
 # ------------------------------------------------------------------------------------------------ many episodes
@@ -358,7 +358,7 @@ def rollout(
 
     def run_one(i: int, g: int) -> Episode:
         """Rollout g of task i."""
-        own = derive(seed, step, tasks[i].id, g)
+        own = derive_seed(seed, step, tasks[i].id, g)
         try:
             prompt = prompts[i].result()
         except RowError as error:  # no prompt: each episode of the group pays for it
@@ -417,12 +417,12 @@ def open_engine(
 def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
     """Write one line of JSON: exact ids, the text for people, and the frames' times (their pixels stay in the video)."""
 
-    def plain(agent: Trajectory) -> dict:
-        text = renderer.decode(renderer.compact(agent.ids))
-        shown = {"prompt_frames": times_of(agent.prompt_frames), "call_frames": times_of(agent.call_frames)}
-        return vars(agent) | shown | {"text": text}
+    def plain(trajectory: Trajectory) -> dict:
+        text = renderer.decode(renderer.compact(trajectory.ids))
+        shown = {"prompt_frames": times_of(trajectory.prompt_frames), "call_frames": times_of(trajectory.call_frames)}
+        return vars(trajectory) | shown | {"text": text}
 
-    calls = [vars(call) | {"agent": call.agent and plain(call.agent)} for call in episode.calls]
+    calls = [vars(call) | {"subagent": call.subagent and plain(call.subagent)} for call in episode.calls]
     record = vars(episode) | {"task": vars(episode.task), "main": plain(episode.main), "calls": calls}
     file.write(json.dumps(record) + "\n")
     file.flush()
@@ -455,16 +455,16 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
         prompt_frames = data.overview(task, record["k"], videos, contract)
     calls = []
     for fields in record["calls"]:
-        call = Call(**fields | {"window": fields["window"] and tuple(fields["window"]), "agent": None})
+        call = Call(**fields | {"window": fields["window"] and tuple(fields["window"]), "subagent": None})
         # The recorded call runs again, for its frames.
         clips = []
         if videos and not call.error:
-            found = use(call, task, tuple(TOOLS), videos, contract)
+            found = run_tool(call, task, tuple(TOOLS), videos, contract)
             if isinstance(found, ClipForSubagent):
                 clips = [found.frames]
         # They were shown to a sub-agent, or else to the main agent itself.
-        if fields["agent"]:
-            call.agent = _agent_of(fields["agent"], clips, [], videos)
+        if fields["subagent"]:
+            call.subagent = _agent_of(fields["subagent"], clips, [], videos)
         else:
             call_frames += clips
         calls.append(call)

@@ -78,7 +78,7 @@ from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, 
 from runtime.packing import best_fit
 from runtime.plan import Plan, plan_training, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
-from runtime.run import USER_ERRORS, Run, check_room, try_out
+from runtime.run import USER_ERRORS, Run, check_room, dry_run
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
@@ -256,5 +256,5 @@ def target_kinds(bundle: Bundle, renderer: Renderer) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    dry_run = partial(try_out, parse=parse_dialogue, plans=plan_sft)
-    run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)
+    check = partial(dry_run, parse=parse_dialogue, plans=plan_sft)
+    run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

@@ -1,7 +1,7 @@
 """tools.py: what the main agent can call, and how its calls are read.
 
     parse_calls(text, turn) -> [Call]          # each call of a turn parses or fails alone; nothing the model writes raises
-    use(call, task, names, videos, contract)   # run one call: a ClipForSubagent (frames for a sub-agent), a str, or a ToolError
+    run_tool(call, task, names, videos, contract)   # run one call: a ClipForSubagent (frames for a sub-agent), a str, or a ToolError
 
 A `Tool` is a schema and a function; docs/add_a_tool.md adds one. Frames that it returns go to a sub-agent, whose report
 the main agent reads (or, with `tool_return: frames`, to the main agent itself). A str and a ToolError are read as they are.
@@ -245,7 +245,7 @@ def _checked(found: Any, contract: VisualContract) -> ClipForSubagent | str:
     return replace(found, frames=Frames(pixels, times), window=(float(start), float(end)))
 
 
-def use(
+def run_tool(
     call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
 ) -> ClipForSubagent | str:
     """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError, and so does an exception in the

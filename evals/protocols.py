@@ -32,14 +32,23 @@ import numpy as np
 from data import Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, ask_with_subtitles
 from rewards import ANSWER, final_answer, last_answer, turn_texts
-from rollout import AgentContext, Stopped, append, derive, open_trajectory, render_prompt, run_episode, sample_turn
+from rollout import (
+    AgentContext,
+    Stopped,
+    append_rendered,
+    derive_seed,
+    open_trajectory,
+    render_prompt,
+    run_episode,
+    sample_turn,
+)
 from runtime.answers import parse_span, spoken, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer, clock
 from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
 from runtime.visual import ContractError
-from tools import ToolError, parse_calls, read_number, read_time, use
+from tools import ToolError, parse_calls, read_number, read_time, run_tool
 
 Protocol = Literal[
     "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",
@@ -195,21 +204,21 @@ def begin(context: AgentContext, cfg: Prompting, values: dict, user="user", syst
     return open_trajectory(context.renderer.render(messages, tools, generate=True))
 
 
-def speak(context: AgentContext, agent: Trajectory, seed: int, closing: str = "", **limits: Any) -> str:
+def speak(context: AgentContext, trajectory: Trajectory, seed: int, closing: str = "", **limits: Any) -> str:
     """Append one turn; returns its text. It ends after the text `closing`, if it says that: what follows is dropped."""
-    renderer, start, cfg = context.renderer, len(agent.ids), replace(context.cfg, **limits)
-    sample_turn(context, agent, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
-    said = agent.ids[start:]
-    if agent.finish == "stop":
+    renderer, start, cfg = context.renderer, len(trajectory.ids), replace(context.cfg, **limits)
+    sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
+    said = trajectory.ids[start:]
+    if trajectory.finish == "stop":
         said = said[:-1]
     text = renderer.decode(said)
     if closing and closing in text:
         text = text[: text.index(closing) + len(closing)]
         kept = sum(begun < len(text) for begun, _ in renderer.offsets(said))
-        for column in (agent.ids, agent.mask, agent.logprobs, agent.versions):
+        for column in (trajectory.ids, trajectory.mask, trajectory.logprobs, trajectory.versions):
             del column[start + kept :]
-        agent.finish = "stop"
-    agent.turns.append((start, len(agent.ids)))
+        trajectory.finish = "stop"
+    trajectory.turns.append((start, len(trajectory.ids)))
     return text
 
 
@@ -245,7 +254,7 @@ def _agent(context: AgentContext, episode: Episode, cfg: Prompting, values: dict
 
 def _one_turn(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
     episode.main = begin(context, cfg, values)
-    text = speak(context, episode.main, derive(episode.seed, 0))
+    text = speak(context, episode.main, derive_seed(episode.seed, 0))
     if cfg.protocol == "direct":
         return final_answer([text]) or spoken(text)  # none that stands in a thought
     return last_answer(text)
@@ -255,13 +264,13 @@ def _conan(context: AgentContext, episode: Episode, cfg: Prompting, values: dict
     last = CONAN_TURNS - 1
     main = episode.main = begin(context, cfg, values)
     for turn in range(CONAN_TURNS):
-        text = speak(context, main, derive(episode.seed, turn))
+        text = speak(context, main, derive_seed(episode.seed, turn))
         wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
         if not wanted or turn == last or main.finish == "length":
             break
         found = run(context, episode, Call(turn, "clip", {"clips": wanted}), _retrieve)
         told = fill(cfg.texts["last" if turn == last - 1 else "more"], values | {"frames": found})
-        if not append(context, main, context.renderer.continuation([told], "user")):
+        if not append_rendered(context, main, context.renderer.continuation([told], "user")):
             break
     return last_answer(text)
 
@@ -291,12 +300,12 @@ def _longvt(context: AgentContext, episode: Episode, cfg: Prompting, values: dic
         raise ContractError("the chat template shows no tools: write that of its authors into chat_template.jinja")
     said = []
     for turn in range(LONGVT_ROUNDS + 1):
-        said.append(speak(context, main, derive(episode.seed, turn)))
+        said.append(speak(context, main, derive_seed(episode.seed, turn)))
         calls = parse_calls(said[-1], turn)
         if not calls or turn == LONGVT_ROUNDS or main.finish == "length":
             break
         responses = [run(context, episode, call, _crop, cfg, values) for call in calls]
-        if not append(context, main, context.renderer.continuation(responses, "tool")):
+        if not append_rendered(context, main, context.renderer.continuation(responses, "tool")):
             break
     # As its authors read it: the first <answer> of all turns, else the last box, else a number at the end.
     whole = "\n".join(said)
@@ -307,7 +316,7 @@ def _longvt(context: AgentContext, episode: Episode, cfg: Prompting, values: dic
 
 
 def _crop(context: AgentContext, episode: Episode, call: Call, cfg: Prompting, values: dict) -> list:
-    look = use(call, episode.task, ("crop_video",), context.videos, context.renderer.contract)
+    look = run_tool(call, episode.task, ("crop_video",), context.videos, context.renderer.contract)
     call.window = look.window
     seen = {"count": str(len(look.frames)), "start": f"{look.window[0]:.1f}", "end": f"{look.window[1]:.1f}"}
     parts = fill(cfg.texts["shown"], values | seen)
@@ -322,7 +331,7 @@ def _sage(context: AgentContext, episode: Episode, cfg: Prompting, values: dict)
     for step in range(SAGE_STEPS + 1):
         # Step 0 watches the video, the others reason about what it and the tools have told.
         names = ("message", "reasoner") if step else ("user", "system")
-        reply = _reply(context, episode, cfg, values, names, derive(episode.seed, step))
+        reply = _reply(context, episode, cfg, values, names, derive_seed(episode.seed, step))
         answer, tools = _at(reply, "final_answer"), _at(reply, "recommended_tools")
         ready = _at(reply, "answerable", "verdict") if step else not _at(tools, "needed")
         if ready and answer is not None:
@@ -352,13 +361,13 @@ def _reply(
     """Hold one conversation of two messages; returns its JSON, or None if no attempt gives any."""
     main = episode.main
     for attempt in range(ATTEMPTS):
-        agent, shift = begin(context, cfg, values, *names), len(main.ids)
+        trajectory, shift = begin(context, cfg, values, *names), len(main.ids)
         temperature = RETRY_TEMPERATURE if attempt else context.cfg.temperature
-        text = speak(context, agent, derive(seed, attempt), temperature=temperature)
+        text = speak(context, trajectory, derive_seed(seed, attempt), temperature=temperature)
         for column in ("ids", "mask", "logprobs", "versions", "prompt_frames"):
-            getattr(main, column).extend(getattr(agent, column))
-        main.turns += [(start + shift, end + shift) for start, end in agent.turns]
-        main.prompt_length, main.finish = main.prompt_length or agent.prompt_length, agent.finish
+            getattr(main, column).extend(getattr(trajectory, column))
+        main.turns += [(start + shift, end + shift) for start, end in trajectory.turns]
+        main.prompt_length, main.finish = main.prompt_length or trajectory.prompt_length, trajectory.finish
         reply = read_json(text)
         if reply is not None:
             return reply
@@ -416,9 +425,9 @@ def _use_sage(
     # The same weights are the model behind the tool, in a fresh context.
     wanted = {name: str(call.arguments.get(name)) for name in ("event", "query")}
     shown = values | wanted | {"frames": [show(context, info, looked_at)]}
-    call.agent = begin(context, cfg, shown, user=call.name, system="")
-    seed, sub = derive(episode.seed, call.turn, "tool"), context.cfg.subagents
-    said = speak(context, call.agent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
+    call.subagent = begin(context, cfg, shown, user=call.name, system="")
+    seed, sub = derive_seed(episode.seed, call.turn, "tool"), context.cfg.subagents
+    said = speak(context, call.subagent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
     call.text = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
     return [call.text]
 
@@ -427,7 +436,7 @@ def _video_zoomer(context: AgentContext, episode: Episode, cfg: Prompting, value
     last = ZOOM_TURNS - 1
     main = episode.main = begin(context, cfg, values)
     for turn in range(ZOOM_TURNS):
-        text = speak(context, main, derive(episode.seed, turn), closing="</video_zoom>")
+        text = speak(context, main, derive_seed(episode.seed, turn), closing="</video_zoom>")
         if "</video_zoom>" not in text or turn == last:
             break
         call = Call(turn, "video_zoom", {})
@@ -436,7 +445,7 @@ def _video_zoomer(context: AgentContext, episode: Episode, cfg: Prompting, value
         parts = fill(cfg.texts["failed" if call.error else "found"], known)
         if turn == last - 1:
             parts += fill(cfg.texts["last"], known)
-        if not append(context, main, context.renderer.continuation([parts], "user")):
+        if not append_rendered(context, main, context.renderer.continuation([parts], "user")):
             break
     return unboxed(last_answer("\n".join(turn_texts(main, context.renderer))) or "")
 

@@ -1,7 +1,7 @@
 """config.py: one YAML per run -> one frozen dataclass; and what every run writes down about itself.
 
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
-    cfg, args = config.command_line(SFTConfig, __doc__)                         # what every script does before it imports torch
+    cfg, args = config.command_line(SFTConfig, __doc__)                         # before a script imports torch
 
 A YAML file may name a parent (`base: other.yaml`, relative to itself): mappings merge, everything else replaces.
 Defaults live in the dataclasses and nowhere else. An error names the key, the value, the rule and the nearest valid key.
@@ -35,7 +35,6 @@ GOES_ON = "The same command goes on from what was saved"
 # Keys by which a config tells whose it is.
 SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
 ALARMS = ("failed_rate", "eval/failed_rate", "bad_steps")  # metrics that the console shows where they are not 0
-RENAMED = {"weight": "lam"}  # older keys whose spelling leads nowhere
 
 
 class ConfigError(ValueError):
@@ -112,7 +111,6 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
             # In a section of this one, behind another first word, or spelled alike.
             near = [f"{name}.{key}" for name, hint in hints.items() if key in getattr(hint, "__dataclass_fields__", ())]
             near += [name for name in hints if name.endswith(f"_{key}")]
-            near += [RENAMED[key]] if RENAMED.get(key) in hints else []
             near += difflib.get_close_matches(str(key), hints, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(hints)}"
             raise ConfigError(f"{prefix}{key} = {shown(value, prefix + key)}: unknown key; {hint}")

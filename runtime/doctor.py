@@ -4,7 +4,7 @@
     refuse_empty(groups, step); check_gap(mean, largest, step)      # likewise, in every step
     flaw_of, trainer_logprobs, ...              # `python -m study.ask doctor` (study/ask.py) makes a table of them
 
-An `agent` is a data.Trajectory and a `group` a data.Group; this file stands below data.py and only reads their fields.
+A `trajectory` is a data.Trajectory and a `group` a data.Group; this file stands below data.py and only reads their fields.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_te
         for episode in group.episodes:
             if not episode.error:
                 ran.append(episode)
-                flaws += filter(None, (flaw_of(agent, policy) for agent in episode.trajectories))
+                flaws += filter(None, (flaw_of(trajectory, policy) for trajectory in episode.trajectories))
     refuse_flaws(flaws)
 
     # One episode is enough: the shortest with a call, whose crops have another size than the overview, or the shortest.
@@ -75,19 +75,19 @@ def refuse_flaws(flaws: list[str]) -> None:
         raise EngineError("; ".join(flaws) + ". `python -m study.ask doctor` looks closer")
 
 
-def flaw_of(agent, policy: Policy) -> str:
+def flaw_of(trajectory, policy: Policy) -> str:
     """Return the first invariant that a trajectory breaks, or ""."""
-    if len({len(agent.ids), len(agent.mask), len(agent.logprobs), len(agent.versions)}) > 1:
+    if len({len(trajectory.ids), len(trajectory.mask), len(trajectory.logprobs), len(trajectory.versions)}) > 1:
         return "a trajectory's ids, mask, log-probs and versions have different lengths"
-    in_turns = {i for start, end in agent.turns for i in range(start, end)}
-    for i, sampled in enumerate(agent.mask):
+    in_turns = {i for start, end in trajectory.turns for i in range(start, end)}
+    for i, sampled in enumerate(trajectory.mask):
         if sampled and i not in in_turns:
             return "a token outside the assistant's turns has mask 1"
-        if bool(sampled) != (agent.versions[i] >= 0):
+        if bool(sampled) != (trajectory.versions[i] >= 0):
             return "mask and versions disagree on which tokens were sampled"
-        if sampled and not agent.logprobs[i] <= 0:
+        if sampled and not trajectory.logprobs[i] <= 0:
             return "a sampled token's log-prob is positive or not a number"
-        if sampled and agent.ids[i] in policy.never_sampled:
+        if sampled and trajectory.ids[i] in policy.never_sampled:
             return "a token that stands for pixels was sampled"
     return ""
 
@@ -110,13 +110,13 @@ def engine_logprobs(agents: Sequence, start: int = 0) -> Tensor:
     return torch.tensor([p for a in agents for p, m in zip(a.logprobs[start:], a.mask[start:]) if m])
 
 
-def position_error(policy: Policy, agent, renderer: Renderer) -> int:
+def position_error(policy: Policy, trajectory, renderer: Renderer) -> int:
     """Return by how much our M-RoPE positions differ from transformers' own."""
     merge = renderer.contract.merge
-    _, grid = patchify(agent.frames, renderer.contract.patch, merge)
+    _, grid = patchify(trajectory.frames, renderer.contract.patch, merge)
     sizes = [(rows // merge, columns // merge) for _, rows, columns in grid.tolist()]
-    ours, _, _ = rope_positions(np.array(agent.ids), sizes, renderer.image_pad, 0)
-    ids = torch.tensor([agent.ids])
+    ours, _, _ = rope_positions(np.array(trajectory.ids), sizes, renderer.image_pad, 0)
+    ids = torch.tensor([trajectory.ids])
     pads = (ids == renderer.image_pad).int()
     theirs, _ = policy.model.model.get_rope_index(ids, mm_token_type_ids=pads, image_grid_thw=grid)
     return int(np.abs(theirs[:, 0].numpy() - ours).max())

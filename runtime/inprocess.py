@@ -4,7 +4,7 @@
 
 The requests of all waiting threads become one batch. It is read as the trainer reads a micro-batch: as one sequence in
 which a prompt that several requests share stands once (packing.py). Then its keys are copied to one row per request, padded
-on the left, and tokens are sampled row by row; ended rows leave. A batch starts when everybody whom `expect` announced
+on the left, and tokens are sampled row by row; ended rows leave. A batch starts when everybody whom `announce` announced
 waits. It is sorted, and each row draws from its own seed, so on a CPU a run can be repeated bit for bit unless a call
 outlasts `call_timeout`.
 
@@ -87,7 +87,7 @@ class InProcess:
         self.model.to(device).eval().requires_grad_(False)
         self.kernel = packing.pick_kernel(self.model.device, self.model.dtype)
         self._queue: list[_Request] = []
-        self._expected, self.closed = 0, False
+        self._announced, self.closed = 0, False
         self._changed = threading.Condition()
         self._weights = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -107,9 +107,9 @@ class InProcess:
 
     def wait_until_ready(self) -> None: ...
 
-    def expect(self, change: int) -> None:
+    def announce(self, change: int) -> None:
         with self._changed:
-            self._expected += change
+            self._announced += change
             self._changed.notify_all()
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
@@ -132,7 +132,7 @@ class InProcess:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.closed or (self._queue and len(self._queue) >= self._expected))
+                self._changed.wait_for(lambda: self.closed or (self._queue and len(self._queue) >= self._announced))
                 waiting, self._queue, closed = self._queue, [], self.closed
             waiting.sort(key=lambda r: (r.shared, len(r.ids), r.seed))
             for batch in self._batches(waiting):
@@ -268,11 +268,11 @@ class _Batch:
         # Each request makes a row: [1, heads, N, size] -> [B, heads, L, size], padded on the left.
         prompts = {s.prompt_start for s in packed.segments if s.prompt_stop > s.prompt_start}
         suffixes = [s for s in packed.segments if s.start not in prompts]
-        longest = max(len(s.seen()) for s in suffixes)  # L
+        longest = max(len(s.key_positions()) for s in suffixes)  # L
         places = np.zeros((len(suffixes), longest), np.int64)
         real = np.zeros((len(suffixes), longest), bool)
         for i, s in enumerate(suffixes):
-            keys = s.seen()
+            keys = s.key_positions()
             places[i, -len(keys) :] = keys
             real[i, -len(keys) :] = True
             self.requests[i].position = int(packed.positions[:, s.stop - 1].max()) + 1

@@ -37,7 +37,7 @@ class Segment(NamedTuple):
     prompt_start: int
     prompt_stop: int
 
-    def seen(self) -> np.ndarray:  # by its last token
+    def key_positions(self) -> np.ndarray:  # by its last token
         return np.concatenate([np.arange(self.prompt_start, self.prompt_stop), np.arange(self.start, self.stop)])
 
 
@@ -159,7 +159,7 @@ class KeyLayout:
         # One call for all segments, whose keys must be consecutive: each suffix repeats its prompt's.
         keys, query_ends, key_ends = [], [0], [0]
         for s in segments:
-            keys.append(s.seen())
+            keys.append(s.key_positions())
             query_ends.append(query_ends[-1] + s.stop - s.start)
             key_ends.append(key_ends[-1] + len(keys[-1]))
         self.keys = torch.from_numpy(np.concatenate(keys)).to(where)

@@ -50,7 +50,7 @@ recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_stat
 # ------------------------------------------------------------------------------------------------ the policy
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """Per target token, in the order bundle, suffix, token. (A NamedTuple, since FSDP2 looks for tensors in it.)"""
 
     logprobs: Tensor  # fp32 [N]
@@ -85,11 +85,11 @@ class Policy(nn.Module):
 
     def encode(self, bundles: Sequence[Bundle]) -> list[Tensor]:
         """Return the visual features [1 + D, M, H] of each bundle, for `forward`. Only for a frozen tower."""
-        return [self._see(bundle.frames) for bundle in bundles]
+        return [self._encode_frames(bundle.frames) for bundle in bundles]
 
     def forward(
         self, bundles: Sequence[Bundle], temperature: float = 1.0, features: Sequence[Tensor] | None = None
-    ) -> Scores:
+    ) -> TokenScores:
         """Score every token whose mask is 1, given what stands before it: log softmax(logits / temperature)."""
         # lay the bundles out as one sequence, each prompt once
         image_pad = self.model.config.image_token_id
@@ -103,9 +103,9 @@ class Policy(nn.Module):
 
         # look at the frames, unless the caller has done so
         if features is None:
-            visual = self._see([clip for bundle in bundles for clip in bundle.frames])  # [1 + D, M, H]
+            visual = self._encode_frames([clip for bundle in bundles for clip in bundle.frames])  # [1 + D, M, H]
         else:
-            visual = torch.cat([self._see([]), *features], dim=1)
+            visual = torch.cat([self._encode_frames([]), *features], dim=1)
 
         # embed the tokens, and put the frames where their pads are
         pads = (ids == image_pad)[None]  # [1, L]
@@ -125,9 +125,11 @@ class Policy(nn.Module):
 
         # score chunk by chunk
         score = functools.partial(self._score, temperature=temperature)
-        return Scores(*_ChunkedScores.apply(hidden, self.model.lm_head.weight, targets, score, self.cfg.logit_chunk))
+        return TokenScores(
+            *_ChunkedScores.apply(hidden, self.model.lm_head.weight, targets, score, self.cfg.logit_chunk)
+        )
 
-    def _see(self, clips: Sequence[Frames]) -> Tensor:
+    def _encode_frames(self, clips: Sequence[Frames]) -> Tensor:
         """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
         nothing = not any(len(clip.pixels) for clip in clips)
         if nothing and self.vision_frozen:

@@ -41,7 +41,7 @@ def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None
     meta_policy(cfg.policy)  # refuses a model of another family
 
 
-def try_out(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
+def dry_run(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
     """Check memory, data and checkpoint without loading weights (--dry-run); exit status 1 if that is not there yet."""
     check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
     check_run(cfg)

@@ -97,8 +97,8 @@ class SGLang(Engine):
                 self._servers.append(_Server(url, ",".join(map(str, gpus[first : first + tensor_parallel]))))
         self.urls = [server.url for server in self._servers]
         # Each rank has a client of its own. While nobody has anything to do, each begins with another server.
-        turn = int(os.environ.get("RANK", 0)) % len(self._servers)
-        self._servers = self._servers[turn:] + self._servers[:turn]
+        offset = int(os.environ.get("RANK", 0)) % len(self._servers)
+        self._servers = self._servers[offset:] + self._servers[:offset]
         self._changed, self._closed = threading.Condition(), False
         self._images: dict[int, list[str]] = {}  # id(clip.pixels) -> its frames as sent; as long as the pixels live
         self._readers: dict[int, dict] = {}  # likewise -> {hash of a prompt that it opens: server that read it last}

@@ -336,7 +336,7 @@ class Videos(AbstractContextManager):
         self.unreadable: dict[str, str] = {}
 
     def info(self, path: str | Path) -> VideoInfo:
-        with self._noting(path):
+        with self._record_unreadable(path):
             identity = self._identify(path)
             info = self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
         info.times.flags.writeable = False
@@ -356,7 +356,7 @@ class Videos(AbstractContextManager):
     def overview(self, path: str | Path, k: int, size_rule: SizeRule) -> Frames:
         """Return k frames spread evenly over the video, or all of them if it has fewer."""
         info = self.info(path)
-        with self._noting(path):
+        with self._record_unreadable(path):
             return self.frames(path, uniform_indices(info.n_frames, k), size_rule(info.width, info.height))
 
     def window(
@@ -387,7 +387,7 @@ class Videos(AbstractContextManager):
         self.close()
 
     @contextmanager
-    def _noting(self, path: str | Path) -> Iterator[None]:
+    def _record_unreadable(self, path: str | Path) -> Iterator[None]:
         """Note a file as unreadable if it turns out to be so."""
         try:
             yield
@@ -435,7 +435,7 @@ class Videos(AbstractContextManager):
         worker = self._idle.get()  # blocks until one is free; waiting is not decoding
         try:
             for _ in range(2):  # one that dies may have been killed from outside (for memory): it gets a second try
-                worker = self._fit(worker)
+                worker = self._live_worker(worker)
                 good, value = worker.ask((verb, identity[0], *arguments))
                 dead = worker.process.returncode is not None
                 if not dead or worker.expired or self._closed:
@@ -453,7 +453,7 @@ class Videos(AbstractContextManager):
             raise VideoError(path, value, outside or worker.expired)
         return value
 
-    def _fit(self, worker: _Worker | None) -> _Worker:
+    def _live_worker(self, worker: _Worker | None) -> _Worker:
         """Return the worker, or a new one if it was never started or is dead."""
         if worker and worker.process.poll() is None:
             return worker

@@ -153,7 +153,7 @@ class Witness:
     def __init__(self, engine: Engine, first: list[int]):
         self.engine, self.first, self.version = engine, first, engine.version
         self.asked: list[tuple[list[int], Sample]] = []
-        self.expect = engine.expect
+        self.announce = engine.announce
 
     def generate(self, ids: list[int], frames: Sequence[Frames], **more) -> Sample:
         if self.asked:
@@ -194,10 +194,10 @@ def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[boo
     """Compare trainer and engine by the log-probs of what the model itself said; its reports are greedy, so unscaled. The
     worst trajectory counts, by its mean and its 99th percentile: in bf16 a healthy pair has single tokens far apart."""
     means, highest, tokens = [], [], 0
-    for agent in episode.trajectories:
-        start, scale = agent.turns[-1][0], temperature if agent is episode.main else 1.0
-        ours = trainer_logprobs(policy, [agent], scale, start)
-        gaps = (ours - engine_logprobs([agent], start)).abs().numpy()
+    for trajectory in episode.trajectories:
+        start, scale = trajectory.turns[-1][0], temperature if trajectory is episode.main else 1.0
+        ours = trainer_logprobs(policy, [trajectory], scale, start)
+        gaps = (ours - engine_logprobs([trajectory], start)).abs().numpy()
         means.append(gaps.mean())
         highest.append(np.quantile(gaps, 0.99, method="lower"))
         tokens += len(gaps)
@@ -223,13 +223,14 @@ def examine_server(args: argparse.Namespace, context: AgentContext, policy: Poli
 def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
     """Yield (what is claimed, whether it holds, the evidence) for an episode that was run before a witness."""
     episode, witness = run_witnessed(args, context, 1.0)
-    renderer, main, agents = context.renderer, episode.main, episode.trajectories
+    renderer = context.renderer
+    main, trajectories = episode.main, episode.trajectories
 
     # Every request of the engine, with its reply, is the beginning of some trajectory.
     kept = 0
     for ids, sample in witness.asked:
         whole = ids + sample.ids
-        kept += any(agent.ids[: len(whole)] == whole for agent in agents)
+        kept += any(trajectory.ids[: len(whole)] == whole for trajectory in trajectories)
     asked = len(witness.asked)
     yield "tokens in, tokens out", kept == asked, f"{kept} of {asked} requests are prefixes of a trajectory"
 
@@ -249,23 +250,23 @@ def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> 
 
     # What is learned is what was sampled.
     sampled = sum(len(sample.ids) for _, sample in witness.asked)
-    masked = sum(agent.n_sampled for agent in agents)
-    flaws = [flaw for flaw in (flaw_of(agent, policy) for agent in agents) if flaw]
+    masked = sum(trajectory.n_sampled for trajectory in trajectories)
+    flaws = [flaw for flaw in (flaw_of(trajectory, policy) for trajectory in trajectories) if flaw]
     evidence = "; ".join([f"{masked} learned tokens, {sampled} sampled", *flaws])
     yield "mask", masked == sampled and not flaws, evidence
 
-    worst = max(position_error(policy, agent, renderer) for agent in agents)
+    worst = max(position_error(policy, trajectory, renderer) for trajectory in trajectories)
     yield "positions", worst == 0, f"M-RoPE differs from transformers' by at most {worst}"
 
     yield "engine and trainer agree", *agreement(policy, episode, 1.0)
 
     # Log-probs of the same tokens, but of black frames.
     moved = []
-    for agent in agents:
-        start = agent.turns[-1][0]
-        ours = trainer_logprobs(policy, [agent], 1.0, start)
-        black = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in agent.frames]
-        blind = trainer_logprobs(policy, [replace(agent, prompt_frames=black, call_frames=[])], 1.0, start)
+    for trajectory in trajectories:
+        start = trajectory.turns[-1][0]
+        ours = trainer_logprobs(policy, [trajectory], 1.0, start)
+        black = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in trajectory.frames]
+        blind = trainer_logprobs(policy, [replace(trajectory, prompt_frames=black, call_frames=[])], 1.0, start)
         moved.append((blind - ours).abs().max().item())
     yield "frames are seen", min(moved) > 1e-4, f"black frames move a log-prob by {min(moved):.1e} at least"
 

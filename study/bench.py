@@ -105,8 +105,10 @@ def plain_logprobs(model: Plain, group: Bundle, suffix: list[int]) -> Tensor:
 
 def backward(logprobs: Tensor, ref_logprobs: Tensor) -> None:
     """Add the gradient of a first update, whose advantages are some function of the token."""
-    old_logprobs = logprobs.detach()  # pi_prox's and the engine's
-    losses, _ = token_losses(logprobs, old_logprobs, old_logprobs, ref_logprobs, old_logprobs.cos(), GRPOConfig())
+    behaviour_logprobs = logprobs.detach()  # pi_prox's and the engine's
+    losses, _ = token_losses(
+        logprobs, behaviour_logprobs, behaviour_logprobs, ref_logprobs, behaviour_logprobs.cos(), GRPOConfig()
+    )
     losses.sum().backward()
 
 
@@ -313,7 +315,7 @@ def run_node(way: str, speed: float, changes: Sequence[str]) -> Node:
             if function:
                 timed = node.phase(name, node.plan.get(name.partition(": ")[2], 0))(getattr(*function))
                 until_done.enter_context(patch.object(*function, timed))
-        until_done.enter_context(patch.multiple(rl, shared_engine=lambda *_: node, self_check=lambda *_: None))
+        until_done.enter_context(patch.multiple(rl, start_engine=lambda *_: node, self_check=lambda *_: None))
         until_done.enter_context(contextlib.redirect_stdout(sys.stderr))
         rl.main(cfg)
     return node

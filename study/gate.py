@@ -95,7 +95,7 @@ def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int
     task, renderer = replace(task_of(root, flash, cue, i), answer=color), context.renderer
     main = open_trajectory(render_prompt(task, 4, context))
     main.ids += renderer.encode(f"{THINK_PREFIX}Let me look closer.\n</think>\n{calls}")
-    rollout.append(context, main, renderer.continuation(reports))
+    rollout.append_rendered(context, main, renderer.continuation(reports))
     start = len(main.ids)
     rollout.sample_turn(context, main, context.cfg.max_new_tokens, 0.0, 0, renderer.ends_of_turn)
     answer = final_answer([renderer.decode(main.ids[start:])], untagged=True)

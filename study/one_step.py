@@ -61,11 +61,11 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
 
     # rewards and advantages
     names, rows = ("R_acc", "R_fmt", "R_tool", "R", "R_anchor"), []
-    scores = np.array([[e.scores[name] for name in names] for e in episodes])  # [G, 5]
+    parts = np.array([[e.rewards[name] for name in names] for e in episodes])  # [G, 5]
     for i, e in enumerate(episodes):
-        rows.append([f"episode {i + 1}", *(f"{x:.3f}" for x in (*scores[i], e.advantage, e.anchor_advantage))])
-    rows.append(["mean", *(f"{x:.4f}" for x in scores.mean(axis=0)), "", ""])
-    rows.append(["std", *(f"{x:.4f}" for x in scores.std(axis=0, ddof=1)), "", ""])
+        rows.append([f"episode {i + 1}", *(f"{x:.3f}" for x in (*parts[i], e.advantage, e.anchor_advantage))])
+    rows.append(["mean", *(f"{x:.4f}" for x in parts.mean(axis=0)), "", ""])
+    rows.append(["std", *(f"{x:.4f}" for x in parts.std(axis=0, ddof=1)), "", ""])
     found["advantages"] = markdown(f"{len(episodes)} episodes:", ["", *names, "A", "A_anchor"], rows)
 
     # one turn, token by token
@@ -89,7 +89,7 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
 
     # the loss of three tokens, and its denominator
     pi, prox, reference = torch.tensor(record["logprobs"])  # each [N]
-    old, advantages = torch.from_numpy(example.old_logprobs), torch.from_numpy(example.advantages)
+    old, advantages = torch.from_numpy(example.behaviour_logprobs), torch.from_numpy(example.advantages)
     losses, stats = token_losses(pi, prox, old, reference, advantages, cfg.grpo)
     columns = {"log π_behaviour": old, "log π_prox": prox, "log π": pi, "log π_ref": reference, "A_t": advantages}
     columns |= {"w": (prox - old).exp(), "r": (pi - prox).exp(), "w · r · KL": stats["kl"], "l": losses}

@@ -170,7 +170,7 @@ def view_episode(episode: Episode, run: RunData) -> dict:
     reward = run.config.get("reward", {})
     anchor = reward.get("anchor", {})
     lam = anchor["lam"] if anchor.get("credit") == "struct" else 0.0
-    shown = {name: getattr(episode, name) for name in ("error", "seconds", "scores", "advantage")}
+    shown = {name: getattr(episode, name) for name in ("error", "seconds", "rewards", "advantage")}
     return shown | {
         "answer": final_answer(turn_texts(episode.main, run.renderer), reward.get("untagged_answer", False)),
         "kappa": episode.executed,
@@ -189,26 +189,26 @@ def view_call(call: Call, task: Task, run: RunData) -> dict:
         "arguments": json.dumps(call.arguments, ensure_ascii=False),
         # A call that did not look may name no video at all.
         "video": task.videos.index(choose_video(task, call.arguments)) if call.window else None,
-        "agent": view_agent(call.agent, run) if call.agent else None,
+        "subagent": view_agent(call.subagent, run) if call.subagent else None,
     }
 
 
-def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ()) -> dict:
+def view_agent(trajectory: Trajectory, run: RunData, structural: Sequence[bool] = ()) -> dict:
     """Return an agent's tokens; the pads of an image are one token, whose picture is the next of `images`.
 
     kinds: p prompt, f forced, s sampled, t from the tools."""
-    spans, text = run.renderer.offsets(agent.ids), run.renderer.decode(agent.ids)
-    in_turns = {i for start, end in agent.turns for i in range(start, end)}
+    spans, text = run.renderer.offsets(trajectory.ids), run.renderer.decode(trajectory.ids)
+    in_turns = {i for start, end in trajectory.turns for i in range(start, end)}
     ids, texts, kinds, logprobs, chosen = [], [], [], [], []  # log-probs: of the sampled tokens
-    for i, token in enumerate(agent.ids):
-        if token == run.renderer.image_pad and i and agent.ids[i - 1] == token:
+    for i, token in enumerate(trajectory.ids):
+        if token == run.renderer.image_pad and i and trajectory.ids[i - 1] == token:
             continue
-        if agent.mask[i]:
+        if trajectory.mask[i]:
             kinds.append("s")
-            logprobs.append(round(agent.logprobs[i], 4) if math.isfinite(agent.logprobs[i]) else None)
+            logprobs.append(round(trajectory.logprobs[i], 4) if math.isfinite(trajectory.logprobs[i]) else None)
         elif i in in_turns:
             kinds.append("f")
-        elif i < agent.prompt_length:
+        elif i < trajectory.prompt_length:
             kinds.append("p")
         else:
             kinds.append("t")
@@ -218,10 +218,10 @@ def view_agent(agent: Trajectory, run: RunData, structural: Sequence[bool] = ())
         ids.append(token)
         texts.append(text[spans[i][0] : end])
     images = []
-    for clip in agent.frames:
+    for clip in trajectory.frames:
         images += [[time, picture(pixels, run)] for time, pixels in zip(clip.times, clip.pixels)]
     tokens = {"ids": ids, "texts": texts, "kinds": "".join(kinds), "structural": chosen}
-    return tokens | {"logprobs": logprobs, "images": images, "finish": agent.finish}
+    return tokens | {"logprobs": logprobs, "images": images, "finish": trajectory.finish}
 
 
 def picture(pixels: np.ndarray, run: RunData) -> int:

@@ -55,7 +55,7 @@ def record(checkpoint: str, toy: str, out: str) -> None:
     # The three tokens: the largest |log r|, |log w| and |log pi_ref - log pi|, each another token.
     pi, prox, reference = np.array(logprobs[id(example)])
     three = []
-    for size in (np.abs(pi - prox), np.abs(prox - example.old_logprobs), np.abs(reference - pi)):
+    for size in (np.abs(pi - prox), np.abs(prox - example.behaviour_logprobs), np.abs(reference - pi)):
         size[three] = 0
         three.append(int(size.argmax()))
 
@@ -67,12 +67,12 @@ def record(checkpoint: str, toy: str, out: str) -> None:
         file.write(json.dumps(given) + "\n")
         for episode in group.episodes:
             episode.task = replace(episode.task, videos=tuple(Path(path).name for path in episode.task.videos))
-            episode.calls = [replace(call, agent=None) for call in episode.calls]
+            episode.calls = [replace(call, subagent=None) for call in episode.calls]
             dump(episode, file, renderer)
 
 
 def kinds(episodes: list[Episode]) -> list[tuple]:
-    return [(e.scores["R_acc"] > 0, e.executed > 0, e.scores["R_anchor"]) for e in episodes]
+    return [(e.rewards["R_acc"] > 0, e.executed > 0, e.rewards["R_anchor"]) for e in episodes]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from test_rollout import play, turns
 from test_video import patch, write
 from tiny_checkpoint import Scripted
 
-from data import Media, Task, draw_frames, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
+from data import Media, Task, draw_k, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
 from rl import RLConfig, Sampler
 from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import dataset
@@ -53,15 +53,15 @@ def write_jsonl(path, rows):
 
 def test_the_drawn_k_is_the_same_in_every_process():
     """The released code seeded from Python's per-process `hash`."""
-    drawn = [draw_frames(f"t{i}", i, [4, 8, 16, 32, 64], 7) for i in range(12)]
+    drawn = [draw_k(f"t{i}", i, [4, 8, 16, 32, 64], 7) for i in range(12)]
     assert drawn == [64, 32, 64, 64, 8, 8, 16, 4, 32, 64, 16, 8]
 
 
 def test_k_is_uniform_over_the_choices_and_drawn_anew_each_epoch():
     choices = [4, 8, 16, 32, 64]
-    drawn = collections.Counter(draw_frames(f"task-{i}", 0, choices) for i in range(5000))
+    drawn = collections.Counter(draw_k(f"task-{i}", 0, choices) for i in range(5000))
     assert all(abs(drawn[k] - 1000) < 4 * (1000 * 0.8) ** 0.5 for k in choices)
-    again = [draw_frames(f"task-{i}", 1, choices) == draw_frames(f"task-{i}", 0, choices) for i in range(5000)]
+    again = [draw_k(f"task-{i}", 1, choices) == draw_k(f"task-{i}", 0, choices) for i in range(5000)]
     assert 0.15 < np.mean(again) < 0.25
 
 

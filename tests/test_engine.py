@@ -51,14 +51,14 @@ def prompts(renderer):
 
 def at_once(engine, requests_: list[dict]) -> list[Sample]:
     """All requests from threads of their own, which the engine is told to expect."""
-    engine.expect(len(requests_))
+    engine.announce(len(requests_))
     with ThreadPoolExecutor(len(requests_)) as pool:
 
         def ask(request):
             try:
                 return engine.generate(**request)
             finally:
-                engine.expect(-1)
+                engine.announce(-1)
 
         return list(pool.map(ask, requests_))
 
@@ -233,7 +233,7 @@ def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, re
 
 def test_a_closed_engine_lets_nobody_wait(checkpoint, renderer, prompts):
     engine = InProcess(checkpoint, renderer)
-    engine.expect(10)  # who will never come
+    engine.announce(10)  # who will never come
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(engine.generate, *prompts[0], max_new_tokens=4, temperature=0.0, seed=1)
         time.sleep(0.1)

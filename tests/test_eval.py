@@ -37,7 +37,7 @@ from evals.benchmarks import Cue, load_split
 from evals.protocols import READS
 from evals.tables import interval, read_results
 from rl import RLConfig
-from rollout import derive
+from rollout import derive_seed
 from runtime import checks, config
 from runtime.checks import check_host_memory, only_run_in
 from runtime.dataset import DataError
@@ -338,7 +338,7 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
     path = write(prompting={"protocol": "agent"})
     file = results_file(tmp_path, "parallel")
     reply = lambda prompt, seed: answer if "tool_response" in prompt or is_subagent(prompt) else look  # noqa: E731
-    failing = derive(derive(0, items[0]), 0)  # the first turn of the first item
+    failing = derive_seed(derive_seed(0, items[0]), 0)  # the first turn of the first item
 
     def broken(prompt, seed):
         if seed == failing:

@@ -18,7 +18,7 @@ from rollout import RolloutConfig
 from runtime import doctor
 from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
-from runtime.policy import Scores, load, make_optimizer
+from runtime.policy import TokenScores, load, make_optimizer
 from runtime.render import END_OF_TURN, Bundle
 from runtime.settings import GRPOConfig, OptimConfig, PolicyConfig
 from runtime.video import Frames
@@ -51,7 +51,7 @@ def group(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
         main.turns, main.prompt_length = [(a + len(prompt), b + len(prompt)) for a, b in main.turns], len(prompt)
         main.logprobs = [-0.1 * (i + 1) * m for m in main.mask]
         main.versions = [m - 1 for m in main.mask]
-        episode.scores = score(episode, renderer, cfg.reward)
+        episode.rewards = score(episode, renderer, cfg.reward)
         episodes.append(episode)
     return Group(task, 64, episodes)
 
@@ -156,7 +156,7 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
     reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # tags in a report are no structure
-    one.episodes[0].calls = [Call(0, "crop_video", {}, agent=reporter)]
+    one.episodes[0].calls = [Call(0, "crop_video", {}, subagent=reporter)]
     examples, total_tokens = make_examples([one], toy_renderer, cfg.grpo, cfg.reward.anchor, subagents=True)
     (report,) = [example for example in examples if example.bundle.prompt == [50, 51]]
     assert report.advantages == pytest.approx(np.full(len(report.advantages), one.episodes[0].advantage))
@@ -239,7 +239,7 @@ def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages, old = np.float32([[1, 1], [-200, -2]])
     example = TrainExample(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old)
-    loss, stats = grpo.examples_loss(Scores(new, torch.zeros(2)), [example], 1, None, None, settings().grpo)
+    loss, stats = grpo.examples_loss(TokenScores(new, torch.zeros(2)), [example], 1, None, None, settings().grpo)
     loss.backward()
     assert new.grad.tolist() == [0, -1] and stats["over_cap_fraction"].tolist() == [1, 0]
 
@@ -269,8 +269,8 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
 
     expected, n = 0.0, sum(sum(e.main.mask) for e in episodes)
     for g in groups:
-        own = group_advantage([e.scores["R"] for e in g.episodes])
-        tags = group_advantage([e.scores["R_anchor"] for e in g.episodes])
+        own = group_advantage([e.rewards["R"] for e in g.episodes])
+        tags = group_advantage([e.rewards["R_anchor"] for e in g.episodes])
         for episode, a, t in zip(g.episodes, own, tags, strict=True):
             main = episode.main
             struct = torch.tensor(grpo.structural_mask(main, toy_renderer), dtype=torch.float32)

@@ -109,7 +109,7 @@ def a_zoom_shows_the_quarter_around_its_point() -> None:
 
     from data import Call, Task
     from runtime.video import Frames
-    from tools import ToolError, use
+    from tools import ToolError, run_tool
 
     class Gradient(MemoryVideos):
         def frames(self, path, indices, size):
@@ -119,7 +119,7 @@ def a_zoom_shows_the_quarter_around_its_point() -> None:
 
     def zoom(**arguments) -> Frames:
         call = Call(0, "zoom_frame", arguments)
-        return use(
+        return run_tool(
             call, Task("t", "", ("v.mp4",), "oe", ""), ("zoom_frame",), Gradient(size=(640, 480)), CONTRACT
         ).frames
 
@@ -165,8 +165,8 @@ def brevity_is_paid_and_logged() -> None:
     said = ["<think>\nI look.\n</think>\n<answer>B</answer>", "<think>\nI look..\n</think>\n<answer>C</answer>"]
     episodes = [episode_of_turns([text + END_OF_TURN], task, renderer) for text in [*said, "<answer>" * 9]]
     for episode in episodes:
-        episode.scores = score(episode, renderer, cfg)
-    right, wrong, spam = (episode.scores for episode in episodes)
+        episode.rewards = score(episode, renderer, cfg)
+    right, wrong, spam = (episode.rewards for episode in episodes)
     assert right["R_brief"] == pytest.approx(52 / 96) and wrong["R_brief"] == 0 == spam["R_brief"]
     # The config pays for accuracy and brevity alone: 1 + 0.2 * 52 / 96.
     assert right["R"] == pytest.approx(1.108333, abs=1e-6) and wrong["R"] == 0

@@ -85,13 +85,13 @@ def test_the_rewards_and_advantages_are_those_that_the_run_trained_on():
     """rl.py wrote them into the record; the page computes them anew."""
     rows = by_name("advantages")
     for name, key in (("R", "advantage"), ("R_anchor", "anchor_advantage")):
-        earned = [e["scores"][name] for e in EPISODES]
+        earned = [e["rewards"][name] for e in EPISODES]
         mean, std = statistics.mean(earned), statistics.stdev(earned)
         assert [rows["mean"][name], rows["std"][name]] == [f"{mean:.4f}", f"{std:.4f}"]
         for i, e in enumerate(EPISODES, 1):
             row = rows[f"episode {i}"]
-            assert row[name] == f"{e['scores'][name]:.3f}"
-            assert row[name.replace("R", "A")] == f"{(e['scores'][name] - mean) / std:.3f}" == f"{e[key]:.3f}"
+            assert row[name] == f"{e['rewards'][name]:.3f}"
+            assert row[name.replace("R", "A")] == f"{(e['rewards'][name] - mean) / std:.3f}" == f"{e[key]:.3f}"
 
 
 def test_the_loss_of_three_tokens_and_of_the_group_is_the_equation():
@@ -167,7 +167,7 @@ def test_who_sees_whom_is_so_pair_by_pair_on_the_page_and_in_the_attention():
     layout = KeyLayout(packed.segments, "sdpa", torch.device("cpu"))
     attended = []
     for segment, mask in zip(layout.segments, layout.masks, strict=True):
-        keys = segment.seen()
+        keys = segment.key_positions()
         for own in range(segment.stop - segment.start):
             row = mask[own].numpy() if mask is not None else keys <= segment.start + own
             attended.append(set(keys[row].tolist()))

@@ -436,7 +436,7 @@ def test_sages_media_are_handles_that_stand_for_frames_of_the_video(ask):
     # 1 fps of 2 ... 4 s are 2 of 5 frames: 2.5 and 3.5.
     assert model.read[3] == user("00:00:02#00:00:03#00:00:31#|who?") and json.loads(seen.text) == {"answer": "she"}
     assert unknown.error == "bad_arguments" and "clip_2.00s_4.00s.mp4" in unknown.text
-    assert whole.agent.frames[0].times == (0.0, 20.0, 39.5, 59.5) and outcome.answer == "B"
+    assert whole.subagent.frames[0].times == (0.0, 20.0, 39.5, 59.5) and outcome.answer == "B"
 
 
 def test_what_a_tool_of_sage_cannot_do_is_its_result(ask):

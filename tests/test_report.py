@@ -39,7 +39,7 @@ def play(renderer, videos=None, task=TASK, group_size=2):
     said = turns(FIRST, SECOND, report="A red cube.")
     episodes = roll_out(renderer, said, (task,), group_size, videos=videos)
     for i, episode in enumerate(episodes):
-        episode.scores = {"R": i + 0.5, "R_acc": 1.0 - i, "well_formed": 1.0, "R_anchor": 0.7}
+        episode.rewards = {"R": i + 0.5, "R_acc": 1.0 - i, "well_formed": 1.0, "R_anchor": 0.7}
         episode.advantage, episode.anchor_advantage = 0.25 - i, 0.8
     return episodes
 
@@ -130,7 +130,7 @@ def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoi
 def test_a_page_shows_an_episode_with_numbers_that_are_none(tmp_path, renderer, checkpoint):
     """Past bug: after one NaN the page was blank, since a browser's JSON has none."""
     episodes = play(renderer)
-    episodes[0].scores, episodes[0].advantage = {"R": math.nan}, math.inf
+    episodes[0].rewards, episodes[0].advantage = {"R": math.nan}, math.inf
     run = write_run(tmp_path / "a", [{"step": 0}], episodes, renderer)
     report.write_page(tmp_path / "page.html", [read_run(run, "run", {}, 200, checkpoint)])
     page = (tmp_path / "page.html").read_text("utf-8")
@@ -151,7 +151,7 @@ def test_a_note_says_that_videos_are_gone_or_which_tokenizer_to_pass(tmp_path, r
 def test_a_run_of_another_version_is_refused_by_its_name(tmp_path, renderer, checkpoint):
     """Past bug: after a renaming, a report on an older run was a TypeError."""
     file = write_run(tmp_path / "run", [], play(renderer), renderer) / "episodes" / "step-000000.jsonl"
-    file.write_text(file.read_text().replace('"scores"', '"reward"'))
+    file.write_text(file.read_text().replace('"rewards"', '"reward"'))
     with pytest.raises(ConfigError, match="old is of another version of this code, whose episodes have other fields"):
         read_run(tmp_path / "run", "old", {}, 200, checkpoint)
 
@@ -215,9 +215,9 @@ def test_a_file_of_episodes_shows_each_frame_of_the_video_once(tmp_path, toy_dir
     assert run.notes == [] and run.steps[0][0]["durations"] == [videos.info(path).duration]
     clips = [clip for agent in played[0].trajectories for clip in agent.frames]
     assert len(pictures) == len({pixels.tobytes() for clip in clips for pixels in clip.pixels})
-    time, place = run.steps[0][0]["episodes"][2]["calls"][0]["agent"]["images"][3]
+    time, place = run.steps[0][0]["episodes"][2]["calls"][0]["subagent"]["images"][3]
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(list(pictures)[place].partition(",")[2]))), int)
-    seen = played[0].calls[0].agent.frames[0]
+    seen = played[0].calls[0].subagent.frames[0]
     assert time == seen.times[3] and np.abs(shown - seen.pixels[3]).mean() < 12  # what JPEG loses of the noise
     report.write_page(tmp_path / "page.html", [run])
     assert content(tmp_path / "page.html")["sections"] == []  # the viewer alone

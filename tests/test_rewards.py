@@ -184,8 +184,8 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
     open_question = Task("t", "", (), "oe", "blue")
     episodes = [episode_of_turns([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
     rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge)
-    assert episodes[0].error == "JudgeError: gone" and not episodes[0].scores
-    assert not episodes[1].error and episodes[1].scores["R_acc"] == 1
+    assert episodes[0].error == "JudgeError: gone" and not episodes[0].rewards
+    assert not episodes[1].error and episodes[1].rewards["R_acc"] == 1
 
 
 def test_the_rewards_load_no_client_of_an_endpoint():

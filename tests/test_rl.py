@@ -42,7 +42,7 @@ from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_dial
 from grpo import make_examples
 from rewards import give_rewards
 from rl import RLConfig
-from rollout import RolloutConfig, derive, render_prompt
+from rollout import RolloutConfig, derive_seed, render_prompt
 from runtime import config
 from runtime.checks import differences
 from runtime.dataset import Dataset, RowError
@@ -51,7 +51,7 @@ from runtime.engine import EngineError
 from runtime.plan import plan_rl
 from runtime.policy import clip_gradients, load, make_optimizer
 from runtime.render import END_OF_TURN
-from runtime.run import Run, try_out
+from runtime.run import Run, dry_run
 from runtime.servers import SGLang
 from runtime.settings import GRPOConfig, PlanConfig, PolicyConfig
 from runtime.video import Videos
@@ -91,7 +91,7 @@ def paid_by_chance(monkeypatch):
     def give(groups, renderer, cfg, judge):
         give_rewards(groups, renderer, cfg, judge)
         for episode in [episode for group in groups for episode in group.episodes]:
-            episode.scores["R"] = float(sum(episode.main.ids) % 5)
+            episode.rewards["R"] = float(sum(episode.main.ids) % 5)
 
     monkeypatch.setattr(rl, "give_rewards", give)
 
@@ -108,7 +108,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chanc
     assert abs(whole[0]["kl"]) < 1e-6 < whole[2]["kl"] and all(line["logprob_gap"] < 1e-4 for line in whole)
     assert all(line["share/K=4"] + line["share/K=8"] == 1 for line in whole)
     kept = (tmp_path / "whole" / "episodes" / "step-000002.jsonl").read_text().splitlines()
-    assert len(kept) == 4 and json.loads(kept[0])["scores"]
+    assert len(kept) == 4 and json.loads(kept[0])["rewards"]
     before = load_file(toy_dir / "model" / "model.safetensors")
     after = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -223,7 +223,7 @@ def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy
     weights = load_file("start/model.safetensors")
     save_file({name: w + 0.01 for name, w in weights.items()}, "start/model.safetensors", {"format": "pt"})
     cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **more | {"steps": 2}))
-    for go_on in (rl.main, partial(try_out, parse=parse_task, plans=plan_rl)):
+    for go_on in (rl.main, partial(dry_run, parse=parse_task, plans=plan_rl)):
         with pytest.raises(config.ConfigError, match=r"'start' has changed since .*/c began with it: restore it"):
             go_on(cfg)
     save_file(weights, "start/model.safetensors", {"format": "pt"})
@@ -263,7 +263,7 @@ def scripted(monkeypatch):
         engines.append(Scripted(renderer, play, latency=0.1))
         return engines[-1]
 
-    monkeypatch.setattr(rl, "shared_engine", open_it)
+    monkeypatch.setattr(rl, "start_engine", open_it)
     monkeypatch.setattr("runtime.doctor.GAP_LIMIT", math.inf)
     return engines
 
@@ -336,14 +336,14 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     calls = [Call(0, "crop_video", {}, error=error) for error in ("", "", "too_dark", "unparseable")]
     calls[0].window, calls[1].window = (0.0, 10.0), (4.9, 14.9)  # the second looks mostly where the first did
     # One sub-agent ends its report, the other is cut off in the main agent's words.
-    calls[0].agent, calls[0].text = agent([3, 3, 3], 1), "A red flash."
-    calls[1].agent, calls[1].text = agent([3, 3, 3, 3, 3, 3], 1, "length"), "red\n</think>\nred red red"
+    calls[0].subagent, calls[0].text = agent([3, 3, 3], 1), "A red flash."
+    calls[1].subagent, calls[1].text = agent([3, 3, 3, 3, 3, 3], 1, "length"), "red\n</think>\nred red red"
     called = Episode(task, 4, agent([3, 3, 4, 4], 2), calls[:3], advantage=1.0)  # too_dark: a tool's own kind
-    called.scores = {"R": 2.0, "R_acc": 1.0, "closure/think": 1.0}
+    called.rewards = {"R": 2.0, "R_acc": 1.0, "closure/think": 1.0}
     tried = Episode(task, 4, agent([4, 4], 2, "length"), calls[3:], advantage=-1.0)  # no call ran
-    tried.scores = {"R": 0.0, "R_acc": 0.0, "closure/think": 0.5}
+    tried.rewards = {"R": 0.0, "R_acc": 0.0, "closure/think": 0.5}
     skipped = Episode(task, 64, agent([5], 1), anchor_advantage=0.5)  # not flat: this, too, is learned
-    skipped.scores = {"R": 1.0, "R_acc": 1.0}
+    skipped.rewards = {"R": 1.0, "R_acc": 1.0}
     failed = Episode(task, 64, agent([], 0), error="EngineError: gone")
     groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
     expected = {f"call_errors/{kind}": 0 for kind in CALL_ERRORS} | {
@@ -388,7 +388,7 @@ def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
 def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
     """Past mutant: each rank knew its own kinds, so the rate was one of the calls of those ranks alone."""
     task = Task("t", "Which?", ("v.mp4",), "oe", "red")
-    episode = Episode(task, 4, Trajectory([5], [0], [0.0], [-1]), [Call(0, "crop_video", {})], scores={"R_acc": 0.0})
+    episode = Episode(task, 4, Trajectory([5], [0], [0.0], [-1]), [Call(0, "crop_video", {})], rewards={"R_acc": 0.0})
     monkeypatch.setattr(rl, "gather", lambda mine: [mine, {"too_dark"}])
     assert rl.describe([Group(task, 4, [episode])], (4,), step=0)["call_errors/too_dark"] == 0
 
@@ -523,7 +523,7 @@ def test_servers_start_before_the_policy_loads_unless_they_share_its_gpu(toy_dir
     told = []
     servers = SimpleNamespace(close=lambda: told.append("closed"))
     monkeypatch.setattr(rl, "check_servers", lambda *_: None)
-    monkeypatch.setattr(rl, "shared_engine", lambda *_: told.append("servers") or servers)
+    monkeypatch.setattr(rl, "start_engine", lambda *_: told.append("servers") or servers)
     monkeypatch.setattr(rl, "load", load)
     with pytest.raises(config.ConfigError, match="no weights"):
         train(tmp_path / "c.yaml", toy_dir, rollout={"server_gpus": [gpu]})
@@ -590,7 +590,7 @@ def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_d
 
     served = 0
     task, *_ = Dataset(config.load(RLConfig, tmp_path / "c.yaml").data, parse_task).batch(0, 2)[0]
-    survivor = derive(derive(0, 0, task.id, 1), 0)
+    survivor = derive_seed(derive_seed(0, 0, task.id, 1), 0)
     [line] = train(tmp_path / "d.yaml", toy_dir, steps=1, rollout={"dispatch": "none"})
     assert line["failed_rate"] == 7 / 8 and " failed_rate 0.875" in capsys.readouterr().out
 
@@ -659,8 +659,8 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     new = scores.logprobs
     old = new.detach() + 0.5 * torch.arange(len(new)).sin()  # an engine that is a little off, and far off once
     old[3] = new[3].item() - 9
-    for example, part in zip(examples, old.split([len(example.old_logprobs) for example in examples])):
-        example.old_logprobs = part.numpy()
+    for example, part in zip(examples, old.split([len(example.behaviour_logprobs) for example in examples])):
+        example.behaviour_logprobs = part.numpy()
     advantages = torch.cat([torch.from_numpy(example.advantages) for example in examples])
     w = (new.detach() - old).exp()
     kl = (other - new).exp() - (other - new) - 1
@@ -690,7 +690,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
         assert measured["entropy"] == pytest.approx(scores.entropies.mean().item(), rel=1e-4)
         means = {name: sum(step[name] for step in found) / minibatches for name in expected}
         tiny.assert_close(means, expected, 1e-3)
-    examples[1].old_logprobs[3] = math.nan
+    examples[1].behaviour_logprobs[3] = math.nan
     with pytest.raises(EngineError, match="step 1: .* differ by nan on average, nan at most"):
         rl.update(policy, reference, optimizer, examples, total_tokens, cfg, 0)
 
@@ -835,10 +835,10 @@ def on_node(name: str, toy_dir: Path) -> RLConfig:
 def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
     if path.stem.startswith("sft"):
         cfg = config.load(sft.SFTConfig, path, [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]"])
-        assert try_out(cfg, parse_dialogue, sft.plan_sft) == 0
+        assert dry_run(cfg, parse_dialogue, sft.plan_sft) == 0
     else:
         cfg = on_node(path.name, toy_dir)
-        assert try_out(cfg, parse_task, plan_rl) == 1  # all is there but the cold start
+        assert dry_run(cfg, parse_task, plan_rl) == 1  # all is there but the cold start
     told = capsys.readouterr().out
     used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
     assert used and all(20 < gib < 80 for gib in used)
@@ -849,7 +849,7 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
 
 def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
     with pytest.raises(config.ConfigError, match="training and engine on the same GPU: .* do not fit into 20 GiB"):
-        try_out(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), plan=PlanConfig(1, gpu_gib=20)), parse_task, plan_rl)
+        dry_run(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), plan=PlanConfig(1, gpu_gib=20)), parse_task, plan_rl)
     told = capsys.readouterr().out
     assert "KV cache" in told and told.count("sum") == 1
 
@@ -872,7 +872,7 @@ def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_and_frames_of_four
     monkeypatch.setattr("rollout.SGLang", lambda *_, **options: SimpleNamespace(urls=["http://its"], options=options))
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
     for run, size in ((plain, 1), (cfg, 4)):
-        options = rl.shared_engine(tmp_path, None, run).options
+        options = rl.start_engine(tmp_path, None, run).options
         assert (options["gpus"], options["tensor_parallel"]) == ((4, 5, 6, 7), size)
         assert f"--max-running-requests={64 * size}" in options["server_args"]
 

@@ -420,9 +420,9 @@ def test_the_engine_is_told_exactly_who_will_ask(renderer, concurrency):
                 assert self.condition.wait_for(lambda: self.round > mine, timeout=20), "hangs"
             return super().generate(*arguments, **more)
 
-        def expect(self, change):
+        def announce(self, change):
             with self.condition:
-                super().expect(change)
+                super().announce(change)
                 self.release()
 
     def reply(prompt, seed):
@@ -468,7 +468,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
         assert sum(c.error in ("", "bad_arguments", "unknown_tool", "timeout", "engine") for c in answered) <= per_round
         assert main.mask[stop:start] == [0] * (start - stop)
     assert {c.turn for c in episode.calls} == set(range(len(main.turns) - 1))
-    assert all((c.text != "") and (c.agent is not None) == (c.error == "") for c in episode.calls)
+    assert all((c.text != "") and (c.subagent is not None) == (c.error == "") for c in episode.calls)
     assert len(episode.subagents) == episode.executed == len(episode.trajectories) - 1
 
 
@@ -513,7 +513,7 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
             for a, b in zip(ours.frames, theirs.frames, strict=True):
                 assert a.times == b.times and (a.pixels == b.pixels).all()
         for ours, theirs in zip(episode.calls, loaded.calls, strict=True):
-            assert dataclasses.replace(ours, agent=None) == dataclasses.replace(theirs, agent=None)
+            assert dataclasses.replace(ours, subagent=None) == dataclasses.replace(theirs, subagent=None)
     assert load_episodes(path)[0].main.ids == episode.main.ids  # without videos, for reading
     with pytest.raises(ContractError, match="other times"):
         load_episodes(path, MemoryVideos(fps=3.0), CONTRACT)

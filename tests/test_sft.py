@@ -18,9 +18,9 @@ from data import main_messages, overview, parse_dialogue, parse_task
 from rollout import open_engine
 from runtime import config
 from runtime.dataset import Rows
-from runtime.policy import Scores, load
+from runtime.policy import TokenScores, load
 from runtime.render import Bundle, Renderer, load_tokenizer
-from runtime.run import try_out
+from runtime.run import dry_run
 from runtime.visual import VisualContract
 from sft import KINDS, SFTConfig, accumulate, target_kinds
 
@@ -151,7 +151,7 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
 
     def policy(bundles):
         passes.append(bundles)
-        return Scores(logprobs[: 2 * len(bundles)], torch.zeros(2 * len(bundles)))
+        return TokenScores(logprobs[: 2 * len(bundles)], torch.zeros(2 * len(bundles)))
 
     logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
     kinds = np.array([KINDS.index("prose"), KINDS.index("answer")])
@@ -282,6 +282,6 @@ def test_a_step_or_a_held_out_set_without_a_usable_row_has_no_loss(toy_dir, tmp_
 
 def test_a_dry_run_of_the_toy_counts_its_rows(toy_dir, tmp_path, capsys):
     cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))
-    assert try_out(cfg, parse_dialogue, sft.plan_sft) == 0
+    assert dry_run(cfg, parse_dialogue, sft.plan_sft) == 0
     told = capsys.readouterr().out
     assert "data: 420 rows" in told

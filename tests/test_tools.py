@@ -29,7 +29,7 @@ from tools import (
     read_time,
     read_times,
     read_window,
-    use,
+    run_tool,
 )
 
 TASK = Task("t", "What happens?", ("/data/first.mp4", "/data/second.mp4"), "oe", "")
@@ -41,7 +41,7 @@ def call_text(**arguments) -> str:
 
 def crop(videos=None, **arguments) -> ClipForSubagent:
     [call] = parse_calls(call_text(**arguments))
-    return use(call, TASK, ("crop_video",), videos or MemoryVideos(), CONTRACT)
+    return run_tool(call, TASK, ("crop_video",), videos or MemoryVideos(), CONTRACT)
 
 
 # ---- the parser
@@ -111,7 +111,7 @@ def test_nothing_that_a_model_writes_breaks_a_turn(pieces):
         json.dumps(call.arguments)  # what is recorded must be recordable
         if not call.error:
             try:
-                assert isinstance(use(call, TASK, ("crop_video",), MemoryVideos(), CONTRACT), ClipForSubagent)
+                assert isinstance(run_tool(call, TASK, ("crop_video",), MemoryVideos(), CONTRACT), ClipForSubagent)
             except ToolError as error:
                 assert error.kind != "crashed"
                 str(error).encode()  # read by a tokenizer, so it must be Unicode
@@ -195,14 +195,14 @@ def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
     call = parse_calls(call_text(start_time=0, end_time=5))[0]
     task = Task("t", "?", ("/secret/bad.mp4",), "oe", "")
     with pytest.raises(ToolError) as caught:
-        use(call, task, ("crop_video",), MemoryVideos(), CONTRACT)
+        run_tool(call, task, ("crop_video",), MemoryVideos(), CONTRACT)
     assert caught.value.kind == "failed" and "secret" not in str(caught.value)
     call = parse_calls('<tool_call>{"name": "rm\\ud800", "arguments": {}}</tool_call>')[0]
     with pytest.raises(ToolError, match="there is crop_video, look_up") as caught:
-        use(call, TASK, ("crop_video", "look_up"), MemoryVideos(), CONTRACT)
+        run_tool(call, TASK, ("crop_video", "look_up"), MemoryVideos(), CONTRACT)
     assert caught.value.kind == "unknown_tool" and str(caught.value).encode()
     with pytest.raises(ToolError, match="no tool 'crop_video'"):  # one of tools.py that this run does not offer
-        use(parse_calls(call_text(start_time=0, end_time=5))[0], TASK, ("look_up",), MemoryVideos(), CONTRACT)
+        run_tool(parse_calls(call_text(start_time=0, end_time=5))[0], TASK, ("look_up",), MemoryVideos(), CONTRACT)
 
 
 def test_the_published_schema_is_what_the_published_model_was_shown():

@@ -526,7 +526,7 @@ LIFE = """
 import os, signal, sys, threading, time
 from runtime import video
 videos = video.Videos(workers=1, timeout=1)
-worker = videos._fit(videos._idle.get())
+worker = videos._live_worker(videos._idle.get())
 videos._idle.put(worker)
 print(worker.process.pid, flush=True)
 {end}

@@ -120,7 +120,7 @@ class Scripted:
     def wait_until_ready(self) -> None:
         pass
 
-    def expect(self, change: int) -> None:
+    def announce(self, change: int) -> None:
         with self._lock:
             self.expected += change
             self.least_expected = min(self.least_expected, self.expected)

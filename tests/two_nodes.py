@@ -34,7 +34,7 @@ def train_rl(cfg: Path) -> None:
     def give(groups, renderer, cfg, judge):
         give_rewards(groups, renderer, cfg, judge)
         for episode in [episode for group in groups for episode in group.episodes]:
-            episode.scores["R"] = float(sum(episode.main.ids) % 5)
+            episode.rewards["R"] = float(sum(episode.main.ids) % 5)
 
     rl.give_rewards = give
     config.run_script(rl.main, config.load(rl.RLConfig, cfg))
