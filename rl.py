@@ -17,12 +17,11 @@ Deliberately missing: batches that are more than one update old, trainers that c
 
 import contextlib
 import os
-import shutil
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,12 +33,11 @@ import numpy as np
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
-from runtime.config import ConfigError, command_line, refuse_below_1, run_script
+from runtime import config, servers
 from runtime.dataset import Dataset
 from runtime.engine import Engine
 from runtime.judge import Judge
 from runtime.render import Renderer
-from runtime.servers import IMAGES, on_this_machine
 from runtime.settings import GRPOConfig, RunConfig
 from runtime.video import VideoError, Videos
 from tools import TOOLS
@@ -72,7 +70,7 @@ class RLConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
+        config.refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike")
@@ -91,81 +89,71 @@ class RLConfig(RunConfig):
 
 # Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
 if __name__ == "__main__":
-    cfg, args = command_line(RLConfig, __doc__)
+    cfg, args = config.command_line(RLConfig, __doc__)
 
 import torch
 from torch import Tensor
 
 from grpo import TrainExample, bundles, examples_loss, make_examples, micro_batches
-from runtime.checks import check_servers, open_run
-from runtime.distributed import (
-    barrier,
-    device,
-    export,
-    gather,
-    init_distributed,
-    local_rank,
-    local_size,
-    mean_over_ranks,
-    place,
-    print0,
-    rank,
-    saved_step,
-    snapshot_folder,
-    sum_over_ranks,
-    world_size,
-)
-from runtime.doctor import check_gap, refuse_empty, self_check
-from runtime.plan import plan_rl, utilisation
+from runtime import checks, distributed, doctor, plan
+from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
-from runtime.run import USER_ERRORS, Run, check_room, dry_run
+from runtime.run import USER_ERRORS, Clock, Run, check_room, dry_run
+from runtime.weights import WeightSync
 
 SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "logprob_gap", "grad_norm", "seconds")
 
 
 def main(cfg: RLConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
-    init_distributed()
-    with open_run(cfg, parse_task, check_hardware) as (source, renderer), contextlib.ExitStack() as until_it_ends:
-        per_node = on_this_machine(cfg.rollout.urls)  # servers elsewhere sample for all nodes
-        images = IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
-        snapshots = until_it_ends.enter_context(snapshot_folder(cfg.run, source, per_node, images))
-        # Servers start while the policy loads; where both share a GPU, afterwards: they take a share of what is free by then.
-        overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
-        engine = None
-        if not overlapping_gpus and saved_step(Path(cfg.run) / "state") < cfg.steps:
-            engine = until_it_ends.enter_context(contextlib.closing(start_engine(source, renderer, cfg)))
+    distributed.init_distributed()
+    with checks.open_run(cfg, parse_task, check_hardware) as (source, renderer):
+        with contextlib.ExitStack() as while_it_trains:
+            sampling = None
+            # Servers start while the policy loads. On the trainer's GPUs they start after it: they take a share of what is free.
+            overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
+            if distributed.saved_step(Path(cfg.run) / "state") < cfg.steps and not overlapping_gpus:
+                sampling = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
 
-        # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
-        policy_cfg = replace(cfg.policy, checkpoint=str(source))
-        policy, reference = load(policy_cfg, renderer.never_sampled), None
-        if cfg.grpo.kl_coef:
-            reference = load(policy_cfg, renderer.never_sampled, train=False)
-            if policy.vision_frozen:  # one tower for both
-                reference.model.model.visual = policy.vision
-        run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
+            # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
+            policy_cfg = replace(cfg.policy, checkpoint=str(source))
+            policy = load(policy_cfg, renderer.never_sampled)
+            reference = None
+            if cfg.grpo.kl_coef:
+                reference = load(policy_cfg, renderer.never_sampled, train=False)
+                if policy.vision_frozen:  # one tower for both
+                    reference.model.model.visual = policy.vision
+            run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
-        if run.done < cfg.steps:
-            engine, videos = engine or start_engine(source, renderer, cfg), Videos(cfg.workers)
-            with videos, Sampler(cfg, engine, renderer, videos, snapshots) as sampler:
-                engine.wait_until_ready()
-                barrier()  # a node's first rank has warmed its servers, and given up those that do not start
-                # The engine has the checkpoint's weights; servers that already run may hold those of another run.
+            if run.done < cfg.steps:
+                if sampling is None:
+                    sampling = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
+                sampler, weights = sampling
+                sampler.engine.wait_until_ready()
+                barrier()  # a node's first rank has warmed up its servers, and given up those that do not start
+                # The engine has the checkpoint's weights. Servers that already run may hold those of another run.
                 if run.done or cfg.rollout.urls:
-                    sampler.export(policy, run.done)
-                    sampler.publish(run.done)
-                train(cfg, policy, reference, sampler, run)
+                    weights.export(policy, run.done)
+                    weights.publish(run.done)
+                train(cfg, policy, reference, sampler, weights, run)
         run.export()
 
 
-def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sampler", run: Run) -> None:
-    """Train to the last step: sample, reward, update, sync, log, save."""
-    renderer, judge, held_out = sampler.renderer, Judge(cfg.reward.judge), []
+def train(
+    cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sampler", weights: WeightSync, run: Run
+) -> None:
+    """Train to the last step: sample, reward, update, sync, evaluate, log, save."""
+    renderer, judge = sampler.renderer, Judge(cfg.reward.judge)
+    held_out = []
     if cfg.val:  # this rank's share of the tasks that are evaluated
         val = Dataset(cfg.val, parse_task)
         draws = val.batch(0, min(cfg.val_tasks, len(val)), rank(), world_size())
         held_out = [draw.item for draw in draws]
+
+    # Batches are sampled in a thread: with staleness 1, that of the next step while this one trains.
     print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.grpo.group_size} episodes")
+    for step in range(run.done, run.done + 1 + cfg.staleness):
+        sampler.start(step)
     for step in range(run.done, cfg.steps):
         clock = Clock()
 
@@ -175,36 +163,37 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 
         # Reward the episodes, and turn rewards into advantages.
         give_rewards(groups, renderer, cfg.reward, judge)
-        refuse_empty(groups, step)
+        doctor.refuse_empty(groups, step)
         examples, total_tokens = make_examples(
             groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train
         )
-        barrier()  # who is ahead waits here, not inside NCCL
+        barrier()  # a rank that is ahead waits here, not inside NCCL
         clock.lap("reward")
 
         # Update. Before the first one: does the trainer compute the engine's log-probs?
         if step == run.done:
-            self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
+            doctor.self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
         measured = update(policy, reference, run.optimizer, examples, total_tokens, cfg, step)
         clock.lap("train")
 
-        # Sync: the new weights are written while the engine still samples, and loaded once it samples no more.
-        sampler.export(policy, step + 1)
+        # Sync: write the new weights while the engine may still sample, and load them once it samples no more.
+        weights.export(policy, step + 1)
         clock.lap("export")
         sampler.wait()
         clock.lap("wait")
-        sampler.publish(step + 1)
+        weights.publish(step + 1)
+        weights.remove(step)
         clock.lap("publish")
-        sampler.prefetch(step + 2)  # goes on during all that follows
-        if local_rank() == 0:
-            shutil.rmtree(sampler.snapshots / f"weights-{step}", ignore_errors=True)  # no server reads it any more
 
-        # Log.
+        # Evaluate, and gather what this step measured.
         measured |= describe(groups, cfg.choices_of_k, step)
         measured |= speed(examples, policy, clock.seconds["train_seconds"]) | clock.seconds
-        measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
+        measured |= distributed.sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
+        sampler.start(step + 1 + cfg.staleness)  # goes on while this step is logged and saved
+
+        # Log.
         if rank() == 0:
             keep_episodes(groups[: cfg.dump_groups], renderer, run.folder / "episodes" / f"step-{step:06d}.jsonl")
         run.log(step, measured)
@@ -217,44 +206,45 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 
 
 class Sampler:
-    """Samples batches by step number: when they are asked for, or (staleness 1) one step ahead, in a thread.
+    """Samples this rank's batches in a thread, one after the other, in the order in which they are started."""
 
-    staleness 1:  get(s) returns batch s, while batch s + 1 is sampled with the weights from before update s;
-                  wait()   waits for batch s + 1; then update s is published, and prefetch(s + 2) begins at once."""
-
-    def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos, snapshots: Path):
-        self.cfg, self.dataset, self.engine, self.renderer = cfg, Dataset(cfg.data, parse_task), engine, renderer
-        self.snapshots = snapshots  # the folder through which the engine gets its weights
-        self.per_node = on_this_machine(cfg.rollout.urls)  # or one snapshot for all nodes
-        self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
-        self.decoding = ThreadPoolExecutor(1, "look ahead")
-        self.ahead: dict[int, Future] = {}  # by step: batches that nobody has taken yet
-        self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
+    def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos):
+        self.cfg = cfg
+        self.engine = engine
+        self.renderer = renderer
         self.videos = videos
+        self.dataset = Dataset(cfg.data, parse_task)
+        self.stopped = threading.Event()
+        self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
+        self.thread = ThreadPoolExecutor(1, "sampler")
+        self.decoding = ThreadPoolExecutor(1, "look ahead")
+        self.batches: dict[int, Future] = {}  # by step: the batches that were started and not yet taken
+
+    def start(self, step: int) -> None:
+        """Begin to sample the batch of a step, if there is such a step."""
+        if step < self.cfg.steps:
+            self.batches[step] = self.thread.submit(self.sample, step)
 
     def get(self, step: int) -> tuple[list[Group], float]:
-        """Return this rank's groups of a step and the seconds that sampling them took; begin the next where it may."""
-        batch = self.ahead.pop(step).result() if step in self.ahead else self.sample(step)
-        self.prefetch(step + 1)
-        return batch
-
-    def prefetch(self, step: int) -> None:
-        """Begin to sample the batch of a step, if it may be sampled ahead, will be needed and is not under way."""
-        if self.cfg.staleness and step < self.cfg.steps and step not in self.ahead:
-            self.ahead[step] = self.thread.submit(self.sample, step)
+        """Wait for the batch of a step. Return this rank's groups and the seconds that sampling them took."""
+        return self.batches.pop(step).result()
 
     def wait(self) -> None:
         """Wait until no rank samples, so that the weights may change: all tokens of a batch are of one version."""
-        wait(self.ahead.values())
+        wait(self.batches.values())
         barrier()
 
     def sample(self, step: int) -> tuple[list[Group], float]:
         cfg, started = self.cfg, time.perf_counter()
+
+        # While this batch is sampled, the decoders have little to do: let them decode the overviews of the next one.
         if step + 1 < cfg.steps:
             self.decoding.submit(self.look_ahead, *self.draw(step + 1))
+
         tasks, ks = self.draw(step)
         size, progress = cfg.grpo.group_size, rank() == 0 and sys.stderr.isatty()
         groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
+
         # A row whose prompt cannot be rendered is a bad row.
         for task, group in zip(tasks, groups):
             kind, _, reason = group.episodes[0].error.partition(": ")
@@ -269,7 +259,8 @@ class Sampler:
 
     def draw(self, step: int) -> tuple[list[Task], list[int]]:
         """Return this rank's tasks of a step, and the K of each."""
-        cfg, tasks, ks = self.cfg, [], []
+        cfg = self.cfg
+        tasks, ks = [], []
         draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size(), count_ids=True)
         for task, epoch, repeat in draws:
             if repeat:  # K and all seeds are drawn by the name, so a name that the batch has twice needs two
@@ -279,39 +270,29 @@ class Sampler:
         return tasks, ks
 
     def look_ahead(self, tasks: list[Task], ks: list[int]) -> None:
-        """Decode the overviews of the next batch into the cache of `videos`, while the decoders have little to do."""
+        """Decode the overviews of a batch into the cache of `videos`."""
         for task, k in zip(tasks, ks):
             with contextlib.suppress(VideoError):  # the next request for it raises
                 overview(task, k, self.videos, self.renderer.contract)
-
-    def export(self, policy: Policy, version: int) -> None:
-        """Write a snapshot of the policy, in safetensors. A server that restarts meanwhile still reads the one before. Servers
-        of our own have begun with the checkpoint, so they have the weights that do not train."""
-        target, frozen = self.snapshots / f"weights-{version}", not self.cfg.rollout.server_gpus
-        export(policy, target, policy.cfg.checkpoint, self.cfg.visual, per_node=self.per_node, frozen=frozen)
-
-    def publish(self, version: int) -> None:
-        """Have the engines load a snapshot."""
-        snapshot, serving = self.snapshots / f"weights-{version}", self.cfg.rollout
-        # Where both share a GPU, the server needs now what this process keeps for later.
-        if device().index in serving.server_gpus:
-            torch.cuda.empty_cache()
-        me, _ = place(self.per_node)
-        pushes = me == 0 or not (serving.server_gpus or serving.urls)
-        if pushes:
-            self.engine.update_weights(snapshot, version)
-        barrier()
-        if not pushes:  # the first rank has loaded them into the servers, which the others share
-            self.engine.update_weights(snapshot, version, push=False)
-        barrier()  # from now on nobody reads an older snapshot
 
     def __enter__(self) -> "Sampler":
         return self
 
     def __exit__(self, *_) -> None:
         self.stopped.set()
-        self.engine.close()  # nobody waits for a batch that is not wanted: what was asked fails now
+        self.engine.close()  # requests that are under way fail now: nobody wants their batch
         self.thread.shutdown()
+
+
+@contextlib.contextmanager
+def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tuple[Sampler, WeightSync]]:
+    """Open the engine, the video decoders and the folder of snapshots, until the block ends. Servers may still be starting."""
+    per_node = servers.on_this_machine(cfg.rollout.urls)  # servers elsewhere sample for all nodes
+    image_bytes = servers.IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
+    with distributed.snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
+        engine = start_engine(source, renderer, cfg)
+        with Videos(cfg.workers) as videos, Sampler(cfg, engine, renderer, videos) as sampler:
+            yield sampler, WeightSync(folder, engine, cfg.rollout, cfg.visual)
 
 
 def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
@@ -341,8 +322,6 @@ def update(
 ) -> dict[str, float]:  # fmt: skip
     """Take one AdamW step per minibatch, over the examples of all ranks. Return what was measured; `grad_norm` is not finite
     if one of the gradients was not, whose step was skipped."""
-    temperature = cfg.rollout.temperature
-
     # Deal the examples out into minibatches of micro-batches. A minibatch is empty on all ranks or on none.
     minibatches = []
     for i in range(cfg.minibatches):
@@ -350,37 +329,48 @@ def update(
         if minibatch:
             minibatches.append(minibatch)
 
-    sums, norms, gaps = {"tokens": 0.0, "loss": 0.0}, [], [0.0]
-    proximal = proximal_logprobs(policy, minibatches, temperature)
+    # One optimizer step per minibatch, from the gradients of its micro-batches.
+    sums = {"tokens": 0.0, "loss": 0.0}
+    norms, gaps = [], [0.0]
+    proximal = proximal_logprobs(policy, minibatches, cfg.rollout.temperature)
     for minibatch, prox_of_minibatch in zip(minibatches, proximal):
         for i, (micro, prox_logprobs) in enumerate(zip(minibatch, prox_of_minibatch)):
-            # Policy and reference, at the temperature of sampling; a frozen vision tower works once for both.
-            features = policy.encode(bundles(micro)) if policy.vision_frozen else None
-            scores = policy(bundles(micro), temperature, features)
-            ref_logprobs = None
-            if reference is not None:
-                with torch.no_grad():
-                    ref_logprobs = reference(bundles(micro), temperature, features).logprobs
-
-            # The loss divides by all tokens of the batch. Each minibatch is its own optimizer step, so scale its share back up.
-            loss, stats = examples_loss(scores, micro, total_tokens, prox_logprobs, ref_logprobs, cfg.grpo)
             sum_over_nodes(policy, now=i + 1 == len(minibatch))
-            (loss * len(minibatches)).backward()
-
-            sums["tokens"] += len(scores.logprobs)
-            sums["loss"] += loss.item()
+            loss, stats = micro_step(policy, reference, micro, prox_logprobs, total_tokens, len(minibatches), cfg)
+            sums["tokens"] += len(stats["logprob_gap"])
+            sums["loss"] += loss
             for name, values in stats.items():
                 sums[name] = sums.get(name, 0.0) + values.sum().item()
             gaps += stats["logprob_gap"].tolist()
         norms.append(optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps))
 
     # Means over the tokens of all ranks; the loss is a mean already.
-    sums = sum_over_ranks(sums)
+    sums = distributed.sum_over_ranks(sums)
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
     measured = {"logprob_gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
     measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if one of them is
-    check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
+    doctor.check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
     return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0]))}
+
+
+def micro_step(
+    policy: Policy, reference: Policy | None, micro: list[TrainExample], prox_logprobs: Tensor | None, total_tokens: float,
+    n_minibatches: int, cfg: RLConfig,
+) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+    """Add the gradient of one micro-batch. Return its part of the loss, and the statistics of its tokens, each [N]."""
+    # Policy and reference, at the temperature of sampling. A frozen vision tower works once for both.
+    temperature = cfg.rollout.temperature
+    features = policy.encode(bundles(micro)) if policy.vision_frozen else None
+    scores = policy(bundles(micro), temperature, features)
+    ref_logprobs = None
+    if reference is not None:
+        with torch.no_grad():
+            ref_logprobs = reference(bundles(micro), temperature, features).logprobs
+
+    # The loss divides by all tokens of the batch. Each minibatch is its own optimizer step, so scale its share back up.
+    loss, stats = examples_loss(scores, micro, total_tokens, prox_logprobs, ref_logprobs, cfg.grpo)
+    (loss * n_minibatches).backward()
+    return loss.item(), stats
 
 
 @torch.no_grad()
@@ -397,19 +387,6 @@ def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> 
 
 
 # ------------------------------------------------------------------------------------------------ what happened
-
-
-class Clock:
-    """Seconds per phase, on this rank."""
-
-    def __init__(self):
-        self.seconds, self._last = {"seconds": 0.0}, time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[f"{phase}_seconds"] = now - self._last
-        self.seconds["seconds"] += now - self._last
-        self._last = now
 
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
@@ -454,7 +431,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
         versions = [version for version in episode.main.versions if version >= 0]
         if versions:
             seen["staleness"].append(step - sum(versions) / len(versions))
-    return mean_over_ranks(seen)
+    return distributed.mean_over_ranks(seen)
 
 
 def are_distinct(episode: Episode) -> list[bool]:
@@ -478,7 +455,10 @@ def speed(examples: list[TrainExample], policy: Policy, seconds: float) -> dict[
     """Return the tokens per second that all ranks train on together, and how well that uses the GPUs."""
     tokens = sum(gather(sum(len(example.bundle) for example in examples)))
     slowest = max(gather(seconds))
-    return {"trained_tokens_per_second": tokens / slowest, **utilisation(policy.cfg, tokens, slowest, world_size())}
+    return {
+        "trained_tokens_per_second": tokens / slowest,
+        **plan.utilisation(policy.cfg, tokens, slowest, world_size()),
+    }
 
 
 def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge | None = None) -> dict[str, float]:
@@ -504,7 +484,7 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
             for part, value in values.items():
                 seen[f"{name}/{part}"].append(value)
                 seen[f"{name}/{part}/K={group.k}"].append(value)
-    return mean_over_ranks(seen)
+    return distributed.mean_over_ranks(seen)
 
 
 # ------------------------------------------------------------------------------------------------ before it starts
@@ -513,11 +493,13 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 def check_hardware(cfg: RLConfig) -> None:
     """Refuse a run whose servers cannot start, or that has no room on this machine's GPUs."""
     if cfg.batch_tasks < world_size():
-        raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {world_size()} ranks needs a task; raise it")
-    check_servers(cfg.rollout, local_size())
-    check_room(cfg, plan_rl)
+        raise config.ConfigError(
+            f"batch_tasks = {cfg.batch_tasks}: each of {world_size()} ranks needs a task; raise it"
+        )
+    checks.check_servers(cfg.rollout, local_size())
+    check_room(cfg, plan.plan_rl)
 
 
 if __name__ == "__main__":
-    check = partial(dry_run, parse=parse_task, plans=plan_rl)
-    run_script(check if args.dry_run else main, cfg, *USER_ERRORS)
+    check = partial(dry_run, parse=parse_task, plans=plan.plan_rl)
+    config.run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

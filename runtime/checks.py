@@ -110,8 +110,8 @@ def check_nodes(cfg: Any, start: Path) -> None:
     mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit(), "bytes": sizes}
     mine |= {"nproc_per_node": local_size(), "checkpoint": weights_digest(start)}
     first, *others = gather(mine)
-    for number, theirs in enumerate(others, 1):
-        other = differences(first, theirs)
+    for number, settings_there in enumerate(others, 1):
+        other = differences(first, settings_there)
         if "lock" in other:
             leave(f"error: run = {cfg.run!r}: rank {number} sees another; run must be a folder that all nodes share")
         if other:
@@ -129,17 +129,19 @@ def check_run(cfg: Any) -> None:
         return
     if not (run / "config.yaml").exists():
         raise ConfigError(f"{run} has a model or states, but no config.yaml to say of which run: choose another `run`")
-    cure = "choose another `run`, or delete the folder"
+    advice = "choose another `run`, or delete the folder"
     try:  # a setting that is younger than the run had its default there
         before = load(type(cfg), run / "config.yaml")
     except ConfigError as error:
-        raise ConfigError(f"{run} is of another script, or of another version of this code ({error}): {cure}") from None
+        raise ConfigError(
+            f"{run} is of another script, or of another version of this code ({error}): {advice}"
+        ) from None
     changed = []
     for key, text in differences(settings(before), settings(cfg)).items():
         if not {key, key.partition(".")[0]} & MAY_CHANGE:
             changed.append(text)
     if changed:
-        raise ConfigError(f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: {cure}")
+        raise ConfigError(f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: {advice}")
 
 
 def settings(cfg: Any) -> dict:

@@ -10,6 +10,7 @@ checks.open_run holds the folder's lock meanwhile. All ranks call all of this.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from runtime.policy import Policy, learning_rate
 from runtime.settings import RunConfig
 from runtime.visual import ContractError
 
-# What a user can mend: told in a sentence, without a traceback.
+# Errors that a user can fix: they are shown as one sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
 MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
 
@@ -55,6 +56,20 @@ def dry_run(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[P
         print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
         return 1
     return 0
+
+
+class Clock:
+    """Seconds per phase of a step, on this rank."""
+
+    def __init__(self):
+        self.seconds = {"seconds": 0.0}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[f"{phase}_seconds"] = now - self._last
+        self.seconds["seconds"] += now - self._last
+        self._last = now
 
 
 class Run:
