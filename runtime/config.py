@@ -1,7 +1,7 @@
 """config.py: one YAML per run -> one frozen dataclass; and what every run writes down about itself.
 
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
-    cfg, args = config.command_line(SFTConfig, __doc__)                         # what every script does before it imports torch
+    cfg, args = config.command_line(SFTConfig, __doc__)                         # before a script imports torch
 
 A YAML file may name a parent (`base: other.yaml`, relative to itself): mappings merge, everything else replaces.
 Defaults live in the dataclasses and nowhere else. An error names the key, the value, the rule and the nearest valid key.
