@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
-from grpo import GRPOConfig, TrainExample, bundles, examples_loss, make_examples, micro_batches
+from grpo import GRPOConfig, TrainExample, assign_advantages, bundles, examples_loss, make_examples, micro_batches
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime.checks import RunConfig, check_servers, open_run
@@ -166,9 +166,10 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
         groups, clock.seconds["sampling_seconds"] = sampler.get(step)
         clock.lap("rollout")
 
-        # Reward the episodes, and turn rewards into advantages.
+        # Reward the episodes, turn rewards into advantages, and both into training examples.
         give_rewards(groups, renderer, cfg.reward, judge)
         refuse_empty(groups, step)
+        assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
         examples, total_tokens = make_examples(
             groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train
         )
