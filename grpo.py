@@ -13,10 +13,12 @@ Three policies have log-probs of the same tokens: `behaviour_logprobs` are the e
 of the policy that learns (pi). With one minibatch per batch (the paper) pi_prox is pi itself: r = 1, and the clip is
 inert.
 
-Left out, of what GRPO implementations often have: a value model and rewards for parts of an episode; a mean per episode
-before the mean over episodes (here each token of the batch counts the same); several epochs over a batch; new samples
-in place of a flat group (it is skipped and counted); an entropy bonus; a KL inside the reward, an adaptive beta, a
-reference that moves; one ratio per sequence; penalties for length.
+What GRPO implementations often have, and this one leaves out:
+- a value model, and rewards for parts of an episode
+- a mean per episode before the mean over episodes: here each token of the batch counts the same
+- several epochs over a batch, and one ratio per sequence in place of one per token
+- new samples in place of a flat group, which is skipped and counted here
+- a KL inside the reward, an adaptive beta, a reference that moves, an entropy bonus, a penalty for length
 """
 
 from collections.abc import Sequence

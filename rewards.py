@@ -33,6 +33,7 @@ PARTS = ("R", "R_acc", "f", "R_fmt", "R_fmt_paid", "R_tool", "R_anchor", "well_f
 MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
 # More of one tag in a turn is spam, and the episode earns nothing.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
+Turn = list[str]  # the elements of a turn, see split_turn
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     fmt, f = format_rewards(turns, tagged, turns_that_called, cfg.answer_suffix, cfg.anchor.lam * anchor)
     paid = f if cfg.anchor.credit == "sequence" else fmt
     parts = {
-        # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
+        # R = R_acc + w_fmt * R_fmt + w_tool * R_tool, and under credit `sequence` f in place of R_fmt
         "R": acc + cfg.w_fmt * paid + cfg.w_tool * tool,
         "R_acc": acc,
         "f": f,
@@ -164,7 +165,7 @@ def last_answer(text: str) -> str | None:
 # ------------------------------------------------------------------------------------------------ the elements of a turn
 
 
-def split_turn(text: str) -> list[str]:
+def split_turn(text: str) -> Turn:
     """Return a turn as its elements: tags, the text between two tags, and the end of the turn. White space alone is none.
 
     "<think>\\nI see it.\\n</think>\\n<answer>B</answer><|im_end|>"
@@ -175,7 +176,7 @@ def split_turn(text: str) -> list[str]:
     return [element for element in elements if element.strip()]
 
 
-def shape_of(turn: list[str]) -> str:
+def shape_of(turn: Turn) -> str:
     """Return the turn with a word for each text: `<think> text </think> <answer> text </answer> end`. Text with a piece of
     a tag, such as `</think`, is `broken`; the {...} of a call is `json`."""
     words = []
@@ -193,29 +194,31 @@ def shape_of(turn: list[str]) -> str:
     return " ".join(words)
 
 
-def tags_pair(turn: list[str], name: str) -> bool:
+def tags_pair(turn: Turn, name: str) -> bool:
     """Return whether the tags of one kind open and close in turn: each one is closed before the next one opens."""
     tags = [element for element in turn if element in (f"<{name}>", f"</{name}>")]
     return tags == [f"<{name}>", f"</{name}>"] * (len(tags) // 2)
 
 
-def thought_ends(turn: list[str]) -> list[int]:
+def thought_ends(turn: Turn) -> list[int]:
     """Return the places of the </think> that end a thought of MIN_THOUGHT letters. An empty thought is none."""
     ends = []
-    thinking, letters = False, 0
+    thinking = False
+    letters = 0
     for i, element in enumerate(turn):
         if element == "<think>":
             thinking = True
         elif element == "</think>":
             if letters >= MIN_THOUGHT:
                 ends.append(i)
-            thinking, letters = False, 0
+            thinking = False
+            letters = 0
         elif thinking and element not in TAGS:
             letters += sum(char.isalnum() for char in element)  # dots and zero-width spaces say nothing
     return ends
 
 
-def tag_metrics(turns: list[list[str]]) -> dict[str, float]:
+def tag_metrics(turns: list[Turn]) -> dict[str, float]:
     """Return for each tag `spam_TAG`, 1 if some turn repeats it too often; `closure/TAG`, the share of opened ones that were
     closed in their turn, where one was opened (Format Fragility shows here first); and `surplus/TAG`, the closing ones that
     exceed the opened ones of their turn."""
@@ -276,7 +279,7 @@ def token_f1(answer: str, gold: str) -> float:
 
 
 def format_rewards(
-    turns: list[list[str]], tagged: bool, turns_that_called: set[int], answer_suffix: bool, anchor_term: float
+    turns: list[Turn], tagged: bool, turns_that_called: set[int], answer_suffix: bool, anchor_term: float
 ) -> tuple[float, float]:
     """Return R_fmt and f. `tagged`: the final answer stands in its tags. `anchor_term`: lambda * R_anchor."""
     # s     = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
@@ -300,13 +303,13 @@ def format_rewards(
     return min(0.9, s) + bonus, min(0.9, s + anchor_term) + bonus
 
 
-def thinks_before_call(turn: list[str]) -> bool:
+def thinks_before_call(turn: Turn) -> bool:
     calls = [i for i, element in enumerate(turn) if element in ("<tool_call>", "<tool_code>")]
     ends = thought_ends(turn)
     return bool(calls and ends) and ends[0] < calls[0]
 
 
-def well_formed(turns: list[list[str]]) -> bool:
+def well_formed(turns: list[Turn]) -> bool:
     """Return whether every turn is exactly think + calls, and the last exactly think + answer, with only white space
     between. The end of a turn may lack after a call: sequential dispatch stops there."""
     think = "<think>( text)? </think>"
@@ -316,7 +319,7 @@ def well_formed(turns: list[list[str]]) -> bool:
     return bool(shapes) and all(map(calls.fullmatch, shapes[:-1])) and bool(answer.fullmatch(shapes[-1]))
 
 
-def anchor_reward(turns: list[list[str]], anchor: Anchor) -> float:
+def anchor_reward(turns: list[Turn], anchor: Anchor) -> float:
     # R_anchor = alpha * [every turn thinks and closes it] + beta * [flow] - gamma * [in some turn the think tags do not pair]
     # flow: closed, and the last turn ends with </think>, no other tag, <answer>text</answer> and the end of the turn.
     # The paper's gamma is for a think that is never closed. Closing one twice would then cost less, and training finds that.

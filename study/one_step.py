@@ -64,7 +64,8 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
     texts["episodes"] = "\n\n".join(shown)
 
     # rewards and advantages
-    names, rows = ("R_acc", "R_fmt", "R_tool", "R", "R_anchor"), []
+    names = ("R_acc", "R_fmt", "R_tool", "R", "R_anchor")
+    rows = []
     parts = np.array([[e.rewards[name] for name in names] for e in episodes])  # [G, 5]
     for i, e in enumerate(episodes):
         rows.append([f"episode {i + 1}", *(f"{x:.3f}" for x in (*parts[i], e.advantage, e.anchor_advantage))])
@@ -93,14 +94,15 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
 
     # the loss of three tokens, and its denominator
     pi, prox, reference = torch.tensor(record["logprobs"])  # each [N]
-    old, advantages = torch.from_numpy(example.behaviour_logprobs), torch.from_numpy(example.advantages)
-    losses, stats = token_losses(pi, prox, old, reference, advantages, cfg.grpo)
-    columns = {"log π_behaviour": old, "log π_prox": prox, "log π": pi, "log π_ref": reference, "A_t": advantages}
-    columns |= {"w": (prox - old).exp(), "r": (pi - prox).exp(), "w · r · KL": stats["kl"], "l": losses}
+    behaviour, advantages = torch.from_numpy(example.behaviour_logprobs), torch.from_numpy(example.advantages)
+    losses, stats = token_losses(pi, prox, behaviour, reference, advantages, cfg.grpo)
+    columns = {"log π_behaviour": behaviour, "log π_prox": prox, "log π": pi, "log π_ref": reference, "A_t": advantages}
+    columns |= {"w": (prox - behaviour).exp(), "r": (pi - prox).exp(), "w · r · KL": stats["kl"], "l": losses}
     rows = [[name, *(f"{column[n]:.4f}" for n in record["three"])] for name, column in columns.items()]
     header = ["", *(code(renderer.decode([packed.targets[n]])) for n in record["three"])]
     texts["losses"] = markdown("Three tokens:", header, rows)
-    total, n = losses.sum().item(), record["total_tokens"]
+    total = losses.sum().item()
+    n = record["total_tokens"]
     texts["denominators"] = f"Σ l / N = {total:.3f} / {n:.0f} = {total / n:.5f}, a sum over {n_tokens:.0f} tokens."
     return texts
 
