@@ -253,7 +253,7 @@ def sample_turn(
         )
     sample = context.engine.generate(
         trajectory.ids, trajectory.frames, max_new_tokens=min(max_new_tokens, room), temperature=temperature, seed=seed,
-        stop=stop, shared=trajectory.prompt_length,
+        stop=stop, shared_prefix=trajectory.prompt_length,
     )  # fmt: skip
     forbidden = set(sample.ids) & set(context.renderer.never_sampled)
     if forbidden:
