@@ -254,7 +254,7 @@ def sample_turn(
         raise EngineError(f"a prompt of {n} tokens fills max_context = {max_context}; raise it")
     sample = context.engine.generate(
         trajectory.ids, trajectory.frames, max_new_tokens=min(max_new_tokens, max_context - n), temperature=temperature,
-        seed=seed, stop=stop, shared=trajectory.prompt_length,
+        seed=seed, stop=stop, shared_prefix=trajectory.prompt_length,
     )  # fmt: skip
     forbidden = set(sample.ids) & set(context.renderer.never_sampled)
     if forbidden:

@@ -100,7 +100,7 @@ class Scripted:
         self.busy, self.expected, self.least_expected = 0, 0, 0
         self._lock = threading.Lock()
 
-    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
+    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
         request = Request(list(ids), self.renderer.decode(ids), list(frames), max_new_tokens, temperature, seed)
         with self._lock:
             self.asked.append(request)
