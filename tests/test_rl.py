@@ -448,7 +448,8 @@ def held_out(toy_dir: Path) -> dict:
 
 def test_a_step_is_written_evaluated_and_saved_while_a_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch):
     """Batch s ends when weights s are being written, and batch s + 1 begins before step s is evaluated and saved. A server
-    that restarts while the new weights are loaded finds the old ones. All ranks meet before they enter NCCL."""
+    that restarts while the new weights are loaded finds the old ones. All ranks meet before they enter NCCL. Past bug: weights
+    were written after sampling had ended, and the next batch began after a state was saved."""
     begun, writing, told, there = defaultdict(threading.Event), defaultdict(threading.Event), [], []
 
     def note(owner, name, before=lambda *_: None):
