@@ -29,10 +29,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
-from transformers import AutoConfig, Qwen3VLConfig
 
 import data
 from evals import tables
@@ -40,21 +38,22 @@ from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_l
 from evals.protocols import READS, Prompting, run_protocol
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine, run_all
-from runtime import checks, config
+from runtime import config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
 from runtime.dataset import DataError
 from runtime.engine import Engine
 from runtime.judge import Judge, JudgeError
-from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
-from runtime.policy import PolicyConfig
 from runtime.render import Renderer, load_tokenizer
-from runtime.run import USER_ERRORS
+from runtime.settings import PolicyConfig
 from runtime.video import Videos
 from runtime.visual import VisualContract
 
-# A server on each GPU of this machine; without SGLang, the model runs in this process.
-GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
+# A server on each GPU of this machine, as torch counts them; without SGLang, the model runs in this process.
+GPUS = ()
+if importlib.util.find_spec("sglang"):
+    import torch
+
+    GPUS = tuple(range(torch.cuda.device_count()))
 # Bytes of the host's memory for frames of the requests of a GPU: 8 published ones, whose tokens fill a server's cache.
 FRAME_BYTES = 8e9
 
@@ -109,6 +108,20 @@ class EvalConfig:
         """Say if the model is our own agent, which has arms, and the format of the rewards."""
         return self.prompting.protocol == "agent"
 
+
+# Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["table"]:
+        sys.exit(tables.main(sys.argv[2:]))
+    cfg, args = config.command_line(EvalConfig, __doc__)
+
+import torch
+from transformers import AutoConfig, Qwen3VLConfig
+
+from runtime import checks
+from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
+from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
+from runtime.run import USER_ERRORS
 
 # ------------------------------------------------------------------------------------------------ the run
 
@@ -452,7 +465,4 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["table"]:
-        sys.exit(tables.main(sys.argv[2:]))
-    cfg, args = config.command_line(EvalConfig, __doc__)
     config.run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)
