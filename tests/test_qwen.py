@@ -13,10 +13,11 @@ from scripts import Forked, finish, metrics, start
 from test_contract import as_transformers_parts, conversation
 from tiny_checkpoint import Scripted, is_subagent, noise
 
-from data import Episode, Task, Trajectory, encode_dialogue, parse_dialogue
+from data import Episode, Task, Trajectory, encode_dialogue
 from rewards import RewardConfig, score, structural_mask
-from rollout import THINK_PREFIX, RolloutConfig, rollout
-from runtime.render import Bundle, Live, Renderer, load_tokenizer
+from rollout import RolloutConfig, rollout
+from runtime.dialogue import parse_dialogue
+from runtime.render import THINK_PREFIX, Bundle, Live, Renderer, load_tokenizer
 from sft import KINDS, target_kinds
 
 pytestmark = pytest.mark.qwen
