@@ -139,6 +139,11 @@ class Group:
     k: int
     episodes: list[Episode]
 
+    @property
+    def ran(self) -> list[Episode]:
+        """The episodes that did not fail. Only they are rewarded, compared and trained on."""
+        return [episode for episode in self.episodes if not episode.error]
+
 
 # ------------------------------------------------------------------------------------------------ prompts
 

@@ -94,7 +94,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from grpo import TrainExample, bundles, examples_loss, make_examples, micro_batches
+from grpo import TrainExample, assign_advantages, bundles, examples_loss, make_examples, micro_batches
 from runtime import checks, distributed, doctor, plan
 from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
@@ -161,9 +161,10 @@ def train(
         groups, clock.seconds["sampling_seconds"] = sampler.get(step)
         clock.lap("rollout")
 
-        # Reward the episodes, and turn rewards into advantages.
+        # Reward the episodes, turn rewards into advantages, and both into training examples.
         give_rewards(groups, renderer, cfg.reward, judge)
         doctor.refuse_empty(groups, step)
+        assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
         examples, total_tokens = make_examples(
             groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train
         )
