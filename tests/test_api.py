@@ -17,7 +17,8 @@ from data import Task
 from eval import EvalConfig
 from evals.benchmarks import Item
 from evals.protocols import Prompting, run_protocol
-from evals.tables import costs, read_results
+from evals.results import read_results
+from evals.tables import costs
 from rollout import AgentContext, RolloutConfig
 from runtime import config
 from runtime.api import Api, Chat, OpenAI

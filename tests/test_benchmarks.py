@@ -12,7 +12,7 @@ from scripts import REPO
 
 from data import Task
 from eval import EvalConfig, dry_run
-from evals import benchmarks, tables
+from evals import benchmarks, results
 from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, count_items, figures, grade, load_split
 from evals.protocols import READS
 from rewards import RewardConfig
@@ -330,7 +330,7 @@ def test_what_was_read_strictly_stays_but_gold_words_count():
 
 
 def test_the_published_numbers_are_of_our_splits_and_average_as_claimed():
-    published = tables.read_published()
+    published = results.read_published()
     table = published["table"]
     assert set(table["columns"]) <= set(SPLITS) and len(table["figures"]) == len(table["frames"]) == 7
     rows = {row["name"]: row["scores"] for row in table["rows"]}

@@ -31,11 +31,12 @@ from tiny_checkpoint import Scripted, is_subagent
 import data
 import eval as evaluation
 import tools
-from eval import EvalConfig, EvalJob, dry_run
-from evals import protocols, tables
+from eval import EvalConfig, dry_run
+from evals import protocols, results, tables
 from evals.benchmarks import Cue, load_split
 from evals.protocols import READS
-from evals.tables import interval, read_results
+from evals.results import EvalJob, read_results
+from evals.tables import interval
 from rl import RLConfig
 from rollout import derive_seed
 from runtime import checks, config
@@ -279,18 +280,18 @@ def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_
     assert len(ask_rows([*others, renamed])) == 1 and len(found(results_file(tmp_path))) == 8  # one has left the split
     item = load_split("toy", str(toy_dir))[0]
     cues = [replace(item, subtitles=(Cue(0, 1, text),)) for text in ("Hello", "Goodbye")]
-    assert len({evaluation.item_digest(x) for x in (item, *cues)}) == 3  # its subtitles are part of it
+    assert len({results.item_digest(x) for x in (item, *cues)}) == 3  # its subtitles are part of it
 
 
 def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
 
-    def prompts(**contract) -> list[str]:
-        jobs = evaluation.list_jobs(cfg)
-        return [evaluation.settings(cfg, job, VisualContract(**contract), "")["prompts"] for job in jobs]
+    def prompts(cfg=cfg) -> list[str]:
+        return [results.make_header(cfg, job, None)["prompts"] for job in evaluation.list_jobs(cfg)]
 
     before = prompts()
-    assert prompts(stamp="") == before  # a setting of its own: Charades has stamps, other splits none
+    # A setting of its own: Charades has stamps, other splits none.
+    assert prompts(replace(cfg, visual=VisualContract(stamp=""))) == before
     with monkeypatch.context() as patch:
         patch.setitem(tools.TOOLS, "crop_video", replace(tools.TOOLS["crop_video"], schema={"name": "crop_video"}))
         assert prompts()[0] != before[0] and prompts()[1] == before[1]  # without tools, none is described
@@ -377,13 +378,14 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
         run(path)
 
     def overtaken(*given):
-        monkeypatch.setattr(evaluation, "prepare", plain)
-        return plain(*given), run(path)
-
-    plain = evaluation.prepare
-    monkeypatch.setattr(evaluation, "prepare", lambda *given: overtaken(*given)[0])
-    with pytest.raises(config.ConfigError, match="another process has just answered items; start again"):
+        monkeypatch.setattr(evaluation, "refuse_what_cannot_run", plain)
+        left = plain(*given)
         run(path)
+        return left
+
+    plain = evaluation.refuse_what_cannot_run
+    monkeypatch.setattr(evaluation, "refuse_what_cannot_run", overtaken)
+    run(path)
     assert asked(engines) == 8 == len(found(results_file(tmp_path)))
 
 
@@ -504,7 +506,7 @@ def test_a_score_without_a_miss_is_not_certain(tmp_path):
 
 def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
     """Charades has its own K, so that no row of a full run had all seven splits; other protocols had no baseline."""
-    published = tables.read_published()["table"]
+    published = results.read_published()["table"]
     expected = (
         ("ParaVT-8B", "parallel", "59.3", "+7.9 / +6.7 % (7)"),  # as on the project page
         ("Qwen3-VL-8B", "parallel", "55.6", "+0.0 / +0.0 % (7)"),
@@ -675,7 +677,7 @@ ROWS = sorted(CONFIGS.glob("*/*.yaml"))  # in own/: as the authors ask; one fold
 
 
 def test_every_row_of_the_published_table_has_a_config():
-    published = tables.read_published()["table"]["rows"]
+    published = results.read_published()["table"]["rows"]
     stems = {path.stem for path in CONFIGS.glob("*.yaml")} - {"base", "published", "toy"}
     assert {load(CONFIGS / f"{stem}.yaml").name for stem in stems} == {row["name"] for row in published}
     assert {path.stem for path in ROWS} == stems - {"gpt4o", "gemini_15_pro", "qwen25vl_7b"}
@@ -692,10 +694,10 @@ def test_a_row_is_asked_in_both_ways(path):
     assert visual.stamp == READS.get(protocol, {"stamp": ""})["stamp"]
     blind = load(CONFIGS / f"{row}.yaml", "visual.stamp=''")
     job = EvalJob("toy", 64, protocol, cfg.rollout, [], 8, Path())
-    header = evaluation.settings(blind, job, blind.visual, "")["visual"]
+    header = results.make_header(blind, job, None)["visual"]
     assert header == dataclasses.asdict(visual) | READS.get(protocol, {})
     assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
-    assert cfg.prompting.protocol == (protocol if protocol in protocols.PROTOCOLS else "think")
+    assert cfg.prompting.protocol == (protocol if protocol in protocols.FLOWS else "think")
     if cfg.agentic:
         assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
     # As the authors ask: the same weights on the same data, in a run and a row of its own.
