@@ -28,10 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
-from transformers import AutoConfig, Qwen3VLConfig
 
 from evals import results, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
@@ -39,21 +37,22 @@ from evals.protocols import Prompting, run_protocol
 from evals.results import EvalJob, Results, contract_of, read_results
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine, run_all
-from runtime import checks, config
+from runtime import config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub
 from runtime.dataset import DataError
 from runtime.engine import Engine
 from runtime.judge import Judge, JudgeError
-from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
-from runtime.policy import PolicyConfig
 from runtime.render import Renderer, load_tokenizer
-from runtime.run import USER_ERRORS
+from runtime.settings import PolicyConfig
 from runtime.video import Videos
 from runtime.visual import VisualContract
 
-# A server on each GPU of this machine; without SGLang, the model runs in this process.
-GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
+# A server on each GPU of this machine, as torch counts them; without SGLang, the model runs in this process.
+GPUS = ()
+if importlib.util.find_spec("sglang"):
+    import torch
+
+    GPUS = tuple(range(torch.cuda.device_count()))
 # Bytes of the host's memory for frames of the requests of a GPU: 8 published ones, whose tokens fill a server's cache.
 FRAME_BYTES = 8e9
 
@@ -109,15 +108,29 @@ class EvalConfig:
         return self.prompting.protocol == "agent"
 
 
+# Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["table"]:
+        sys.exit(tables.main(sys.argv[2:]))
+    cfg, args = config.command_line(EvalConfig, __doc__)
+
+import torch
+from transformers import AutoConfig, Qwen3VLConfig
+
+from runtime import checks
+from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
+from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
+from runtime.run import USER_ERRORS
+
 # ------------------------------------------------------------------------------------------------ the run
 
 
 def main(cfg: EvalConfig) -> int:
     """Ask what has not been answered yet, and print the table; exit status 1 where all items of a split failed."""
     # Refuse what cannot run before anything is written or loaded.
-    jobs = list_jobs(cfg)
     folder = find_model(cfg)
     renderer = load_renderer(cfg, folder)
+    jobs = list_jobs(cfg, folder)
     left = refuse_what_cannot_run(cfg, jobs, folder)
 
     # Ask the rest. No results are written before the engine is there.
@@ -130,7 +143,7 @@ def main(cfg: EvalConfig) -> int:
             config.save_run(cfg, cfg.run)
             for job in jobs:
                 # The file is read only now: until the folder was ours, another process may have answered items.
-                lines, items = results.resume(cfg, job, folder)
+                lines, items = results.resume(job)
                 if items:
                     run_job(job, lines, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
 
@@ -151,19 +164,6 @@ def dry_run(cfg: EvalConfig) -> int:
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     missing = 0
 
-    # The datasets.
-    jobs = []
-    for split, root in cfg.splits.items():
-        try:
-            jobs_of_split = list_jobs(replace(cfg, splits={split: root}))
-        except DataError as error:
-            missing = 1
-            print(f"  MISSING {split}: {error}")
-            continue
-        items = len(jobs_of_split[0].items)
-        print(f"  ok      {split}: {items} items, {len(jobs_of_split) * items} episodes")
-        jobs += jobs_of_split
-
     # The model.
     folder = None
     try:
@@ -174,10 +174,23 @@ def dry_run(cfg: EvalConfig) -> int:
         missing = 1
         print(f"  MISSING {error}")
 
+    # The datasets.
+    jobs = []
+    for split, root in cfg.splits.items():
+        try:
+            jobs_of_split = list_jobs(replace(cfg, splits={split: root}), folder)
+        except DataError as error:
+            missing = 1
+            print(f"  MISSING {split}: {error}")
+            continue
+        items = len(jobs_of_split[0].items)
+        print(f"  ok      {split}: {items} items, {len(jobs_of_split) * items} episodes")
+        jobs += jobs_of_split
+
     # Settings that are not those of its training, or of the published run.
     notes = []
     for job in jobs:
-        notes += results.unlike_training(cfg, job, folder)
+        notes += job.header["unlike_training"]
     notes += results.unlike_published(cfg, folder)
     for note in dict.fromkeys(notes):
         print(f"  note    {note}")
@@ -220,16 +233,14 @@ def refuse_what_cannot_run(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Pat
 
     # What has been answered under these settings is not asked again; other settings are refused.
     left = False
-    these = []
     for job in jobs:
-        (header, *_), items = results.resume(cfg, job, folder)
+        _, items = results.resume(job)
         left |= bool(items)
-        these.append(Results(header, []))
 
     # Other files of this folder may be of another model.
     mine = {job.path for job in jobs}
     others = [other for path, other in results.read_run(cfg.run).items() if path not in mine]
-    results.refuse_mixtures([*others, *these])
+    results.refuse_mixtures([*others, *(Results(job.header, []) for job in jobs)])
 
     if left or not jobs:
         check_engine(cfg, folder)
@@ -293,8 +304,10 @@ def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
 # ------------------------------------------------------------------------------------------------ one file of results, one item
 
 
-def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
+def list_jobs(cfg: EvalConfig, folder: Path | None) -> list[EvalJob]:
+    """List the files of a run, each with its items and its header. `folder`: of the checkpoint, if it is here."""
     jobs = []
+    weights = cfg.api.model if cfg.api.url else folder and weights_digest(folder)
     for split, root in cfg.splits.items():
         items = load_split(split, root, cfg.limit)
         total = count_items(split, root)
@@ -302,7 +315,8 @@ def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
             for dispatch in cfg.arms:
                 arm = dispatch if cfg.agentic else cfg.prompting.protocol
                 path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
+                job = EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path)
+                jobs.append(replace(job, header=results.make_header(cfg, job, folder, weights)))
     return jobs
 
 
@@ -376,7 +390,4 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["table"]:
-        sys.exit(tables.main(sys.argv[2:]))
-    cfg, args = config.command_line(EvalConfig, __doc__)
     config.run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

@@ -17,7 +17,6 @@ Deliberately missing: a value model, rewards for parts of an episode.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -29,35 +28,7 @@ from runtime.distributed import gather, sum_over_ranks
 from runtime.packing import best_fit
 from runtime.policy import TokenScores
 from runtime.render import Bundle, Renderer
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
-    """What an update does with a batch of episodes."""
-
-    group_size: int = 8
-    """G: episodes per task."""
-    kl_coef: float = 0.01
-    """beta; 0 loads no reference."""
-    clip_eps: float = 0.2
-    """The ratio is clipped to 1 - eps .. 1 + eps. With one minibatch it is 1, and the clip is inert."""
-    clip_eps_high: float | None = None
-    """eps for ratios above 1; null: the same."""
-    normalise: Literal["group", "batch"] = "group"
-    """group: mean and std of the group. batch: then also divided by the batch's std, small where groups are flat."""
-    behaviour_cap: float = 5.0
-    """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
-    train_tokens: int = 16_384
-    """Tokens of a micro-batch. A group over it is split, and its prompt repeated; a single episode may exceed it."""
-
-    def __post_init__(self):
-        if self.group_size < 2:
-            raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
-        for name in ("clip_eps", "clip_eps_high", "behaviour_cap", "train_tokens"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} = {value}: must be greater than 0")
-
+from runtime.settings import GRPOConfig
 
 # ------------------------------------------------------------------------------------------------ advantages
 

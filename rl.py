@@ -4,25 +4,24 @@
     python rl.py configs/toy_paragrpo.yaml                                      # the same code on a CPU
     python rl.py configs/toy_grpo.yaml steps=20                                 # accuracy-only GRPO, for contrast
 
-A step samples B tasks at one K each (nFrames gating) with G episodes each, rewards the episodes, compares them within
-their group (advantages), takes an AdamW step on the loss and gives the new weights to the engine. The run leaves
-RUN/metrics.jsonl, RUN/episodes/ (what was said), RUN/state/ (to resume from) and RUN/model/ (the result).
+A step draws one K for each of B tasks (nFrames gating), samples G episodes per task, rewards them, compares them within
+their group (advantages), takes an AdamW step on the loss and gives the new weights to the engine. The run writes
+RUN/metrics.jsonl, RUN/episodes/ (episodes as text and token ids), RUN/state/ (to resume from) and RUN/model/ (the result).
 
-The equations are in grpo.py; plain GRPO is the same loop without anchor, prefix and gating. With `staleness: 1` the
-episodes of the next step are sampled, by the weights of the last one, while this one trains. (A resumed run samples its
-first batch by the newest weights; with `staleness: 0` and the engine in this process it is the uninterrupted run.)
+The equations are in grpo.py. Plain GRPO is the same loop without anchor, prefix and gating. With `staleness: 1`, the next
+step's episodes are sampled while this step trains, so their weights are one update old. A resumed run samples its first
+batch with the newest weights. It therefore repeats the uninterrupted run only with `staleness: 0` and the in-process engine.
 
-Deliberately missing: batches that are more than one update old, trainers that come and go.
+Deliberately missing: batches that are more than one update old, elastic training.
 """
 
 import contextlib
 import os
-import shutil
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,41 +29,16 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
-from grpo import GRPOConfig, TrainExample, bundles, examples_loss, make_examples, micro_batches
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
-from runtime.checks import RunConfig, check_servers, open_run
-from runtime.config import ConfigError, command_line, refuse_below_1, run_script
+from runtime import config, servers
 from runtime.dataset import Dataset
-from runtime.distributed import (
-    barrier,
-    device,
-    export,
-    gather,
-    init_distributed,
-    local_rank,
-    local_size,
-    mean_over_ranks,
-    place,
-    print0,
-    rank,
-    saved_step,
-    snapshot_folder,
-    sum_over_ranks,
-    world_size,
-)
-from runtime.doctor import check_gap, refuse_empty, self_check
 from runtime.engine import Engine
 from runtime.judge import Judge
-from runtime.plan import plan_rl, utilisation
-from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
 from runtime.render import Renderer
-from runtime.run import USER_ERRORS, Run, check_room, dry_run
-from runtime.servers import IMAGES, on_this_machine
+from runtime.settings import GRPOConfig, RunConfig
 from runtime.video import VideoError, Videos
 from tools import TOOLS
 
@@ -77,29 +51,29 @@ class RLConfig(RunConfig):
     reward: RewardConfig = RewardConfig()
     grpo: GRPOConfig = GRPOConfig()
     gating: tuple[int, ...] = (4, 8, 16, 32, 64)
-    """nFrames gating: K is drawn from these, once per task and epoch. [] switches it off: visual.overview_frames."""
+    """nFrames gating: K is drawn from these once per task and epoch. []: no gating, K = visual.overview_frames."""
     steps: int = 54
     batch_tasks: int = 8
-    """B: tasks of a step, over all ranks."""
+    """B: tasks per step, over all ranks."""
     minibatches: int = 1
     """Updates per batch."""
     staleness: Literal[0, 1] = 0
-    """0: sample, then train. 1: the next batch is sampled while this one trains, by weights that are one update old."""
+    """0: sample, then train. 1: sample the next batch while this one trains, with weights that are one update old."""
     val_tasks: int = 64
-    """Tasks of `val`, answered greedily with tools and without."""
+    """Held-out tasks of `val`. Each is answered greedily, once with tools and once without."""
     val_frames: tuple[int, ...] = ()
-    """Each of them is asked once with every one of these K; []: with visual.overview_frames."""
+    """Values of K at which each held-out task is asked. []: visual.overview_frames."""
     dump_groups: int = 1
-    """Groups per step whose episodes are kept in full, in RUN/episodes/."""
+    """Groups per step whose episodes are written to RUN/episodes/."""
     seed: int = 0
-    """Draws K and, in the engine in this process, tokens. `data.seed` draws the order of the rows."""
+    """Seed of K and of the in-process engine's samples. `data.seed` orders the rows."""
 
     def __post_init__(self):
         super().__post_init__()
-        refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
+        config.refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
-            raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike")
+            raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")
         if agents.train and agents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
         if self.rollout.server_gpus and self.rollout.urls:
@@ -113,91 +87,113 @@ class RLConfig(RunConfig):
         return self.gating or (self.visual.overview_frames,)
 
 
+# Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
+if __name__ == "__main__":
+    cfg, args = config.command_line(RLConfig, __doc__)
+
+import torch
+from torch import Tensor
+
+from grpo import TrainExample, bundles, examples_loss, make_examples, micro_batches
+from runtime import checks, distributed, doctor, plan
+from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
+from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
+from runtime.run import USER_ERRORS, Clock, Run, check_room, dry_run
+from runtime.weights import WeightSync
+
 SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "logprob_gap", "grad_norm", "seconds")
 
 
 def main(cfg: RLConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
-    init_distributed()
-    with open_run(cfg, parse_task, check_hardware) as (source, renderer), contextlib.ExitStack() as until_it_ends:
-        per_node = on_this_machine(cfg.rollout.urls)  # servers elsewhere sample for all nodes
-        images = IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
-        snapshots = until_it_ends.enter_context(snapshot_folder(cfg.run, source, per_node, images))
-        # Servers start while the policy loads; where both share a GPU, afterwards: they take a share of what is free by then.
-        overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
-        engine = None
-        if not overlapping_gpus and saved_step(Path(cfg.run) / "state") < cfg.steps:
-            engine = until_it_ends.enter_context(contextlib.closing(start_engine(source, renderer, cfg)))
+    distributed.init_distributed()
+    with checks.open_run(cfg, parse_task, check_hardware) as (source, renderer):
+        with contextlib.ExitStack() as while_it_trains:
+            sampling = None
+            # Servers start while the policy loads. On a GPU that also trains they start later: they take a share of the free memory.
+            overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
+            if distributed.saved_step(Path(cfg.run) / "state") < cfg.steps and not overlapping_gpus:
+                sampling = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
 
-        # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
-        policy_cfg = replace(cfg.policy, checkpoint=str(source))
-        policy, reference = load(policy_cfg, renderer.never_sampled), None
-        if cfg.grpo.kl_coef:
-            reference = load(policy_cfg, renderer.never_sampled, train=False)
-            if policy.vision_frozen:  # one tower for both
-                reference.model.model.visual = policy.vision
-        run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
+            # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
+            policy_cfg = replace(cfg.policy, checkpoint=str(source))
+            policy = load(policy_cfg, renderer.never_sampled)
+            reference = None
+            if cfg.grpo.kl_coef:
+                reference = load(policy_cfg, renderer.never_sampled, train=False)
+                if policy.vision_frozen:  # both share one tower
+                    reference.model.model.visual = policy.vision
+            run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
-        if run.done < cfg.steps:
-            engine, videos = engine or start_engine(source, renderer, cfg), Videos(cfg.workers)
-            with videos, Sampler(cfg, engine, renderer, videos, snapshots) as sampler:
-                engine.wait_until_ready()
-                barrier()  # a node's first rank has warmed its servers, and given up those that do not start
-                # The engine has the checkpoint's weights; servers that already run may hold those of another run.
+            if run.done < cfg.steps:
+                if sampling is None:
+                    sampling = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
+                sampler, weights = sampling
+                sampler.engine.wait_until_ready()
+                barrier()  # the first rank of each node has warmed up its servers and dropped those that do not start
+                # The engine starts with the checkpoint's weights. Servers that were already running may hold another run's weights.
                 if run.done or cfg.rollout.urls:
-                    sampler.export(policy, run.done)
-                    sampler.publish(run.done)
-                train(cfg, policy, reference, sampler, run)
+                    weights.export(policy, run.done)
+                    weights.publish(run.done)
+                train(cfg, policy, reference, sampler, weights, run)
         run.export()
 
 
-def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sampler", run: Run) -> None:
-    """Train to the last step: sample, reward, update, sync, log, save."""
-    renderer, judge, held_out = sampler.renderer, Judge(cfg.reward.judge), []
-    if cfg.val:  # this rank's share of the tasks that are evaluated
+def train(
+    cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sampler", weights: WeightSync, run: Run
+) -> None:
+    """Train to the last step: sample, reward, update, sync, evaluate, log, save."""
+    renderer, judge = sampler.renderer, Judge(cfg.reward.judge)
+    held_out = []
+    if cfg.val:  # this rank's share of the held-out tasks
         val = Dataset(cfg.val, parse_task)
         draws = val.batch(0, min(cfg.val_tasks, len(val)), rank(), world_size())
         held_out = [draw.item for draw in draws]
+
+    # A thread samples the batches in order. With staleness 1 it is one step ahead of training.
     print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.grpo.group_size} episodes")
+    for step in range(run.done, run.done + 1 + cfg.staleness):
+        sampler.start(step)
     for step in range(run.done, cfg.steps):
         clock = Clock()
 
-        # Sample: this rank's groups of episodes.
+        # Sample: get this rank's groups of episodes.
         groups, clock.seconds["sampling_seconds"] = sampler.get(step)
         clock.lap("rollout")
 
         # Reward the episodes, and turn rewards into advantages.
         give_rewards(groups, renderer, cfg.reward, judge)
-        refuse_empty(groups, step)
+        doctor.refuse_empty(groups, step)
         examples, total_tokens = make_examples(
             groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train
         )
-        barrier()  # who is ahead waits here, not inside NCCL
+        barrier()  # a rank that is ahead waits here, not inside NCCL
         clock.lap("reward")
 
-        # Update. Before the first one: does the trainer compute the engine's log-probs?
+        # Update. Before the first update, check that the trainer computes the engine's log-probs.
         if step == run.done:
-            self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
+            doctor.self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
         measured = update(policy, reference, run.optimizer, examples, total_tokens, cfg, step)
         clock.lap("train")
 
-        # Sync: the new weights are written while the engine still samples, and loaded once it samples no more.
-        sampler.export(policy, step + 1)
+        # Sync: write the new weights while the engine may still sample, and load them once it has finished.
+        weights.export(policy, step + 1)
         clock.lap("export")
         sampler.wait()
         clock.lap("wait")
-        sampler.publish(step + 1)
+        weights.publish(step + 1)
+        weights.remove(step)
         clock.lap("publish")
-        sampler.prefetch(step + 2)  # goes on during all that follows
-        if local_rank() == 0:
-            shutil.rmtree(sampler.snapshots / f"weights-{step}", ignore_errors=True)  # no server reads it any more
 
-        # Log.
+        # Evaluate, and gather what this step measured.
         measured |= describe(groups, cfg.choices_of_k, step)
         measured |= speed(examples, policy, clock.seconds["train_seconds"]) | clock.seconds
-        measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
+        measured |= distributed.sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
+        sampler.start(step + 1 + cfg.staleness)  # samples while this step is logged and saved
+
+        # Log.
         if rank() == 0:
             keep_episodes(groups[: cfg.dump_groups], renderer, run.folder / "episodes" / f"step-{step:06d}.jsonl")
         run.log(step, measured)
@@ -210,50 +206,52 @@ def train(cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sam
 
 
 class Sampler:
-    """Samples batches by step number: when they are asked for, or (staleness 1) one step ahead, in a thread.
+    """Samples this rank's batches in a thread, in the order in which they are started."""
 
-    staleness 1:  get(s) returns batch s, while batch s + 1 is sampled with the weights from before update s;
-                  wait()   waits for batch s + 1; then update s is published, and prefetch(s + 2) begins at once."""
-
-    def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos, snapshots: Path):
-        self.cfg, self.dataset, self.engine, self.renderer = cfg, Dataset(cfg.data, parse_task), engine, renderer
-        self.snapshots = snapshots  # the folder through which the engine gets its weights
-        self.per_node = on_this_machine(cfg.rollout.urls)  # or one snapshot for all nodes
-        self.thread, self.stopped = ThreadPoolExecutor(1, "sampler"), threading.Event()
-        self.decoding = ThreadPoolExecutor(1, "look ahead")
-        self.ahead: dict[int, Future] = {}  # by step: batches that nobody has taken yet
-        self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
+    def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos):
+        self.cfg = cfg
+        self.engine = engine
+        self.renderer = renderer
         self.videos = videos
+        self.dataset = Dataset(cfg.data, parse_task)
+        self.stopped = threading.Event()
+        self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
+        self.thread = ThreadPoolExecutor(1, "sampler")
+        self.decoding = ThreadPoolExecutor(1, "look ahead")
+        self.batches: dict[int, Future] = {}  # step -> a batch that was started and not yet taken
+
+    def start(self, step: int) -> None:
+        """Start to sample the batch of a step. Steps after the last one are ignored."""
+        if step < self.cfg.steps:
+            self.batches[step] = self.thread.submit(self.sample, step)
 
     def get(self, step: int) -> tuple[list[Group], float]:
-        """Return this rank's groups of a step and the seconds that sampling them took; begin the next where it may."""
-        batch = self.ahead.pop(step).result() if step in self.ahead else self.sample(step)
-        self.prefetch(step + 1)
-        return batch
-
-    def prefetch(self, step: int) -> None:
-        """Begin to sample the batch of a step, if it may be sampled ahead, will be needed and is not under way."""
-        if self.cfg.staleness and step < self.cfg.steps and step not in self.ahead:
-            self.ahead[step] = self.thread.submit(self.sample, step)
+        """Wait for the batch of a step. Return this rank's groups and how many seconds sampling took."""
+        return self.batches.pop(step).result()
 
     def wait(self) -> None:
-        """Wait until no rank samples, so that the weights may change: all tokens of a batch are of one version."""
-        wait(self.ahead.values())
+        """Wait until no rank samples. Then the weights may change: all tokens of a batch come from one version."""
+        wait(self.batches.values())
         barrier()
 
     def sample(self, step: int) -> tuple[list[Group], float]:
+        """Sample the batch of a step, and report rows and videos that turn out to be unusable."""
         cfg, started = self.cfg, time.perf_counter()
+
+        # The decoders have little to do while this batch is sampled, so they decode the next batch's overviews.
         if step + 1 < cfg.steps:
             self.decoding.submit(self.look_ahead, *self.draw(step + 1))
+
         tasks, ks = self.draw(step)
         size, progress = cfg.grpo.group_size, rank() == 0 and sys.stderr.isatty()
         groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
-        # A row whose prompt cannot be rendered is a bad row.
+
+        # If a prompt cannot be rendered, its row is a bad row.
         for task, group in zip(tasks, groups):
             kind, _, reason = group.episodes[0].error.partition(": ")
             if kind == "RowError":
                 self.dataset.reject(task.id, reason)
-        # A video that cannot be shown is counted as a bad row is, once, however many tasks ask about it.
+        # An unreadable video counts as one bad row, however many tasks use it.
         for task in tasks:
             for path in task.videos:
                 if path in self.videos.unreadable:
@@ -261,50 +259,41 @@ class Sampler:
         return groups, time.perf_counter() - started
 
     def draw(self, step: int) -> tuple[list[Task], list[int]]:
-        """Return this rank's tasks of a step, and the K of each."""
-        cfg, tasks, ks = self.cfg, [], []
+        """Return this rank's tasks of a step and their K."""
+        cfg = self.cfg
+        tasks, ks = [], []
         draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size(), count_ids=True)
         for task, epoch, repeat in draws:
-            if repeat:  # K and all seeds are drawn by the name, so a name that the batch has twice needs two
+            if repeat:  # K and all seeds depend on the id, so a task that the batch has twice gets a second id
                 task = replace(task, id=f"{task.id}#{repeat + 1}")
             tasks.append(task)
             ks.append(draw_k(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         return tasks, ks
 
     def look_ahead(self, tasks: list[Task], ks: list[int]) -> None:
-        """Decode the overviews of the next batch into the cache of `videos`, while the decoders have little to do."""
+        """Decode a batch's overviews into the cache of `videos`."""
         for task, k in zip(tasks, ks):
-            with contextlib.suppress(VideoError):  # the next request for it raises
+            with contextlib.suppress(VideoError):  # the request that needs it raises again
                 overview(task, k, self.videos, self.renderer.contract)
-
-    def export(self, policy: Policy, version: int) -> None:
-        """Write a snapshot of the policy, in safetensors. A server that restarts meanwhile still reads the one before. Servers
-        of our own have begun with the checkpoint, so they have the weights that do not train."""
-        target, frozen = self.snapshots / f"weights-{version}", not self.cfg.rollout.server_gpus
-        export(policy, target, policy.cfg.checkpoint, self.cfg.visual, per_node=self.per_node, frozen=frozen)
-
-    def publish(self, version: int) -> None:
-        """Have the engines load a snapshot."""
-        snapshot, serving = self.snapshots / f"weights-{version}", self.cfg.rollout
-        # Where both share a GPU, the server needs now what this process keeps for later.
-        if device().index in serving.server_gpus:
-            torch.cuda.empty_cache()
-        me, _ = place(self.per_node)
-        pushes = me == 0 or not (serving.server_gpus or serving.urls)
-        if pushes:
-            self.engine.update_weights(snapshot, version)
-        barrier()
-        if not pushes:  # the first rank has loaded them into the servers, which the others share
-            self.engine.update_weights(snapshot, version, push=False)
-        barrier()  # from now on nobody reads an older snapshot
 
     def __enter__(self) -> "Sampler":
         return self
 
     def __exit__(self, *_) -> None:
         self.stopped.set()
-        self.engine.close()  # nobody waits for a batch that is not wanted: what was asked fails now
+        self.engine.close()  # requests in flight fail now; their batch is not needed
         self.thread.shutdown()
+
+
+@contextlib.contextmanager
+def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tuple[Sampler, WeightSync]]:
+    """Open engine, video decoders and snapshot folder for the length of the block. Servers may still be starting."""
+    per_node = servers.on_this_machine(cfg.rollout.urls)  # servers on another machine serve all nodes
+    image_bytes = servers.IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
+    with distributed.snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
+        engine = start_engine(source, renderer, cfg)
+        with Videos(cfg.workers) as videos, Sampler(cfg, engine, renderer, videos) as sampler:
+            yield sampler, WeightSync(folder, engine, cfg.rollout, cfg.visual)
 
 
 def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
@@ -332,83 +321,79 @@ def update(
     policy: Policy, reference: Policy | None, optimizer, examples: list[TrainExample], total_tokens: float, cfg: RLConfig,
     step: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Take one AdamW step per minibatch, over the examples of all ranks. Return what was measured; `grad_norm` is not finite
-    if one of the gradients was not, whose step was skipped."""
-    temperature = cfg.rollout.temperature
-
-    # Deal the examples out into minibatches of micro-batches. A minibatch is empty on all ranks or on none.
+    """Take one AdamW step per minibatch, over the examples of all ranks. Return the metrics. A step whose gradient is not
+    finite is skipped, and `grad_norm` is then not finite."""
+    # Deal the examples out to minibatches, and cut each into micro-batches. A minibatch is empty on all ranks or on none.
     minibatches = []
     for i in range(cfg.minibatches):
         minibatch = micro_batches(examples[i :: cfg.minibatches], cfg.grpo.train_tokens)
         if minibatch:
             minibatches.append(minibatch)
 
-    sums, norms, gaps = {"tokens": 0.0, "loss": 0.0}, [], [0.0]
-    proximal = proximal_logprobs(policy, minibatches, temperature)
+    # One optimizer step per minibatch, from the gradients of its micro-batches.
+    sums = {"tokens": 0.0, "loss": 0.0}
+    norms, gaps = [], [0.0]
+    proximal = proximal_logprobs(policy, minibatches, cfg.rollout.temperature)
     for minibatch, prox_of_minibatch in zip(minibatches, proximal):
         for i, (micro, prox_logprobs) in enumerate(zip(minibatch, prox_of_minibatch)):
-            # Policy and reference, at the temperature of sampling; a frozen vision tower works once for both.
-            features = policy.encode(bundles(micro)) if policy.vision_frozen else None
-            scores = policy(bundles(micro), temperature, features)
-            ref_logprobs = None
-            if reference is not None:
-                with torch.no_grad():
-                    ref_logprobs = reference(bundles(micro), temperature, features).logprobs
-
-            # The loss divides by all tokens of the batch. Each minibatch is its own optimizer step, so scale its share back up.
-            loss, stats = examples_loss(scores, micro, total_tokens, prox_logprobs, ref_logprobs, cfg.grpo)
             sum_over_nodes(policy, now=i + 1 == len(minibatch))
-            (loss * len(minibatches)).backward()
-
-            sums["tokens"] += len(scores.logprobs)
-            sums["loss"] += loss.item()
+            loss, stats = micro_step(policy, reference, micro, prox_logprobs, total_tokens, len(minibatches), cfg)
+            sums["tokens"] += len(stats["logprob_gap"])
+            sums["loss"] += loss
             for name, values in stats.items():
                 sums[name] = sums.get(name, 0.0) + values.sum().item()
             gaps += stats["logprob_gap"].tolist()
         norms.append(optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps))
 
-    # Means over the tokens of all ranks; the loss is a mean already.
-    sums = sum_over_ranks(sums)
+    # Average over the tokens of all ranks. The loss is already a mean.
+    sums = distributed.sum_over_ranks(sums)
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
     measured = {"logprob_gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
-    measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if one of them is
-    check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
+    measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if any gap is NaN
+    doctor.check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
     return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0]))}
+
+
+def micro_step(
+    policy: Policy, reference: Policy | None, micro: list[TrainExample], prox_logprobs: Tensor | None, total_tokens: float,
+    n_minibatches: int, cfg: RLConfig,
+) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+    """Add the gradient of one micro-batch. Return its share of the loss and its token statistics, each [N]."""
+    # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
+    temperature = cfg.rollout.temperature
+    features = policy.encode(bundles(micro)) if policy.vision_frozen else None
+    scores = policy(bundles(micro), temperature, features)
+    ref_logprobs = None
+    if reference is not None:
+        with torch.no_grad():
+            ref_logprobs = reference(bundles(micro), temperature, features).logprobs
+
+    # The loss divides by all tokens of the batch. Each minibatch is its own optimizer step, so scale its share back up.
+    loss, stats = examples_loss(scores, micro, total_tokens, prox_logprobs, ref_logprobs, cfg.grpo)
+    (loss * n_minibatches).backward()
+    return loss.item(), stats
 
 
 @torch.no_grad()
 def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> list[list[Tensor | None]]:
-    """Return log pi_prox of every micro-batch, by minibatch: of the policy before the first update. With one minibatch that
-    is pi itself (None)."""
-    found = []
+    """Return log pi_prox of each micro-batch, by minibatch: the log-probs of the policy before the first update. With a
+    single minibatch pi_prox is pi itself, and the entries are None."""
+    if len(minibatches) <= 1:
+        return [[None] * len(minibatch) for minibatch in minibatches]
+    proximal = []
     for minibatch in minibatches:
-        if len(minibatches) > 1:
-            found.append([policy(bundles(micro), temperature).logprobs for micro in minibatch])
-        else:
-            found.append([None] * len(minibatch))
-    return found
+        proximal.append([policy(bundles(micro), temperature).logprobs for micro in minibatch])
+    return proximal
 
 
-# ------------------------------------------------------------------------------------------------ what happened
-
-
-class Clock:
-    """Seconds per phase, on this rank."""
-
-    def __init__(self):
-        self.seconds, self._last = {"seconds": 0.0}, time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[f"{phase}_seconds"] = now - self._last
-        self.seconds["seconds"] += now - self._last
-        self._last = now
+# ------------------------------------------------------------------------------------------------ metrics
 
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
-    """Return means over all ranks: of groups (share/K, flat_groups), of all episodes (failed_rate), of calls
-    (call_errors/..., calls/distinct), of sub-agents' reports (report/...), else of the episodes that ran. kappa: executed
-    calls per episode; `ks`: the K that are drawn."""
+    """Return a step's metrics, averaged over all ranks. `ks`: the values of K that are drawn.
+
+    share/K and flat_groups are means over groups, failed_rate over all episodes, call_errors/... and calls/distinct over
+    calls, report/... over sub-agents' reports, and everything else over the episodes that ran."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
@@ -418,42 +403,52 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
             seen["failed_rate"].append(bool(episode.error))
 
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
-    # A tool may have kinds of errors of its own; all ranks must count the same ones.
-    own = {call.error for episode in ran for call in episode.calls if call.error}
-    kinds = set(CALL_ERRORS).union(*gather(own))
+    # A fork's tool may add error kinds. All ranks must count the same ones.
+    own_kinds = {call.error for episode in ran for call in episode.calls if call.error}
+    error_kinds = set(CALL_ERRORS).union(*gather(own_kinds))
     for episode in ran:
-        for name, value in episode.rewards.items():
-            seen[name].append(value)
-        did = "called" if episode.executed else "skipped"
-        seen[f"acc/K={episode.k}"].append(episode.rewards["R_acc"])
-        seen[f"acc/K={episode.k}/{did}"].append(episode.rewards["R_acc"])
-        seen["kappa"].append(episode.executed)
-        seen[f"kappa/K={episode.k}"].append(episode.executed)
-        for name in TOOLS:
-            seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
-        seen["calls/distinct"] += are_distinct(episode)
-        for call in episode.calls:
-            for kind in kinds:
-                seen[f"call_errors/{kind}"].append(call.error == kind)
-            if call.subagent:  # a report ends by itself, in a few words, and has no tags
-                seen["report/ended"].append(call.subagent.finish == "stop")
-                seen["report/tokens"].append(call.subagent.n_sampled)
-                seen["report/tagged"].append(bool(TAG.search(call.text)))
-        seen["truncated_rate"].append(episode.main.finish == "length")
-        seen["turns"].append(len(episode.main.turns))
-        seen["sampled_tokens"].append(episode.main.n_sampled)
-        seen["critical_tokens"].append(episode.critical_tokens)
-        seen["all_tokens"].append(episode.all_tokens)
-        versions = [version for version in episode.main.versions if version >= 0]
-        if versions:
-            seen["staleness"].append(step - sum(versions) / len(versions))
-    return mean_over_ranks(seen)
+        add_episode(seen, episode, step)
+        add_calls(seen, episode, error_kinds)
+    return distributed.mean_over_ranks(seen)
+
+
+def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> None:
+    """Add an episode's rewards, accuracy by K, number of calls (kappa), lengths and staleness to the metrics."""
+    for name, value in episode.rewards.items():
+        seen[name].append(value)
+    called = "called" if episode.executed else "skipped"
+    seen[f"acc/K={episode.k}"].append(episode.rewards["R_acc"])
+    seen[f"acc/K={episode.k}/{called}"].append(episode.rewards["R_acc"])
+    seen["kappa"].append(episode.executed)
+    seen[f"kappa/K={episode.k}"].append(episode.executed)
+    seen["truncated_rate"].append(episode.main.finish == "length")
+    seen["turns"].append(len(episode.main.turns))
+    seen["sampled_tokens"].append(episode.main.n_sampled)
+    seen["critical_tokens"].append(episode.critical_tokens)
+    seen["all_tokens"].append(episode.all_tokens)
+    versions = [version for version in episode.main.versions if version >= 0]
+    if versions:
+        seen["staleness"].append(step - sum(versions) / len(versions))
+
+
+def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[str]) -> None:
+    """Add an episode's calls and their reports to the metrics."""
+    for name in TOOLS:
+        seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
+    seen["calls/distinct"] += are_distinct(episode)
+    for call in episode.calls:
+        for kind in error_kinds:
+            seen[f"call_errors/{kind}"].append(call.error == kind)
+        if call.subagent:  # a good report ends by itself, is short and has no tags
+            seen["report/ended"].append(call.subagent.finish == "stop")
+            seen["report/tokens"].append(call.subagent.n_sampled)
+            seen["report/tagged"].append(bool(TAG.search(call.text)))
 
 
 def are_distinct(episode: Episode) -> list[bool]:
-    """Return, for each executed call with a window, whether no earlier one of the episode covers more than half of it."""
+    """Return for each executed call whether its window is new: no earlier window covers more than half of it."""
     distinct = []
-    earlier: dict[str, list[tuple[float, float]]] = defaultdict(list)  # the windows of each video
+    earlier: dict[str, list[tuple[float, float]]] = defaultdict(list)  # video -> its windows so far
     for call in episode.calls:
         if call.error or call.window is None:
             continue
@@ -468,14 +463,17 @@ def are_distinct(episode: Episode) -> list[bool]:
 
 
 def speed(examples: list[TrainExample], policy: Policy, seconds: float) -> dict[str, float]:
-    """Return the tokens per second that all ranks train on together, and how well that uses the GPUs."""
+    """Return the tokens per second of all ranks together, and the MFU."""
     tokens = sum(gather(sum(len(example.bundle) for example in examples)))
     slowest = max(gather(seconds))
-    return {"trained_tokens_per_second": tokens / slowest, **utilisation(policy.cfg, tokens, slowest, world_size())}
+    return {
+        "trained_tokens_per_second": tokens / slowest,
+        **plan.utilisation(policy.cfg, tokens, slowest, world_size()),
+    }
 
 
 def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return the greedy accuracy on held-out tasks at each K of `val_frames`: as the policy likes, and without tools."""
+    """Return greedy accuracy, kappa and format on held-out tasks at each K of `val_frames`, with tools and without."""
     asked, ks = [], []
     for task in tasks:
         for k in cfg.val_frames or (cfg.visual.overview_frames,):
@@ -485,7 +483,9 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
     subagents = replace(cfg.rollout.subagents, temperature=0.0)
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
-        groups = sampler.rollout(asked, ks, 1, cfg=greedy, progress=False, stopped=None)  # not stopped with the sampler
+        groups = sampler.rollout(
+            asked, ks, 1, cfg=greedy, progress=False, stopped=None
+        )  # a sampler that failed does not stop it
         give_rewards(groups, sampler.renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
@@ -497,21 +497,22 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
             for part, value in values.items():
                 seen[f"{name}/{part}"].append(value)
                 seen[f"{name}/{part}/K={group.k}"].append(value)
-    return mean_over_ranks(seen)
+    return distributed.mean_over_ranks(seen)
 
 
-# ------------------------------------------------------------------------------------------------ before it starts
+# ------------------------------------------------------------------------------------------------ checks
 
 
 def check_hardware(cfg: RLConfig) -> None:
-    """Refuse a run whose servers cannot start, or that has no room on this machine's GPUs."""
+    """Refuse a run whose servers cannot start or whose models do not fit on this machine's GPUs."""
     if cfg.batch_tasks < world_size():
-        raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {world_size()} ranks needs a task; raise it")
-    check_servers(cfg.rollout, local_size())
-    check_room(cfg, plan_rl)
+        raise config.ConfigError(
+            f"batch_tasks = {cfg.batch_tasks}: each of {world_size()} ranks needs a task; raise it"
+        )
+    checks.check_servers(cfg.rollout, local_size())
+    check_room(cfg, plan.plan_rl)
 
 
 if __name__ == "__main__":
-    cfg, args = command_line(RLConfig, __doc__)
-    check = partial(dry_run, parse=parse_task, plans=plan_rl)
-    run_script(check if args.dry_run else main, cfg, *USER_ERRORS)
+    check = partial(dry_run, parse=parse_task, plans=plan.plan_rl)
+    config.run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

@@ -22,19 +22,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
-import torch
 
 from data import Dialogue, encode_dialogue, parse_dialogue
 from rewards import TAG
-from runtime.checks import RunConfig, open_run
 from runtime.config import command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, Dataset, RowError, row_errors
-from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
-from runtime.packing import best_fit
-from runtime.plan import Plan, plan_training, utilisation
-from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step, sum_over_nodes
 from runtime.render import Bundle, Renderer
-from runtime.run import USER_ERRORS, Run, check_room, dry_run
+from runtime.settings import OptimConfig, RunConfig
 from runtime.video import Videos
 from tools import TOOLS
 
@@ -71,6 +65,20 @@ class SFTConfig(RunConfig):
             raise ValueError(f"tools = {sorted(unknown)}: not among tools.TOOLS: {', '.join(TOOLS)}")
         if unknown := set(self.kind_weights) - set(KINDS):
             raise ValueError(f"kind_weights = {sorted(unknown)}: no kinds of token; there are {', '.join(KINDS)}")
+
+
+# Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
+if __name__ == "__main__":
+    cfg, args = command_line(SFTConfig, __doc__)
+
+import torch
+
+from runtime.checks import open_run
+from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
+from runtime.packing import best_fit
+from runtime.plan import Plan, plan_training, utilisation
+from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
+from runtime.run import USER_ERRORS, Run, check_room, dry_run
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
@@ -248,6 +256,5 @@ def target_kinds(bundle: Bundle, renderer: Renderer) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    cfg, args = command_line(SFTConfig, __doc__)
     check = partial(dry_run, parse=parse_dialogue, plans=plan_sft)
     run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

@@ -1,8 +1,8 @@
 """results.py: the files of results that eval.py writes, and which of them may be continued or compared.
 
-    lines, items = resume(cfg, job, folder)     # the lines of job.path that stay, and the items that must be asked
-    results = read_results(path)                # one file: settings (its first line), records (a line per item)
-    refuse_mixtures(all_results)                # a row of a table is one model, sampled in one way
+    lines, items = resume(job)          # the lines of job.path that stay, and the items that must be asked
+    results = read_results(path)        # one file: settings (its first line), records (a line per item)
+    refuse_mixtures(all_results)        # a row of a table is one model, sampled in one way
 
 `cfg` is an EvalConfig, `folder` its checkpoint. A dry run may not have that here (None): what only it tells is not compared.
 """
@@ -12,7 +12,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from evals.benchmarks import Item, figures
 from evals.protocols import READS
 from rollout import RolloutConfig
 from runtime import config
-from runtime.checks import MAY_CHANGE, weights_digest
 from runtime.dataset import DataError
+from runtime.settings import MAY_CHANGE
 from runtime.visual import VisualContract
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
@@ -46,6 +46,7 @@ class EvalJob:
     items: list[Item]  # as many as `limit` says
     total: int  # items of the whole split
     path: Path
+    header: dict[str, Any] = field(default_factory=dict)  # what shapes its results
 
 
 @dataclass
@@ -110,16 +111,15 @@ def read_run(run: str | Path) -> dict[Path, Results]:
 # ------------------------------------------------------------------------------------------------ resuming
 
 
-def resume(cfg: Any, job: EvalJob, folder: Path | None) -> tuple[list[dict], list[Item]]:
+def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
     """Return the lines that stay in a job's file, the header first, and the items that are still to be asked. An earlier
     file of other settings is refused."""
-    header = make_header(cfg, job, folder)
     if not job.path.exists():
-        return [header], job.items
+        return [job.header], job.items
     earlier = read_results(job.path)
     answered = [record for record in earlier.records if not record["error"]]
     if answered:
-        refuse_other_settings(job.path, earlier.settings, header)
+        refuse_other_settings(job.path, earlier.settings, job.header)
 
     # An answer stays if its item has not changed, or if it lies beyond the limit of this call.
     digests = {item.task.id: item_digest(item) for item in job.items}
@@ -129,7 +129,7 @@ def resume(cfg: Any, job: EvalJob, folder: Path | None) -> tuple[list[dict], lis
         now = digests.get(record["id"])
         if record["item"] == now or (limited and now is None):
             kept[record["id"]] = record
-    return [header, *kept.values()], [item for item in job.items if item.task.id not in kept]
+    return [job.header, *kept.values()], [item for item in job.items if item.task.id not in kept]
 
 
 def refuse_other_settings(path: Path, before: dict, header: dict) -> None:
@@ -143,7 +143,7 @@ def refuse_other_settings(path: Path, before: dict, header: dict) -> None:
         raise config.ConfigError(f"{path} was made under other settings ({'; '.join(changed.values())}): {fix}")
 
 
-def make_header(cfg: Any, job: EvalJob, folder: Path | None) -> dict[str, Any]:
+def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None) -> dict[str, Any]:
     """Collect what shapes a result. Where and how fast it is computed does not. Not seen here: what a fork's tool asks its
     sub-agents (`ClipForSubagent.request`), which weights a server at `rollout.urls` holds, and what `rollout.server_args`
     do to them, such as quantization."""
@@ -169,7 +169,7 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None) -> dict[str, Any]:
         "k": job.k,
         "arm": job.arm,
         "total": job.total,
-        "weights": cfg.api.model if cfg.api.url else folder and weights_digest(folder),
+        "weights": weights,  # their digest, or their name at an API
         "api": {"url": cfg.api.url, "parameters": cfg.api.parameters},
         "prompts": digest(prompts),
         "prompting": dataclasses.asdict(cfg.prompting),

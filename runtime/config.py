@@ -1,7 +1,7 @@
 """config.py: one YAML per run -> one frozen dataclass; and what every run writes down about itself.
 
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
-    cfg, args = config.command_line(SFTConfig, __doc__)                         # what every script does in its main
+    cfg, args = config.command_line(SFTConfig, __doc__)                         # before a script imports torch
 
 A YAML file may name a parent (`base: other.yaml`, relative to itself): mappings merge, everything else replaces.
 Defaults live in the dataclasses and nowhere else. An error names the key, the value, the rule and the nearest valid key.
@@ -43,33 +43,40 @@ class ConfigError(ValueError):
 
 def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -> T:
     """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`."""
-    tree, hints = read_tree(Path(path)), typing.get_type_hints(cls)
+    tree = read_tree(Path(path))
+    hints = typing.get_type_hints(cls)
     for key, script in SCRIPTS.items():
         if key in tree and key not in hints:
             raise ConfigError(f"{path} is a config of {script}, as its `{key}` says; start {script} with it")
     for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"override {shown(key)}: write it as key.sub=value")
-        node = tree
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"override {shown(override)}: {parent} is a value, it has no keys below it")
-        # In a mapping of names, such as `splits`, one name looks as if it were the only one.
-        others = sorted(node.keys() - {leaf})
-        if others and parents and typing.get_origin(hints.get(parents[0])) is dict:
-            raise ConfigError(f"{override}: {', '.join(others)} would stay; write '{parents[0]}={{{leaf}: {text}}}'")
-        try:
-            node[leaf] = yaml.safe_load(text)
-        except yaml.YAMLError:
-            cure = f"the value is not YAML; quote it whole for the shell, as in '{key}=...'"
-            raise ConfigError(f"override {shown(override)}: {cure}") from None
+        apply_override(tree, hints, override)
     try:
         return build(cls, tree, "")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def apply_override(tree: dict, hints: dict[str, Any], override: str) -> None:
+    """Set one `key.sub=value` in the tree of a config, whose fields have these type hints."""
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError(f"override {shown(key)}: write it as key.sub=value")
+    # Walk down to the mapping that holds the last key.
+    *parents, leaf = key.split(".")
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {shown(override)}: {parent} is a value, it has no keys below it")
+    # In a mapping of names, such as `splits`, a single name looks as if it would become the only one.
+    others = sorted(node.keys() - {leaf})
+    if others and parents and typing.get_origin(hints.get(parents[0])) is dict:
+        raise ConfigError(f"{override}: {', '.join(others)} would stay; write '{parents[0]}={{{leaf}: {text}}}'")
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError:
+        advice = f"the value is not YAML; quote it whole for the shell, as in '{key}=...'"
+        raise ConfigError(f"override {shown(override)}: {advice}") from None
 
 
 def read_tree(path: Path, above: tuple[Path, ...] = ()) -> dict:
@@ -170,10 +177,10 @@ def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
         return {}
     if not isinstance(was, dict) or not isinstance(now, dict):
         return {name: f"{name}: {was!r}, now {now!r}"}
-    found = {}
+    changed = {}
     for key in was | now:
-        found |= differences(was.get(key), now.get(key), f"{name}.{key}" if name else key)
-    return found
+        changed |= differences(was.get(key), now.get(key), f"{name}.{key}" if name else key)
+    return changed
 
 
 def refuse_below_1(cfg: Any, *names: str) -> None:

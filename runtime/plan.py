@@ -18,7 +18,8 @@ from transformers import AutoConfig, Qwen3VLConfig
 from runtime.checks import find_checkpoint, on_the_hub
 from runtime.config import ConfigError
 from runtime.distributed import local_size, print0, world_size
-from runtime.policy import Policy, PolicyConfig, empty
+from runtime.policy import Policy, empty
+from runtime.settings import PolicyConfig
 
 GIB = 1 << 30
 # Dense bf16 TFLOPS of a GPU, by a part of the name that CUDA gives it.

@@ -23,9 +23,8 @@ Shapes: L tokens of the packed sequence, N target tokens, H hidden, V vocabulary
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,47 +40,11 @@ from runtime import packing
 from runtime.config import ConfigError
 from runtime.distributed import checkpoint_dir, device, local_size, refuse_not_finite, world_size
 from runtime.render import Bundle
+from runtime.settings import OptimConfig, PolicyConfig
 from runtime.video import Frames
 
 # Keep the inputs, compute the rest again in the backward pass; nothing here draws random numbers.
 recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-
-
-@dataclass(frozen=True)
-class PolicyConfig:
-    """Which model, and how it is held and run."""
-
-    checkpoint: str
-    """A Hugging Face folder of a dense Qwen3-VL, or its name on the hub."""
-    family: str = ""
-    """What --dry-run plans with as long as `checkpoint` is not there: another folder, or a published name."""
-    freeze: tuple[Literal["vision"], ...] = ("vision",)
-    """`[vision]` keeps the vision tower as it is: whole on every rank, run without gradient. `[]` trains everything."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of computation; master weights and gradient sums are fp32 in any case. auto: bf16 on a GPU, fp32 on a CPU."""
-    activation_checkpointing: bool = True
-    """Keep only the input of each block and compute the rest again in the backward pass."""
-    logit_chunk: int = 1024
-    """Target tokens whose logits exist at the same time (fp32: 4 bytes x vocabulary each, several copies)."""
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW, its schedule and the clipping of gradients."""
-
-    lr: float = 2e-6
-    schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up. cosine falls towards zero, which it would reach one step after the last."""
-    warmup: float = 0.0
-    """Share of the run's steps in which the learning rate rises from zero."""
-    weight_decay: float = 0.01
-    betas: tuple[float, ...] = (0.9, 0.999)
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self):
-        betas = len(self.betas) == 2 and max(self.betas) < 1
-        if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or not betas:
-            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1")
 
 
 # ------------------------------------------------------------------------------------------------ the policy

@@ -118,41 +118,6 @@ def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
     assert before - 1 < lines[1]["time"] < time.time() + 1
 
 
-def test_trackers_that_are_named_show_the_lines_of_the_metrics(tmp_path, monkeypatch):
-    """Stand-ins that do what the libraries' documentation says. A run that goes on is a new one in wandb."""
-
-    @dataclass
-    class Run:
-        run: str
-        steps: int = 9
-        report_to: tuple = ("tensorboard", "wandb")
-
-    class SummaryWriter:
-        def __init__(self, folder, purge_step, **_):
-            for step, name in [figure for figure in board if figure[0] >= purge_step]:
-                del board[step, name]
-
-        def add_scalar(self, name, value, step):
-            board[step, name] = value
-
-    board, runs = {}, []
-    wandb = SimpleNamespace(init=lambda **_: runs.append({}) or SimpleNamespace(log=log))
-    log = lambda values, step: runs[-1].update({(step, name): value for name, value in values.items()})  # noqa: E731
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config.Metrics(Run(str(tmp_path), report_to=()), "sft", 0).write(0, {"loss": 1.0})
-    assert not board and not runs
-    for done, steps in ((0, (0, 1, 2)), (1, (1,))):  # it was killed, and goes on from the state of step 1
-        metrics = config.Metrics(Run(str(tmp_path)), "sft", done)
-        for step in steps:
-            metrics.write(step, {"loss": step + done / 2})
-    shown = {}
-    for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
-        shown |= {(line["step"], name): value for name, value in line.items() if name != "step"}
-    assert board == shown and shown[1, "loss"] == 1.5 and (2, "loss") not in shown
-    assert runs[1] == {figure: value for figure, value in shown.items() if figure[0] == 1}
-
-
 def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
     """`rollout.max_turns=2` made a greedy evaluation sample at 0.7: the nested class's own default."""
 
@@ -164,6 +129,24 @@ def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
     (tmp_path / "c.yaml").write_text("optim: {warmup: 9}\nmaybe: {lr: 2}")
     assert config.load(Run, tmp_path / "c.yaml") == Run(Optim(lr=3.0, warmup=9), Optim(lr=2.0))
     assert config.load(Run, tmp_path / "c.yaml", ["optim.lr=1"]).optim == Optim(lr=1.0, warmup=9)
+
+
+@pytest.mark.parametrize("script, path", [("rl", "toy_grpo"), ("sft", "toy_sft"), ("eval", "eval/toy")])
+def test_help_and_mistakes_are_answered_without_importing_torch(script, path):
+    """Each took four seconds of a core, for the imports. (With SGLang, eval.py needs torch to count the GPUs.)"""
+    probe = f"""
+import runpy, sys
+sys.modules.update(torch=None, transformers=None, sglang=None)
+for words in (["--help"], ["configs/{path}.yaml", "nonsense=1"], ["configs/{path}.yaml", "decoders=0"]):
+    sys.argv = ["{script}.py", *words]
+    try:
+        runpy.run_path("{script}.py", run_name="__main__")
+    except SystemExit as end:
+        print(end.code)
+"""
+    told = subprocess.run([sys.executable, "-c", probe], cwd=REPO, capture_output=True, text=True).stdout
+    assert "key.sub=value" in told and "\n0\nerror: " in told, told
+    assert "nonsense = 1: unknown key" in told and told.endswith("decoders = 0: must be at least 1\n")
 
 
 def test_every_script_sets_the_allocator_before_torch_reads_the_setting():

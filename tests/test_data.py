@@ -29,14 +29,13 @@ from test_video import patch, write
 from tiny_checkpoint import Scripted
 
 from data import Media, Task, draw_k, encode_dialogue, main_messages, overview, parse_dialogue, parse_task
-from grpo import GRPOConfig
 from rl import RLConfig, Sampler
 from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import dataset
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
 from runtime.packing import best_fit
-from runtime.policy import PolicyConfig
 from runtime.render import Renderer
+from runtime.settings import GRPOConfig, PolicyConfig
 from runtime.video import Videos
 from runtime.visual import VisualContract
 from sft import Batches, SFTConfig
@@ -334,7 +333,8 @@ def read(trap, toy_dir, toy_renderer, videos):
         else:
             run = RLConfig(run="run", policy=PolicyConfig(""), data=cfg, batch_tasks=size, grpo=GRPOConfig(group_size=2), gating=(2,))  # fmt: skip
             engine = Scripted(toy_renderer, lambda prompt, seed: "B<|im_end|>")
-            with Sampler(run, engine, toy_renderer, videos, trap) as sampler:
+            with Sampler(run, engine, toy_renderer, videos) as sampler:
+                sampler.start(0)
                 used, rows = len(sampler.get(0)[0]), sampler.dataset
         assert used + sum(name.startswith(f"{kind}.jsonl:") for name in rows.bad) == size
         return rows.bad
@@ -460,16 +460,18 @@ def test_a_video_that_cannot_be_shown_counts_once_as_a_bad_row(trap, tmp_path, t
                 grpo=GRPOConfig(group_size=2),
                 gating=(2,),
             )
-            return Sampler(cfg, engine, toy_renderer, videos, tmp_path)
+            return Sampler(cfg, engine, toy_renderer, videos)
 
         with sampler(0.2) as lenient:
             for step in range(2):
+                lenient.start(step)
                 groups, _ = lenient.get(step)
                 failed = [group.task.videos[0] for group in groups if group.episodes[0].error]
                 assert sorted(failed) == sorted(names[:3])
         assert lenient.dataset.bad.keys() == set(names[:3])
         assert capsys.readouterr().err.count("zeros.mp4: cannot be decoded") == 1
         with sampler(0.15) as strict, pytest.raises(RowError, match="2 of 10 rows are unusable"):
+            strict.start(0)
             strict.get(0)
 
 

@@ -287,7 +287,7 @@ def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
 
     def prompts(cfg=cfg) -> list[str]:
-        return [results.make_header(cfg, job, None)["prompts"] for job in evaluation.list_jobs(cfg)]
+        return [job.header["prompts"] for job in evaluation.list_jobs(cfg, None)]
 
     before = prompts()
     # A setting of its own: Charades has stamps, other splits none.
@@ -694,7 +694,7 @@ def test_a_row_is_asked_in_both_ways(path):
     assert visual.stamp == READS.get(protocol, {"stamp": ""})["stamp"]
     blind = load(CONFIGS / f"{row}.yaml", "visual.stamp=''")
     job = EvalJob("toy", 64, protocol, cfg.rollout, [], 8, Path())
-    header = results.make_header(blind, job, None)["visual"]
+    header = results.make_header(blind, job, None, None)["visual"]
     assert header == dataclasses.asdict(visual) | READS.get(protocol, {})
     assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
     assert cfg.prompting.protocol == (protocol if protocol in protocols.FLOWS else "think")

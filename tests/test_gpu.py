@@ -33,7 +33,8 @@ from runtime.doctor import engine_logprobs, trainer_logprobs
 from runtime.inprocess import InProcess
 from runtime.packing import KeyLayout, Segment, group_packed_attention, pick_kernel
 from runtime.plan import PUBLISHED, plan_training, utilisation
-from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
+from runtime.policy import load, make_optimizer, optimizer_step
+from runtime.settings import OptimConfig, PolicyConfig
 from runtime.visual import VisualContract
 from study.bench import draw_group
 

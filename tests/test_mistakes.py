@@ -77,7 +77,6 @@ MISTAKES = [  # and those of the page
     ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not among tools.TOOLS: crop_video"),
     ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, untagged_answer, answer, structure"),
     ("an old key", f"{RL} rollout.gpus=[0]", "rollout.gpus = [0]: unknown key; did you mean rollout.server_gpus?"),
-    ("lambda's old key", f"{RL} reward.anchor.weight=1", "reward.anchor.weight = 1: unknown key; did you mean reward.anchor.lam?"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),
@@ -95,9 +94,6 @@ MISTAKES = [  # and those of the page
     ("no decoders", f"{SFT} --dry-run decoders=0", "decoders = 0: must be at least 1"),
     ("empty chunks", f"{SFT} --dry-run policy.logit_chunk=0", "logit_chunk = 0: must be at least 1"),
     ("AdamW's betas", f"{SFT} --dry-run 'optim.betas=[1.5, 0.9]'", "betas=(1.5, 0.9), max_grad_norm=1.0): needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1"),
-    ("a negative seed", f"{SFT} --dry-run data.seed=-1", "data.seed = -1: must be finite and not negative"),
-    ("no GPU to plan for", f"{SFT} --dry-run plan.gpus=0", "gpus = 0: must be at least 1"),
-    ("no patch", f"{SFT} --dry-run visual.patch=0", "visual: patch = 0: must be positive"),
     ("no number", f"{RL} --dry-run reward.w_fmt=.nan", "reward.w_fmt = nan: must be finite and not negative"),
     ("for ever", f"{RL} --dry-run rollout.call_timeout=.inf", "rollout.call_timeout = inf: must be finite and not negative"),
     ("colder than greedy", f"{RL} --dry-run rollout.temperature=-1", "rollout.temperature = -1.0: must be finite and not negative"),
@@ -105,7 +101,7 @@ MISTAKES = [  # and those of the page
     ("no overview in an evaluation", f"{EVAL} frames=[0]", "and frames at least 1"),
     ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it holds a password, which the run would write down"),
     # RL
-    ("greedy sampling", f"{RL} rollout.temperature=0", "greedy episodes of a group are all alike"),
+    ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
     ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is no folder that can be written; choose another `run`"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge': needs judge.url and judge.model"),

@@ -16,10 +16,11 @@ from scripts import REPO, Forked, fake_server, finish, metrics
 
 import rl
 import sft
-from runtime import config, distributed, doctor, servers
+from runtime import checks, config, distributed, doctor, servers
 from runtime.engine import EngineError
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
+from runtime.weights import WeightSync
 from study.bench import planned
 
 PAGE = (REPO / "docs" / "node.md").read_text("utf-8")
@@ -55,21 +56,21 @@ def train_beside_stand_ins(toy: Path) -> None:
     """Run paragrpo_8b.yaml: a server is killed after the first step, and Ctrl-C pressed after the second."""
     renderer = Renderer(load_tokenizer("runs/sft_8b/model"), VisualContract(frame_pixels=1024))
     servers.server_command = lambda checkpoint, _, port, extra=(): fake_server(renderer, port)
-    rl.check_servers = lambda *_: None
+    checks.check_servers = lambda *_: None
     doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
-    publish = rl.Sampler.publish
+    publish = WeightSync.publish
 
-    def disturbed(sampler, version):
-        engine = sampler.engine
+    def disturbed(weights, version):
+        engine = weights.engine
         if version == 1 and engine.version == 0:
             os.killpg(engine._servers[1].process.pid, signal.SIGKILL)
             while not engine.restarts:
                 time.sleep(0.01)
         if version == 2:
             os.kill(os.getpid(), signal.SIGINT)
-        publish(sampler, version)
+        publish(weights, version)
 
-    rl.Sampler.publish = disturbed
+    WeightSync.publish = disturbed
     sys.argv = ["rl.py", str(REPO / "configs/paragrpo_8b.yaml"), "visual.frame_pixels=1024", "save_every=1"]
     sys.argv += [
         f"data.sources=[{{path: {toy}/rl.parquet}}]",

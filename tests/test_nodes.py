@@ -24,9 +24,10 @@ from test_sft import write_config as sft_config
 import rl
 import sft
 from runtime import checks, cleanup, config, distributed, doctor, servers
-from runtime.checks import RunConfig
 from runtime.dataset import DataConfig, Source
-from runtime.policy import PolicyConfig, load
+from runtime.policy import load
+from runtime.settings import PolicyConfig, RunConfig
+from runtime.weights import WeightSync
 
 
 def train_sft(cfg: Path, *overrides: str) -> None:
@@ -98,22 +99,23 @@ def train_rl(cfg: Path) -> None:
     node = os.environ.get("GROUP_RANK", "0")
     cleanup.MEMORY = distributed.MEMORY = cfg.parent / f"memory-{node}"
     cleanup.MEMORY.mkdir(exist_ok=True)
-    rl.check_servers, rl.IMAGES = lambda *_: None, 0  # the disk of a test may be small
+    checks.check_servers = lambda *_: None
+    servers.IMAGES = 0  # the disk of a test may be small
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
-    publish, sum_over_nodes, passes = rl.Sampler.publish, rl.sum_over_nodes, []
+    publish, sum_over_nodes, passes = WeightSync.publish, rl.sum_over_nodes, []
 
     def counted(policy, now):
         passes.append(now)
         sum_over_nodes(policy, now)
 
-    def publish_and_ask(sampler, version):
-        publish(sampler, version)
-        seen = [requests.get(url + "/model_info").json() for url in sampler.engine.urls]
-        told = {"snapshots": str(sampler.snapshots), "servers": seen, "passes": passes, "sent": sent.call_count}
+    def publish_and_ask(weights, version):
+        publish(weights, version)
+        seen = [requests.get(url + "/model_info").json() for url in weights.engine.urls]
+        told = {"snapshots": str(weights.folder), "servers": seen, "passes": passes, "sent": sent.call_count}
         told["noted"] = (cfg.parent / "run" / "memory.txt").read_text()
         (cfg.parent / f"seen-{os.environ.get('RANK')}.json").write_text(json.dumps(told))
 
-    rl.Sampler.publish, rl.sum_over_nodes = publish_and_ask, counted
+    WeightSync.publish, rl.sum_over_nodes = publish_and_ask, counted
     with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as sent:
         config.run_script(rl.main, config.load(rl.RLConfig, cfg))
 

@@ -10,14 +10,13 @@ import tiny
 import torch
 from scripts import REPO
 
-from grpo import GRPOConfig
 from rl import RLConfig
 from runtime import config
-from runtime.checks import PlanConfig
 from runtime.config import ConfigError
 from runtime.plan import GIB, count, meta_policy, plan_rl, plan_training
-from runtime.policy import PolicyConfig, load
+from runtime.policy import load
 from runtime.render import Bundle
+from runtime.settings import GRPOConfig, PlanConfig, PolicyConfig
 from runtime.visual import VisualContract
 from sft import SFTConfig
 

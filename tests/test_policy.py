@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor
 from runtime import packing
 from runtime.distributed import rank, world_size
 from runtime.policy import (
-    OptimConfig,
-    PolicyConfig,
     _ChunkedScores,
     clip_gradients,
     learning_rate,
@@ -34,6 +32,7 @@ from runtime.policy import (
     sum_over_nodes,
 )
 from runtime.render import Bundle
+from runtime.settings import OptimConfig, PolicyConfig
 
 torch.set_num_threads(1)
 CELL = 32
