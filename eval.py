@@ -128,9 +128,10 @@ from runtime.run import USER_ERRORS
 def main(cfg: EvalConfig) -> int:
     """Ask what has not been answered yet, and print the table; exit status 1 where all items of a split failed."""
     # Refuse what cannot run before anything is written or loaded.
+    jobs = list_jobs(cfg)
     folder = find_model(cfg)
     renderer = load_renderer(cfg, folder)
-    jobs = list_jobs(cfg, folder)
+    jobs = with_headers(cfg, jobs, folder)
     left = refuse_what_cannot_run(cfg, jobs, folder)
 
     # Ask the rest. No results are written before the engine is there.
@@ -164,6 +165,19 @@ def dry_run(cfg: EvalConfig) -> int:
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     missing = 0
 
+    # The datasets.
+    jobs = []
+    for split, root in cfg.splits.items():
+        try:
+            jobs_of_split = list_jobs(replace(cfg, splits={split: root}))
+        except DataError as error:
+            missing = 1
+            print(f"  MISSING {split}: {error}")
+            continue
+        items = len(jobs_of_split[0].items)
+        print(f"  ok      {split}: {items} items, {len(jobs_of_split) * items} episodes")
+        jobs += jobs_of_split
+
     # The model.
     folder = None
     try:
@@ -174,21 +188,9 @@ def dry_run(cfg: EvalConfig) -> int:
         missing = 1
         print(f"  MISSING {error}")
 
-    # The datasets.
-    jobs = []
-    for split, root in cfg.splits.items():
-        try:
-            jobs_of_split = list_jobs(replace(cfg, splits={split: root}), folder)
-        except DataError as error:
-            missing = 1
-            print(f"  MISSING {split}: {error}")
-            continue
-        items = len(jobs_of_split[0].items)
-        print(f"  ok      {split}: {items} items, {len(jobs_of_split) * items} episodes")
-        jobs += jobs_of_split
-
     # Settings that are not those of its training, or of the published run.
     notes = []
+    jobs = with_headers(cfg, jobs, folder)
     for job in jobs:
         notes += job.header["unlike_training"]
     notes += results.unlike_published(cfg, folder)
@@ -304,10 +306,9 @@ def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
 # ------------------------------------------------------------------------------------------------ one file of results, one item
 
 
-def list_jobs(cfg: EvalConfig, folder: Path | None) -> list[EvalJob]:
-    """List the files of a run, each with its items and its header. `folder`: of the checkpoint, if it is here."""
+def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
+    """List the files of a run, each with its items; their headers need the model."""
     jobs = []
-    weights = cfg.api.model if cfg.api.url else folder and weights_digest(folder)
     for split, root in cfg.splits.items():
         items = load_split(split, root, cfg.limit)
         total = count_items(split, root)
@@ -315,9 +316,13 @@ def list_jobs(cfg: EvalConfig, folder: Path | None) -> list[EvalJob]:
             for dispatch in cfg.arms:
                 arm = dispatch if cfg.agentic else cfg.prompting.protocol
                 path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                job = EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path)
-                jobs.append(replace(job, header=results.make_header(cfg, job, folder, weights)))
+                jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
     return jobs
+
+
+def with_headers(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> list[EvalJob]:
+    weights = cfg.api.model if cfg.api.url else folder and weights_digest(folder)
+    return [replace(job, header=results.make_header(cfg, job, folder, weights)) for job in jobs]
 
 
 def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
