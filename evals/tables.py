@@ -121,7 +121,7 @@ def put_between_marks(path: Path, name: str, writer: str, text: str, title: str)
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
-Row = dict[str, Results]  # the results of a row of the table, by split
+Row = dict[str, Results]  # what a row of the table shows: split -> results
 
 
 def scores_table(all_results: Sequence[Results], published: dict, baseline: str) -> str:
@@ -144,39 +144,50 @@ def scores_table(all_results: Sequence[Results], published: dict, baseline: str)
 
     lines = []
     for name in dict.fromkeys(results.name for results in all_results):
-        finished_splits = set()
+        complete = set()
         for (model, arm, k), row in rows.items():
-            if model != name:
-                continue
-            finished_splits |= {split for split, results in row.items() if results.complete()}
-
-            # What we measured.
-            base = bases.get(k, {})
-            for reading in READINGS:
-                cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
-                summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
-                lines.append([name, arm, reading, list_ks(row), *cells, *summary])
-
-            # Item by item, where the baseline has the same ones: also of `limit=20`, and at another K if it has but one.
-            ks = list_ks(row)
-            if not base:
-                base = bases.get("paper") or (next(iter(bases.values())) if len(bases) == 1 else {})
-                ks += f" over {list_ks(base)}"
-            for reading in READINGS:
-                shared = row.keys() & base.keys()
-                cells = [gain_cell(row[s].read(reading), base[s].read(reading)) if s in shared else "" for s in splits]
-                if base is not row and any(cells):
-                    lines.append([name, arm, f"gain, {reading}", ks, *cells, "", ""])
+            if model == name:
+                lines += measured_lines([name, arm], row, bases.get(k, {}), splits, columns)
+                lines += gain_lines([name, arm], row, k, bases, splits)
+                complete |= finished(row, "tagged").keys()
 
         # What was published of the splits that it has finished.
         scores = published_scores(name, published)
-        cells = [scores.get(split, "") if split in finished_splits else "" for split in splits]
+        cells = [scores.get(split, "") if split in complete else "" for split in splits]
         if any(cells):
             summary = average_and_gain(scores, published_scores(baseline, published), columns)
             lines.append([name, "published", "lenient", "", *cells, *summary])
     gains = f"gain over {baseline}: mean of ratios / ratio of averages"
     header = ["model", "arm", "reading", "K", *splits, "average", gains]
     return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
+
+
+def measured_lines(model: list, row: Row, base: Row, splits: list[str], columns: list[str]) -> list[list]:
+    """Write the scores of a row, in both readings, and how they compare with the baseline's at the same K."""
+    lines = []
+    for reading in READINGS:
+        cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
+        summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
+        lines.append([*model, reading, list_ks(row), *cells, *summary])
+    return lines
+
+
+def gain_lines(model: list, row: Row, k: int | str, bases: dict[int | str, Row], splits: list[str]) -> list[list]:
+    """Write the gain on the items that the baseline has as well: also of `limit=20`, and at another K if it has but one."""
+    ks = list_ks(row)
+    base = bases.get(k)
+    if not base:
+        base = bases.get("paper") or (next(iter(bases.values())) if len(bases) == 1 else {})
+        ks += f" over {list_ks(base)}"
+    lines = []
+    for reading in READINGS:
+        cells = []
+        for split in splits:
+            shared = split in row and split in base
+            cells.append(gain_cell(row[split].read(reading), base[split].read(reading)) if shared else "")
+        if base is not row and any(cells):
+            lines.append([*model, f"gain, {reading}", ks, *cells, "", ""])
+    return lines
 
 
 def list_ks(row: Row) -> str:
