@@ -27,7 +27,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from evals.tables import executed, markdown, put_between_marks, read_published, read_results
+from evals.results import read_published, read_results
+from evals.tables import executed, markdown, put_between_marks
 from rewards import final_answer, turn_texts
 from rollout import render_prompt, run_episode
 from runtime.config import read_tree, write_whole

@@ -13,7 +13,7 @@ from scripts import REPO, Forked, alive, wait_for
 from tiny_checkpoint import END, MemoryVideos, Scripted, turns
 
 from eval import EvalConfig
-from evals import tables
+from evals import results
 from rl import RLConfig
 from rollout import AgentContext, RolloutConfig
 from runtime import config
@@ -179,7 +179,7 @@ def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> N
             calls = 2 if i >= 4 else i % 2
             made = [{"error": "", "window": window, "text": toy.NOTHING} for window in ([0, 8], [8, 16])]
             line = {"id": str(i), "score": score, "calls": made[:calls], "f": 0.25, "well_formed": 1.0}
-            lines.append(dict.fromkeys(tables.RECORD) | line | {"videos": [f"videos/{LATE.name}"]})
+            lines.append(dict.fromkeys(results.RECORD) | line | {"videos": [f"videos/{LATE.name}"]})
         folder = root / f"seed{seed}" / "eval" / name
         folder.mkdir(parents=True)
         (folder / "toy-K4-parallel.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
