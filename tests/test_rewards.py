@@ -261,7 +261,7 @@ def test_f1_and_iou_must_reach_a_half_to_count_as_scored(answer, acc, tool):
     assert (parts["R_acc"], parts["R_tool"]) == pytest.approx((acc, tool))
 
 
-@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
+@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([LOOK.replace(CALL, "<tool_call>crop</tool_call>"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
 def test_well_formed_allows_nothing_beside_the_format(turns, right):
     """Past bugs: sequential dispatch ends a turn with </tool_call>, and a thought may quote a stamp."""
     assert earned(turns, 1)["well_formed"] == right
