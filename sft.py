@@ -24,10 +24,11 @@ from functools import partial
 
 import numpy as np
 
-from data import Dialogue, encode_dialogue, parse_dialogue
+from data import encode_dialogue
 from rewards import TAG
 from runtime.config import command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, Dataset, RowError, row_errors
+from runtime.dialogue import Dialogue, parse_dialogue
 from runtime.render import Bundle, Renderer
 from runtime.settings import OptimConfig, RunConfig
 from runtime.video import Videos

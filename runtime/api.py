@@ -131,7 +131,7 @@ class OpenAI(Engine):
     def __init__(self, api: Api, renderer: Renderer):
         self.chat, self.renderer = Chat(api), renderer
 
-    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
+    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
         said, finish = self.chat.ask(self.messages(ids, frames), max_tokens=max_new_tokens, temperature=temperature)
         # It may spell control tokens, as text from outside; they stay text.
         sampled = self.renderer.encode(self.renderer.inert(said, "assistant"))

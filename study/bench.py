@@ -158,12 +158,12 @@ class Scripted(Engine):
     seconds: float
     version: int = 0
 
-    def generate(self, ids, frames, *, shared=0, **rest) -> Sample:
+    def generate(self, ids, frames, *, shared_prefix=0, **rest) -> Sample:
         if len(frames[0]) < 64:  # a crop: a sub-agent asks
             time.sleep(self.seconds)
             said = "No flash."
         else:
-            answered = self.renderer.decode(ids[shared:]).count("<tool_response>")
+            answered = self.renderer.decode(ids[shared_prefix:]).count("<tool_response>")
             said = "".join(self.calls[answered : answered + self.per_turn]) or "<answer>red</answer>"
         tokens = self.renderer.encode(f"{said}<|im_end|>")
         return Sample(tokens, [-1.0] * len(tokens), "stop", 0)
@@ -212,7 +212,7 @@ def engine(repeats: int = 3, count: int = 64, max_new_tokens: int = 32) -> Itera
 
     def ragged(requests: list) -> list[list[int]]:
         ask, found = functools.partial(ours.generate, max_new_tokens=max_new_tokens, temperature=0.0, seed=0), {}
-        jobs = [functools.partial(ask, ids, clips, shared=shared) for ids, clips, shared in requests]
+        jobs = [functools.partial(ask, ids, clips, shared_prefix=shared) for ids, clips, shared in requests]
         run_all(ours, jobs, len(jobs), found.__setitem__)
         return [found[i].ids for i in range(len(jobs))]
 
@@ -281,9 +281,9 @@ class Node(Engine):
         with self.phase("trainer: push", self.plan["push"]):
             self.version = version
 
-    def generate(self, ids, frames, *, temperature, shared=0, seed=0, **rest) -> Sample:
+    def generate(self, ids, frames, *, temperature, shared_prefix=0, seed=0, **rest) -> Sample:
         # Requests are read one after the other. The episode that answers last is the longest.
-        reported = "<tool_response>" in self.renderer.decode(ids[shared:])
+        reported = "<tool_response>" in self.renderer.decode(ids[shared_prefix:])
         with self.phase("sampler: reading"), self.reading:
             time.sleep(self.plan["reading"] / (REQUESTS * self.episodes) / self.speed)
             self.answers += reported

@@ -38,7 +38,7 @@ from tiny_checkpoint import Scripted, is_subagent
 
 import rl
 import sft
-from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_dialogue, parse_task
+from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
 from grpo import assign_advantages, make_examples
 from rewards import give_rewards
 from rl import RLConfig
@@ -46,6 +46,7 @@ from rollout import RolloutConfig, derive_seed, render_prompt
 from runtime import config
 from runtime.checks import differences
 from runtime.dataset import Dataset, RowError
+from runtime.dialogue import parse_dialogue
 from runtime.doctor import check_gap, self_check, trainer_logprobs
 from runtime.engine import EngineError
 from runtime.plan import plan_rl

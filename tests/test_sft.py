@@ -14,10 +14,11 @@ import yaml
 from scripts import finish, kill_at_random, metrics, same_metrics, same_weights, start
 
 import sft
-from data import main_messages, overview, parse_dialogue, parse_task
-from rollout import open_engine
+from data import main_messages, overview, parse_task
+from rollout import RolloutConfig, open_engine
 from runtime import config
 from runtime.dataset import Rows
+from runtime.dialogue import parse_dialogue
 from runtime.policy import TokenScores, load
 from runtime.render import Bundle, Renderer, load_tokenizer
 from runtime.run import dry_run
@@ -205,7 +206,7 @@ def test_the_exported_policy_answers_as_in_plain_transformers(uninterrupted, vid
     """Greedy, through the project's own prompts and engine on one side, and transformers' `generate` on the other."""
     model = uninterrupted / "model"
     renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
-    plain, engine = tiny.plain(model), open_engine(model, renderer)
+    plain, engine = tiny.plain(model), open_engine(model, renderer, RolloutConfig())
     for i in range(4):
         task = parse_task(Rows(toy_dir / "test.parquet")[i], f"test:{i}", toy_dir)
         frames = overview(task, 8, videos, renderer.contract)
