@@ -100,8 +100,6 @@ CASES = {
     "answer repeated after the end": ([DONE.replace(END_OF_TURN, "B</answer>" + END_OF_TURN)], 0, 1, 0.7, 0, 0.4),
     "as many answers as are no spam": ([DONE.replace("<answer>B", 2 * "<answer>A</answer>" + "<answer>B")], 0, 1, 0.8, 0, 0.4),
     "nested answers": ([DONE.replace("<answer>B", "<answer>A<answer>B")], 0, 1, 0.7, 0, 0.4),
-    "two letters": ([DONE.replace(">B<", ">A or B<")], 0, 0, 0.8, 0, 0.7),
-    "copied example": ([DONE.replace(">B<", ">...<")], 0, 0, 0.8, 0, 0.7),
     "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7, 0, -0.3),
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, -0.3),
     "closed before it is opened": ([DONE.replace("<think>", "</think><think>").replace("</think>\n<answer>", "<answer>")], 0, 1, 0.5, 0, -0.3),
