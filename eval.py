@@ -296,11 +296,7 @@ def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
     if cfg.api.url:
         return OpenAI(cfg.api, renderer)
     gpus = () if cfg.rollout.urls else cfg.rollout.server_gpus  # all of this machine, by default
-    return open_engine(
-        folder, renderer, gpus=gpus, urls=cfg.rollout.urls, server_args=cfg.rollout.server_args,
-        tensor_parallel=cfg.rollout.tensor_parallel, max_batch_tokens=cfg.rollout.max_batch_tokens,
-        max_context=cfg.rollout.max_context, logs=Path(cfg.run) / "logs",
-    )  # fmt: skip
+    return open_engine(folder, renderer, replace(cfg.rollout, server_gpus=gpus), logs=Path(cfg.run) / "logs")
 
 
 # ------------------------------------------------------------------------------------------------ one file of results, one item

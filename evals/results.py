@@ -147,11 +147,11 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None
     """Collect what shapes a result. Where and how fast it is computed does not. Not seen here: what a fork's tool asks its
     sub-agents (`ClipForSubagent.request`), which weights a server at `rollout.urls` holds, and what `rollout.server_args`
     do to them, such as quantization."""
-    # The words, before `data.true_prompt` fits them to settings that are listed below.
+    # The words, of stamped frames and of reports: other forms follow from settings below.
     prompts = [cfg.prompting.texts]
     if cfg.agentic:
-        prompts += [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM]
-        prompts += [data.SUBAGENT_REQUEST, job.rollout.schemas]
+        prompts += [data.system_prompt(with_tools=False), data.system_prompt(with_tools=True)]
+        prompts += [data.subagent_system_prompt(), data.SUBAGENT_REQUEST, job.rollout.schemas]
 
     rollout = {}
     for name, value in dataclasses.asdict(job.rollout).items():

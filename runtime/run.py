@@ -82,9 +82,9 @@ class Run:
         if self.done >= cfg.steps:
             print0(f"{self.folder}: finished; the model of step {self.done} is exported again")
         elif self.done:
-            print0(f"{self.folder}: goes on after step {self.done} of {cfg.steps}")
+            print0(f"{self.folder}: resumes after step {self.done} of {cfg.steps}")
         else:
-            print0(f"{self.folder}: starts anew from {policy.cfg.checkpoint}")
+            print0(f"{self.folder}: starts from {policy.cfg.checkpoint}")
         if rank() == 0:
             save_run(cfg, self.folder, checkpoint=weights_digest(Path(policy.cfg.checkpoint)))
             self.metrics = Metrics(cfg, name, self.done, shown)

@@ -89,9 +89,9 @@ def test_the_8bs_configs_run_go_on_and_log_the_figures_that_it_explains(tmp_path
     command += [f"policy.checkpoint={toy_dir}/model", "steps=1", "batch_rows=4", "decoders=1"]
     assert "done: runs/sft_8b/model" in finish(Forked(command, tmp_path))
     told = finish(Forked(partial(train_beside_stand_ins, toy_dir), tmp_path), code=1)
-    assert "restarting the server" in told and "interrupted. The same command goes on" in told
+    assert "restarting the server" in told and "interrupted. The same command resumes" in told
     told = finish(Forked(partial(train_beside_stand_ins, toy_dir), tmp_path), code=1)
-    assert "runs/paragrpo_8b: goes on after step" in told
+    assert "runs/paragrpo_8b: resumes after step" in told
 
     # The first columns of its tables; mfu needs a GPU, a batch need not draw every K, and a random model makes no calls.
     logged = metrics(tmp_path / "runs/sft_8b")[0], metrics(tmp_path / "runs/paragrpo_8b")[0]
