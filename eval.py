@@ -278,11 +278,7 @@ def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
     if cfg.api.url:
         return OpenAI(cfg.api, renderer)
     gpus = () if cfg.rollout.urls else cfg.rollout.server_gpus  # all of this machine, by default
-    return open_engine(
-        source, renderer, gpus=gpus, urls=cfg.rollout.urls, server_args=cfg.rollout.server_args,
-        tensor_parallel=cfg.rollout.tensor_parallel, max_batch_tokens=cfg.rollout.max_batch_tokens,
-        max_context=cfg.rollout.max_context, logs=Path(cfg.run) / "logs",
-    )  # fmt: skip
+    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=gpus), logs=Path(cfg.run) / "logs")
 
 
 # ------------------------------------------------------------------------------------------------ one file of results, one item
@@ -351,10 +347,10 @@ def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract | None, wei
     what `rollout.server_args` do to them, such as quantization. None: a dry run does not know it."""
     rollout, grading = dataclasses.asdict(job.rollout), cfg.grading
     elsewhere = MAY_CHANGE | {"rollout.dispatch"}
-    prompts = [cfg.prompting.texts]  # as they are before `data.true_prompt`, which heeds settings below
+    prompts = [cfg.prompting.texts]  # of stamped frames and of reports: other forms follow from settings below
     if cfg.agentic:
-        prompts += [data.SYSTEM, data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM]
-        prompts += [data.SUBAGENT_REQUEST, job.rollout.schemas]
+        prompts += [data.system_prompt(with_tools=False), data.system_prompt(with_tools=True)]
+        prompts += [data.subagent_system_prompt(), data.SUBAGENT_REQUEST, job.rollout.schemas]
     asked = {"name": cfg.name, "split": job.split, "k": job.k, "arm": job.arm, "total": job.total}
     header = asked | {
         "weights": weights,

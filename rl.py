@@ -94,7 +94,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from grpo import TrainExample, bundles, examples_loss, make_examples, micro_batches
+from grpo import TrainExample, assign_advantages, bundles, examples_loss, make_examples, micro_batches
 from runtime import checks, distributed, doctor, plan
 from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
@@ -161,9 +161,10 @@ def train(
         groups, clock.seconds["sampling_seconds"] = sampler.get(step)
         clock.lap("rollout")
 
-        # Reward the episodes, and turn rewards into advantages.
+        # Reward the episodes, turn rewards into advantages, and both into training examples.
         give_rewards(groups, renderer, cfg.reward, judge)
         doctor.refuse_empty(groups, step)
+        assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
         examples, total_tokens = make_examples(
             groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train
         )
@@ -299,19 +300,16 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
 def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
     """Open the engine in this process, or begin to start servers: a node's first rank supervises them, its others
     connect."""
-    serving, engine = cfg.rollout, None
-    if not serving.server_gpus:
-        return open_engine(source, renderer, urls=serving.urls, max_batch_tokens=serving.max_batch_tokens, wait=False)
+    if not cfg.rollout.server_gpus:
+        return open_engine(source, renderer, cfg.rollout, wait=False)
+    engine = None
     if local_rank() == 0:
         logs = Path(cfg.run) / "logs"
         if rank() > 0:
             logs /= f"node-{rank() // local_size()}"
-        engine = open_engine(
-            source, renderer, gpus=serving.server_gpus, tensor_parallel=serving.tensor_parallel, server_args=serving.server_args,
-            max_context=serving.max_context, logs=logs, wait=False,
-        )  # fmt: skip
+        engine = open_engine(source, renderer, cfg.rollout, logs, wait=False)
     urls = gather(engine.urls if engine else None)[rank() - local_rank()]
-    return engine or open_engine(source, renderer, urls=urls, wait=False)
+    return engine or open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), wait=False)
 
 
 # ------------------------------------------------------------------------------------------------ the update

@@ -91,9 +91,7 @@ def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> 
     contract = VisualContract.load(source)
     contract.check(source)
     renderer = Renderer(load_tokenizer(source), contract)
-    served = {"gpus": cfg.server_gpus, "urls": cfg.urls, "server_args": cfg.server_args, "max_context": cfg.max_context}
-    engine = open_engine(source, renderer, tensor_parallel=cfg.tensor_parallel, **served)
-    return AgentContext(engine, renderer, videos, cfg)
+    return AgentContext(open_engine(source, renderer, cfg), renderer, videos, cfg)
 
 
 def run_task(context: AgentContext, question: str, args: argparse.Namespace) -> Episode:
@@ -273,7 +271,7 @@ def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> 
 
 def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
     """Return the episode as the messages that it came from."""
-    messages = data.main_messages(episode.task, episode.main.prompt_frames, True, bool(renderer.contract.stamp))
+    messages = data.main_messages(episode.task, episode.main.prompt_frames, True, renderer.contract.stamped)
     said = [renderer.decode(episode.main.ids[start:end]).removesuffix(END_OF_TURN) for start, end in episode.main.turns]
     messages.append({"role": "assistant", "content": said[0]})
     messages += [{"role": "tool", "content": [call.text]} for call in episode.calls]

@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean
 
 import rollout
-from data import THINK_PREFIX, Task
+from data import Task
 from rewards import RewardConfig, accuracy, final_answer, score
 from rollout import AgentContext, RolloutConfig, SubagentConfig, open_engine, open_trajectory, render_prompt
-from runtime.render import Renderer, load_tokenizer
+from runtime.render import THINK_PREFIX, Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
 from study import toy
@@ -65,7 +65,7 @@ def greedy_agent(model: Path, videos: Videos, think_prefix: bool = False) -> Age
     renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
     turns = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
     cfg = RolloutConfig(temperature=0.0, think_prefix=think_prefix, **turns)
-    return AgentContext(open_engine(model, renderer), renderer, videos, cfg)
+    return AgentContext(open_engine(model, renderer, cfg), renderer, videos, cfg)
 
 
 def share(context: AgentContext, jobs: list[partial]) -> float:

@@ -31,6 +31,7 @@ from data import Call, Episode, Task, Trajectory
 from rewards import final_answer, structural_mask, turn_texts
 from rollout import episode_of
 from runtime.config import ConfigError, build, read_tree
+from runtime.dataset import DataError
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import VideoError, Videos, uniform_indices
 from runtime.visual import ContractError, VisualContract
@@ -134,11 +135,10 @@ def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
         for file in chosen:
             episodes = []
             for record in read_lines(file):
-                if record.keys() != Episode.__dataclass_fields__.keys():
-                    told = f"{run.name} is of another version of this code, whose episodes have other fields"
-                    raise ConfigError(f"{told}: make its report with that version, or run it again")
                 try:
                     episodes.append(episode_of(record, videos, run.renderer.contract))
+                except DataError as error:
+                    raise ConfigError(f"{run.name}: {error}") from None
                 except (VideoError, ToolError, ContractError) as error:
                     episodes.append(episode_of(record, None, None))
                     bare.append(str(error))

@@ -386,7 +386,8 @@ def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, 
         pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
 
     # The tokenizer learns the prompts' boilerplate, every stamp, and the rows' own words.
-    boilerplate = [data.SYSTEM_WITH_TOOLS, data.SYSTEM, data.SUBAGENT_SYSTEM, data.SUBAGENT_REQUEST, CHAT_TEMPLATE]
+    boilerplate = [data.system_prompt(with_tools=True), data.system_prompt(with_tools=False)]
+    boilerplate += [data.subagent_system_prompt(), data.SUBAGENT_REQUEST, CHAT_TEMPLATE]
     boilerplate.append(json.dumps(TOOLS["crop_video"].schema))
     stamps = [CONTRACT.stamp.format(i / FPS) for i in range(DURATIONS[-1] * FPS)]
     texts = boilerplate * 8 + stamps * 4

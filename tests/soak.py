@@ -29,13 +29,13 @@ from conftest import SMALL
 from scripts import fake_server
 from test_sglang import serve
 
-from data import THINK_PREFIX, parse_task
+from data import parse_task
 from evals.tables import markdown, put_between_marks
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.cleanup import memory_folder
 from runtime.dataset import DataConfig, Dataset, Source
-from runtime.render import Renderer, load_tokenizer
+from runtime.render import THINK_PREFIX, Renderer, load_tokenizer
 from runtime.servers import SGLang
 from runtime.video import Videos
 from study import toy

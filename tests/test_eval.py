@@ -88,7 +88,7 @@ def model(monkeypatch):
     def install(reply) -> list[Scripted]:
         opened = []
 
-        def open_engine(source, renderer, **place):
+        def open_engine(source, renderer, cfg, logs):
             opened.append(Scripted(renderer, reply))
             return opened[-1]
 
@@ -125,7 +125,7 @@ def golds(toy_dir) -> Counter:
 
 
 def test_the_logs_of_its_servers_lie_below_the_run(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "open_engine", lambda *_, **place: place["logs"])
+    monkeypatch.setattr(evaluation, "open_engine", lambda *_, logs: logs)
     assert evaluation.open_model(load(write(tmp_path)), tmp_path, None) == tmp_path / "run" / "logs"
 
 
@@ -294,10 +294,12 @@ def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(tools.TOOLS, "crop_video", replace(tools.TOOLS["crop_video"], schema={"name": "crop_video"}))
         assert prompts()[0] != before[0] and prompts()[1] == before[1]  # without tools, none is described
-    for name in ("SYSTEM", "SYSTEM_WITH_TOOLS", "SUBAGENT_SYSTEM", "SUBAGENT_REQUEST"):
+    for name in ("system_prompt", "subagent_system_prompt"):
         with monkeypatch.context() as patch:
-            patch.setattr(data, name, "other words")
+            patch.setattr(data, name, lambda **form: "other words")
             assert prompts() != before
+    monkeypatch.setattr(data, "SUBAGENT_REQUEST", "other words")
+    assert prompts() != before
 
 
 def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, model, tmp_path):

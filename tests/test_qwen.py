@@ -13,11 +13,11 @@ from scripts import Forked, finish, metrics, start
 from test_contract import as_transformers_parts, conversation
 from tiny_checkpoint import noise, play, turns
 
-from data import Episode, Task, Trajectory, encode_dialogue, parse_dialogue
+from data import Episode, Task, Trajectory, encode_dialogue
 from rewards import RewardConfig, score, structural_mask
-from rollout import THINK_PREFIX
-from runtime.render import Bundle, Live, Renderer, load_tokenizer
-from sft import KINDS, target_kinds
+from runtime.dialogue import parse_dialogue
+from runtime.render import THINK_PREFIX, Bundle, Live, Renderer, load_tokenizer
+from sft import target_kinds
 
 pytestmark = pytest.mark.qwen
 END, TEXT_END = 151645, 151643  # <|im_end|>, <|endoftext|>
@@ -154,8 +154,8 @@ def test_every_token_that_carries_the_answer_is_of_the_kind_answer(renderer, ans
     last = first + len(answer.strip())
     for kind, (begin, end) in zip(kinds, renderer.offsets(trajectory.ids), strict=True):
         if begin < last and end > first and any(character.isalnum() for character in text[begin:end]):
-            assert KINDS[kind] == "answer", text[begin:end]
-    of_tags = [KINDS[kind] for kind, token in zip(kinds, trajectory.ids) if token in (151667, 151668, END)]
+            assert kind == "answer", text[begin:end]
+    of_tags = [kind for kind, token in zip(kinds, trajectory.ids) if token in (151667, 151668, END)]
     assert of_tags == ["structure"] * 3
 
 

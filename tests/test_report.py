@@ -152,7 +152,7 @@ def test_a_run_of_another_version_is_refused_by_its_name(tmp_path, renderer, che
     """Past bug: after a renaming, a report on an older run was a TypeError."""
     file = write_run(tmp_path / "run", [], play(renderer), renderer) / "episodes" / "step-000000.jsonl"
     file.write_text(file.read_text().replace('"rewards"', '"reward"'))
-    with pytest.raises(ConfigError, match="old is of another version of this code, whose episodes have other fields"):
+    with pytest.raises(ConfigError, match="old: an episode of another version of this code, whose Episode has other"):
         read_run(tmp_path / "run", "old", {}, 200, checkpoint)
 
 

@@ -38,14 +38,15 @@ from tiny_checkpoint import Scripted, is_subagent
 
 import rl
 import sft
-from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_dialogue, parse_task
-from grpo import make_examples
+from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
+from grpo import assign_advantages, make_examples
 from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive_seed, render_prompt
 from runtime import config
 from runtime.checks import differences
 from runtime.dataset import Dataset, RowError
+from runtime.dialogue import parse_dialogue
 from runtime.doctor import check_gap, self_check, trainer_logprobs
 from runtime.engine import EngineError
 from runtime.plan import plan_rl
@@ -647,6 +648,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
             p.mul_(1.2)
     said = [f"<think>\n{RIGHT_OR_WRONG.format(answer)}" for answer in ("red", "blue", "green")]
     groups = [group_that_said(toy_renderer, cfg, said, prompt=prompt) for prompt in ((40, 41), (42, 43))]
+    assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
     examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
     rows = [example.bundle for example in examples]
 

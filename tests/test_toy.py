@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tiny_checkpoint import Scripted, is_subagent
 
-from data import parse_dialogue, parse_task
+from data import parse_task
 from rollout import AgentContext, RolloutConfig
 from runtime.dataset import Rows
+from runtime.dialogue import parse_dialogue
 from runtime.render import END_OF_TURN, Renderer
 from study import gate, toy
 

@@ -26,6 +26,20 @@ TOKENS = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|image_pad|>": IMAGE_PAD, "<|vi
 TOKENS |= {"<|vision_start|>": VISION_START, "<|vision_end|>": VISION_END}
 
 
+class Pieces:
+    """A renderer whose tokens are given strings; those that begin with `<|` end a turn."""
+
+    def __init__(self, *pieces: str):
+        self.pieces, self.ends_of_turn = pieces, [i for i, piece in enumerate(pieces) if piece.startswith("<|")]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+    def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
+        ends = np.cumsum([len(self.pieces[i]) for i in ids]).tolist()
+        return list(zip([0, *ends], ends))
+
+
 def write(path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None) -> Path:
     """A checkpoint of random weights, large enough that attention is far from uniform."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
