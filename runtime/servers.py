@@ -116,7 +116,7 @@ class SGLang(Engine):
             supervisor.start()
 
     def wait_until_ready(self) -> None:
-        """Wait for all servers that we start. Of `urls`, wait for any one: only the owner knows that a server has failed."""
+        """Wait for all servers that we start. Of `urls`, wait for any one: only its owner knows that a server failed."""
         self._wait_for_servers(all if self._servers[0].gpus else any)
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
@@ -199,8 +199,8 @@ class SGLang(Engine):
         }
 
     def _choose(self, ready: list[_Server], prompt_key: int | None) -> _Server:
-        """Return the server that read this prompt last, since its cache holds it. Return the least busy server instead if that
-        has at least 8 requests fewer, about a group."""
+        """Return the server that read this prompt last, since its cache holds it. If the least busy server has at least 8
+        requests fewer (about a group), return that one."""
         chosen = min(ready, key=lambda server: server.busy)
         if prompt_key is not None:
             reader = self._last_reader.get(prompt_key)
@@ -210,7 +210,7 @@ class SGLang(Engine):
         return chosen
 
     def _read_sample(self, reply: Any, ids: list[int], max_new_tokens: int, oldest: int) -> Sample:
-        """Parse a reply. Refuse it unless it continues the prompt that the trainer will read, with the right weights."""
+        """Parse a reply. Refuse one that has the wrong weights, or does not continue the prompt that the trainer reads."""
         # Sampling ended with a stop token or at the token budget.
         meta = _field(reply, "meta_info", dict)
         finish = _field(meta, "finish_reason", dict).get("type")
@@ -255,8 +255,7 @@ class SGLang(Engine):
                 raise EngineError("the engine was closed")
 
     def _wait_for_servers(self, enough: Callable, seconds: float | None = None) -> list[_Server]:
-        """Wait at most `seconds` until `enough` (`all` or `any`) of the servers that were not given up are healthy. Return the
-        healthy ones."""
+        """Wait until `enough` (`all` or `any`) of the servers not given up are healthy. Return the healthy ones."""
 
         def living() -> list[_Server]:
             return [server for server in self._servers if not server.failed]
