@@ -280,7 +280,7 @@ def _read_weights(model: nn.Module, path: Path) -> None:
                 parameter = missing.pop(name).detach()
                 stored = tensors.get_slice(name)
                 if stored.get_shape() != list(parameter.shape):  # slicing would hide surplus rows
-                    raise ConfigError(f"{file}: {name} is {stored.get_shape()}, config.json says {list(parameter.shape)}")
+                    raise ConfigError(f"{file}: {name} is {stored.get_shape()}, in config.json {list(parameter.shape)}")
                 start = 0
                 if isinstance(parameter, DTensor):  # FSDP2 gives rank r the r-th of equal chunks of rows
                     mesh = parameter.device_mesh["ranks"]  # of one node

@@ -280,7 +280,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
     weights, norm = load_file(path / "model.safetensors"), "model.language_model.norm.weight"
     weights[norm] = weights[norm][:-1]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="norm.weight is .47., config.json says .48."):
+    with pytest.raises(ValueError, match="norm.weight is .47., in config.json .48."):
         load(PolicyConfig(str(path)))
     del weights[norm]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
