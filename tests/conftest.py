@@ -1,4 +1,4 @@
-"""A small toy, built once per session: the fixtures that most tests stand on."""
+"""Shared fixtures. Most tests use a small toy, which is built once per session."""
 
 import fcntl
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests are of a CPU; with CUDA_VISIBLE_DEVICES=0, some of a GPU
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # tests use the CPU; with CUDA_VISIBLE_DEVICES=0, some use a GPU
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import hypothesis
@@ -32,15 +32,15 @@ SMALL |= {"perception": 120, "calls": 20, "direct": 20, "sft": 300, "sft_val": 2
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Begin with the files that take longest, so that both workers end together."""
+    """Run the slowest files first, so that both workers end at about the same time."""
     items.sort(key=lambda item: item.path.stem not in ("test_rl", "test_sft"))
 
 
 def build_once(tmp_path_factory, name: str, build: Callable[[Path], object]) -> Path:
-    """Return a folder that one of the session's workers builds and all of them read."""
+    """Return a folder that one worker of the session builds and all workers read."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # each worker has a folder of its own in that of the session
+        root = root.parent  # each worker's folder is inside the session's folder
     folder, built = root / name, root / f"{name}.built"
     with open(root / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -62,14 +62,14 @@ def tokenizer(toy_dir):
 
 @pytest.fixture(scope="session")
 def toy_renderer(tokenizer) -> Renderer:
-    """The toy's own contract: a token per frame."""
+    """A renderer with the toy's contract: one token per frame."""
     return Renderer(tokenizer, VisualContract(frame_pixels=1024))
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Path:
-    """A small vocabulary, and several tokens per frame. Its weights are large, so that an untrained model has opinions:
-    greedy text varies, and rows can be told apart."""
+    """A checkpoint with a small vocabulary and several tokens per frame. Its random weights are large, so that the
+    distributions are far from uniform: greedy text varies, and rows differ."""
     return tiny_checkpoint.build(tmp_path_factory.mktemp("tiny"), initializer_range=0.1)
 
 

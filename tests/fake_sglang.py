@@ -2,11 +2,11 @@
 
     python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
 
-Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 now and then),
-abort, drift (one image token too few), stale (loads weights but keeps the old version's name), swap (finds no weights
-the first time), slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log), memory
-(keeps files in /dev/shm as a real one does), drip (a byte of an answer every 0.1 s), body=JSON (in place of every answer),
-reply=JSON and meta=JSON (fields of every answer, or of its meta_info, that are replaced). GET /model_info tells what it has seen.
+Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 at times), abort,
+drift (one image token too few), stale (loads weights but reports the old version), swap (refuses the first weights),
+slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log), memory (keeps files in /dev/shm
+as a real server does), drip (one byte of an answer every 0.1 s), body=JSON (replaces every answer), reply=JSON and meta=JSON
+(replace fields of every answer, or of its meta_info). GET /model_info reports what the server has seen.
 """
 
 import base64
@@ -28,12 +28,12 @@ from PIL import Image
 port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
 state = {"version": "default", "pid": os.getpid(), "warmed": [], "prompts": {}, "read": {}}
-state |= {"served": 0, "answered": 0, "loads": 0, "cold": 0}  # cold: answers and loads before it was warmed
+state |= {"served": 0, "answered": 0, "loads": 0, "cold": 0}  # cold: answers and loads before the warm-up
 lock = threading.Lock()
 
 
 def generate(request: dict) -> tuple[int, dict]:
-    if "image_data" not in request:  # before it serves: a batch, which takes a while and may not end at once
+    if "image_data" not in request:  # the warm-up batch, whose turns must not end at once
         time.sleep(0.05)
         assert all(params["ignore_eos"] for params in request["sampling_params"])
         state["warmed"].append([params["temperature"] for params in request["sampling_params"]])
@@ -46,7 +46,7 @@ def generate(request: dict) -> tuple[int, dict]:
         shown = str(request["image_data"][:1])
         state["prompts"][shown] = state["prompts"].get(shown, 0) + 1
     if fault == "die_after" and number > int(amount):
-        while state["answered"] < int(amount):  # what it has taken on before, it still answers
+        while state["answered"] < int(amount):  # answer earlier requests first
             time.sleep(0.001)
         os._exit(1)
     if fault == "busy" and number % 3 == 1:
@@ -84,7 +84,7 @@ def load(request: dict) -> tuple[int, dict]:
     state["loads"] += 1
     if not os.path.isdir(request["model_path"]) or (fault == "swap" and state["loads"] == 1):
         return 400, {"success": False, "message": "no such folder"}
-    if not request["flush_cache"]:  # a real one would go on with the keys that the old weights have left
+    if not request["flush_cache"]:  # a real server would go on using the old weights' keys
         return 400, {"success": False, "message": "the cache holds keys of the old weights"}
     if fault != "stale":
         state["version"] = request["weight_version"]
@@ -138,7 +138,7 @@ if fault == "memory":
         path = Path("/dev/shm", name)
         path.write_bytes(bytes(4096))
         state["memory"].append(str(path))
-        if "_mm_" not in name:  # features in flight are not mapped
+        if "_mm_" not in name:  # a real server does not map the files of image features
             with path.open("r+b") as file:
                 mapped.append(mmap.mmap(file.fileno(), 4096))
 if fault == "slow_start":

@@ -1,4 +1,4 @@
-"""The project's scripts as processes, alone or as several ranks.
+"""Run the project's scripts as processes, alone or as several ranks.
 
 Python takes five seconds of a core to import torch and transformers, so most scripts are forked from a process that has
 imported them already. `anew=True` and options for `Popen` (`start_new_session` to kill a group) start a real one."""
@@ -23,13 +23,13 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 FORKS = multiprocessing.get_context("forkserver")
-# Nothing of the project itself: the guides' tests run changed copies of it.
+# Preload nothing of the project itself: the guides' tests run changed copies of it.
 MODEL = "transformers.models.qwen3_vl.modeling_qwen3_vl"
 FORKS.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.auto", MODEL, "pyarrow.parquet"])
 
 
 class Forked(FORKS.Process):
-    """A script or a function in a forked process, with the part of `subprocess.Popen` that tests use."""
+    """A script or a function in a forked process, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, command: list[str] | Callable[[], None], folder: Path = REPO, ranks: int = 1, nodes: int = 1):
         super().__init__(daemon=True)
@@ -39,8 +39,8 @@ class Forked(FORKS.Process):
         self.start()
 
     def run(self) -> None:
-        """In the forked process: do as a fresh interpreter would."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+        """Run in the forked process as a fresh interpreter would."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
         log = os.open(self.log, os.O_WRONLY | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -65,8 +65,8 @@ class Forked(FORKS.Process):
         except BaseException:
             traceback.print_exc()
             status = 1
-        # What multiprocessing leaves out. As in an interpreter, the exception and its frames are gone by now: a thread of a
-        # pool that they hold would never end.
+        # multiprocessing leaves these out. As in an interpreter, the exception and its frames are gone by now: a pool that
+        # they hold would never end its threads.
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.exit(status)
@@ -88,8 +88,8 @@ class Forked(FORKS.Process):
 
 
 def fork_ranks(world: int, nodes: int = 1) -> None:
-    """Return in each of `world` ranks, whose variables are those of torchrun on so many nodes. The caller's process waits
-    for them and ends; one that fails ends the others."""
+    """Fork `world` ranks with torchrun's variables for `nodes` nodes, and return in each. The calling process waits for them
+    and exits. If one rank fails, the others are killed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(world)}
@@ -125,14 +125,14 @@ def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = 
 
 
 def finish(process, code: int = 0) -> str:
-    """Wait for a process of `start` to end with this status, and return what it printed."""
+    """Wait for a process of `start` to exit with this status. Return its output."""
     told, _ = process.communicate(timeout=300)
     assert process.returncode == code, told
     return told
 
 
 def kill_at_random(launch: Callable, progress: Callable, rng: random.Random, times: int, pause: float) -> int:
-    """Start a run again and again, and kill it a random moment after it has got further; return how often it was killed."""
+    """Start a run repeatedly, and kill it at a random moment after it makes progress. Return the number of kills."""
     for kills in range(times):
         before, process = progress(), launch(start_new_session=True)
         while process.poll() is None and progress() <= before:
@@ -146,7 +146,7 @@ def kill_at_random(launch: Callable, progress: Callable, rng: random.Random, tim
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Return whether the process is running. A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
@@ -154,7 +154,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_for(condition: Callable, process=None, seconds: float = 60) -> None:
-    """Wait until something is so; it must become so in time, and before `process` ends."""
+    """Wait until the condition holds. Fail if it does not within the time or before `process` ends."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, process.communicate()[0]
@@ -163,7 +163,7 @@ def wait_for(condition: Callable, process=None, seconds: float = 60) -> None:
 
 
 def fake_server(renderer, port: int, fault: str = "") -> list[str]:
-    """The command that starts a stand-in for an SGLang server."""
+    """Return the command that starts a stand-in for an SGLang server."""
     numbers = (port, renderer.image_pad, renderer.contract.cell, renderer.end_of_turn)
     return [sys.executable, str(REPO / "tests" / "fake_sglang.py"), *map(str, numbers), fault]
 
@@ -173,7 +173,7 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    """Compare the results of two runs, bit by bit."""
+    """Return whether the results of two runs are equal bit for bit."""
     from safetensors.torch import load_file
 
     a, b = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
@@ -181,7 +181,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def same_metrics(one: list[dict], other: list[dict]) -> bool:
-    """Compare all but times and memory; an interrupted run may have been given no held-out rows."""
+    """Compare everything except times, memory and val_loss (an interrupted run may have no held-out rows)."""
 
     def figures(lines):
         kept = []

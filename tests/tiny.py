@@ -1,5 +1,5 @@
-"""A tiny random Qwen3-VL without a tokenizer, random bundles, and the oracles: plain transformers for log-probs, and the
-definition of the GPU's attention kernels."""
+"""A tiny random Qwen3-VL without a tokenizer, random bundles, and two oracles: plain transformers for log-probs, and a
+reference implementation of the GPU's attention kernels."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ TOKENS |= {"<|vision_start|>": VISION_START, "<|vision_end|>": VISION_END}
 
 
 class Pieces:
-    """A renderer whose tokens are given strings; those that begin with `<|` end a turn."""
+    """A renderer whose tokens are the given strings. Strings that begin with `<|` end a turn."""
 
     def __init__(self, *pieces: str):
         self.pieces, self.ends_of_turn = pieces, [i for i, piece in enumerate(pieces) if piece.startswith("<|")]
@@ -41,7 +41,7 @@ class Pieces:
 
 
 def write(path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None) -> Path:
-    """A checkpoint of random weights, large enough that attention is far from uniform."""
+    """Write a checkpoint of random weights that are large enough to make attention far from uniform."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     sizes = {
         "vocab_size": VOCABULARY,
@@ -59,7 +59,7 @@ def write(path: Path, tied: bool = True, seed: int = 0, text: dict | None = None
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter *= 4
-            else:  # norms and biases that do nothing would hide a weight that was not loaded
+            else:  # with their default values, a missing norm or bias would go unnoticed
                 parameter += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(path)
     return path
@@ -78,7 +78,7 @@ class Piece:
 
 
 def piece(rng: np.random.Generator, length: int, images: int) -> Piece:
-    """`length` text tokens, with images of different sizes between them."""
+    """Make `length` text tokens with images of different sizes between them."""
     ids, clips = rng.integers(2, IMAGE_PAD, length).tolist(), []
     for at in sorted(rng.integers(0, length + 1, images).tolist(), reverse=True):
         rows, columns = rng.integers(2, 4, 2).tolist()  # at least 64 px a side: with 32, M-RoPE is degenerate
@@ -91,7 +91,7 @@ def piece(rng: np.random.Generator, length: int, images: int) -> Piece:
 def bundle(
     rng: np.random.Generator, prompt: tuple[int, int], suffixes: list[tuple[int, int]]
 ) -> tuple[Bundle, list[Piece]]:
-    """A bundle from (text tokens, images) of its prompt and suffixes, and each row unpacked."""
+    """Make a bundle from the numbers (text tokens, images) of its prompt and suffixes. Also return each row unpacked."""
     start, ends = piece(rng, *prompt), [piece(rng, *sizes) for sizes in suffixes]
     masks = []
     for end in ends:
@@ -118,7 +118,7 @@ def random_bundles(seed: int, images: bool = True) -> tuple[list[Bundle], list[l
 
 
 def plain_inputs(model, ids: list[int], clips: list[Frames]) -> dict[str, torch.Tensor]:
-    """What plain transformers wants to be told of one row."""
+    """Return plain transformers' inputs for one row."""
     row = torch.tensor([ids])
     given = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     given["mm_token_type_ids"] = (row == model.config.image_token_id).int()
@@ -128,7 +128,7 @@ def plain_inputs(model, ids: list[int], clips: list[Frames]) -> dict[str, torch.
 
 
 def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Frames], temperature: float = 1.0) -> torch.Tensor:
-    """log pi of every token of one row but its first, by one plain forward without the banned ids: [L - 1]."""
+    """Return log pi of every token of a row except the first, from one plain forward without the banned ids: [L - 1]."""
     logits = model(**plain_inputs(model, ids, clips)).logits[0].float()
     logits = logits.index_fill(1, torch.tensor(never_sampled), -torch.inf)
     logprobs = (logits / (temperature or 1.0)).log_softmax(-1)[:-1]
@@ -141,21 +141,21 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def rates_of_updates() -> Iterator[list[float]]:
-    """Note the learning rate of each step that an optimizer takes meanwhile."""
+    """Collect the learning rate of each optimizer step inside the block."""
     rates = []
     with register_optimizer_step_post_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])):
         yield rates
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Compare gradients, each by its norm."""
+    """Compare gradients by the norm of each difference."""
     assert found.keys() == expected.keys()
     for name, wanted in expected.items():
         assert (found[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-8, name
 
 
 def plain_scores(model, bundles, rows_of, temperature: float = 1.0, banned=NEVER_SAMPLED):
-    """What `policy(bundles)` must return: from each row alone, and a softmax over a vocabulary without `banned`."""
+    """Return what `policy(bundles)` must return, from each row alone and a softmax over a vocabulary without `banned`."""
     allowed = [token for token in range(VOCABULARY) if token not in banned]
     logprobs, entropies = [torch.zeros(0)], [torch.zeros(0)]
     for b, rows in zip(bundles, rows_of):
@@ -172,7 +172,7 @@ def plain_scores(model, bundles, rows_of, temperature: float = 1.0, banned=NEVER
 
 
 def varlen_reference(q, k, v, query_ends, key_ends, longest_query, longest_key, causal):
-    """Variable-length attention as the kernels define it: per segment, causal from the bottom right."""
+    """Compute variable-length attention as the kernels define it: per segment, causal from the bottom right."""
     out = torch.zeros_like(q)
     groups = q.shape[1] // k.shape[1]
     for i in range(len(query_ends) - 1):
@@ -199,7 +199,7 @@ def torch_varlen(q, *args, window_size, scale, enable_gqa):
 
 
 def on_ranks(work, world: int, *args) -> None:
-    """Run `work(*args)` on `world` gloo ranks, each a process; an exception of one fails the caller."""
+    """Run `work(*args)` on `world` gloo ranks, each in its own process. If one raises, the caller fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

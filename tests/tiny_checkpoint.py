@@ -1,5 +1,5 @@
-"""An untrained Qwen3-VL with a tokenizer and chat template, in-memory videos and scripted agents: what the tests of the
-rollout and of a tool stand on.
+"""Fixtures for tests of the rollout and of tools: an untrained Qwen3-VL with a tokenizer and chat template, in-memory
+videos and scripted agents.
 
     [episode] = play(renderer, turns("Closer.</think>" + call + END, last, report="It is red."), tools=("my_tool",))
 """
@@ -23,7 +23,7 @@ from runtime.visual import VisualContract
 from study import toy
 from tools import TOOLS
 
-# Four tokens per frame: with one, M-RoPE positions are plain ones and prove nothing.
+# Four tokens per frame: with one, M-RoPE positions are plain positions, and the tests would prove nothing.
 CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)
 
 
@@ -34,7 +34,7 @@ END = "<|im_end|>"
 def build(path: Path, contract: VisualContract = CONTRACT, seed: int = 0, **sizes) -> Path:
     prompts = [data.system_prompt(with_tools=True), data.subagent_system_prompt()]
     texts = [*prompts, toy.CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
-    two_levels = {"deepstack_visual_indexes": [0, 1]}  # with one, as the toy has, their order cannot show
+    two_levels = {"deepstack_visual_indexes": [0, 1]}  # with one level, as in the toy, a wrong order would go unnoticed
     toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, two_levels, **sizes)
     return path
 
@@ -49,7 +49,7 @@ def noise(count: int, seed: int = 0, width: int = 64, height: int = 64) -> Frame
 
 
 class MemoryVideos:
-    """`video.Videos` without files: a video is its name; names that begin with "bad" cannot be decoded."""
+    """`video.Videos` without files. A name stands for a video; names that begin with "bad" cannot be decoded."""
 
     def __init__(self, duration: float = 60.0, fps: float = 2.0, size: tuple[int, int] = (64, 64)):
         self.duration, self.times, self.size = duration, np.arange(int(duration * fps)) / fps, size
@@ -81,7 +81,7 @@ class Request:
     """A call of a scripted engine's `generate`."""
 
     ids: list[int]
-    prompt: str  # their text
+    prompt: str  # the text of the ids
     frames: list[Frames]
     max_new_tokens: int
     temperature: float
@@ -89,8 +89,8 @@ class Request:
 
 
 class Scripted:
-    """An engine that says what `reply` returns (text, or ids): `reply(prompt_text, seed)`. It keeps what it was asked, and
-    minds that its weights do not change meanwhile."""
+    """An engine that samples what `reply(prompt_text, seed)` returns (text or ids). It records its requests, and asserts that
+    weights do not change while it samples."""
 
     version = 0
 
@@ -139,7 +139,7 @@ def is_subagent(prompt: str) -> bool:
 
 
 def turns(*said, report="I saw a cat."):
-    """Make an agent that says these turns, one after the other, and sub-agents that report."""
+    """Make a `reply` for an agent that says these turns in order, and for sub-agents that report."""
 
     def reply(prompt: str, seed: int) -> str:
         if is_subagent(prompt):
@@ -153,7 +153,7 @@ def turns(*said, report="I saw a cat."):
 def play(
     renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, engine=None, videos=None, k=4, step=0, **cfg
 ) -> list[Episode]:
-    """Return the episodes of agents that say what `reply` returns. `cfg`: settings of RolloutConfig."""
+    """Run episodes whose agents say what `reply` returns, and return them. `cfg`: settings of RolloutConfig."""
     common = {"engine": engine or Scripted(renderer, reply, latency), "videos": videos or MemoryVideos()}
     settings = RolloutConfig(**{"max_context": 100_000, **cfg})
     ks = [k] * len(tasks)
@@ -162,7 +162,7 @@ def play(
 
 
 def check_trajectory(agent: Trajectory, renderer: Renderer) -> None:
-    """Whatever is played: tokens in, tokens out."""
+    """Check the invariants that every trajectory must keep."""
     n = len(agent.ids)
     assert n == len(agent.mask) == len(agent.logprobs) == len(agent.versions)
     assert all((lp == 0) and v == -1 for lp, v, m in zip(agent.logprobs, agent.versions, agent.mask) if not m)
