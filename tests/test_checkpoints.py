@@ -1,5 +1,5 @@
-"""A resumed run is the uninterrupted run, a kill never costs more than the steps since the last save, and what is
-exported is an ordinary Hugging Face checkpoint."""
+"""A resumed run equals the uninterrupted run. A kill loses only the steps since the last save. An export is an ordinary
+Hugging Face checkpoint."""
 
 import datetime
 import json
@@ -116,7 +116,7 @@ def test_the_newest_complete_states_stay_and_left_overs_go(tmp_path):
 
 
 def save_for_ever(folder: Path) -> None:
-    """Go on from the newest state; weights and moments of step n are all n."""
+    """Resume from the newest state and save forever. Weights and moments of step n are all n."""
     model, optimizer = small()
     step, _ = load_state(folder, model, optimizer)
     while True:
@@ -133,7 +133,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
     for attempt in range(40):
         process = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path,))
         process.start()
-        while not (tmp_path / f"step-{reached + 1:08d}").exists():  # a busy machine may be slow to get here
+        while not (tmp_path / f"step-{reached + 1:08d}").exists():  # a busy machine can take long
             assert process.is_alive()
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.3))
@@ -157,14 +157,14 @@ def cut(file: Path) -> None:
 
 
 def empty(file: Path) -> None:
-    """As a power cut leaves a file that was never written through to the disk."""
+    """Empty a file, as a power cut does to a file that was not synced to the disk."""
     file.write_bytes(bytes(file.stat().st_size))
 
 
 @pytest.mark.parametrize("harm", [cut, empty, Path.unlink], ids=["cut", "empty", "gone"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "run.json"])
 def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, harm):
-    """Past bug: a traceback of two pages, although `keep: 2` held a good one."""
+    """Past bug: a traceback of two pages, although `keep: 2` had kept a good state."""
     model, optimizer = small()
     for step in (2, 4):
         save_state(tmp_path, model, optimizer, step)
@@ -189,7 +189,7 @@ def test_ctrl_c_while_a_state_is_read_damages_nothing(tmp_path, monkeypatch):
 
 
 def test_a_state_is_on_the_disk_before_it_gets_its_name(path, tmp_path, monkeypatch):
-    """A file that is renamed before may be empty after a power cut."""
+    """A file that is renamed before it is synced can be empty after a power cut."""
     written, names, fsync, rename = set(), [], os.fsync, Path.rename
 
     def note(file):
@@ -211,7 +211,7 @@ def test_a_state_is_on_the_disk_before_it_gets_its_name(path, tmp_path, monkeypa
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(path, tmp_path, value):
-    """Past bug: they were saved, pushed the good states out, and became the run's result."""
+    """Past bug: they were saved, replaced the good states, and became the run's result."""
     policy, optimizer = fresh(path)
     save_state(tmp_path / "state", policy, optimizer, 1, keep=1)
     export(policy, tmp_path / "out", path, CONTRACT)
@@ -235,7 +235,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(p
 
 
 def test_others_may_read_exported_weights_as_they_may_read_the_rest(path, tmp_path):
-    """Past bug: a server or a colleague under another uid could not."""
+    """Past bug: a server or a colleague with another uid could not read them."""
     policy, _ = fresh(path)
     for umask in (0o022, 0o027):
         before = os.umask(umask)
@@ -266,7 +266,7 @@ def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, 
 
 
 def test_a_snapshot_without_the_frozen_tower_and_a_whole_export_load_as_the_same_model(path, tmp_path):
-    """Servers that began with the checkpoint have its tower; the result of a run must stand alone."""
+    """Servers that loaded the checkpoint have its tower. The result of a run must be complete."""
     policy, optimizer = fresh(path, freeze=("vision",))
     train(policy, optimizer, range(1))
     server, trained = tiny.plain(path), dict(policy.model.named_parameters())
@@ -302,7 +302,7 @@ def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tm
 
 
 def test_an_export_of_a_stock_checkpoint_tells_its_contract_and_carries_no_other_weights(tmp_path):
-    """Past mutants: without visual.json any contract fits it; and what stood beside the old weights was copied."""
+    """Past mutants: without visual.json, any contract fits; and the old weights' index was copied."""
     source = tiny.write(tmp_path / "stock")
     for name in ("pytorch_model.bin", "consolidated.00.pth", "training.pt", "model.gguf"):
         (source / name).write_bytes(b"old weights")
@@ -313,8 +313,8 @@ def test_an_export_of_a_stock_checkpoint_tells_its_contract_and_carries_no_other
 
 @pytest.mark.parametrize("free, images, in_memory", [(1.5, 0, False), (2.5, 0, True), (2.5, 1, False)])
 def test_snapshots_lie_in_memory_where_two_have_room(path, tmp_path, monkeypatch, capsys, free, images, in_memory):
-    """Beside the servers' images; in multiples of the weights. While one is written, a server that restarts reads the one
-    before."""
+    """The room is what the servers' images leave, in multiples of the weights. Two must fit: while one is written, a server
+    that restarts reads the previous one."""
     weights = (path / "model.safetensors").stat().st_size
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free * weights))
     with snapshot_folder(tmp_path, path, images=images * weights) as folder:
@@ -349,7 +349,7 @@ def both_ranks(path, folder):
 
 
 def save_and_load_on_a_slow_disk(folder: Path) -> None:
-    """Rank 1 writes and reads for longer than ranks that train together wait for each other."""
+    """Make rank 1 write and read for longer than the training group's timeout."""
     distributed.NCCL_TIMEOUT = datetime.timedelta(seconds=1.5)
     distributed.init_distributed()
     (model, optimizer), sync = small(), os.fsync
@@ -361,17 +361,17 @@ def save_and_load_on_a_slow_disk(folder: Path) -> None:
 
 
 def test_ranks_wait_for_a_slow_disk_longer_than_for_a_lost_rank(tmp_path):
-    """Past bug: a state was saved and loaded in the default group, within NCCL's time."""
+    """Past bug: a state was saved and loaded in the default group, with NCCL's timeout."""
     finish(Forked(partial(save_and_load_on_a_slow_disk, tmp_path), ranks=2))
 
 
 def test_two_ranks_save_resume_export_and_agree(path, tmp_path):
-    """Each writes as many files, about equal ones, so that no rank waits for another."""
+    """Each rank writes equally many files of about equal size, so that no rank waits for another."""
     tiny.on_ranks(both_ranks, 2, path, tmp_path)
     exported = tiny.plain(tmp_path / "out")
     sizes = sorted(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
-    assert len(sizes) == 8 and sizes[-2] < 1.1 * sizes[0]  # the last one is that of the embeddings alone
-    policy, optimizer = fresh(path)  # one process resumes what two have saved
+    assert len(sizes) == 8 and sizes[-2] < 1.1 * sizes[0]  # the last file holds only the embeddings
+    policy, optimizer = fresh(path)  # one process resumes from the state of two
     assert load_state(tmp_path / "state", policy, optimizer) == (2, {"x": 1})
     weights = dict(exported.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in policy.model.named_parameters())

@@ -1,4 +1,4 @@
-"""What a process leaves behind: neither servers nor files in memory, however it ends; and nothing of others goes."""
+"""However a process ends, it leaves no servers and no files in memory, and it removes nothing of other processes."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ sys.stdin.read()
 
 
 def owner(*launcher: str) -> tuple[subprocess.Popen, Path]:
-    """Start a process that has a folder and lives until its stdin is closed."""
+    """Start a process that has a folder and runs until its stdin is closed."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([*launcher, sys.executable, "-c", OWNER], cwd=REPO, text=True, **pipes)
     return process, Path(process.stdout.readline().strip())
@@ -50,7 +50,7 @@ def test_the_folder_is_private_and_goes_with_its_process(end):
 
 def test_what_nobody_could_tidy_up_is_removed_by_the_next_process():
     process, folder = owner()
-    for pid in (*children(process.pid), process.pid):  # its shell first
+    for pid in (*children(process.pid), process.pid):  # its guard first
         os.kill(pid, signal.SIGKILL)
     process.communicate()
     assert folder.is_dir()
@@ -59,7 +59,7 @@ def test_what_nobody_could_tidy_up_is_removed_by_the_next_process():
 
 
 def test_the_living_keep_their_folders_whatever_their_process_ids():
-    """Past bug: a container that shares the memory has processes of its own, and removed the folders of all others."""
+    """Past bug: a container that shares /dev/shm has its own process ids, and removed the folders of all others."""
     living = memory_folder()
     launcher = ["unshare", "--fork", "--pid", "--mount-proc"]
     if subprocess.run([*launcher, "true"], capture_output=True).returncode:
@@ -72,9 +72,9 @@ def test_the_living_keep_their_folders_whatever_their_process_ids():
 
 
 def test_only_dead_folders_of_ours_go_and_a_planted_link_leads_nowhere(tmp_path, monkeypatch):
-    """Past bug: the name of a snapshot could be guessed, and a link of that name was followed."""
+    """Past bug: a snapshot's name could be guessed, and a link with that name was followed."""
     monkeypatch.setattr(cleanup, "MEMORY", tmp_path)
-    for name in ("minparavt-images-12-a1b2", "precious", "minparavt-dead_one"):  # the first is of an older version
+    for name in ("minparavt-images-12-a1b2", "precious", "minparavt-dead_one"):  # the first is from an older version
         (tmp_path / name).mkdir()
     (tmp_path / "precious" / "thesis").touch()
     (tmp_path / "minparavt-deadlink").symlink_to(tmp_path / "precious")
@@ -85,7 +85,7 @@ def test_only_dead_folders_of_ours_go_and_a_planted_link_leads_nowhere(tmp_path,
 
 
 def test_what_a_dead_run_left_does_not_count_as_used_when_room_for_weights_is_sought(tmp_path, monkeypatch, toy_dir):
-    """Past bug: after a run whose 35 GB nobody had tidied up, the next one's weights went through its disk."""
+    """Past bug: a dead run had left 35 GB, so the next run's weights went through the disk."""
     monkeypatch.setattr(cleanup, "MEMORY", tmp_path / "memory")
     monkeypatch.setattr(distributed, "memory_folder", cleanup.memory_folder.__wrapped__)
     left = tmp_path / "memory" / "minparavt-deadrun1"
@@ -97,7 +97,7 @@ def test_what_a_dead_run_left_does_not_count_as_used_when_room_for_weights_is_so
 
 
 def test_ranks_end_with_torchrun_even_if_it_is_killed(tmp_path):
-    """It gives each rank a session of its own: killing its process group, as `study.paradox` does, left them training."""
+    """torchrun gives each rank its own session. Past bug: `study.paradox` killed the process group, and ranks went on."""
     script = tmp_path / "rank.py"
     script.write_text("""
 import os, time
@@ -117,8 +117,8 @@ time.sleep(120)
 
 
 def test_servers_and_their_children_end_with_a_process_that_is_killed(tmp_path):
-    """torchrun kills ranks with SIGKILL: a server lived on and kept its GPU. Also one that had been restarted. Their shared
-    memory goes with them, but not that of others."""
+    """Past bug: torchrun kills ranks with SIGKILL, and a server kept running on its GPU. This also covers a restarted server.
+    Their shared memory is removed, and that of other processes stays."""
     others = multiprocessing.get_context("spawn").Lock()
     theirs = Path(f"/dev/shm/sgl_shm_mm_{os.getpid()}_ab12cd34")
     theirs.touch()

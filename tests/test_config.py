@@ -1,4 +1,4 @@
-"""The config loader: what is written is what runs, and what cannot run says why."""
+"""The config loader: a run uses exactly the values that are written, and a config that cannot run says why."""
 
 import importlib.metadata
 import json
@@ -119,7 +119,7 @@ def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
 
 
 def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
-    """`rollout.max_turns=2` made a greedy evaluation sample at 0.7: the nested class's own default."""
+    """Past bug: with `rollout.max_turns=2`, a greedy evaluation sampled at 0.7, the nested class's own default."""
 
     @dataclass(frozen=True)
     class Run:
@@ -133,7 +133,7 @@ def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
 
 @pytest.mark.parametrize("script, path", [("rl", "toy_grpo"), ("sft", "toy_sft"), ("eval", "eval/toy")])
 def test_help_and_mistakes_are_answered_without_importing_torch(script, path):
-    """Each took four seconds of a core, for the imports. (With SGLang, eval.py needs torch to count the GPUs.)"""
+    """Past bug: each took four seconds of a core for imports. (With SGLang, eval.py needs torch to count the GPUs.)"""
     probe = f"""
 import runpy, sys
 sys.modules.update(torch=None, transformers=None, sglang=None)
@@ -150,7 +150,7 @@ for words in (["--help"], ["configs/{path}.yaml", "nonsense=1"], ["configs/{path
 
 
 def test_every_script_sets_the_allocator_before_torch_reads_the_setting():
-    """torch reads PYTORCH_ALLOC_CONF at its first use of the allocator; a use at import would come before the script."""
+    """torch reads PYTORCH_ALLOC_CONF when it first uses the allocator. A use at import would come before the script."""
     probe = """
 import os, runpy, sys
 import torch

@@ -1,4 +1,4 @@
-"""What the model sees: pixels equal to transformers' own, tokens that outside text cannot forge, one contract per checkpoint."""
+"""What the model sees: pixels equal to transformers', control tokens that outside text cannot forge, one visual contract."""
 
 import copy
 import dataclasses
@@ -29,8 +29,8 @@ SIDES = st.integers(16, 8000)  # pixels
 RELEASED = VisualContract(frame_pixels=100_352, max_frame_pixels=602_112, crop_frame_pixels=65_536)
 CONTRACTS = [VisualContract(frame_pixels=tokens * 1024) for tokens in (1, 4, 64, 256)] + [
     RELEASED,
-    VisualContract(crop_frame_pixels=16_384),  # a crop may be below the frame_pixels of the overview
-    VisualContract(frame_pixels=102_400, max_frame_pixels=102_400),  # what is rounded down ends below it
+    VisualContract(crop_frame_pixels=16_384),  # a crop can be smaller than the overview's frame_pixels
+    VisualContract(frame_pixels=102_400, max_frame_pixels=102_400),  # a size that is rounded down is below it
     VisualContract(patch=14, frame_pixels=784, max_frame_pixels=50_176),
 ]
 
@@ -43,7 +43,7 @@ CONTRACTS = [VisualContract(frame_pixels=tokens * 1024) for tokens in (1, 4, 64,
     ],
 )
 def test_pixels_equal_the_transformers_image_processor_bit_for_bit(tmp_path, contract, sizes):
-    """Also through its own resize, which must be the identity on our frames."""
+    """The processor's own resize must leave our frames unchanged."""
     contract.save(tmp_path)
     processor = Qwen2VLImageProcessorPil.from_pretrained(tmp_path)
     clips = [noise(2, width=width, height=height) for width, height in sizes]
@@ -59,7 +59,7 @@ def test_every_later_resize_of_a_decoded_frame_is_the_identity(width, height, co
     cell, size = contract.cell, contract.processor_size()
     for w, h in (contract.frame_size(width, height), contract.crop_size(width, height)):
         assert w % cell == h % cell == 0 and w > 0 and h > 0
-        if max(w, h) / min(w, h) <= 200:  # beyond, the processor refuses any image
+        if max(w, h) / min(w, h) <= 200:  # beyond that ratio, the processor refuses every image
             assert smart_resize(h, w, cell, size["shortest_edge"], size["longest_edge"]) == (h, w)
 
 
@@ -77,7 +77,7 @@ AREAS = st.sampled_from([(1024, 50_176), (25_088, 100_352), (100_352, 100_352), 
 @given(width=SIDES, height=SIDES, patch=st.sampled_from([14, 16]), areas=AREAS)
 def test_between_two_areas_a_frame_is_as_large_as_qwens_own_makes_it(width, height, patch, areas):
     if max(width, height) / min(width, height) > 200:
-        return  # those refuse it
+        return  # these contracts refuse it
     contract = VisualContract(patch=patch, frame_pixels=areas[0], max_frame_pixels=areas[1])
     assert contract.frame_size(width, height) == smart_resize(height, width, contract.cell, *areas)[::-1]
 
@@ -86,7 +86,7 @@ def test_between_two_areas_a_frame_is_as_large_as_qwens_own_makes_it(width, heig
     "contract, costs",
     [
         (VisualContract(), {(256, 256): 64, (1920, 1080): 66, (640, 480): 70}),
-        (RELEASED, {(1280, 720): 576, (1920, 1080): 576, (640, 360): 220}),  # as its authors say
+        (RELEASED, {(1280, 720): 576, (1920, 1080): 576, (640, 360): 220}),  # as its authors report
     ],
 )
 def test_a_frame_costs_as_many_tokens_as_is_published(contract, costs):
@@ -96,7 +96,7 @@ def test_a_frame_costs_as_many_tokens_as_is_published(contract, costs):
 
 
 def test_a_crop_has_its_own_area_and_the_overview_keeps_its(toy_dir, videos):
-    """In a tool's call and in a row of SFT."""
+    """This holds in a tool call and in an SFT row."""
     contract = VisualContract(frame_pixels=64 * 64, crop_frame_pixels=32 * 32)
     task = Task("t", "?", (str(toy_dir / "videos" / "test00000.mp4"),), "oe", "red")
     clips = [
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_contract_is_refused_with_both_values(tmp_path):
             dataclasses.replace(VisualContract(frame_pixels=4096), **{field: value}).check(tmp_path)
 
 
-OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]  # of Qwen2.5-VL, which is only served: `patchify` works with 0.5
+OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]  # Qwen2.5-VL's; we only serve it, and `patchify` uses 0.5
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ OPENAI_MEAN = [0.48145466, 0.4578275, 0.40821073]  # of Qwen2.5-VL, which is onl
     ],
 )
 def test_a_processor_that_disagrees_is_refused(tmp_path, patch, stock, changes, wrong):
-    """The contract travels twice: for us in visual.json, which a stock checkpoint lacks, and in the processor's config."""
+    """A checkpoint holds the contract twice: in visual.json, which stock checkpoints lack, and in the processor's config."""
     VisualContract().save(tmp_path)
     if stock:
         (tmp_path / "visual.json").unlink()
@@ -158,7 +158,7 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
     path, contract = tmp_path / "visual.json", VisualContract(frame_pixels=4096, crop_fps=2.0)
     contract.save(tmp_path)
     assert VisualContract.load(tmp_path) == contract
-    older = json.loads(path.read_text())  # than the keys of two areas, which have their defaults then
+    older = json.loads(path.read_text())  # from before two of the keys, which then have their defaults
     del older["max_frame_pixels"], older["crop_frame_pixels"]
     path.write_text(json.dumps(older))
     contract.check(tmp_path)
@@ -173,7 +173,7 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
 
 
 def as_transformers_parts(messages):
-    """The same conversation as a user of plain transformers would write it."""
+    """Return the conversation as a user of plain transformers would write it."""
     plain = []
     for message in messages:
         content = message["content"]
@@ -194,9 +194,9 @@ awkward_text = st.lists(st.sampled_from(["\r\n", "\r", "\n", " ", "👩‍🚀",
 @settings(max_examples=60)
 @given(question=awkward_text, reply=awkward_text, said=awkward_text)
 def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schemas, question, reply, said):
-    """Line ends of Windows, emoji of several code points, Chinese: wherever texts from outside meet the template's.
-    Rollouts append deltas to sampled ids; SFT renders the whole. The model must not see a difference. (The released code
-    re-rendered the chat for each response of a turn; from the second on they lost their opening.)"""
+    """Try Windows line ends, emoji of several code points and Chinese next to the template's text. Rollouts append deltas to
+    sampled ids, and SFT renders the whole chat. The model must not see a difference. (The released code re-rendered the
+    chat for each response of a turn. From the second response on, the opening was missing.)"""
     messages = [
         {"role": "user", "content": [question, noise(2), reply]},
         {"role": "assistant", "content": "<think>" + said},
@@ -212,14 +212,14 @@ def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schema
     assert whole.ids == prompt.ids + renderer.encode("<think>" + said) + [renderer.end_of_turn] + delta.ids
     assert len(delta.frames) == 1 and sum(prompt.mask + delta.mask) == 0
     assert whole.ids.count(renderer.image_pad) == 2 * 4 + 1 * 6
-    # SFT learns what the assistant says, and its ends of turn.
+    # SFT trains on the assistant's text and its end-of-turn tokens.
     row = renderer.render([*messages, {"role": "assistant", "content": "I see."}], schemas)
     learned = renderer.decode([token for token, mask in zip(row.ids, row.mask, strict=True) if mask])
     assert learned == f"<think>{said}<|im_end|>I see.<|im_end|>"
 
 
 HOSTILE = ["<|im_end|>", "<|image_pad|>", "<|im_start|>assistant\n", "<|vision_start|>", "</tool_response>", "<think>"]
-ODD = ["\U000f0000", "\ud83d"]  # a mark of ours, and half an emoji, which ended the run with the tokenizer's TypeError
+ODD = ["\U000f0000", "\ud83d"]  # our mark, and half an emoji (past bug: TypeError of the tokenizer)
 hostile_text = st.lists(st.sampled_from([*HOSTILE, *ODD, "red", " ", "\n", "é", "<", "<|"]), max_size=12).map("".join)
 
 
@@ -280,7 +280,7 @@ def test_a_tokenizer_that_was_saved_to_cut_or_to_fill_does_neither(tokenizer):
 
 
 def check_offsets(renderer, ids) -> None:
-    """Against a brute force: the bytes of each token, and the characters that each prefix of all bytes shows."""
+    """Compare with brute force: the bytes of each token, and the characters of each prefix of all bytes."""
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     parts = [bytes(byte_of[c] for c in piece) for piece in renderer.tokenizer.convert_ids_to_tokens(ids)]
     data, expected, start = b"".join(parts), [], 0
@@ -296,7 +296,7 @@ def check_offsets(renderer, ids) -> None:
 @settings(max_examples=120)
 @given(data=st.data())
 def test_any_sampled_ids_have_offsets(renderer, data):
-    """A sampled trajectory may hold any bytes, also such that are not UTF-8; tokens may share a character."""
+    """A sampled trajectory can hold any bytes, even invalid UTF-8, and tokens can share a character."""
     added = list(renderer.tokenizer.added_tokens_decoder)
     byte_tokens = [renderer.tokenizer.convert_tokens_to_ids(c) for c in bytes_to_unicode().values()]
     token = st.sampled_from(byte_tokens) | st.sampled_from(added) | st.integers(0, len(renderer.tokenizer) - 1)
@@ -306,20 +306,20 @@ def test_any_sampled_ids_have_offsets(renderer, data):
 
 
 def test_a_tag_after_broken_utf8_stands_where_it_is(renderer):
-    """Past bug: `"a \ufffd</think>"` gave the tag the span of the broken byte before it, and lost its credit."""
+    """Past bug: in `"a \ufffd</think>"`, the tag got the span of the broken byte before it, and lost its credit."""
     byte = renderer.tokenizer.convert_tokens_to_ids(bytes_to_unicode()[0xE2])
     closing = renderer.tokenizer.convert_tokens_to_ids("</think>")
     ids = [*renderer.encode("a "), byte, closing]
     start, end = renderer.offsets(ids)[-1]
     assert renderer.decode(ids) == "a \ufffd</think>" and (start, end) == (3, 11)
-    box = renderer.encode("╞")  # three bytes; its last, alone, is none of UTF-8
+    box = renderer.encode("╞")  # three bytes; the last byte alone is not UTF-8
     assert renderer.offsets([*box[2:] * 2, *box, *renderer.encode("a")])[-1] == (3, 4)
-    unknown = len(renderer.tokenizer) + 1  # a row of the embedding that is no token
+    unknown = len(renderer.tokenizer) + 1  # a row of the embedding without a token
     assert renderer.offsets([closing, unknown, closing]) == [(0, 8), (8, 8), (8, 16)]
 
 
 def test_offsets_take_linear_time(renderer):
-    """Past bug: bytes that are no UTF-8 made it quadratic, 12 s for 8,000 tokens."""
+    """Past bug: invalid UTF-8 made it quadratic, 12 s for 8,000 tokens."""
     broken = [renderer.tokenizer.convert_tokens_to_ids(bytes_to_unicode()[byte]) for byte in "🎬".encode()[:3]]
 
     def seconds(ids):
@@ -328,12 +328,12 @@ def test_offsets_take_linear_time(renderer):
         return time.process_time() - began
 
     short = min(seconds(broken * 200) for _ in range(5))
-    assert min(seconds(broken * 3_200) for _ in range(3)) < 64 * short  # 16 times as many; quadratic: 256
+    assert min(seconds(broken * 3_200) for _ in range(3)) < 64 * short  # 16 times as many; quadratic would be 256
 
 
 @pytest.mark.parametrize("eos, ends", [(None, ()), ("<|im_end|>", ()), ("<|endoftext|>", ("<|endoftext|>",)), (["<|im_end|>", "<|endoftext|>"], ("<|endoftext|>",))])  # fmt: skip
 def test_every_token_that_the_checkpoint_lets_end_a_turn_is_known(tokenizer, tmp_path, eos, ends):
-    """Qwen's list is [<|im_end|>, <|endoftext|>], and both engines stop on both."""
+    """Qwen's list is [<|im_end|>, <|endoftext|>]. Both engines stop at either."""
     ids = tokenizer.convert_tokens_to_ids
     tokenizer.save_pretrained(tmp_path)
     if eos is not None:

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/: the files, headings, configs, commands and figures that they name are there."""
+"""The README and the pages of docs/: the files, headings, configs, commands and figures that they name exist."""
 
 import importlib
 import re
@@ -27,7 +27,7 @@ def blocks(page, *kinds: str) -> list[str]:
 
 
 def made_by(page) -> set[str]:
-    """Files that a guide tells its reader to write."""
+    """Return the files that a guide tells its reader to write."""
     return set(re.findall(r"^(?:\+\+\+ b/|# )(\S+/\S+\.\w+)$", "\n".join(blocks(page, "diff", "yaml", "python")), re.M))
 
 
@@ -82,17 +82,17 @@ WHERE = re.search(r"^\| term \| where \|\n(.*?)\n\n", TEXT[README], re.M | re.S)
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+\.)+\w+)`", WHERE))))
 def test_what_the_table_of_terms_names_is_there(name):
-    """`rl.Sampler.sample`: a method of a class of that file."""
+    """A name such as `rl.Sampler.sample` is a file, its class and a method."""
     module, *attributes = name.split(".")
     found = importlib.import_module(".".join(SCRIPTS[f"{module}.py"].relative_to(REPO).with_suffix("").parts))
     for attribute in attributes:
-        fields = getattr(found, "__annotations__", {})  # of a dataclass, those without a default
+        fields = getattr(found, "__annotations__", {})  # a dataclass's fields without a default
         assert hasattr(found, attribute) or attribute in fields, name
         found = getattr(found, attribute, None)
 
 
 def test_its_figures_are_those_of_the_results():
-    """Means with their spread stand in results/paradox.md, gains in results/bench.md."""
+    """results/paradox.md has the means with their spread, results/bench.md the speed-ups."""
     study, bench = ((REPO / "results" / name).read_text("utf-8") for name in ("paradox.md", "bench.md"))
     figures = re.findall(r"-?\d+\.\d+ ± \d+\.\d+(?: \[[\d.]+\])?", TEXT[README])
     assert len(figures) > 10 and all(figure in study for figure in figures)
@@ -101,7 +101,7 @@ def test_its_figures_are_those_of_the_results():
 
 
 def test_the_lock_holds_what_the_requirements_pin_and_every_package_once():
-    """A lock that was not renewed would install another SGLang than the one that the code was written for."""
+    """An outdated lock would install another SGLang than the code was written for."""
     pins, locked = (
         re.findall(r"^([\w.-]+)==([^\s;]+)", (REPO / name).read_text(encoding="utf-8"), re.M)
         for name in ("requirements.txt", "requirements.lock")

@@ -1,4 +1,4 @@
-"""The engines: the one in this process against transformers itself, and SGLang's client against a small fake server."""
+"""Both engines: the in-process engine against plain transformers, and SGLang's client against a small fake server."""
 
 import gc
 import os
@@ -54,7 +54,7 @@ def prompts(renderer):
 
 
 def at_once(engine, requests_: list[dict]) -> list[Sample]:
-    """All requests from threads of their own, which the engine is told to expect."""
+    """Send each request from its own thread, and announce the threads to the engine."""
     engine.announce(len(requests_))
     with ThreadPoolExecutor(len(requests_)) as pool:
 
@@ -76,7 +76,7 @@ def request(ids, frames, seed=1, temperature=1.0, max_new_tokens=24, **more) -> 
 
 
 def check_logprobs(model, renderer, row: dict, sample: Sample, tolerance: float = 1e-5) -> None:
-    """Against one plain forward over the whole sequence."""
+    """Compare a sample's log-probs with one plain forward over the whole sequence."""
     ids, temperature = row["ids"] + sample.ids, row["temperature"]
     with torch.no_grad():
         expected = tiny.plain_logprobs(model, renderer.never_sampled, ids, row["frames"], temperature)
@@ -85,7 +85,7 @@ def check_logprobs(model, renderer, row: dict, sample: Sample, tolerance: float 
 
 
 def test_greedy_text_is_what_transformers_generates(engine, model, renderer, prompts):
-    """In one ragged batch, with and without images, against `generate` row by row."""
+    """Compare one ragged batch, with and without images, with `generate` row by row."""
     samples = at_once(engine, [request(ids, clips, temperature=0.0) for ids, clips in prompts])
     banned = [[token] for token in renderer.never_sampled]
     for (ids, clips), sample in zip(prompts, samples):
@@ -101,7 +101,7 @@ def test_logprobs_are_those_of_a_plain_forward(engine, model, renderer, prompts)
 
 
 def test_a_shared_prompt_changes_nothing(engine, model, renderer, prompts):
-    """Rollouts that part after a common prompt, in one batch: the same as each alone, read in one piece."""
+    """Rollouts that share a prompt, sampled in one batch, equal each rollout alone without a shared prefix."""
     ids, clips = prompts[3]
     tails = [renderer.encode(text) for text in ("<think>\n", "Well, ", "\n\nIt is about a cat", "")]
     rows = [request(ids + tail, clips, seed=i, shared_prefix=len(ids)) for i, tail in enumerate(tails)]
@@ -110,7 +110,7 @@ def test_a_shared_prompt_changes_nothing(engine, model, renderer, prompts):
         assert alone.ids == sample.ids
         assert np.allclose(alone.logprobs, sample.logprobs, atol=1e-5)
         check_logprobs(model, renderer, row, sample)
-    # Frames may also follow the shared prompt.
+    # Frames can also come after the shared prompt.
     delta = renderer.continuation([[noise(2, seed=9), "seen"]])
     row = request(ids + [renderer.end_of_turn] + delta.ids, [*clips, *delta.frames], shared_prefix=len(ids))
     check_logprobs(model, renderer, row, engine.generate(**row))
@@ -128,11 +128,11 @@ def test_the_same_words_about_other_pixels_are_another_prompt(engine, prompts, b
 
 
 def some_rows(count: int, vocabulary: int):
-    """Logits with banned tokens, flat and peaked rows; temperatures, some 0; uniforms with the extremes."""
+    """Return logits with banned tokens and flat and peaked rows, temperatures of which some are 0, and extreme uniforms."""
     draws = torch.Generator().manual_seed(0)
     logits = torch.randn(count, vocabulary, generator=draws) * torch.linspace(0.1, 9, count)[:, None]
     logits[:, [0, vocabulary // 2, vocabulary - 1]] = -torch.inf
-    uniforms = torch.rand(count, generator=draws).double()  # 24 bits, as the engine's
+    uniforms = torch.rand(count, generator=draws).double()  # 24 bits, as in the engine
     uniforms[: count // 2] = 1 - 2**-24
     uniforms[0] = 0.0
     return logits, torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(count)[1 : count + 1], uniforms
@@ -140,7 +140,7 @@ def some_rows(count: int, vocabulary: int):
 
 @pytest.mark.parametrize("count, vocabulary", [(20_000, 100), (24, 151_936)])
 def test_a_draw_inverts_the_distribution(count, vocabulary):
-    """Past bug: by sums in fp32, the largest random number drew a token behind the last one, which may be banned."""
+    """Past bug: with fp32 sums, the largest random number drew a token after the last one, which can be banned."""
     logits, temperatures, uniforms = some_rows(count, vocabulary)
     greedy = temperatures == 0
     expected = (logits.double() / torch.where(greedy, 1.0, temperatures)[:, None]).log_softmax(-1)
@@ -173,13 +173,13 @@ def test_a_turn_ends_with_its_stop_token_or_with_its_budget(engine, prompts, mon
     stop = long.ids[5]
     short = engine.generate(**request(ids, clips, 2, stop=(stop,)))
     monkeypatch.setattr(engine.renderer, "ends_of_turn", (1, stop))
-    assert engine.generate(**request(ids, clips, 2)) == short  # the checkpoint's own ends stop unasked
+    assert engine.generate(**request(ids, clips, 2)) == short  # the checkpoint's own end tokens always stop
     assert short.finish == "stop" and short.ids == long.ids[: long.ids.index(stop) + 1]
     assert short.logprobs == pytest.approx(long.logprobs[: len(short.ids)], abs=1e-5)
 
 
 def test_tokens_depend_on_the_requests_own_seed_only(checkpoint, renderer, prompts):
-    """Whatever rows stand beside it, longer or shorter, when they end, and in one batch or in several."""
+    """They do not depend on the other rows, their lengths and ends, or the number of batches."""
     engine = InProcess(checkpoint, renderer, max_batch_tokens=400)
     rows = [request(*prompts[i % 4], seed=i, max_new_tokens=1 + 2 * i) for i in range(16)]
     assert [s.ids for s in at_once(engine, rows)] == [engine.generate(**row).ids for row in rows]
@@ -188,9 +188,7 @@ def test_tokens_depend_on_the_requests_own_seed_only(checkpoint, renderer, promp
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 300)), max_size=64), st.sampled_from([400, 8000]))
-@example(
-    [(100, 10)] + [(70, 60)] * 8, 400
-)  # a row that may say much widens the rows of all others, even of longer ones
+@example([(100, 10)] + [(70, 60)] * 8, 400)  # a row that can sample much widens all rows, even longer ones
 def test_batches_have_bounded_size_and_padding(sizes, max_tokens):
     requests = [Request([0] * length, (), new, 1.0, 0, frozenset(), 1) for length, new in sizes]
     batches = cut_into_batches(requests, max_tokens)
@@ -219,14 +217,14 @@ def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, re
     after = engine.generate(**row)
     assert (before.version, after.version, engine.version) == (0, 7, 7)
     assert after.ids == fresh.generate(**row).ids != before.ids
-    with pytest.raises(EngineError, match="no snapshot of this model"):
+    with pytest.raises(EngineError, match="does not fit this model"):
         engine.update_weights(tmp_path, 8)
     engine.close(), fresh.close()
 
 
 def test_a_closed_engine_lets_nobody_wait(checkpoint, renderer, prompts):
     engine = InProcess(checkpoint, renderer)
-    engine.announce(10)  # who will never come
+    engine.announce(10)  # callers that never come
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(engine.generate, *prompts[0], max_new_tokens=4, temperature=0.0, seed=1)
         time.sleep(0.1)
@@ -238,12 +236,12 @@ def test_a_closed_engine_lets_nobody_wait(checkpoint, renderer, prompts):
         engine.generate(*prompts[0], max_new_tokens=4, temperature=0.0, seed=1)
 
 
-# ---- in this process, with a GPU's kernels by their definition
+# ---- in this process, with reference implementations of a GPU's kernels
 
 
 @pytest.mark.parametrize("kernel", ["flash", "varlen"])
 def test_a_gpus_kernels_sample_what_a_cpus_sdpa_samples(engine, checkpoint, renderer, prompts, monkeypatch, kernel):
-    """Greedy and random rows of one batch that end at different times; shared prompts; frames after the prompt."""
+    """One batch has greedy and random rows that end at different times, shared prompts, and frames after the prompt."""
     rows = []
     for i, (ids, clips) in enumerate(prompts):
         for seed, temperature in enumerate((0.0, 0.7, 1.5)):
@@ -281,7 +279,7 @@ def test_each_prompt_is_read_once_and_no_padding(checkpoint, renderer, prompts):
 
 
 def test_short_clips_are_encoded_together_up_to_the_frames_of_an_overview(checkpoint, renderer):
-    """Whatever their sizes, in one batch; that the samples are those of each alone, the tests above show."""
+    """The clips have different sizes. (The tests above compare the samples with those of each request alone.)"""
     engine, frames, rows = InProcess(checkpoint, renderer), [], []
     tower = engine.model.model.visual
     tower.register_forward_pre_hook(
@@ -297,7 +295,7 @@ def test_short_clips_are_encoded_together_up_to_the_frames_of_an_overview(checkp
 
 
 def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monkeypatch):
-    """In signature, shapes, dtypes and devices: torch checks them on the meta device, where it computes nothing."""
+    """On the meta device, torch checks signature, shapes, dtypes and devices without computing."""
     engine, chosen = InProcess(checkpoint, renderer, dtype="bfloat16"), []
     engine.model.to("meta")
     engine.kernel = "varlen"
@@ -322,7 +320,7 @@ def state_of(url: str) -> dict:
 
 @pytest.fixture
 def serve(checkpoint, renderer):
-    """serve("fault", "fault of those started later", servers=1, **options): a client that has started fake servers."""
+    """serve("fault", "fault of later starts", servers=1, **options) -> a client that has started fake servers."""
     clients = []
 
     def start(*faults: str, servers=1, **options) -> SGLang:
@@ -350,7 +348,7 @@ def test_a_prompt_that_drifts_is_an_error(serve, prompts, renderer):
 
 @pytest.mark.parametrize("faults", [("busy",), ("abort",), ("die_after=15", "")], ids=" ".join)
 def test_a_lost_request_is_sent_again_and_never_a_result(serve, prompts, tmp_path, faults):
-    """Refused, aborted, or lost with its server; the new one loads the current weights before anything is sent again."""
+    """It was refused, aborted, or lost with its server. A new server loads the current weights before it gets requests."""
     rows, said = [request(*prompts[i % 4], seed=i) for i in range(40)], []
     for client in (serve(*faults), serve()):
         client.update_weights(tmp_path, 3)
@@ -362,7 +360,7 @@ def test_a_lost_request_is_sent_again_and_never_a_result(serve, prompts, tmp_pat
 
 
 def test_a_request_that_was_lost_lets_go_of_its_frames(serve, renderer):
-    """Past bug: its error held them in a circle, so their files stayed until the next garbage collection."""
+    """Past bug: its error held them in a reference cycle, so their files stayed until the next garbage collection."""
     client, clip = serve("busy"), noise(1)
     ids = renderer.render([{"role": "user", "content": [clip, "What?"]}], generate=True).ids
     gc.disable()
@@ -389,7 +387,7 @@ def test_servers_share_requests_and_all_have_the_weights_pushed_last(serve, prom
 
 
 def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve, renderer):
-    """Its cache has the prompt. The other server answers where the first has eight more to do, or is away."""
+    """Its cache has the prompt. The other server answers if the first has eight more requests, or is unhealthy."""
     client, clips = serve("slow=0.5", servers=2), [noise(1, seed=seed) for seed in range(2)]
     ids = renderer.render([{"role": "user", "content": [clips[0], "What?"]}], generate=True).ids
     rows = [request(ids + [20 + i], [clip], shared_prefix=len(ids)) for clip in clips for i in range(8)]
@@ -397,7 +395,7 @@ def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve
     assert [list(state_of(url)["prompts"].values()) for url in client.urls] == [[8], [8]]
     at_once(client, rows[:8] * 2)
     assert [state_of(url)["served"] for url in client.urls] == [16, 16]
-    # The other one read it last.
+    # The other server read it last.
     first, last = sorted(client.urls, key=lambda url: len(state_of(url)["prompts"]))
     os.kill(state_of(last)["pid"], signal.SIGKILL)
     client.generate(**rows[0])
@@ -405,7 +403,7 @@ def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve
 
 
 def test_servers_without_work_are_chosen_by_rank(serve, renderer, prompts, tmp_path, monkeypatch):
-    """Each rank's first prompt went to the first server."""
+    """Past bug: each rank's first prompt went to the first server."""
     owner = serve(servers=2)
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
@@ -433,10 +431,10 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, tmp_pat
     client._servers[1].process.kill()
     wait_for(lambda: client._servers[1].failed)
     assert "the server on GPU 6,7 died twice at its start" in caplog.text and "logs/sglang-gpu6,7.log" in caplog.text
-    client.update_weights(tmp_path, 1)  # one that is given up does not end the run while another lives
+    client.update_weights(tmp_path, 1)  # a server that is given up does not end the run while another works
     assert client.generate(**request([1], [])).version == 1
     other_rank = SGLang("", renderer, urls=client.urls)
-    other_rank.update_weights(tmp_path, 1, push=False)  # nor does a rank that has not yet given it up wait for it
+    other_rank.update_weights(tmp_path, 1, push=False)  # nor does a rank wait that has not yet given it up
     other_rank.close()
     client._servers[0].process.kill()
     wait_for(lambda: client._servers[0].failed)
@@ -460,7 +458,7 @@ def test_a_server_that_its_owner_has_given_up_is_waited_for_by_nobody(renderer, 
 
 
 def test_servers_start_while_the_caller_goes_on_and_sample_once_before_they_serve(renderer, prompts, tmp_path):
-    """A greedy and a random turn in one batch, once per start. Somebody else's servers are not warmed."""
+    """The warm-up is a greedy and a random turn in one batch, once per start. Servers of `urls` are not warmed up."""
     client = SGLang("", renderer, gpus=(0, 1), launch=lambda port: fake_server(renderer, port), patience=0.05)
     assert len(set(client.urls)) == 2 and not any(server.healthy for server in client._servers)
     client.wait_until_ready()
@@ -478,7 +476,7 @@ def test_servers_start_while_the_caller_goes_on_and_sample_once_before_they_serv
 
 
 def test_a_server_killed_between_export_and_push_serves_no_mixed_weights(serve, prompts, tmp_path):
-    """The next snapshot may lie there already: a restarted server loads the one that was pushed last."""
+    """Even if the next snapshot is already on disk, a restarted server loads the one that was pushed last."""
     client = serve()
     for version in (1, 2):
         (tmp_path / f"weights-{version}").mkdir()
@@ -500,7 +498,7 @@ def test_servers_need_whole_groups_of_gpus():
 
 
 def test_what_servers_cannot_run_with_is_refused(monkeypatch, tmp_path):
-    """A server beside another process has no room; one that finds no nvcc dies at its first request, after minutes."""
+    """A server has no room beside another process. A server without nvcc exits at its first request, after minutes."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: (1 + 69 * gpu) << 30)
@@ -518,11 +516,11 @@ def test_what_servers_cannot_run_with_is_refused(monkeypatch, tmp_path):
 
 
 def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, monkeypatch):
-    """Every request went to the proxy, and so did the one that SGLang sends itself before it serves."""
+    """Past bug: every request went to the proxy, even the one that SGLang sends to itself at its start."""
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS")
     names += ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name in names:
@@ -537,12 +535,12 @@ def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, m
         seen = straight.get(url + "/model_info").json()["environment"]
         assert seen["no_proxy"] == seen["NO_PROXY"] == "127.0.0.1"
         assert seen["CUDA_VISIBLE_DEVICES"] == devices and not set(names) & set(seen)
-        # Image embeddings outlive a weight update: while the vision tower trains, they would be those of an older one.
+        # Cached image embeddings survive a weight update: if the vision tower trains, they would be stale.
         assert seen["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
 
 
 def test_a_server_that_dies_unasked_comes_back_with_the_current_weights(serve, renderer, prompts, tmp_path):
-    """It was noticed only when a request was lost. With `urls`, a server that its owner restarts loads our snapshot."""
+    """Past bug: its exit was noticed only when a request was lost. With `urls`, a restarted server loads our snapshot."""
     owner = serve()
     client = SGLang("", renderer, urls=owner.urls, patience=0.05)
     for engine, version in ((owner, 3), (client, 4)):
@@ -558,7 +556,7 @@ def test_a_server_that_dies_unasked_comes_back_with_the_current_weights(serve, r
 
 
 def test_a_server_that_cannot_start_is_given_up_with_the_end_of_its_log(serve):
-    """It was started again and again until start_timeout."""
+    """Past bug: it was restarted until start_timeout."""
     with pytest.raises(EngineError, match="given up"):
         serve("slow_start=30", start_timeout=1.0)
     with pytest.raises(EngineError, match="died twice") as error:
@@ -628,7 +626,7 @@ def test_replies_that_are_no_json_or_too_large_are_lost(serve, prompts, monkeypa
 
 
 def test_one_deadline_covers_all_attempts_of_a_request(serve, prompts, tmp_path):
-    """Stale weights sample nothing that counts, and a slow server nothing in time, nor one that sends a byte now and then."""
+    """The deadline also ends requests to servers with stale weights, slow servers, and servers that send single bytes."""
     for fault in ("stale", "slow=60", "drip"):
         client = serve(fault)
         client.timeout = 1.0
@@ -640,11 +638,11 @@ def test_one_deadline_covers_all_attempts_of_a_request(serve, prompts, tmp_path)
 
 
 def test_a_closed_client_lets_nobody_wait_and_ends_its_own_servers(serve, renderer, prompts):
-    """Nobody waits for an answer, its own server's or another's, nor for a server that is away."""
+    """No call waits for an answer of its own server or of another's, or for a server that is unreachable."""
     owner = serve("slow=60")
     client, idle = (SGLang("", renderer, urls=owner.urls) for _ in range(2))
     client.wait_until_ready(), idle.wait_until_ready()
-    idle._servers[0].url = "http://127.0.0.1:9"  # where nobody listens
+    idle._servers[0].url = "http://127.0.0.1:9"  # nobody listens there
     process = owner._servers[0].process.pid
     for engine in (idle, client, owner):
         with ThreadPoolExecutor(1) as pool:
@@ -662,7 +660,7 @@ def test_a_closed_client_lets_nobody_wait_and_ends_its_own_servers(serve, render
 
 
 def test_a_snapshot_that_is_missing_is_looked_for_again(serve, tmp_path):
-    """It may just be replaced by the next one. Past bug: one refused for good was sent for 15 minutes, without a word."""
+    """The next snapshot can have replaced it. Past bug: a refused snapshot was sent for 15 minutes without a message."""
     client = serve("swap", start_timeout=1000.0)
     client.update_weights(tmp_path, 1)
     assert state_of(client.urls[0])["loads"] == 2
@@ -672,7 +670,7 @@ def test_a_snapshot_that_is_missing_is_looked_for_again(serve, tmp_path):
 
 
 def test_weights_of_another_run_are_replaced_even_under_the_same_number(serve, prompts, renderer, tmp_path):
-    """A new run on a server of an old one began with the old run's weights."""
+    """Past bug: a new run on an old run's server began with the old run's weights."""
     first = serve()
     first.update_weights(tmp_path, 3)
     second = SGLang("", renderer, urls=first.urls)

@@ -1,8 +1,8 @@
-"""What only a GPU can show, in a quarter of an hour; on a CPU the same parts run small, so that they are known to run.
+"""Tests that need a GPU, in a quarter of an hour. On a CPU they run with small sizes, which shows that they run.
 
-make test-gpu                          # a line of JSON per figure, printed and kept in runs/gpu.jsonl
+make test-gpu                          # one line of JSON per figure, printed and appended to runs/gpu.jsonl
 
-The tests write some 50 GB of random weights and states below /tmp (TMPDIR moves it), at most 28 GB at a time: `make test-gpu`
+The tests write about 50 GB of random weights and states below /tmp (TMPDIR moves it), at most 28 GB at a time: `make test-gpu`
 removes a test's files once it has passed.
 """
 
@@ -42,7 +42,7 @@ GPU = torch.cuda.is_available()
 WHERE = torch.device("cuda" if GPU else "cpu")
 TWO_B, EIGHT_B = (PUBLISHED[f"Qwen/Qwen3-VL-{size}-Instruct"] for size in ("2B", "8B"))
 KEPT = scripts.REPO / "runs" / "gpu.jsonl"
-ROOM = 30e9  # bytes below /tmp: the 2B in fp32 (7 GB), its state (17), its export (3.5)
+ROOM = 30e9  # bytes in /tmp: the 2B in fp32 (7 GB), its state (17 GB), its export (3.5 GB)
 
 
 def refuse_a_full_disk(folder: str) -> None:
@@ -66,7 +66,7 @@ def test_a_disk_that_would_fill_in_the_middle_is_refused_at_the_start(monkeypatc
 
 
 def note(part: str, **figures) -> None:
-    """Print what was measured; keep it if a GPU measured it."""
+    """Print a measurement. Keep it if it is from a GPU."""
     line = json.dumps({"part": part, "device": torch.cuda.get_device_name() if GPU else "CPU", **figures})
     print(line, flush=True)
     if GPU:
@@ -76,7 +76,7 @@ def note(part: str, **figures) -> None:
 
 
 def checkpoint(folder: Path, shapes: dict, layers: int | None = None) -> Path:
-    """Random weights of a published size, with the vocabulary of the tests; on a CPU tiny ones."""
+    """Write random weights of a published size, with the tests' vocabulary. On a CPU they are tiny."""
     if not GPU:
         return tiny.write(folder)
     text = shapes["text_config"] | {"vocab_size": tiny.VOCABULARY, "max_position_embeddings": 65_536}
@@ -90,7 +90,7 @@ def checkpoint(folder: Path, shapes: dict, layers: int | None = None) -> Path:
 
 @pytest.mark.parametrize("kernel", ["flash", "varlen", "sdpa"])
 def test_kernels_compute_attention_and_its_gradient_to_within_rounding(kernel):
-    """Against fp32 maths with a mask over the whole pack: prompts and suffixes, grouped heads, a suffix of one token."""
+    """Compare with fp32 maths and a mask over the whole sequence: prompts, suffixes, grouped heads, a one-token suffix."""
     if kernel != "sdpa" and not GPU:
         pytest.skip("this kernel needs a GPU")
     if kernel == "flash" and pick_kernel(WHERE, torch.bfloat16) != "flash":
@@ -134,7 +134,7 @@ OPTIM = OptimConfig(lr=1e-5)
 
 
 def train(path: Path, folder: Path) -> None:
-    """One rank: 2B shapes in bf16 under FSDP2, a group of 8 and a long episode, with a reference; then a state and back."""
+    """Train one rank: 2B shapes in bf16 under FSDP2, a group of 8, a long episode, a reference. Save a state, load it."""
     cfg = PolicyConfig(str(path), dtype="bf16", freeze=("vision",))
     policy, reference = load(cfg, tiny.NEVER_SAMPLED), load(cfg, tiny.NEVER_SAMPLED, train=False)
     reference.model.model.visual = policy.vision
@@ -150,7 +150,7 @@ def train(path: Path, folder: Path) -> None:
             with torch.no_grad():
                 kept = reference(part, 1.0, features).logprobs
             logprobs = policy(part, 1.0, features).logprobs
-            loss = ((logprobs - kept).square() - logprobs).mean()  # a pull to the reference, and something to learn
+            loss = ((logprobs - kept).square() - logprobs).mean()  # a pull towards the reference, and a reward
             loss.backward()
             total += loss.item()
         assert np.isfinite(optimizer_step(policy, optimizer, OPTIM, number, 10))
@@ -189,7 +189,7 @@ def test_a_2b_trains_in_bf16_resumes_bit_for_bit_and_exports(tmp_path):
 
 @pytest.mark.slow
 def test_an_update_at_8b_widths_has_its_share_of_the_peak(tmp_path):
-    """Eight layers in fp32 master weights fit one GPU; the MFU is that of forward, backward and AdamW."""
+    """Eight layers with fp32 master weights fit on one GPU. The MFU counts forward, backward and AdamW."""
     cfg = PolicyConfig(str(checkpoint(tmp_path / "model", EIGHT_B, layers=8)), dtype="auto" if GPU else "fp32")
     tiny.on_ranks(update, 1, cfg)
 
@@ -203,18 +203,18 @@ def update(cfg: PolicyConfig) -> None:
         (-policy([bundle]).logprobs.mean()).backward()
         assert np.isfinite(optimizer_step(policy, optimizer, OPTIM, repeat, 10))
         if GPU:
-            torch.cuda.synchronize()  # AdamW, too
+            torch.cuda.synchronize()  # the time includes AdamW
         seconds = time.perf_counter() - began
     mfu = utilisation(cfg, len(bundle), seconds, 1)
     note("update", tokens=len(bundle), tokens_per_second=round(len(bundle) / seconds), **mfu)
 
 
-# ------------------------------------------------------------------------------------------------ sampling, looking
+# ------------------------------------------------------------------------------------------------ sampling, vision
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """A checkpoint that can be asked: eight layers of the 2B's widths behind the 8B's vision tower (27 blocks, heads of 72);
-    on a CPU tiny ones."""
+    """Write a checkpoint with a tokenizer: eight layers of the 2B's widths and the 8B's vision tower (27 blocks, heads of
+    72). On a CPU it is tiny."""
     text = TWO_B["text_config"]
     sizes = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
     sizes |= {"num_hidden_layers": 8, "num_key_value_heads": 8, "rope_parameters": text["rope_parameters"]}
@@ -231,7 +231,7 @@ def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path):
     engine = InProcess(path, renderer, device=WHERE, dtype="bfloat16" if GPU else "float32")
     assert (engine.kernel != "sdpa") == GPU
 
-    # prompts of different lengths, each asked four times
+    # prompts of different lengths, each sampled four times
     count, max_new_tokens = (64, 256) if GPU else (8, 8)
     clip = tiny_checkpoint.noise(16)
     prompts, jobs, samples = [], [], {}
@@ -293,7 +293,7 @@ def test_the_vision_tower_looks_at_many_frames_at_once(tmp_path, frames):
 
 @pytest.mark.slow
 def test_sft_and_rl_run_one_after_the_other_with_staleness(toy_dir, tmp_path):
-    """Past bug: at the toy's rate of 2e-4 the limit measured AdamW's step between two batches. In fp32 four seeds came to
+    """Past bug: at the toy's learning rate, 2e-4, the gap measured AdamW's step between two batches. In fp32, four seeds gave
     0.036 to 0.062."""
     steps = 20 if GPU else 2
 

@@ -1,7 +1,7 @@
-"""The guides of docs/, followed to the letter: their diffs are applied to a copy of the repository, their configs
-written, their commands run, and what they promise is looked at.
+"""Follow the guides of docs/ literally: apply their diffs to a copy of the repository, write their configs, run their
+commands, and check what they promise.
 
-The functions without `test_` run, and assert, in the copy (a `Fork`), whose modules they import."""
+The functions without `test_` run and assert in the copy (a `Fork`), and import its modules."""
 
 import json
 import math
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("patch"), reason="the guides' d
 
 
 class Fork:
-    """A copy of the repository beside the toy, and one guide to change it by."""
+    """A copy of the repository with the toy's data, and the guide whose changes it gets."""
 
     def __init__(self, root: Path, toy: Path, guide: str):
         self.root = root
@@ -32,7 +32,7 @@ class Fork:
         for name in ("conftest", "scripts", "tiny_checkpoint"):
             shutil.copy(REPO / "tests" / f"{name}.py", root / "tests")
         (root / "toy_data").mkdir()
-        for path in toy.iterdir():  # what a guide adds beside them stays in the copy
+        for path in toy.iterdir():  # files that a guide adds there stay in the copy
             (root / "toy_data" / path.name).symlink_to(path)
         blocks = re.findall(r"^```(\w+)\n(.*?)^```$", (REPO / "docs" / guide).read_text("utf-8"), re.M | re.S)
         self.diffs = [text for kind, text in blocks if kind == "diff"]
@@ -40,7 +40,7 @@ class Fork:
         self.commands = [text for kind, text in blocks if kind == "sh"]
 
     def change(self) -> None:
-        """Apply the guide's diffs, and write its configs and tests where their first line says."""
+        """Apply the guide's diffs. Write its configs and tests to the path in their first line."""
         for diff in self.diffs:
             told = subprocess.run(["patch", "-p1"], cwd=self.root, input=diff, text=True, capture_output=True)
             assert told.returncode == 0, f"{told.stdout}\n{diff}"
@@ -48,10 +48,10 @@ class Fork:
             (self.root / re.match(r"# ((?:configs|tests)/\S+)\n", text)[1]).write_text(text, "utf-8")
 
     def shell(self, i: int) -> str:
-        """What the guide's i-th block of commands prints: its Python runs in forked processes, `cat` in bash."""
+        """Run the guide's i-th block of commands, Python in forked processes and `cat` in bash. Return the output."""
         told = ""
         block = self.commands[i].replace("\\\n", " ")
-        # A command a line, some with a text for their standard input.
+        # One command per line, some with a here-document.
         for command, text in re.findall(r"^([^\n]+)\n(?:(?<=<<'END'\n)(.*?)^END\n)?", block, re.M | re.S):
             if command.startswith("python - "):
                 told += self.run(partial(exec, text, {}))
@@ -63,7 +63,7 @@ class Fork:
         return told
 
     def run(self, command) -> str:
-        """What a script or a function prints in the copy; it must not fail."""
+        """Run a script or a function in the copy and return its output. It must not fail."""
         return finish(Forked(command, self.root))
 
 
@@ -76,7 +76,7 @@ def fork(tmp_path, toy_dir):
 
 
 def a_call_runs_beside_its_siblings() -> None:
-    """An episode whose agent calls both tools, the new one also badly."""
+    """Run an episode whose agent calls both tools, the new one also with bad arguments."""
     from test_rollout import reports, text_of, user_turns
     from tiny_checkpoint import play, turns
 
@@ -103,7 +103,7 @@ def a_call_runs_beside_its_siblings() -> None:
 
 
 def a_zoom_shows_the_quarter_around_its_point() -> None:
-    """Red grows from left to right, green from top to bottom, so a picture tells where it was cut."""
+    """Red grows from left to right and green from top to bottom, so a crop's colours show its position."""
     import numpy as np
     from tiny_checkpoint import CONTRACT, MemoryVideos
 
@@ -121,7 +121,7 @@ def a_zoom_shows_the_quarter_around_its_point() -> None:
         call, task = Call(0, "zoom_frame", arguments), Task("t", "", ("v.mp4",), "oe", "")
         return run_tool(call, task, ("zoom_frame",), Gradient(size=(640, 480)), CONTRACT).frames
 
-    # A quarter of 0 ... 255 is 64 wide: around 0.5 that is 96 ... 159, around 0.25 32 ... 96, at an edge the outermost.
+    # A quarter of 0 ... 255 is 64 wide: 96 ... 159 around 0.5, 32 ... 96 around 0.25, the outermost 64 at an edge.
     for x, y, expected in ((0.5, 0.25, [96, 159, 32, 96]), (0, 1, [0, 63, 192, 255])):
         frames = zoom(time=10.2, x=x, y=y)
         red, green = frames.pixels[0, ..., 0], frames.pixels[0, ..., 1]
@@ -149,7 +149,7 @@ def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
 
 
 def brevity_is_paid_and_logged() -> None:
-    """Episodes of 44 and 45 tokens (here: characters) under the guide's config, and what a step writes of them."""
+    """Reward episodes of 44 and 45 tokens (here: characters) with the guide's config, and read what a step logs."""
     from data import Group, Task
     from rewards import score
     from rl import RLConfig, describe
@@ -165,7 +165,7 @@ def brevity_is_paid_and_logged() -> None:
         episode.rewards = score(episode, renderer, cfg)
     right, wrong, spam = (episode.rewards for episode in episodes)
     assert right["R_brief"] == pytest.approx(52 / 96) and wrong["R_brief"] == 0 == spam["R_brief"]
-    # The config pays for accuracy and brevity alone: 1 + 0.2 * 52 / 96.
+    # The config rewards only accuracy and brevity: 1 + 0.2 * 52 / 96.
     assert right["R"] == pytest.approx(1.108333, abs=1e-6) and wrong["R"] == 0
     metrics = describe([Group(task, 64, episodes)], [64], step=0)
     assert metrics["R_brief"] == pytest.approx(52 / 96 / 3)
@@ -203,7 +203,7 @@ def rows_are_tasks_and_items() -> None:
     assert len(rows) == 3 and parse_task(rows[0], "mine:0", root) == first
     without = rows[0] | {"options": None, "answer": "green"}
     assert parse_task(without, "mine:0", root) == Task("mine:0", question, (video,), "oe", "green")
-    assert parse_task(published[0], "rl:0", root).kind == "oe"  # the schema that was known before
+    assert parse_task(published[0], "rl:0", root).kind == "oe"  # the schema that was already known
     changes = {"none.mp4": {"video": "videos/none.mp4"}, "names no video": {"video": None}, "a letter": {"answer": ""}}
     for says, change in changes.items():
         with pytest.raises(RowError, match=says):
@@ -236,6 +236,6 @@ def test_a_base_model_is_checked_before_it_is_trained(fork):
     assert len(re.findall(r"^ok  ", told, re.M)) == 7 and "FAIL" not in told
 
     told = fork.shell(1)
-    # 64 blocks of 487,598,336 weights, two tables of 151,936 x 5,120, a norm: 32,762,123,264, of 16 bytes over 8 GPUs.
+    # 64 blocks of 487,598,336 weights, two tables of 151,936 x 5,120, a norm: 32,762,123,264 x 16 bytes on 8 GPUs.
     assert re.search(r"weights, gradients.* 61\.0 GiB", told) and re.search(r"sum .* GiB of 141", told)
     assert re.search(r"data: \d+ rows", told)

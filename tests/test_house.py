@@ -1,4 +1,4 @@
-"""The house of the README: imports go one way, and nothing stands on top that does not belong there."""
+"""The layout of the README: imports go one way, and the top folder holds only the files that belong there."""
 
 import ast
 import graphlib
@@ -8,7 +8,7 @@ from scripts import REPO
 ROOMS = ("runtime", "evals", "study")
 METHOD = ("data", "tools", "rollout", "rewards", "grpo", "rl", "sft", "eval")
 FILES = [*REPO.glob("*.py"), *(path for room in ROOMS for path in REPO.glob(f"{room}/*.py"))]
-# What each room may import; `eval` is the only script of the method that may look into evals.
+# What each room may import. `eval` is the only script of the method that may import from evals.
 MAY_IMPORT = {"runtime": {"runtime"}, "method": {"runtime", "method"}, "evals": {"runtime", "method", "evals"}}
 MAY_IMPORT["study"] = {"runtime", "method", "evals", "study"}
 MODULES = {".".join(path.relative_to(REPO).with_suffix("").parts) for path in FILES}
@@ -19,7 +19,7 @@ def room_of(module: str) -> str:
 
 
 def imported(path) -> set[str]:
-    """Modules of this repository that a file imports anywhere: functions and the main guard included."""
+    """Return the modules of this repository that a file imports anywhere, including in functions and the main guard."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

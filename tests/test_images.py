@@ -1,4 +1,4 @@
-"""How frames reach SGLang's servers: as files in memory where they are on this machine, as PNGs over a network."""
+"""How frames reach SGLang's servers: as files in memory on this machine, as PNGs over a network."""
 
 import base64
 import io
@@ -25,7 +25,7 @@ from runtime.video import Frames
 
 @pytest.fixture(scope="module")
 def port(renderer) -> Iterator[int]:
-    """Of a stand-in, which answers under all names of this machine."""
+    """The port of a stand-in that answers under all names of this machine."""
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(fake_server(renderer, port))
@@ -36,7 +36,7 @@ def port(renderer) -> Iterator[int]:
 
 @pytest.fixture
 def connect(port, renderer):
-    """connect(host) -> a client, and its folder of frames if it has one."""
+    """connect(host) -> a client, and its folder of frames if there is one."""
     clients = []
 
     def client(host: str) -> tuple[SGLang, Path | None]:
@@ -52,7 +52,7 @@ def connect(port, renderer):
 
 @pytest.fixture
 def show(port, renderer):
-    """show(client, clip) -> what the server gets of the clip's frames."""
+    """show(client, clip) -> the frames as the server gets them."""
 
     def ask(client: SGLang, clip: Frames) -> list[str]:
         ids = renderer.render([{"role": "user", "content": [clip, "What?"]}], generate=True).ids
@@ -69,9 +69,9 @@ def pixels_of(sent: str) -> np.ndarray:
 
 @pytest.mark.parametrize("host, here", [("localhost", True), ("127.0.0.2", False)])
 def test_servers_get_the_very_pixels_once_per_clip(connect, show, host, here):
-    """An address that is not 127.0.0.1 stands for another machine."""
+    """An address other than 127.0.0.1 counts as another machine."""
     (client, folder), clip = connect(host), noise(3, width=512, height=512)
-    with ThreadPoolExecutor(8) as rollouts:  # those of a group begin together
+    with ThreadPoolExecutor(8) as rollouts:  # a group's rollouts start together
         first, *others = rollouts.map(lambda _: show(client, Frames(clip.pixels, clip.times)), range(8))
     assert others == [first] * 7 and [sent.startswith(f"file://{folder}/") for sent in first] == [here] * 3
     assert not here or len(list(folder.iterdir())) == 3
@@ -79,7 +79,7 @@ def test_servers_get_the_very_pixels_once_per_clip(connect, show, host, here):
 
 
 def test_a_clips_files_live_as_long_as_its_pixels(connect, show):
-    """Another clip may then get the id of its pixels."""
+    """After that, another clip can get the id of its pixels."""
     (client, folder), kept = connect("127.0.0.1"), noise(2)
     files = show(client, kept)
     for seed in range(5):
@@ -95,15 +95,15 @@ def test_a_clips_files_live_as_long_as_its_pixels(connect, show):
 
 def test_where_memory_is_full_frames_travel_as_images(connect, show):
     (client, folder), clip = connect("127.0.0.1"), noise(2)
-    os.rmdir(folder)  # nothing can be written there any more
+    os.rmdir(folder)  # now nothing can be written there
     sent = show(client, clip)
     assert all((pixels_of(image) == pixels).all() for image, pixels in zip(sent, clip.pixels, strict=True))
     assert not any(image.startswith("file://") for image in sent)
 
 
 def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch, tmp_path):
-    """Only RL's configs named SGLang's well-worn paths; an evaluation's servers took newer ones, with logits in bf16. Past
-    bug: Qwen2.5-VL's config.json, which has no text_config, ended an evaluation with a KeyError."""
+    """Past bugs: only RL's configs chose SGLang's well-tested paths, so an evaluation's servers had bf16 logits. Qwen2.5-VL's
+    config.json has no text_config, and that ended an evaluation with a KeyError."""
     monkeypatch.setattr(rollout, "SGLang", lambda *_, server_args, **others: server_args)
 
     def flags(**cfg) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monke
     path.write_text('{"max_position_embeddings": 32768}')
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     same |= {"--context-length=24592", "--max-running-requests=128"}
-    # With fa3, a server ends with an assertion on newer GPUs.
+    # With fa3, a server fails an assertion on newer GPUs.
     for capability, more in (((9, 0), {"--attention-backend=fa3"}), ((10, 0), set()), ((8, 0), set())):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu, capability=capability: capability)
         assert {*flags(server_gpus=(4, 5), tensor_parallel=2, max_context=24_576)} == same | more

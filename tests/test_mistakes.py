@@ -1,7 +1,7 @@
-"""What people get wrong: each mistake is answered in a sentence that says what to do, and leaves nothing behind.
+"""Users' mistakes: each one prints one sentence that says what to do, and leaves no files behind.
 
-The commands are typed as a user types them, in a folder with `configs` and `toy_data`; torch is imported once for all.
-The commands of docs/troubleshooting.md are run here, and what it quotes is compared to the letter."""
+The tests run commands as a user types them, in a folder with `configs` and `toy_data`. torch is imported once for all.
+They also run the commands of docs/troubleshooting.md, and compare the quoted output literally."""
 
 import json
 import re
@@ -29,7 +29,7 @@ EVAL = "eval.py configs/eval/toy.yaml checkpoint=toy_data/model"
 
 @pytest.fixture(scope="module")
 def desk(toy_dir, tmp_path_factory) -> Path:
-    """Where the commands are typed: the toy, and things that look like what they are not."""
+    """The folder of the commands: the toy, and files that are not what they look like."""
     root = tmp_path_factory.mktemp("desk")
     for name, there in (("configs", REPO / "configs"), ("toy_data", toy_dir)):
         (root / name).symlink_to(there)
@@ -38,7 +38,7 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     (root / "linked" / "model").symlink_to(toy_dir / "model")
     (root / "same").symlink_to(toy_dir)
     (root / "notes.txt").write_text("milk")
-    shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths now lead nowhere
+    shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths are now wrong
     shutil.copytree(toy_dir / "model", root / "qwen25")
     (root / "other" / "state" / "step-00000009").mkdir(parents=True)
     (root / "other" / "metrics.jsonl").write_text("")
@@ -50,7 +50,7 @@ def desk(toy_dir, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def typed(desk, monkeypatch, capsys):
-    """typed("sft.py a.yaml x=1") -> (exit status, all that was said)."""
+    """typed("sft.py a.yaml x=1") -> (exit status, output)."""
     monkeypatch.chdir(desk)
 
     def run(command: str) -> tuple[int, str]:
@@ -65,7 +65,7 @@ def typed(desk, monkeypatch, capsys):
     return run
 
 
-MISTAKES = [  # and those of the page
+MISTAKES = [  # the page has more
     # the command line and YAML
     ("no equals sign", f"{SFT} steps 5", "override 'steps': write it as key.sub=value"),
     ("no such YAML", "sft.py configs/toysft.yaml", "No such file"),
@@ -120,14 +120,14 @@ def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, t
     trains = command.startswith(("sft.py", "rl.py", "eval.py configs")) and " run=" not in command
     status, told = typed(command + " run=run" * trains)
     assert status and says in told and "Traceback" not in told
-    if "episodes ran" in says:  # that is known only once the run has begun
+    if "episodes ran" in says:  # this shows only after the run has begun
         shutil.rmtree(desk / "run")
     assert set(desk.rglob("*")) == before
 
 
 @pytest.mark.parametrize("local_rank, speaks", [("0", True), ("1", False)])
 def test_a_mistake_is_told_once_on_each_node(typed, monkeypatch, local_rank, speaks):
-    """Past bug: what was mistyped on the second node only was told nowhere, for its first rank is not rank 0."""
+    """Past bug: a mistake on the second node only was never reported, since that node's first rank is not rank 0."""
     monkeypatch.setattr("time.sleep", lambda seconds: sys.exit(1))  # as torchrun ends the others
     monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -149,7 +149,7 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
         assert "finished; the model of step 1 is exported again" in typed(base)[1]
         status, told = typed(f"{base} batch_rows=4")
         assert status == 1 and "once is of a run with other settings (batch_rows: 2, now 4), so it cannot go on" in told
-        # A setting that is younger than the run had its default there; one that is gone makes it another version's.
+        # A setting that is newer than the run had its default value there. A setting that was removed: another version.
         saved = desk / "once" / "config.yaml"
         tree = yaml.safe_load(saved.read_text())
         saved.write_text(yaml.safe_dump(tree | {"gone": 1}))
@@ -164,7 +164,7 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
 
 
 def test_a_resumed_run_may_find_its_data_elsewhere_but_not_mix_them_anew(tmp_path):
-    """Weights and `first` of data.sources could change, and with them the order of all rows; no test noticed a seed."""
+    """Past bugs: `weight` and `first` of data.sources could change, and with them the order of rows. So could data.seed."""
 
     def cfg(*overrides):
         return config.load(RLConfig, REPO / "configs" / "toy_paragrpo.yaml", [f"run={tmp_path}", *overrides])
@@ -202,7 +202,7 @@ BLOCKS = re.findall(r"^```console\n(.*?)\n```$", (REPO / "docs" / "troubleshooti
 
 
 def matches(quoted: str, said: str) -> bool:
-    """`...` on the page stands for what differs from case to case; line breaks are the page's own."""
+    """Compare output with the page, where `...` stands for any text, and line breaks do not count."""
     parts = [re.escape(" ".join(part.split())) for part in re.split(r"\s*\.\.\.\s*", quoted)]
     return re.search(".*".join(parts), " ".join(said.split())) is not None
 

@@ -1,6 +1,6 @@
-"""Two nodes: ranks that share neither memory nor, without the user's doing, a disk.
+"""Two nodes: their ranks share no memory, and no disk unless the user provides one.
 
-Here a node is some of the ranks of one machine, with a working directory and a folder for /dev/shm of its own."""
+Here, a node is a part of one machine's ranks, with its own working directory and its own folder instead of /dev/shm."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ def train_sft(cfg: Path, *overrides: str) -> None:
 def test_nodes_that_do_not_share_the_run_are_refused(toy_dir, tmp_path):
     cfg = sft_config(tmp_path / "run.yaml", toy_dir, run="run", steps=1)
     told = finish(Forked(partial(train_sft, cfg), tmp_path, ranks=2, nodes=2), code=1)
-    assert set(told.splitlines()) == {  # each node says so
+    assert set(told.splitlines()) == {  # each node reports it
         "error: run = 'run': rank 1 sees another; run must be a folder that all nodes share"
     }
     assert not list(tmp_path.glob("*/run/[!.]*"))
@@ -66,13 +66,13 @@ def test_nodes_with_other_settings_or_data_are_refused(toy_dir, tmp_path):
 
 @pytest.mark.parametrize("what", ["config.steps", "commit", "bytes", "nproc_per_node", "checkpoint"])
 def test_a_node_that_differs_in_anything_is_refused(tmp_path, monkeypatch, what):
-    """Past bug: each node read its own cold start and its own held-out rows, and nothing compared them."""
+    """Past bug: each node read its own cold start and held-out rows, and nothing compared them."""
     held_out, model, seen = tmp_path / "val.parquet", tmp_path / "model", []
     model.mkdir()
     monkeypatch.setattr(checks, "gather", lambda mine: seen.append(mine) or seen)
 
     def check(other: str = "") -> None:
-        """Check as a rank that has 2 of one thing and 1 of all else."""
+        """Check as a rank that differs in one thing: it has 2 there, and 1 everywhere else."""
 
         def number(name: str) -> int:
             return 2 if name == other else 1
@@ -90,17 +90,17 @@ def test_a_node_that_differs_in_anything_is_refused(tmp_path, monkeypatch, what)
         check(what)
 
 
-# ------------------------------------------------------------------------------------------------ who samples
+# ------------------------------------------------------------------------------------------------ sampling
 
 
 def train_rl(cfg: Path) -> None:
-    """Run rl.py beside stand-ins, in this node's own memory; afterwards its first rank asks each what it has seen."""
-    doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
+    """Run rl.py with stand-ins for servers, in this node's own memory. Then its first rank asks each what it has seen."""
+    doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
     node = os.environ.get("GROUP_RANK", "0")
     cleanup.MEMORY = distributed.MEMORY = cfg.parent / f"memory-{node}"
     cleanup.MEMORY.mkdir(exist_ok=True)
     checks.check_servers = lambda *_: None
-    servers.IMAGES = 0  # the disk of a test may be small
+    servers.IMAGES = 0  # a test's disk can be small
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
     publish, sum_over_nodes, passes = WeightSync.publish, rl.sum_over_nodes, []
 
@@ -121,12 +121,12 @@ def train_rl(cfg: Path) -> None:
 
 
 def test_each_node_samples_by_its_own_servers_and_keeps_images_and_weights_in_its_own_memory(toy_dir, tmp_path):
-    """Past bug of every test: LOCAL_RANK was RANK, so rank 2 would have written into rank 0's /dev/shm."""
+    """Past bug of the tests: LOCAL_RANK equalled RANK, so rank 2 would have written into rank 0's /dev/shm."""
     changes = {"rollout": {"server_gpus": [4, 5]}, "batch_tasks": 4, "grpo": {"kl_coef": 0.1, "train_tokens": 20}}
     cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=1, **changes)
     finish(Forked(partial(train_rl, cfg), ranks=4, nodes=2))
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(4)]
-    read = seen[0]["servers"][0]["read"]  # by file its hash: a node's two ranks write one each
+    read = seen[0]["servers"][0]["read"]  # file -> hash; a node's two ranks write one file each
     assert len([name for name in read if name.endswith(".safetensors")]) == 2
     units = 1 + len(load(PolicyConfig(str(toy_dir / "model"))).text.layers)
     for rank, told in enumerate(seen):
@@ -145,7 +145,7 @@ def test_each_node_samples_by_its_own_servers_and_keeps_images_and_weights_in_it
 
 
 def test_servers_elsewhere_read_the_weights_from_the_runs_folder(toy_dir, toy_renderer, tmp_path):
-    """127.1 is this machine under a name that says nothing of it; and a server need not stand where the trainer does."""
+    """127.1 is this machine, but its name does not show it. The server also runs in another directory than the trainer."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     server = subprocess.Popen(fake_server(toy_renderer, port), cwd="/", stderr=subprocess.PIPE)

@@ -1,5 +1,5 @@
-"""The plan's numbers are the model's: parameters, and the activations that autograd really keeps. It warns where a run may
-not fit, and refuses where it cannot."""
+"""The memory plan equals the model's real parameters, and the activations that autograd really keeps. It warns if a run may
+not fit, and refuses a run that cannot."""
 
 import re
 from types import SimpleNamespace
@@ -31,8 +31,8 @@ def test_the_8b_shapes_are_the_published_ones():
 
 
 def test_the_sums_are_what_the_real_update_holds():
-    """GiB of live tensors at the peak of the real update at these shapes, counted on tensors without memory. Past bug: the
-    plan added up moments that never coincide, and said 58.9, 34.3, 35.0 and 39.4."""
+    """The figures are GiB of live tensors at the peak of a real update, counted on meta tensors. Past bug: the plan added up
+    peaks that never coincide, and gave 58.9, 34.3, 35.0 and 39.4."""
     for name, gib in (("paragrpo_8b", 53.4), ("sft_8b", 29.9), ("sft_2b_1gpu", 32.2), ("paragrpo_2b_1gpu", 38.0)):
         if name.startswith("sft"):
             cfg = config.load(SFTConfig, REPO / "configs" / f"{name}.yaml")
@@ -44,7 +44,7 @@ def test_the_sums_are_what_the_real_update_holds():
             [plan] = plan_rl(cfg)
         uses = plan.held | plan.used
         overhead = uses.pop("overhead: CUDA, NCCL, kernels, and 5 % between tensors")
-        # Tensors without memory have no allocator, which keeps what a second stream has used: 4 x 151,936 x 2,048 bytes.
+        # Meta tensors have no allocator. A real one keeps what a second stream has used: 4 x 151,936 x 2,048 bytes.
         kept = uses.pop("gradient of embeddings and head once more, fp32", 0)
         assert kept / GIB == pytest.approx(1.159 if "1gpu" in name else 0, abs=1e-3)
         assert sum(uses.values()) / GIB == pytest.approx(gib, rel=0.03)
@@ -52,7 +52,7 @@ def test_the_sums_are_what_the_real_update_holds():
 
 
 def test_what_may_not_fit_is_warned_of_and_what_cannot_is_refused(monkeypatch, capsys):
-    """By the card: an "80 GB" H100 has 79.6 GiB, a borrowed one may have half of it, whatever the config says."""
+    """The card's memory decides: an "80 GB" H100 has 79.6 GiB, and a shared one can have half of it."""
     plan = plan_training(EIGHT, 8, 8192, 4096)
     for gpu_gib, warns in ((80, False), (17, True)):
         plan.check(gpu_gib)
@@ -90,7 +90,7 @@ def rl_plans(**changes):
 
 
 def test_a_full_context_and_an_engine_in_the_trainer_are_planned_for():
-    """Past bug: the plan was for train_tokens, which a single episode may exceed."""
+    """Past bug: the plan assumed train_tokens, but a single episode can be longer."""
     [beside], [shorter], [within] = (
         rl_plans(urls=("http://x",)),
         rl_plans(urls=("http://x",), max_context=4096),
@@ -101,13 +101,13 @@ def test_a_full_context_and_an_engine_in_the_trainer_are_planned_for():
 
 
 def test_the_engine_is_given_room_for_the_frames_that_the_contract_shows():
-    """It counted 80 tokens a frame under every contract."""
+    """Past bug: it counted 80 tokens per frame under every contract."""
     tokens = 64 * (576 + 10) // 8 + 2 * 2048
     for gpus, concurrency, rows in (((4, 5, 6, 7), 256, 16), ((4,), 10, 40)):
         training, engine = rl_plans(server_gpus=gpus, concurrency=concurrency)
         assert engine.used[f"KV cache of {rows} x {tokens} tokens"] == 147_456 * rows * tokens
         assert engine.held == {"weights of the engine, bf16": 2 * 8_767_123_696}
-    # Two servers of two GPUs: half of the weights on each, and of the keys and values of twice as many episodes.
+    # Two servers of two GPUs each: a GPU holds half the weights, and half the keys and values of twice as many episodes.
     _, halves = rl_plans(server_gpus=(4, 5, 6, 7), tensor_parallel=2)
     assert halves.held == {"weights of the engine, bf16": 8_767_123_696}
     assert halves.used[f"KV cache of 32 x {tokens} tokens"] == 147_456 * 32 * tokens / 2
@@ -116,7 +116,7 @@ def test_the_engine_is_given_room_for_the_frames_that_the_contract_shows():
 
 
 def test_a_nodes_servers_are_planned_for_its_own_tasks(monkeypatch):
-    """They were given the episodes of all nodes."""
+    """Past bug: the plan gave them the episodes of all nodes."""
     monkeypatch.setattr("runtime.plan.world_size", lambda: 8)
     for ranks, rows in ((8, 16), (4, 8), (2, 4)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -127,7 +127,7 @@ def test_a_nodes_servers_are_planned_for_its_own_tasks(monkeypatch):
 def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json"):
         plan_training(PolicyConfig(str(tmp_path)), 8, 8192)
-    # Another model of the hub is not planned as the family that an inherited config names.
+    # For another model of the hub, the plan does not use the family that an inherited config names.
     with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-VL-32B-Instruct: neither a folder nor a model on the hub"):
         plan_training(PolicyConfig("Qwen/Qwen3-VL-32B-Instruct", family=EIGHT.checkpoint), 8, 8192)
     trained_later = PolicyConfig("runs/sft_8b/model", family=EIGHT.checkpoint)

@@ -1,4 +1,4 @@
-"""The packed policy is plain transformers, token for token and gradient for gradient, only faster."""
+"""The packed policy equals plain transformers, token for token and gradient for gradient."""
 
 import functools
 import json
@@ -55,7 +55,7 @@ def oracle(path):
 
 @pytest.fixture(scope="module")
 def shared(path):
-    """A policy that no test changes; the vision tower trains."""
+    """A policy that no test changes. Its vision tower trains."""
     return load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
 
 
@@ -92,8 +92,8 @@ def test_gradients_are_those_of_plain_rows(checkpoint, seed):
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.7, 1.0, 1.3]))
 @example(7016, True, 1.0)  # rows without a prompt, and suffixes of one token and of none
 def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, seed, images, temperature):
-    """So positions are get_rope_index's, and a suffix sees neither its siblings nor other bundles. The oracle removes the
-    columns of the banned ids."""
+    """So the positions are those of get_rope_index, and a suffix sees neither its siblings nor other bundles. The oracle
+    removes the columns of the banned ids."""
     bundles, rows = tiny.random_bundles(seed, images)
     with torch.no_grad():
         scores, expected = shared(bundles, temperature), tiny.plain_scores(oracle, bundles, rows, temperature)
@@ -114,7 +114,7 @@ def test_without_bans_the_probability_of_all_ids_counts(path, oracle, shared):
 
 
 def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path):
-    """Invariant 10: under FSDP2 a parameter that is left out is a collective that other ranks wait for."""
+    """Invariant 10: under FSDP2, other ranks wait for a collective if a rank leaves a parameter out."""
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
     calls = []
     policy.vision.register_forward_hook(lambda *_: calls.append(1))
@@ -185,7 +185,7 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path):
     masks = [call.kwargs.get("attn_mask") for call in attended.call_args_list]
     assert 0 < max(mask.numel() for mask in masks if mask is not None) <= 20 * (len(bundle.prompt) + 20)
     chunks = [len(call.args[0]) for call in scored.call_args_list]
-    assert max(chunks) == 7 and sum(chunks) == 2 * len(logprobs)  # once forward, once again in backward
+    assert max(chunks) == 7 and sum(chunks) == 2 * len(logprobs)  # once forward, once backward
     expected = at_once([bundle]).logprobs
     torch.testing.assert_close(logprobs, expected)
     assert relative_error(ours, gradients(at_once, expected.sum())) < 1e-5
@@ -193,7 +193,7 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path):
 
 @pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen])
 def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, monkeypatch, attend):
-    """The kernels need a GPU; with their definition in their place, the rest of their path runs here."""
+    """The kernels need a GPU. A reference implementation replaces them, so that the rest of their path runs here."""
     calls = []
 
     def counted(q, *args, **options):
@@ -223,8 +223,8 @@ def test_kernels_are_picked_by_device_and_dtype():
 
 
 def test_logits_are_not_rounded_where_the_rest_is_bf16(path):
-    """Past bug: they were bf16, in which a logit above 16 is rounded by up to 0.06: more than a healthy gap to the engine.
-    Against the same bf16 numbers in fp64."""
+    """Past bug: they were bf16, which rounds a logit above 16 by up to 0.06, more than a healthy gap to the engine. The
+    oracle computes with the same bf16 numbers in fp64."""
     policy = load(PolicyConfig(str(path), logit_chunk=7), tiny.NEVER_SAMPLED)
     torch.manual_seed(0)
     hidden, head = (torch.randn(rows, 256).bfloat16().requires_grad_() for rows in (40, tiny.VOCABULARY))
@@ -243,7 +243,7 @@ def test_logits_are_not_rounded_where_the_rest_is_bf16(path):
 
 
 def test_the_heads_gradient_is_summed_over_chunks_in_fp32(tmp_path):
-    """Past bug: autograd summed it in bf16, which rounds after every chunk."""
+    """Past bug: autograd summed it in bf16 and rounded after every chunk."""
     path = tiny.write(tmp_path / "model", tied=False)
     bundle, _ = tiny.bundle(np.random.default_rng(0), (10, 0), [(200, 0), (200, 0)])
     grads = {}
@@ -269,7 +269,7 @@ def test_loading_on_the_meta_device_leaves_nothing_uninitialised(checkpoint):
         assert ours.keys() == expected.keys()
         assert all(torch.equal(ours[name], expected[name]) for name in expected)
     low = load(PolicyConfig(str(checkpoint), dtype="bf16"), train=False).model.named_buffers()
-    assert all(torch.equal(buffer, expected[name]) for name, buffer in low)  # rounded angles are other positions
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in low)  # rounded angles would mean other positions
     tied = model.config.tie_word_embeddings
     assert (policy.model.lm_head.weight is policy.text.embed_tokens.weight) is tied
     assert not any(p.requires_grad for p in policy.parameters())
@@ -298,8 +298,8 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
 
 
 def step_on(policy, passes, bundles) -> dict:
-    """Return gradients accumulated over `passes`, one optimizer step, what the new weights say, and how often gradients
-    were sent between nodes."""
+    """Accumulate gradients over `passes` and take one optimizer step. Return gradients, scores before and after, and how
+    often gradients were sent between nodes."""
     optimizer = make_optimizer(policy, OptimConfig(lr=1e-2))
     before = [policy(micro).logprobs.detach() for micro in passes]
     with torch.no_grad():
@@ -323,7 +323,7 @@ def whole(x):
 
 
 def micro_batches(rank: int, world: int) -> list[list[Bundle]]:
-    """Ranks with several bundles, with text only, and with nothing at all."""
+    """Make micro-batches for ranks with several bundles, with text only, and without bundles."""
     bundles, text = tiny.random_bundles(4)[0], tiny.random_bundles(7, images=False)[0]
     mine = bundles[len(bundles) * rank // world : len(bundles) * (rank + 1) // world]
     return [mine, text if rank == 0 else []]
@@ -333,7 +333,7 @@ RANK_CASES = {  # tied, freeze, dtype
     "tied": (True, (), "fp32"),
     "frozen": (False, ("vision",), "fp32"),
     "bf16 untied": (False, (), "bf16"),
-    "two nodes": (False, (), "fp32"),  # of two ranks each; the others have one node of two
+    "two nodes": (False, (), "fp32"),  # two ranks each; the other cases have one node of two ranks
 }
 
 
@@ -359,7 +359,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     for tied in (True, False):
         path = tiny.write(folder / f"tied{tied}", tied) / "config.json"
-        # Past bug: our own exports say bfloat16, and transformers builds each part in the dtype that it names.
+        # Past bug: our own exports say bfloat16, and transformers builds each part in the dtype of its config.
         written = json.loads(path.read_text())
         for part in (written, written["text_config"], written["vision_config"]):
             part["dtype"] = "bfloat16"
@@ -370,10 +370,10 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.parametrize("case", [*list(RANK_CASES)[:-1], pytest.param("two nodes", marks=pytest.mark.slow)])
 def test_ranks_are_one_process(ranks, case):
-    """Log-probs, summed gradients, their norm and the step, with short and empty micro-batches on one rank.
+    """Compare log-probs, summed gradients, their norm and the step, with short and empty micro-batches on one rank.
 
-    Two passes without backward stand around the step: FSDP2 by default leaves the root's weights gathered after such a
-    pass, and the next step would be invisible in them."""
+    One pass without backward comes before the gradients, another before the step. By default, FSDP2 leaves the root's
+    weights gathered after such a pass, and they would miss the step."""
     tied, freeze, dtype = RANK_CASES[case]
     if case == "two nodes":
         tiny.on_ranks(all_ranks, 4, ranks, [case])
@@ -417,7 +417,7 @@ def test_the_learning_rate_rises_then_stays_or_falls_to_zero():
 
 
 def test_the_betas_of_the_config_are_those_of_the_moments():
-    """Past mutant: AdamW had its own default."""
+    """Past mutant: AdamW used its own default."""
     model = torch.nn.Linear(3, 2)
     policy = types.SimpleNamespace(parameters=model.parameters, device=torch.device("cpu"))
     optimizer = make_optimizer(policy, OptimConfig(betas=(0.75, 0.5)))

@@ -1,4 +1,4 @@
-"""PARA-GRPO: advantages and losses by hand and against plain transformers; ranks, kills and micro-batches change nothing."""
+"""rl.py: losses computed by hand and by plain transformers, the loop's parts, and whole runs with ranks and kills."""
 
 import json
 import math
@@ -81,14 +81,14 @@ def write_config(path: Path, toy_dir: Path, **changes) -> Path:
 
 
 def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
-    """Run rl.py in this process; return its metrics."""
+    """Run rl.py in this process. Return its metrics."""
     rl.main(config.load(RLConfig, write_config(path, toy_dir, **changes)))
     return metrics(path.with_suffix(""))
 
 
 @pytest.fixture
 def paid_by_chance(monkeypatch):
-    """A policy that has learned nothing earns nothing, and a run without rewards moves no weight: pay for its noise."""
+    """Reward episodes at random: an untrained policy earns nothing, and without rewards no weight would change."""
 
     def give(groups, renderer, cfg, judge):
         give_rewards(groups, renderer, cfg, judge)
@@ -104,7 +104,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chanc
     parts = train(tmp_path / "parts.yaml", toy_dir, steps=3, grpo={"kl_coef": 0.1})
     assert same_weights(tmp_path / "whole", tmp_path / "parts") and same_metrics(whole, parts)
 
-    # What a run writes down, and what it moves.
+    # The files that a run writes, and the weights that it changes.
     assert [(line["step"], line["staleness"]) for line in whole] == [(0, 0), (1, 0), (2, 0)]
     assert all(line["grad_norm"] > 0 for line in whole)
     assert abs(whole[0]["kl"]) < 1e-6 < whole[2]["kl"] and all(line["logprob_gap"] < 1e-4 for line in whole)
@@ -118,7 +118,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chanc
 
 
 def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir, tmp_path, monkeypatch):
-    """Their decoding stood before each batch: 0.5 to 2.5 s of an 8B's step, planned."""
+    """Past bug: they were decoded before each batch, which would take 0.5 to 2.5 s of an 8B's step."""
     decoded, at_its_start = [], []
     ask, sample = Videos._ask, rl.rollout
 
@@ -150,7 +150,7 @@ def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
 
 
 def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir, tmp_path, capsys):
-    """So a run that goes wrong with servers, and not in the replay of its episodes, has servers that are wrong."""
+    """So if a run with servers goes wrong and the replay of its episodes does not, the servers are wrong."""
     path = write_config(
         tmp_path / "c.yaml", toy_dir, dump_groups=2, grpo={"kl_coef": 0.1}, steps=1, rollout={"temperature": 1.0}
     )
@@ -163,7 +163,7 @@ def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir,
     assert told == {name: f"{line[name]:.6g}" for name in ("loss", "grad_norm", "logprob_gap", "learned_tokens")}
     assert float(told["grad_norm"]) > 0 and float(told["logprob_gap"]) < 1e-5
 
-    # A server whose log-probs are others is told from a trainer that is wrong.
+    # A server with wrong log-probs can be told from a wrong trainer.
     records = [json.loads(row) for row in episodes.read_text().splitlines()]
     for record in records:
         record["main"]["logprobs"] = [p and p - 1 for p in record["main"]["logprobs"]]
@@ -176,7 +176,7 @@ def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir,
 
 
 def test_an_update_is_taken_at_the_rate_that_is_logged(scripted, toy_dir, tmp_path):
-    """Past mutant: the schedule stood still at its first step, while metrics.jsonl showed it. Two minibatches a step."""
+    """Past mutant: the schedule stayed at its first step, while metrics.jsonl showed it moving. Two minibatches a step."""
     optim = {"lr": 1e-3, "schedule": "cosine", "warmup": 0.3}
     with tiny.rates_of_updates() as rates:
         lines = train(tmp_path / "c.yaml", toy_dir, steps=4, minibatches=2, optim=optim)
@@ -184,7 +184,7 @@ def test_an_update_is_taken_at_the_rate_that_is_logged(scripted, toy_dir, tmp_pa
 
 
 def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted, toy_dir, tmp_path, monkeypatch):
-    """The plan counts the tower once."""
+    """The memory plan counts the tower once."""
     held = []
     monkeypatch.setattr(rl, "train", lambda cfg, *policies: held.extend(policies[:2]))
     rl.main(config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, steps=1, grpo={"kl_coef": 0.1})))
@@ -207,8 +207,8 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run(toy_dir, tmp_pa
     with pytest.raises(FloatingPointError, match=r"2 gradients not finite \(limit 1\): lower optim.lr"):
         train(tmp_path / "c.yaml", toy_dir, **more)
     lines = metrics(tmp_path / "c")
-    assert [4e3 * line["lr"] for line in lines] == pytest.approx([1, 2, 3])  # the schedule's, skipped or not
-    # Past bug: a state was saved after each of them, and pushed the good ones out.
+    assert [4e3 * line["lr"] for line in lines] == pytest.approx([1, 2, 3])  # of the schedule, even for skipped steps
+    # Past bug: a state was saved after each bad step and replaced the good ones.
     assert [path.name for path in (tmp_path / "c" / "state").iterdir()] == ["step-00000001"]
     norms = [1, 2]
     with pytest.raises(FloatingPointError, match="2 gradients not finite"):
@@ -217,7 +217,7 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run(toy_dir, tmp_pa
 
 
 def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path, monkeypatch):
-    """Past bug: the reference and the frozen tower were the new one's, and the text the old state's."""
+    """Past bug: reference and frozen tower came from the new checkpoint, the text model from the old state."""
     monkeypatch.chdir(tmp_path)
     more = {"policy": {"checkpoint": "start"}, "steps": 1}
     shutil.copytree(toy_dir / "model", "start")
@@ -234,7 +234,7 @@ def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy
 
 
 def test_a_finished_run_says_so_exports_again_and_samples_no_more(scripted, toy_dir, tmp_path, capsys):
-    """Past bug: it started its servers and gave them weights, only to export again."""
+    """Past bug: it started servers and gave them weights, only to export again."""
     for _ in range(2):
         train(tmp_path / "c.yaml", toy_dir, steps=1)
         shutil.rmtree(tmp_path / "c" / "model")  # which is there
@@ -248,7 +248,7 @@ RIGHT_OR_WRONG = "I see it.\n</think>\n<answer>{}</answer>" + END_OF_TURN
 
 
 def play(prompt: str, seed: int) -> str:
-    """Some episodes call and some do not, some answer well and some badly, by their seeds."""
+    """Reply so that episodes call or do not, and answer well or badly, depending on their seeds."""
     if is_subagent(prompt):
         return f"A red flash at 3 s.{END_OF_TURN}"
     if "<tools>" in prompt and "<tool_response>" not in prompt and seed % 3:
@@ -258,7 +258,7 @@ def play(prompt: str, seed: int) -> str:
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """rl.main with the engines of this list instead of a model; they agree with no trainer."""
+    """Run rl.main with scripted engines instead of a model. Their log-probs differ from the trainer's."""
     engines = []
 
     def open_it(source, renderer, cfg):
@@ -272,7 +272,7 @@ def scripted(monkeypatch):
 
 @pytest.fixture
 def draw(toy_dir, tmp_path, toy_renderer, videos):
-    """draw(*steps, ...changes of the config) -> the groups that a sampler gives for the last step, and its engine."""
+    """draw(*steps, ...changes of the config) -> a sampler's groups for the last step, and its engine."""
 
     def sample(*steps: int, **changes):
         cfg = config.load(RLConfig, write_config(tmp_path / "draw.yaml", toy_dir, **changes))
@@ -316,10 +316,10 @@ def test_k_and_seeds_hang_on_the_task_and_its_draw_and_on_nothing_else(draw, toy
         moved = {group.task.id: group.k for group in others}
         assert moved.keys() == ks.keys() and sum(moved[name] != ks[name] for name in ks) > 15
         assert not set(seeds_of(others)) & set(seeds_of(groups))
-    # The same tasks, but each drawn twice in the batch: every draw has a name, a K and seeds of its own.
+    # The same tasks, each drawn twice in the batch: every draw has its own name, K and seeds.
     twice, _ = draw(0, **(wide | {"batch_tasks": 48}), data={"sources": [source | {"weight": 2}]})
     drawn = {group.task.id: group.k for group in twice}
-    assert len(set(seeds_of(twice))) == 96 and drawn.items() >= ks.items()  # the first draw is as it was
+    assert len(set(seeds_of(twice))) == 96 and drawn.items() >= ks.items()  # the first draw does not change
     assert sum(drawn[f"{name}#2"] != k for name, k in ks.items()) > 15
 
 
@@ -338,15 +338,15 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         return Trajectory([5] * len(mask), mask, [0.0] * len(mask), versions, [], 2, [(2, 3)] * turns, finish)
 
     calls = [Call(0, "crop_video", {}, error=error) for error in ("", "", "too_dark", "unparseable")]
-    calls[0].window, calls[1].window = (0.0, 10.0), (4.9, 14.9)  # the second looks mostly where the first did
-    # One sub-agent ends its report, the other is cut off in the main agent's words.
+    calls[0].window, calls[1].window = (0.0, 10.0), (4.9, 14.9)  # the second mostly covers the first
+    # One sub-agent ends its report. The other is cut off, with the main agent's ids.
     calls[0].subagent, calls[0].text = agent([3, 3, 3], 1), "A red flash."
     calls[1].subagent, calls[1].text = agent([3, 3, 3, 3, 3, 3], 1, "length"), "red\n</think>\nred red red"
-    called = Episode(task, 4, agent([3, 3, 4, 4], 2), calls[:3], advantage=1.0)  # too_dark: a tool's own kind
+    called = Episode(task, 4, agent([3, 3, 4, 4], 2), calls[:3], advantage=1.0)  # too_dark: a kind of a fork's tool
     called.rewards = {"R": 2.0, "R_acc": 1.0, "closure/think": 1.0}
     tried = Episode(task, 4, agent([4, 4], 2, "length"), calls[3:], advantage=-1.0)  # no call ran
     tried.rewards = {"R": 0.0, "R_acc": 0.0, "closure/think": 0.5}
-    skipped = Episode(task, 64, agent([5], 1), anchor_advantage=0.5)  # not flat: this, too, is learned
+    skipped = Episode(task, 64, agent([5], 1), anchor_advantage=0.5)  # not flat: it is trained on
     skipped.rewards = {"R": 1.0, "R_acc": 1.0}
     failed = Episode(task, 64, agent([], 0), error="EngineError: gone")
     groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
@@ -363,7 +363,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
 
 
 def test_a_config_that_does_not_say_takes_64_episodes_a_step_and_the_betas_of_the_release():
-    """Past bug: 56, which counts episodes in the release, counted tasks here. The toy's cold starts keep their betas."""
+    """Past bug: the release's 56 episodes per step became 56 tasks here. The toy's cold starts keep their betas."""
     cfg = RLConfig(run="run", policy=PolicyConfig(""), data=None)
     assert cfg.batch_tasks * cfg.grpo.group_size == 64 and cfg.optim.betas == (0.9, 0.999)
     assert config.read_tree(REPO / "configs" / "toy_sft.yaml")["optim"]["betas"] == [0.9, 0.95]
@@ -427,7 +427,7 @@ def test_nobody_samples_while_weights_are_loaded(scripted, toy_dir, tmp_path, mo
 
 
 def test_servers_that_already_run_get_the_weights_before_the_first_batch(scripted, toy_dir, tmp_path, monkeypatch):
-    """They may hold those of another run."""
+    """They can hold another run's weights."""
     loaded, load = [], Scripted.update_weights
 
     def note(engine, path, version):
@@ -498,7 +498,7 @@ def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(script
 def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_evaluation(
     scripted, toy_dir, tmp_path, monkeypatch
 ):
-    """Past bug: from then on, no agent of an evaluation spoke."""
+    """Past bug: from then on, no agent of an evaluation sampled a turn."""
 
     def rollout(*args, step=0, engine, **more):
         if step == 2:
@@ -514,7 +514,7 @@ def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_e
 
 @pytest.mark.parametrize("gpu, order", [(1, ["servers", "policy", "closed"]), (0, ["policy"])])
 def test_servers_start_before_the_policy_loads_unless_they_share_its_gpu(toy_dir, tmp_path, monkeypatch, gpu, order):
-    """And a policy that cannot be loaded ends them."""
+    """If the policy cannot be loaded, the servers are stopped."""
 
     def load(*_):
         told.append("policy")
@@ -532,7 +532,7 @@ def test_servers_start_before_the_policy_loads_unless_they_share_its_gpu(toy_dir
 
 @pytest.mark.parametrize("who", [{"server_gpus": [1]}, {"urls": ["http://127.0.0.1:9"]}, {}], ids=str)
 def test_servers_images_need_room_beside_the_weights(scripted, toy_dir, tmp_path, monkeypatch, capsys, who):
-    """Past bug: weights of 39 GB were put into 40, and a server would have died of its images."""
+    """Past bug: 39 GB of weights went into 40 GB of memory, so a server's images would have had no room."""
     monkeypatch.setattr("runtime.checks.check_servers", lambda *_: None)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=6.9e9))
     train(tmp_path / "c.yaml", toy_dir, steps=1, rollout=who)
@@ -540,7 +540,7 @@ def test_servers_images_need_room_beside_the_weights(scripted, toy_dir, tmp_path
 
 
 def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path, monkeypatch):
-    """Past bug: its sub-agents sampled."""
+    """Past bug: its sub-agents were not greedy."""
     rewarded, agents = [], {"max_turns": 1, "subagents": {"temperature": 0.9}}
     monkeypatch.setattr(
         rl, "give_rewards", lambda groups, *more: rewarded.append(groups) or give_rewards(groups, *more)
@@ -566,7 +566,7 @@ def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_
 
 
 def test_each_held_out_task_is_asked_once(scripted, toy_dir, tmp_path):
-    """Where there are fewer than `val_tasks`. Past mutant: some were asked twice, and weighed double."""
+    """There are fewer than `val_tasks`. Past mutant: some were asked twice and counted double."""
     train(tmp_path / "c.yaml", toy_dir, steps=1, **held_out(toy_dir) | {"val_tasks": 20})
     greedy = [request for request in scripted[0].asked if request.temperature == 0 and not is_subagent(request.prompt)]
     asked = [request for request in greedy if "<tools>" not in request.prompt]
@@ -574,7 +574,7 @@ def test_each_held_out_task_is_asked_once(scripted, toy_dir, tmp_path):
 
 
 def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_dir, tmp_path, monkeypatch, capsys):
-    """Past bug: only the first batch was looked at. Later, the run ended with exit status 0 and all its states replaced."""
+    """Past bug: only the first batch was checked. Later, the run exited with status 0 and had replaced all its states."""
 
     def fail(own, ids, frames, *, seed, **more):
         if own.version >= served and seed != survivor:
@@ -606,7 +606,7 @@ def test_a_judge_that_dies_stops_the_run(scripted, toy_dir, tmp_path, monkeypatc
 
 
 def test_a_row_whose_prompt_cannot_be_rendered_is_a_bad_row(draw, monkeypatch):
-    """Past bug: only its episodes counted as failed, however many rows were so."""
+    """Past bug: only its episodes counted as failed, however many such rows there were."""
 
     def render(task, *others):
         return 1 // (task.id == good) and render_prompt(task, *others)
@@ -618,7 +618,7 @@ def test_a_row_whose_prompt_cannot_be_rendered_is_a_bad_row(draw, monkeypatch):
 
 
 def test_gaps_that_are_not_finite_stop_the_run_and_large_ones_are_told_once(monkeypatch, capsys):
-    """Past bug: `nan > LIMIT` is false, so a NaN passed for agreement."""
+    """Past bug: `nan > LIMIT` is false, so a NaN passed the check."""
     monkeypatch.setattr("runtime.doctor._warned", [])
     for step, mean in enumerate((0.1, 0.3, 0.4)):
         check_gap(mean, 0.9, step)
@@ -640,7 +640,7 @@ def test_a_first_batch_with_a_gap_that_is_no_number_is_refused(draw, toy_dir, mo
 
 
 def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir, toy_renderer, monkeypatch):
-    """Against log-probs, KL and gradient of one pass by hand, with a reference that is another policy."""
+    """Compare with log-probs, KL and gradient of one pass by hand. The reference is another policy."""
     weights, rollout = PolicyConfig(str(toy_dir / "model")), RolloutConfig(temperature=0.6)
     cfg = RLConfig(run="run", policy=weights, data=None, grpo=GRPOConfig(kl_coef=0.2), rollout=rollout)
     policy, reference = (load(cfg.policy, toy_renderer.never_sampled) for _ in range(2))
@@ -658,7 +658,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     with torch.no_grad():
         other = reference(rows, 0.6).logprobs
     new = scores.logprobs
-    old = new.detach() + 0.5 * torch.arange(len(new)).sin()  # an engine that is a little off, and far off once
+    old = new.detach() + 0.5 * torch.arange(len(new)).sin()  # the engine is a little off, and once far off
     old[3] = new[3].item() - 9
     for example, part in zip(examples, old.split([len(example.behaviour_logprobs) for example in examples])):
         example.behaviour_logprobs = part.numpy()
@@ -684,7 +684,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
         cut = replace(cfg, minibatches=minibatches)
         measured = rl.update(policy, reference, optimizer, examples, total_tokens, cut, 0)
         assert len(found) == minibatches and measured["learned_tokens"] == len(new)
-        assert measured["loss"] == pytest.approx(loss.item(), rel=1e-4)  # past mutant: divided by the tokens, again
+        assert measured["loss"] == pytest.approx(loss.item(), rel=1e-4)  # past mutant: divided by the tokens again
         assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
         assert measured["logprob_gap"] == pytest.approx((new - old).abs().mean().item(), rel=1e-4)
         assert measured["logprob_gap_max"] == pytest.approx((new - old).abs().max().item(), rel=1e-4)
@@ -697,7 +697,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
 
 
 def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_dir):
-    """The log-probs of packed groups are those of each episode alone."""
+    """Packed groups have the log-probs of each episode alone."""
     groups, engine = draw(0, rollout={"tool_return": "frames", "max_new_tokens": 64})
     episodes = [episode for group in groups for episode in group.episodes]
     assert {len(episode.main.frames) for episode in episodes} == {1, 2}  # some called
@@ -714,7 +714,7 @@ def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_di
 
 
 def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, monkeypatch):
-    """Past bug: only the shortest trajectory was looked at, usually without calls: wrong sizes of crops passed."""
+    """Past bug: only the shortest trajectory was checked, usually without calls, so wrong crop sizes passed."""
     groups, engine = draw(0)
     policy = load(PolicyConfig(str(toy_dir / "model")), engine.renderer.never_sampled)
     reports = []
@@ -745,7 +745,7 @@ def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, to
             weights.export(policy, 3)
             weights.publish(3)
         assert owner.version == other.version == 3
-        assert owner._ask(owner._servers[0], "/model_info", 10)["loads"] == 1  # the first rank pushes, and no other
+        assert owner._ask(owner._servers[0], "/model_info", 10)["loads"] == 1  # only the first rank pushes
         sample = other.generate(toy_renderer.encode("Which?"), [], max_new_tokens=4, temperature=1.0, seed=0)
         assert sample.version == 3
     finally:
@@ -774,7 +774,7 @@ def uninterrupted(toy_dir, cold_start, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_two_processes_have_the_metrics_of_one(uninterrupted, toy_dir, cold_start, tmp_path):
-    """Batches of other shapes round differently, so sooner or later a sampled token differs: the first steps count."""
+    """Batches of other shapes round differently, so at some step a sampled token differs. Compare the first steps."""
     finish(run(write_config(tmp_path / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)}, steps=3), ranks=2))
     for one, two in zip(metrics(uninterrupted)[:3], metrics(tmp_path / "run"), strict=True):
         for name in ("R", "R_acc", "f", "kappa", "R_anchor", "loss", "kl", "entropy", "grad_norm", "learned_tokens"):
@@ -783,8 +783,8 @@ def test_two_processes_have_the_metrics_of_one(uninterrupted, toy_dir, cold_star
 
 @pytest.mark.slow
 def test_a_rank_without_any_task_keeps_step(toy_dir, tmp_path):
-    """Invariant 10: one task for two ranks; the second has nothing to roll out and nothing to learn. A run that begins so
-    is refused, but ranks may also lose their tasks."""
+    """Invariant 10: with one task for two ranks, the second rank has nothing to sample or train on. A run that begins like
+    this is refused, but ranks can also lose their tasks."""
     cfg = write_config(tmp_path / "run.yaml", toy_dir, batch_tasks=1, steps=2)
     assert "batch_tasks = 1: each of 2 ranks needs a task" in finish(run(cfg, ranks=2), code=1)
     finish(Forked(partial(unchecked, cfg), ranks=2))
@@ -828,7 +828,7 @@ def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
 
 
 def on_node(name: str, toy_dir: Path) -> RLConfig:
-    """A config of configs/ whose data are there, before its cold start is."""
+    """Load a config of configs/ whose data exist, but whose cold start does not."""
     return config.load(RLConfig, REPO / "configs" / name, [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]"])
 
 
@@ -839,7 +839,7 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
         assert dry_run(cfg, parse_dialogue, sft.plan_sft) == 0
     else:
         cfg = on_node(path.name, toy_dir)
-        assert dry_run(cfg, parse_task, plan_rl) == 1  # all is there but the cold start
+        assert dry_run(cfg, parse_task, plan_rl) == 1  # only the cold start is missing
     told = capsys.readouterr().out
     used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
     assert used and all(20 < gib < 80 for gib in used)

@@ -1,4 +1,4 @@
-"""A run as an engineer on a node meets it: started twice, interrupted, killed, on a full disk, under torchrun."""
+"""Runs as they happen on a node: started twice, interrupted, killed, on a full disk, under torchrun."""
 
 import faulthandler
 import io
@@ -27,7 +27,7 @@ from runtime import config
 
 
 def send(process, which: signal.Signals) -> str:
-    """Send a signal to a running process, and return what it has printed at its end."""
+    """Send a signal to a running process, wait for its end and return its output."""
     os.kill(process.pid, which)
     return process.communicate(timeout=60)[0]
 
@@ -61,7 +61,7 @@ def stumble(cfg: Path) -> None:
     rl.main(config.load(rl.RLConfig, cfg))
 
 
-TERM = pytest.param(signal.SIGTERM, marks=pytest.mark.slow)  # as a kill, which nobody catches either
+TERM = pytest.param(signal.SIGTERM, marks=pytest.mark.slow)  # like a kill: nothing catches it
 
 
 @pytest.mark.parametrize("end", ["a bug", signal.SIGINT, TERM, signal.SIGKILL], ids=str)
@@ -69,7 +69,7 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
     """Past bug: Ctrl-C left the weights in /dev/shm, 16 GB of the 8B."""
     cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=100_000, staleness=1)
     process = Forked(partial(stumble, cfg)) if end == "a bug" else start("rl.py", cfg)
-    wait_for(lambda: len(children(process.pid)) > 1 or process.poll() is not None)  # a decoder, and who tidies up
+    wait_for(lambda: len(children(process.pid)) > 1 or process.poll() is not None)  # a decoder and the guard
     helpers = children(process.pid)
     folder = Path((tmp_path / "run" / "memory.txt").read_text().strip()).parent
     if end == "a bug":
@@ -82,14 +82,14 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
         assert interrupted is (end == signal.SIGINT)
         assert process.returncode == (1 if end == signal.SIGINT else -end) and "Traceback" not in told
     assert "sampling the first batch: 2 x 4 episodes" in told
-    assert (tmp_path / "run" / "memory.txt").exists() is (process.returncode < 0)  # of killed runs the note stays
+    assert (tmp_path / "run" / "memory.txt").exists() is (process.returncode < 0)  # killed runs leave the note
     wait_for(lambda: not folder.exists(), seconds=20)
     wait_for(lambda: not any(map(alive, helpers)), seconds=20)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_ctrl_c_while_a_state_is_written_gets_the_same_sentence(tmp_path, monkeypatch):
-    """Past bug: torch wraps it in an exception that is no Exception, which came out as two pages."""
+    """Past bug: torch wraps it in an exception that is not an Exception, which printed two pages."""
     fsync = os.fsync
 
     def interrupted_fsync(file):
@@ -100,21 +100,21 @@ def test_ctrl_c_while_a_state_is_written_gets_the_same_sentence(tmp_path, monkey
         monkeypatch.setattr(os, "fsync", interrupted_fsync)
         dcp.save({"weight": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
     with pytest.raises(SystemExit, match="interrupted. The same command resumes from what was saved in RUN"):
         config.run_script(save, SimpleNamespace(run="RUN"))
     signal.signal(signal.SIGINT, before)
 
 
 class Closed(io.IOBase):
-    """As torch.distributed.checkpoint makes one per tensor: when it is deleted, Python drops what `close` raises."""
+    """torch.distributed.checkpoint makes such an object per tensor. When it is deleted, Python drops `close`'s exceptions."""
 
     def close(self):
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_ctrl_c_that_python_drops_is_raised_again_and_cuts_no_cleanup_short():
-    """Past bug: once in a hundred tries the run went on as if nothing had been pressed."""
+    """Past bug: once in a hundred tries, the run ignored Ctrl-C."""
     did = []
 
     def work(cfg):
@@ -136,7 +136,7 @@ def test_ctrl_c_that_python_drops_is_raised_again_and_cuts_no_cleanup_short():
 
 
 def traceable(*arguments: str) -> None:
-    """Run a script that tells where its threads are when it gets SIGUSR1."""
+    """Run a script that prints its threads' stacks at SIGUSR1."""
     faulthandler.register(signal.SIGUSR1)
     sys.argv = list(arguments)
     runpy.run_path(arguments[0], run_name="__main__")
@@ -145,8 +145,8 @@ def traceable(*arguments: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script, config_of", [("rl.py", rl_config), ("sft.py", sft_config)])
 def test_ctrl_c_ends_a_run_at_any_moment(toy_dir, tmp_path, script, config_of):
-    """Ten random moments of training and saving, of 300 that were tried by hand; where a run does not end, its stacks are the
-    test's message."""
+    """Try ten random moments of training and saving (300 were tried by hand). If a run does not end, the test prints its
+    stacks."""
     rng = random.Random(0)
     for i in range(10):
         cfg = config_of(tmp_path / f"run{i}.yaml", toy_dir, steps=100_000, save_every=1)
@@ -209,18 +209,18 @@ def test_a_disk_that_fills_up_costs_one_sentence_and_no_state(toy_dir, tmp_path,
     ],
 )
 def test_what_all_ranks_would_say_is_said_once(toy_dir, tmp_path, change, says, anew):
-    """By torchrun (`anew`), which adds its own account of the failure, or by forked ranks, which add nothing."""
+    """The ranks are torchrun's (`anew`), which adds its own report of the failure, or forked ranks, which add nothing."""
     changes = {"data": {"sources": [{"path": "gone.parquet"}]}} if anew else {}
     cfg = rl_config(tmp_path / "run.yaml", toy_dir, **changes)
     told = finish(start("rl.py", cfg, change, ranks=2, anew=anew), code=1)
     assert told.count(says) == 1 and told.count("Traceback") == anew == told.count("ChildFailedError:")
     assert told.startswith(says) and (anew or told.count("\n") == 1)
-    assert len(re.findall("^error:", told, re.M)) == 1  # as docs/troubleshooting.md says: read that line
+    assert len(re.findall("^error:", told, re.M)) == 1  # docs/troubleshooting.md tells users to read that line
     assert not (tmp_path / "run").exists()
 
 
 def fail_together(alone: bool) -> None:
-    """Fail as all ranks do after too many bad steps, or as one does whose rows are bad, with nobody to wait for."""
+    """Fail on all ranks, as after too many bad steps, or on one rank, whose rows are bad."""
 
     def work(cfg) -> None:
         if alone and os.environ["RANK"] == "0":
@@ -234,5 +234,5 @@ def fail_together(alone: bool) -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_what_ranks_come_to_later_is_said_once_too_and_by_a_lone_one_itself(alone):
-    """Past bug: bad steps, a full disk, broken weights and a disagreeing engine were told by every rank."""
+    """Past bug: every rank reported bad steps, a full disk, broken weights and a disagreeing engine."""
     assert finish(Forked(partial(fail_together, alone), ranks=2), code=1) == "error: 6 gradients not finite\n"

@@ -1,4 +1,4 @@
-"""video.py against real files, good and bad, all written here: a right frame with its true time, or a VideoError."""
+"""video.py on real files, good and bad, all written here: it returns the right frame and its true time, or a VideoError."""
 
 import os
 import signal
@@ -25,12 +25,12 @@ from runtime.video import IMAGE_FORMATS, VideoError, Videos, uniform_indices, wi
 from runtime.visual import VisualContract
 
 WIDTH, HEIGHT = 96, 64
-# Without look-ahead x264 writes the same file each time; with it, the bits depend on how busy the machine is.
+# Without look-ahead, x264 always writes the same file. With it, the bits depend on the machine's load.
 X264, X265 = "threads=1:scenecut=0:rc-lookahead=0:no-mbtree=1", "bframes=3:log-level=none:pools=1"
 
 
 def picture(i: int) -> np.ndarray:
-    """Frame i shows its number: twelve binary blocks on top, a moving texture below."""
+    """Draw frame i: its number as twelve binary blocks on top, a moving texture below."""
     y, x = np.mgrid[:HEIGHT, :WIDTH]
     image = np.stack([x * 2 + i * 7, y * 3 + i * 5, (x + y) + i * 11], -1) % 256  # [H, W, 3]
     for bit in range(12):
@@ -53,7 +53,7 @@ def patch(path: Path, box: bytes, offset: int, value: bytes) -> Path:
 
 
 def write(path, n=60, codec="libx264", gop=30, options=None, stamps=None, rotate=0, aspect=None, sound=None, flags=None, hidden=0):  # fmt: skip
-    """n pictures at 25 per second, or at `stamps` in units of 1/30 s; `sound`: the codec of a second track; `hidden`:
+    """Write n pictures at 25 per second, or at `stamps` in units of 1/30 s. `sound`: the codec of a second track. `hidden`:
     the number of pictures that an edit list cuts off."""
     if codec == "libx264":
         options = {"preset": "veryfast", "x264-params": X264} | (options or {})
@@ -85,7 +85,7 @@ def write(path, n=60, codec="libx264", gop=30, options=None, stamps=None, rotate
 
 
 def sequential(path) -> tuple[np.ndarray, np.ndarray]:
-    """The judge: every frame by plain decoding from the start, and its time."""
+    """The oracle: decode every frame from the start. Return frames and times."""
     with av.open(str(path)) as container:
         images = [(image.to_ndarray(format="rgb24"), image.time) for image in container.decode(video=0)]
     return np.stack([pixels for pixels, _ in images]), np.array([t for _, t in images])  # [N, H, W, 3], [N]
@@ -112,7 +112,7 @@ def good(tmp_path_factory) -> str:
 
 @pytest.fixture
 def fake_av(tmp_path, monkeypatch):
-    """Workers started from here on import this `av` instead of the real one."""
+    """Make workers that start from now on import this `av` instead of the real one."""
 
     def install(source: str) -> None:
         (tmp_path / "fake").mkdir()
@@ -124,7 +124,7 @@ def fake_av(tmp_path, monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
-    """What workers had to do, "probe" a file or "decode" frames, because the cache could not answer it."""
+    """Record the requests that reached workers ("probe", "decode") because the cache could not answer them."""
     kinds, ask = [], video._Worker.ask
 
     def note(worker, request):
@@ -195,8 +195,8 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_any_selection_equals_sequential_decoding(reader, tmp_path, name):
-    """decord2 3.4.0 returned other frames than asked, without an error: HEVC with open GOPs, AVI, MPEG-TS. It fails or
-    mixes up rows and columns when a file asks for a quarter turn. It shifts the frames behind hidden ones."""
+    """decord2 3.4.0 returns wrong frames without an error (HEVC with open GOPs, AVI, MPEG-TS). On a rotation by 90 degrees
+    it fails or swaps rows and columns. It shifts the frames after hidden ones."""
     path = write(tmp_path / name, **KINDS[name])
     pixels, times = sequential(path)
     assert number(pixels[0]) == KINDS[name].get("hidden", 0)
@@ -217,8 +217,8 @@ def test_any_selection_equals_sequential_decoding(reader, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["good.mp4", "av1.mp4", "vp9.webm", "matroska.mkv"])
 def test_a_seek_finds_all_of_its_frames(tmp_path, monkeypatch, name):
-    """Past bug: told to skip, dav1d dropped wanted frames that it still held back, and every selection of an AV1 file
-    was decoded once more, from the start of the file."""
+    """Past bug: with the skip flag, dav1d dropped wanted frames that it still held, so every selection of an AV1 file was
+    decoded again from the start."""
     path = write(tmp_path / name, **KINDS.get(name, {}) | {"n": 300, "gop": 125})
     keys, decode_from = [], video._decode_from
     monkeypatch.setattr(video, "_decode_from", lambda *args: keys.append(args[2]) or decode_from(*args))
@@ -264,7 +264,7 @@ def bad_file(kind: str, folder: Path) -> Path:
     elif kind == "overwritten":
         write(path, n=100)
         patch(path, b"mdat", path.stat().st_size // 2, bytes(range(1, 251)) * 12)
-    elif kind == "h264 in avi":  # no times are stored, and B-frames make guessing them impossible
+    elif kind == "h264 in avi":  # AVI stores no times, and with B-frames they cannot be guessed
         path = write(path.with_suffix(".avi"), n=100)
     elif kind == "audio only":
         with wave.open(str(path), "wb") as file:
@@ -273,7 +273,7 @@ def bad_file(kind: str, folder: Path) -> Path:
     return path
 
 
-REASONS = {  # per kind: what is said of it, and whether the file is quarantined
+REASONS = {  # kind -> part of the error, and whether the file is quarantined
     "missing": ("No such file", False),
     "nul\0": ("cannot be opened", False),
     "fifo": ("not a regular file", False),
@@ -297,7 +297,7 @@ def test_a_bad_file_is_a_clear_error_and_costs_nobody_else(reader, good, tmp_pat
 
 @pytest.mark.parametrize("name, flags", [("fast.mp4", "faststart"), ("hevc.mp4", "faststart"), ("parts.mp4", "frag_keyframe+empty_moov"), ("flash.flv", ""), ("mpeg4_b_frames.avi", ""), ("matroska.mkv", "")])  # fmt: skip
 def test_a_file_that_ends_in_the_middle_of_a_frame_gives_all_frames_before(reader, tmp_path, name, flags):
-    """Past bug: its overviews failed, since the last index was that frame's, and the decoder dropped those it held."""
+    """Past bug: its overviews failed, since the index included that frame, and the decoder dropped the frames it held."""
     path = write(tmp_path / name, **KINDS.get(name, {}) | {"n": 100, "flags": flags})
     clean, size = sequential(path)[0], path.stat().st_size
     for share in (0.9, 0.77, 0.65):
@@ -310,7 +310,7 @@ def test_a_file_that_ends_in_the_middle_of_a_frame_gives_all_frames_before(reade
 
 
 def test_damage_is_never_passed_off_as_frames(tmp_path):
-    """FFmpeg conceals damage with repeated or smeared pictures; only damage that still parses as video can stay unseen."""
+    """FFmpeg conceals damage with repeated or smeared pictures. Only damage that parses as valid video can go unnoticed."""
     path = write(tmp_path / "rot.mp4", n=90, flags="faststart")
     data, errors = path.read_bytes(), 0
     with Videos(workers=1) as videos:
@@ -327,7 +327,7 @@ def test_damage_is_never_passed_off_as_frames(tmp_path):
 
 
 def test_damage_costs_the_frames_that_it_hits_and_no_others(tmp_path):
-    """One crop of the damaged part put the file into quarantine."""
+    """Past bug: one crop of the damaged part quarantined the file."""
     path = bad_file("overwritten", tmp_path)
     with Videos(workers=1, cache_bytes=0) as videos:
         for _ in range(2):
@@ -335,7 +335,7 @@ def test_damage_costs_the_frames_that_it_hits_and_no_others(tmp_path):
             assert [number(p) for p in frames.pixels] == list(range(0, 30, 5))
             with pytest.raises(VideoError, match="cannot be decoded"):
                 videos.frames(path, range(30, 100, 5), (WIDTH, HEIGHT))
-        assert not videos.unreadable  # its overview was never asked for
+        assert not videos.unreadable  # no overview was requested
 
 
 def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, good, asked):
@@ -354,7 +354,7 @@ def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, go
 
 
 def test_a_video_that_was_asked_for_as_an_image_is_still_a_video(good):
-    """Past bug: one row that did so put the file into quarantine, for all rows that show the video."""
+    """Past bug: one such row quarantined the file for all rows that show the video."""
     with Videos(workers=1) as videos:
         with pytest.raises(VideoError, match="cannot be decoded"):
             videos.image(good, same_size)
@@ -371,7 +371,7 @@ def test_an_image_is_one_frame_without_a_time_that_a_worker_decodes(reader, tmp_
 
 
 def test_a_picture_is_read_by_its_own_decoder_and_never_by_another_program(tmp_path):
-    """Past bug: a PostScript file under the name of a picture started Ghostscript."""
+    """Past bug: a PostScript file with an image's name started Ghostscript."""
     with Videos(1) as reader:
         for kind in IMAGE_FORMATS:
             Image.fromarray(picture(5)).save(tmp_path / "a.png", kind)
@@ -391,7 +391,7 @@ def test_an_image_of_too_many_pixels_is_never_decoded(reader, tmp_path, asked):
 
 
 def test_a_pipe_in_the_place_of_an_image_holds_up_nobody(reader, tmp_path, asked):
-    """Past bug: the trainer opened it, and waited without end."""
+    """Past bug: the trainer opened it and waited forever."""
     os.mkfifo(tmp_path / "a.png")
     with pytest.raises(VideoError, match="is not a regular file; pass the path of a video or an image"):
         Media(str(tmp_path / "a.png"), still=True).frames(reader, VisualContract())
@@ -407,14 +407,14 @@ def test_a_hung_worker_is_killed_and_replaced_and_its_siblings_work_on(good, tmp
         videos.info(good)
         (victim,) = worker_pids(videos)
         os.kill(victim, signal.SIGSTOP)
-        hung = threads.submit(videos.frames, good, [5], (32, 32))  # goes to the worker used last: the stopped one
+        hung = threads.submit(videos.frames, good, [5], (32, 32))  # goes to the last used worker, the stopped one
         wait_for(lambda: videos._idle.qsize() == 1)
         assert number(videos.frames(other, [9], (WIDTH, HEIGHT)).pixels[0]) == 9
         assert not hung.done()
         with pytest.raises(VideoError, match=r"hung its decoder for 1\.5 s"):
             hung.result(timeout=4)
         assert not alive(victim)
-        with pytest.raises(VideoError, match="hung its decoder"):  # out of use, but the machine may have been the cause
+        with pytest.raises(VideoError, match="hung its decoder"):  # quarantined, perhaps by the machine's fault
             videos.info(good)
         assert not videos.unreadable
         assert len(videos.overview(other, 4, same_size)) == 4 and victim not in worker_pids(videos)
@@ -422,7 +422,7 @@ def test_a_hung_worker_is_killed_and_replaced_and_its_siblings_work_on(good, tmp
 
 @pytest.mark.parametrize("fatal, quarantined", [("SIGKILL", False), ("SIGSEGV", True)])
 def test_only_a_file_that_crashes_two_workers_by_itself_is_quarantined(good, tmp_path, fake_av, fatal, quarantined):
-    """Past bug: two kills for want of memory, and the good file that was being read was never asked again."""
+    """Past bug: after two kills for lack of memory, the good file that was being read was never tried again."""
     die = f"os.kill(os.getpid(), signal.{fatal})"
     fake_av(f"import os, signal\ndef open(path, options):\n    os.unlink(__file__)\n    {die}\n")
     with Videos(workers=1) as videos:
@@ -443,7 +443,7 @@ def test_a_worker_that_is_killed_while_it_starts_is_started_again(good, tmp_path
 
 
 def test_a_worker_that_starts_slowly_holds_up_nobody(good, fake_av):
-    """It started under the lock that every hit of the cache takes, too, and for as long as it liked."""
+    """Past bug: it started under the lock that every cache hit takes, and without a time limit."""
     with Videos(workers=2) as videos, ThreadPoolExecutor(2) as threads:
         frames = videos.frames(good, [5], (32, 32))
         fake_av("import time; time.sleep(3)")
@@ -476,7 +476,7 @@ def test_a_worker_that_never_starts_is_our_error_and_condemns_no_file(good, fake
 
 
 def test_workers_that_die_while_idle_cost_no_file_and_leave_no_descriptors(good):
-    """Past bug: a storm of kills took 99 descriptors, since only the garbage collector closed the pipes."""
+    """Past bug: many kills used up 99 descriptors, since only the garbage collector closed the pipes."""
     with Videos(workers=1, cache_bytes=0) as videos:
         counts = set()
         for i in range(6):
@@ -500,7 +500,7 @@ def test_close_ends_every_worker_busy_or_idle(good):
         videos.close()
         with pytest.raises(VideoError, match="closed"):
             busy.result()
-    assert not any(map(alive, pids)) and not videos._bad  # a closed reader is no fault of the file
+    assert not any(map(alive, pids)) and not videos._bad  # the file is not at fault if the reader is closed
     with pytest.raises(VideoError, match="closed"):
         videos.frames(good, [51], (32, 32))
 
@@ -520,7 +520,7 @@ HANG = "threading.Thread(target=videos.info, args=sys.argv[1:], daemon=True).sta
 
 @pytest.mark.parametrize("end", ["pass", KILL, HANG + KILL])
 def test_no_worker_outlives_its_parent(good, fake_av, end):
-    """A worker that hangs in C code reads no end of its pipe: an alarm ends it."""
+    """A worker that hangs in C code does not notice that its pipe is closed. An alarm ends it."""
     fake_av("import time\ndef open(path, options):\n    time.sleep(60)\n")
     command = [sys.executable, "-c", LIFE.format(end=end), good]
     output = subprocess.run(command, stdout=subprocess.PIPE, cwd=REPO).stdout
@@ -549,7 +549,7 @@ def test_threads_share_decodes_errors_and_frames_nobody_can_change(good, tmp_pat
 
 
 def test_the_cache_is_keyed_by_everything_that_shapes_the_frames(tmp_path, asked):
-    """Released ParaVT keyed its episode cache by the path alone and handed one question's prompt to another."""
+    """Released ParaVT keys its episode cache by the path alone, so one question gets another's prompt."""
     path = write(tmp_path / "v.mp4")
     with Videos(workers=1) as videos:
         first = videos.window(path, 0.0, 1.0, same_size, 4, 16)
@@ -576,7 +576,7 @@ def test_the_cache_keeps_to_its_budget_and_forgets_the_oldest_use_first(good, as
         assert asked.count("decode") == 4 and videos._cached_bytes == index + 3 * one
         videos.frames(good, [1], (WIDTH, HEIGHT))
         assert asked.count("decode") == 5
-        assert len(videos.overview(good, 60, same_size)) == 60  # larger than the budget: answered, not kept
+        assert len(videos.overview(good, 60, same_size)) == 60  # larger than the budget: returned but not cached
         assert videos._cached_bytes <= index + 3 * one
 
 
