@@ -390,7 +390,7 @@ def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
 
 
 def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
-    """Past mutant: each rank knew its own kinds, so the rate was one of the calls of those ranks alone."""
+    """Past mutant: each rank counted only its own kinds, so the rate divided by the calls of those ranks alone."""
     task = Task("t", "Which?", ("v.mp4",), "oe", "red")
     episode = Episode(task, 4, Trajectory([5], [0], [0.0], [-1]), [Call(0, "crop_video", {})], rewards={"R_acc": 0.0})
     monkeypatch.setattr(rl, "gather", lambda mine: [mine, {"too_dark"}])
@@ -398,20 +398,20 @@ def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_cal
 
 
 def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch, capsys):
-    """An update that takes 0.2 s: sampling, half a second, goes on meanwhile and is still at work when it ends. Tokens are
-    one update old. Who sits before the screen sees how far it is."""
+    """The update takes 0.2 s. Sampling takes half a second, overlaps with it and continues after it. Tokens are one update
+    old. The console shows progress."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(rl, "update", lambda *_: time.sleep(0.2) or {"loss": 0.0, "grad_norm": 0.0})
     first, second, last = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1)
     assert [line["staleness"] for line in (first, second, last)] == [0, 1, 1] and scripted[0].version == 3
     assert re.search(r"rollout: .* [1-7]/8 ", capsys.readouterr().err)
-    # The first batch has nothing to overlap with. Of the last, what is not waited for was hidden behind the update.
+    # The first batch overlaps with nothing. Of the last batch, the time without waiting was hidden behind the update.
     assert first["rollout_seconds"] > 0.2 > last["rollout_seconds"]
     assert 0 < second["wait_seconds"] < last["sampling_seconds"] - 0.15
 
 
 def test_nobody_samples_while_weights_are_loaded(scripted, toy_dir, tmp_path, monkeypatch):
-    """All tokens of a batch are of one version. Past mutant: the next batch began before the push."""
+    """All tokens of a batch are from one version. Past mutant: the next batch began before the push."""
     begun, load = threading.Event(), Scripted.update_weights
 
     def slow_load(engine, path, version):
