@@ -55,8 +55,7 @@ class DataConfig:
     """Folder at which the rows' relative paths start. Empty: the data file's own folder."""
     seed: int = 0
     max_bad_fraction: float = 0.01
-    """The run stops if more than this share of the rows that a rank reads is unusable. In RL, an unreadable video counts
-    as one row."""
+    """The run stops if more than this share of a rank's rows is unusable. In RL, an unreadable video counts as a row."""
 
 
 class DataError(ValueError):

@@ -1,7 +1,7 @@
 """distributed.py: what the ranks of a run do together: start, exchange values, save and resume, write weights.
 
     init_distributed()                                        # under torchrun, or as a single process
-    means = mean_over_ranks({"turns": [2, 3, 2]})             # over all values of all ranks; ranks can lack names
+    means = mean_over_ranks({"turns": [2, 3, 2]})             # over all values of all ranks
     save_state(run / "state", policy, optimizer, step)        # everything that training needs to resume
     step, extra = load_state(run / "state", policy, optimizer)      # (0, {}) at the start of a run
     export(policy, run / "model", source, contract)           # Hugging Face format: a result, or the engine's snapshot
@@ -137,7 +137,7 @@ def rank0_first(work: Callable[[], Any]) -> Any:
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Return the sum by name. Ranks can lack names."""
+    """Return the sum by name. Names can differ between ranks."""
     sums = Counter()
     for values_of_rank in gather(values):
         sums.update(values_of_rank)
@@ -145,7 +145,7 @@ def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
 
 
 def mean_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
-    """Return the mean by name, over all values of all ranks. Ranks can lack names."""
+    """Return the mean by name, over all values of all ranks. Names can differ between ranks."""
     pooled = defaultdict(list)
     for values_of_rank in gather(values):
         for name, some in values_of_rank.items():

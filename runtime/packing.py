@@ -281,6 +281,7 @@ def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, 
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:
+    """Call SDPA once per segment, with the keys of its prompt and its own."""
     out = []
     for segment, mask in zip(layout.segments, layout.masks):
         own, prompt = slice(segment.start, segment.stop), slice(segment.prompt_start, segment.prompt_stop)

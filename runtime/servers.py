@@ -461,7 +461,7 @@ def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra:
 
 
 def _text_config(checkpoint: str | Path) -> dict[str, Any]:
-    """Return the language model's keys of config.json, or {} if the checkpoint is only where the server runs."""
+    """Return the language model's keys of config.json, or {} if this machine does not have the checkpoint."""
     config = read_json(Path(checkpoint) / "config.json") or {}
     return config.get("text_config", config)  # Qwen2.5-VL has them at the top level
 

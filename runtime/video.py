@@ -49,6 +49,8 @@ class VideoError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class VideoInfo:
+    """A video's size, duration and frame times."""
+
     path: str  # real path, with links resolved
     width: int  # pixels as displayed, after the file's rotation and pixel aspect ratio
     height: int
@@ -68,6 +70,8 @@ class VideoInfo:
 
 @dataclass(frozen=True, eq=False)
 class Frames:
+    """The decoded frames of one clip."""
+
     pixels: np.ndarray  # [n, H, W, 3] uint8 RGB, read-only: the cache returns the same array to all callers
     times: tuple[float, ...]  # [n] seconds of the decoded frames
 
@@ -193,8 +197,8 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
             if not packet.is_keyframe or stamp is None or key not in (None, stamp):
                 continue
             begun = latest = stamp
-        # Do not decode unwanted frames to which no other frame refers. This saves up to half and changes no bit of the
-        # rest. Not with dav1d: it applies the flag to frames that it still holds, so it would drop wanted ones.
+        # Skip unwanted frames to which no other frame refers. This saves up to half of the time and changes no other
+        # frame. dav1d must not skip: it applies the flag to frames that it still holds, so it would drop wanted ones.
         skippable = not delayed and key is not None and stamp is not None and stamp not in wanted
         stream.codec_context.skip_frame = "NONREF" if skippable else "DEFAULT"
         # Trust nothing after a truncated packet: flush the frames that the decoder still holds, then stop.

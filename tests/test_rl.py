@@ -398,8 +398,7 @@ def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_cal
 
 
 def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch, capsys):
-    """The update takes 0.2 s. Sampling takes half a second, overlaps with it and continues after it. Tokens are one update
-    old. The console shows progress."""
+    """The update takes 0.2 s and sampling 0.5 s, so they overlap. Tokens are one update old. The console shows progress."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(rl, "update", lambda *_: time.sleep(0.2) or {"loss": 0.0, "grad_norm": 0.0})
     first, second, last = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1)
