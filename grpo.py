@@ -177,7 +177,7 @@ def token_losses(
     }
     if ref_logprobs is not None:
         # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
-        # pi_behaviour sampled the tokens. The weight w * r = pi / pi_behaviour makes value and gradient those of KL(pi || pi_ref).
+        # pi_behaviour sampled the tokens. With the weight w * r = pi / pi_behaviour, the mean and its gradient are right for pi.
         d = ref_logprobs - logprobs
         kl = weight * ratio * (d.exp() - d - 1)
         losses = losses + cfg.kl_coef * kl

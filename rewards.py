@@ -69,7 +69,7 @@ class RewardConfig:
         if self.open_answer == "judge" and not (self.judge.url and self.judge.model):
             raise ValueError("open_answer = 'judge' needs judge.url and judge.model: set both")
         if self.anchor.credit == "sequence" and not self.w_fmt:
-            raise ValueError("anchor.credit = 'sequence' pays R_anchor inside R_fmt, but w_fmt = 0 drops it: raise w_fmt")
+            raise ValueError("anchor.credit = 'sequence' pays R_anchor in R_fmt, but w_fmt = 0 drops it: raise w_fmt")
 
 
 # ------------------------------------------------------------------------------------------------ R

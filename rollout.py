@@ -499,4 +499,4 @@ def _check_fields(names: Iterable[str], kind: type) -> None:
     differ = set(names) ^ kind.__dataclass_fields__.keys()
     if differ:
         told = f"whose {kind.__name__} has other fields ({', '.join(sorted(differ))})"
-        raise DataError(f"an episode of another version of this code, {told}: read it with that version, or sample it again")
+        raise DataError(f"an episode of another version of this code, {told}: read it with that version, or run again")

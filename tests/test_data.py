@@ -634,7 +634,7 @@ def test_check_counts_the_ids_that_rows_share(tmp_path, video, command):
         # Past bug: milliseconds. They showed the last frame.
         ([user("good.mp4", video_start=5000, video_end=9000)], "row 1: .*good.mp4: the window 5000 ... 9000 s lies outside the video, which lasts from 0 to"),
         ([user("good.mp4", video_start=-9, video_end=0)], "row 1: .*good.mp4: the window -9 ... 0 s lies outside the video"),
-        ([{"role": "user", "content": [*user("good.mp4")["content"], *user("good.mp4")["content"]]}], "row 1: a sub-agent's row shows one video or image, this one 2"),
+        ([{"role": "user", "content": [*user("good.mp4")["content"], *user("good.mp4")["content"]]}], "row 1: a sub-agent's row must show one video or image, and this one shows 2"),
     ],
 )  # fmt: skip
 def test_check_names_every_row_that_a_training_would_skip(toy_dir, tmp_path, video, capsys, bad, says):

@@ -88,7 +88,7 @@ MISTAKES = [  # and those of the page
     ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl', this code runs dense Qwen3-VL"),
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python -m study.prepare materialize`"),
-    ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "no field `prompt`, as RL rows have it; rows with `messages` are for sft.py"),
+    ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "an RL row needs the field `prompt`; rows with `messages` are for sft.py"),
     ("sources as output", "study/prepare.py materialize --root gone --parquet-dir holiday --output-dir linked/../holiday", "--output-dir linked/../holiday is --parquet-dir itself; write into another folder"),
     # settings that passed the dry run and crashed the run
     ("no decoders", f"{SFT} --dry-run decoders=0", "decoders = 0: must be at least 1"),
