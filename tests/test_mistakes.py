@@ -74,8 +74,8 @@ MISTAKES = [  # and those of the page
     ("an evaluation's YAML", "sft.py configs/eval/toy.yaml", "configs/eval/toy.yaml is a config of eval.py"),
     ("an empty value", f"{SFT} run=", "run: the value is empty; give one (\"\" is an empty text)"),
     ("a blank run", f"{SFT} run=\"' '\"", "run = ' ': the run would lie in the current folder; name one of its own"),
-    ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not among tools.TOOLS: crop_video"),
-    ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, untagged_answer, answer, structure"),
+    ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not in tools.TOOLS, choose from crop_video"),
+    ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: not kinds of token, choose from prose, arguments, untagged_answer, answer, structure"),
     ("an old key", f"{RL} rollout.gpus=[0]", "rollout.gpus = [0]: unknown key; did you mean rollout.server_gpus?"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
