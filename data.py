@@ -259,7 +259,7 @@ def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
         raise RowError(f"{', '.join(missing)}: no such file")
     names = [os.path.basename(path) for path in set(paths)]
     if len(set(names)) < len(names):
-        raise RowError(f"two videos are called {max(names, key=names.count)}, but a call names a video by it: rename one")
+        raise RowError(f"two videos are called {max(names, key=names.count)}, but calls use that name: rename one")
     return tuple(paths)
 
 

@@ -209,10 +209,10 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
     [
         ("{", "messages is not JSON"),
         (None, "`messages` is not a list"),
-        ([{"role": "user", "content": "q"}], "must open with the user and close with the assistant"),
-        ([SAID], "must open with the user"),
+        ([{"role": "user", "content": "q"}], "must start with the user and end with the assistant"),
+        ([SAID], "must start with the user"),
         ([{"role": "user", "content": "q"}, {"role": "user", "content": "q"}, SAID], "must follow each user"),
-        ([*ASKED, ASKED[1]], "must follow each user, and never itself"),
+        ([*ASKED, ASKED[1]], "must follow each user turn, and never its own"),
         ([{"role": "user", "content": "q"}, {"role": "critic", "content": "a"}], "role 'critic'"),
         ([{"role": "user", "content": [{"type": "audio"}]}, SAID], "neither text, video nor image"),
         ([user("gone.mp4"), SAID], "/nowhere/gone.mp4: no such file"),
@@ -222,7 +222,7 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
         ([user(__file__, video_start=9.0, video_end=4.0)], "video_start = 9.0, video_end = 4.0: must be seconds"),
         ([user(__file__, video_start=0, video_end=float("inf"))], "video_end = inf: must be seconds"),
         ([user(__file__, video_start=3, video_end=3)], "video_start = 3, video_end = 3: must be seconds"),
-        ([*ASKED[:1], ASKED[1] | {"tool_calls": [{"function": {}}]}], "calls in a field `tool_calls`: write them into"),
+        ([*ASKED[:1], ASKED[1] | {"tool_calls": [{"function": {}}]}], "a message has the field `tool_calls`: write calls into"),
         ([user(__file__, nframes=0)], "nframes = 0: must be a whole number above 0"),
         ([{"role": "user", "content": [{"type": "video_url", "video_url": {"path": "x"}}]}], "KeyError: 'url'"),
         ([{"role": "user", "content": [None]}], "AttributeError: "),
@@ -628,7 +628,7 @@ def test_check_counts_the_ids_that_rows_share(tmp_path, video, command):
     "bad, says",
     [
         ([user("good.mp4"), user("good.mp4")], r"row 1: turns \['user', 'user'"),
-        ([user("good.mp4", video_start=9.0, video_end=4.0)], "row 1: .*must be seconds, the start before the end"),
+        ([user("good.mp4", video_start=9.0, video_end=4.0)], "row 1: .*must be seconds, with start before end"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "bad.png"}}]}], "bad.png: cannot be decoded"),
         ([user("bad.mp4")], "bad.mp4: .*cannot be decoded"),
         # Past bug: milliseconds. They showed the last frame.
