@@ -113,7 +113,7 @@ def _read_turns(message: dict, root: Path) -> list[dict]:
 def _read_parts(message: dict, root: Path) -> list[str | Media]:
     """Return a message's texts and media."""
     if message.get("tool_calls"):
-        raise RowError("a message has the field `tool_calls`: write calls into its content, as <tool_call>...</tool_call>")
+        raise RowError("a message has `tool_calls`: write calls into its content, as <tool_call>...</tool_call>")
     content = message.get("content")
     if isinstance(content, str):
         content = [content]

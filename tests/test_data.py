@@ -222,7 +222,7 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
         ([user(__file__, video_start=9.0, video_end=4.0)], "video_start = 9.0, video_end = 4.0: must be seconds"),
         ([user(__file__, video_start=0, video_end=float("inf"))], "video_end = inf: must be seconds"),
         ([user(__file__, video_start=3, video_end=3)], "video_start = 3, video_end = 3: must be seconds"),
-        ([*ASKED[:1], ASKED[1] | {"tool_calls": [{"function": {}}]}], "a message has the field `tool_calls`: write calls into"),
+        ([*ASKED[:1], ASKED[1] | {"tool_calls": [{"function": {}}]}], "a message has `tool_calls`: write calls into"),
         ([user(__file__, nframes=0)], "nframes = 0: must be a whole number above 0"),
         ([{"role": "user", "content": [{"type": "video_url", "video_url": {"path": "x"}}]}], "KeyError: 'url'"),
         ([{"role": "user", "content": [None]}], "AttributeError: "),
