@@ -24,15 +24,16 @@ from runtime.answers import LETTERS, listed_options, normalise, parse_letter, pa
 from runtime.judge import Judge, JudgeConfig, JudgeError
 from runtime.render import END_OF_TURN, Renderer
 
-TAG = re.compile(r"</?(?:think|tool_call|answer)>")
-THINK = re.compile(r"<think>(.*?)</think>", re.S)
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
+TAG = re.compile("|".join(TAGS))
+BROKEN_TAG = re.compile(r"<(?![ =\d])")  # `<12.5 seconds>` and `x < 5` may be said
+CALL_JSON = re.compile(r"\s*\{[^<]*\}\s*")
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
-PLAIN = r"(?:[^<]|<(?=[ =\d]))*"  # `<12.5 seconds>` and `x < 5` may be said; any other `<` is a broken tag
-NON_EMPTY = rf"<answer>(?!\s*</answer>){PLAIN}</answer>"
-PARTS = ("R", "R_acc", "f", "R_fmt", "R_tool", "R_anchor", "well_formed")
+PARTS = ("R", "R_acc", "f", "R_fmt", "R_fmt_paid", "R_tool", "R_anchor", "well_formed")
 MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
 # More of one tag in a turn is spam, and the episode earns nothing.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
+Turn = list[str]  # the elements of a turn, see split_turn
 
 
 @dataclass(frozen=True)
@@ -75,35 +76,45 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. `f` is the paper's f = R_fmt + lambda * R_anchor (1 at most), logged in
-    every credit mode; `R_fmt` is what R pays for format: f under credit `sequence`, else the paper's R_fmt alone."""
-    turns = turn_texts(episode.main, renderer)
-    spam = tag_spam(turns)
-    if any(spam.values()):
-        # Spam scores 0 and gets the penalty of an open think. Otherwise spamming would beat leaving a think open.
-        lost = {"R_anchor": -cfg.anchor.gamma, "f": -cfg.anchor.lam * cfg.anchor.gamma}
-        if cfg.anchor.credit == "sequence":  # which pays R_anchor within R
-            lost |= {"R_fmt": lost["f"], "R": cfg.w_fmt * lost["f"]}
-        return dict.fromkeys(PARTS, 0.0) | lost | spam | closure(turns)
+    """Return all parts by name, or raise JudgeError. `R_fmt` and f = R_fmt + lambda * R_anchor (1 at most) are the paper's,
+    whatever the credit. `R_fmt_paid` is the one of the two that R pays: f under credit `sequence`, else R_fmt."""
+    texts = turn_texts(episode.main, renderer)
+    turns = [split_turn(text) for text in texts]
+    tags = tag_metrics(turns)
+    if any(tags[f"spam_{name}"] for name in TAG_LIMITS):
+        return score_of_spam(cfg) | tags
 
-    acc = accuracy(final_answer(turns, cfg.untagged_answer), episode.task, cfg, judge)
-    anchor = anchor_reward(turns, cfg.anchor)
-    turns_that_called = {call.turn for call in episode.calls if not call.error}
-    r_fmt, f = format_rewards(turns, turns_that_called, cfg.answer_suffix, cfg.anchor.lam * anchor)
-    if cfg.anchor.credit == "sequence":
-        r_fmt = f  # R pays R_anchor as well
+    acc = accuracy(final_answer(texts, cfg.untagged_answer), episode.task, cfg, judge)
     tool = tool_reward(episode, acc)
+    anchor = anchor_reward(turns, cfg.anchor)
+    tagged = bool(final_answer(texts))
+    turns_that_called = {call.turn for call in episode.calls if not call.error}
+    fmt, f = format_rewards(turns, tagged, turns_that_called, cfg.answer_suffix, cfg.anchor.lam * anchor)
+    paid = f if cfg.anchor.credit == "sequence" else fmt
     parts = {
-        # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
-        "R": acc + cfg.w_fmt * r_fmt + cfg.w_tool * tool,
+        # R = R_acc + w_fmt * R_fmt + w_tool * R_tool, and under credit `sequence` f in place of R_fmt
+        "R": acc + cfg.w_fmt * paid + cfg.w_tool * tool,
         "R_acc": acc,
         "f": f,
-        "R_fmt": r_fmt,
+        "R_fmt": fmt,
+        "R_fmt_paid": paid,
         "R_tool": tool,
         "R_anchor": anchor,
         "well_formed": float(well_formed(turns)),
     }
-    return parts | spam | closure(turns)
+    return parts | tags
+
+
+def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
+    """Return the parts of an episode of spam: 0, and the penalty of an open think. Otherwise spamming would beat leaving a
+    think open."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    parts["R_anchor"] = -cfg.anchor.gamma
+    parts["f"] = cfg.anchor.lam * parts["R_anchor"]
+    if cfg.anchor.credit == "sequence":
+        parts["R_fmt_paid"] = parts["f"]
+        parts["R"] = cfg.w_fmt * parts["f"]
+    return parts
 
 
 def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> None:
@@ -115,9 +126,8 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig,
         except JudgeError as error:
             episode.error = f"JudgeError: {error}"
 
-    ran = [episode for group in groups for episode in group.episodes if not episode.error]
     with ThreadPoolExecutor(16) as pool:  # a judge takes seconds
-        list(pool.map(give, ran))
+        list(pool.map(give, [episode for group in groups for episode in group.ran]))
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
@@ -125,10 +135,11 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
     A sampled end of turn is written `<|im_end|>`, whichever token of the checkpoint's list it was."""
     texts = []
     for start, end in trajectory.turns:
-        ids, ending = trajectory.ids[start:end], ""
+        ids = trajectory.ids[start:end]
         if ids and ids[-1] in renderer.ends_of_turn and trajectory.mask[end - 1] == 1:
-            ids, ending = ids[:-1], END_OF_TURN
-        texts.append(renderer.decode(ids) + ending)
+            texts.append(renderer.decode(ids[:-1]) + END_OF_TURN)
+        else:
+            texts.append(renderer.decode(ids))
     return texts
 
 
@@ -141,8 +152,8 @@ def final_answer(turns: list[str], untagged: bool = False) -> str | None:
     answer = last_answer(said)
     if answer is not None or not untagged:
         return answer
-    found = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", said.replace(END_OF_TURN, ""), re.I | re.S)
-    return found[1] if found else None
+    match = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", said.replace(END_OF_TURN, ""), re.I | re.S)
+    return match[1] if match else None
 
 
 def last_answer(text: str) -> str | None:
@@ -151,31 +162,80 @@ def last_answer(text: str) -> str | None:
     return answers[-1].strip() if answers else None
 
 
-def tag_spam(turns: list[str]) -> dict[str, float]:
-    """Return for each tag 1 if some turn repeats it too often, else 0."""
-    spam = {f"spam_{name}": 0.0 for name in TAG_LIMITS}
-    for turn in turns:
-        for name, limit in TAG_LIMITS.items():
-            if max(turn.count(f"<{name}>"), turn.count(f"</{name}>")) > limit:
-                spam[f"spam_{name}"] = 1.0
-    return spam
+# ------------------------------------------------------------------------------------------------ the elements of a turn
 
 
-def closure(turns: list[str]) -> dict[str, float]:
-    """Return, for each tag that was opened, the share that was closed in its turn: Format Fragility shows here first.
-    `surplus/TAG` counts the closing tags that exceed the opened ones of their turn."""
-    rates = {}
-    for name in TAG_LIMITS:
-        opened, closed, surplus = 0, 0, 0
+def split_turn(text: str) -> Turn:
+    """Return a turn as its elements: tags, the text between two tags, and the end of the turn. White space alone is none.
+
+    "<think>\\nI see it.\\n</think>\\n<answer>B</answer><|im_end|>"
+    -> "<think>", "\\nI see it.\\n", "</think>", "<answer>", "B", "</answer>", "<|im_end|>" """
+    elements = re.split(f"({TAG.pattern}|<tool_code>)", text.removesuffix(END_OF_TURN))
+    if text.endswith(END_OF_TURN):
+        elements.append(END_OF_TURN)
+    return [element for element in elements if element.strip()]
+
+
+def shape_of(turn: Turn) -> str:
+    """Return the turn with a word for each text: `<think> text </think> <answer> text </answer> end`. Text with a piece of
+    a tag, such as `</think`, is `broken`; the {...} of a call is `json`."""
+    words = []
+    for i, element in enumerate(turn):
+        if element in TAGS:
+            words.append(element)
+        elif element == END_OF_TURN:
+            words.append("end")
+        elif i > 0 and turn[i - 1] == "<tool_call>" and CALL_JSON.fullmatch(element):
+            words.append("json")
+        elif BROKEN_TAG.search(element):
+            words.append("broken")
+        else:
+            words.append("text")
+    return " ".join(words)
+
+
+def tags_pair(turn: Turn, name: str) -> bool:
+    """Return whether the tags of one kind open and close in turn: each one is closed before the next one opens."""
+    tags = [element for element in turn if element in (f"<{name}>", f"</{name}>")]
+    return tags == [f"<{name}>", f"</{name}>"] * (len(tags) // 2)
+
+
+def thought_ends(turn: Turn) -> list[int]:
+    """Return the places of the </think> that end a thought of MIN_THOUGHT letters. An empty thought is none."""
+    ends = []
+    thinking = False
+    letters = 0
+    for i, element in enumerate(turn):
+        if element == "<think>":
+            thinking = True
+        elif element == "</think>":
+            if letters >= MIN_THOUGHT:
+                ends.append(i)
+            thinking = False
+            letters = 0
+        elif thinking and element not in TAGS:
+            letters += sum(char.isalnum() for char in element)  # dots and zero-width spaces say nothing
+    return ends
+
+
+def tag_metrics(turns: list[Turn]) -> dict[str, float]:
+    """Return for each tag `spam_TAG`, 1 if some turn repeats it too often; `closure/TAG`, the share of opened ones that were
+    closed in their turn, where one was opened (Format Fragility shows here first); and `surplus/TAG`, the closing ones that
+    exceed the opened ones of their turn."""
+    metrics = {}
+    for name, limit in TAG_LIMITS.items():
+        opened, closed, surplus, most = 0, 0, 0, 0
         for turn in turns:
             opening, closing = turn.count(f"<{name}>"), turn.count(f"</{name}>")
             opened += opening
             closed += min(opening, closing)
             surplus += max(0, closing - opening)
+            most = max(most, opening, closing)
+        metrics[f"spam_{name}"] = float(most > limit)
+        metrics[f"surplus/{name}"] = float(surplus)
         if opened:
-            rates[f"closure/{name}"] = closed / opened
-        rates[f"surplus/{name}"] = float(surplus)
-    return rates
+            metrics[f"closure/{name}"] = closed / opened
+    return metrics
 
 
 # ------------------------------------------------------------------------------------------------ R_acc
@@ -215,13 +275,13 @@ def token_f1(answer: str, gold: str) -> float:
     return 2 * common / (len(a) + len(b)) if common else 0.0
 
 
-# ------------------------------------------------------------------------------------------------ R_fmt
+# ------------------------------------------------------------------------------------------------ R_fmt, R_anchor, R_tool
 
 
 def format_rewards(
-    turns: list[str], turns_that_called: set[int], answer_suffix: bool, anchor_term: float
+    turns: list[Turn], tagged: bool, turns_that_called: set[int], answer_suffix: bool, anchor_term: float
 ) -> tuple[float, float]:
-    """Return R_fmt and f. `anchor_term` is lambda * R_anchor."""
+    """Return R_fmt and f. `tagged`: the final answer stands in its tags. `anchor_term`: lambda * R_anchor."""
     # s     = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
     #       + 0.3 * [a thought before the calls, in every turn whose calls ran]
     # R_fmt = min(0.9, s)                     + 0.1 * [s > 0 and all tags balanced]
@@ -237,61 +297,36 @@ def format_rewards(
     balanced = all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
 
     s = w_think * thinks
-    s += w_answer * bool(final_answer(turns))
+    s += w_answer * tagged
     s += 0.3 * thinks_before_calls
     bonus = 0.1 * (balanced and s > 0)
     return min(0.9, s) + bonus, min(0.9, s + anchor_term) + bonus
 
 
-def tags_pair(turn: str, name: str) -> bool:
-    """Return whether the tags of one kind open and close in turn: each one is closed before the next one opens."""
-    tags = re.findall(f"</?{name}>", turn)
-    return tags == [f"<{name}>", f"</{name}>"] * (len(tags) // 2)
+def thinks_before_call(turn: Turn) -> bool:
+    calls = [i for i, element in enumerate(turn) if element in ("<tool_call>", "<tool_code>")]
+    ends = thought_ends(turn)
+    return bool(calls and ends) and ends[0] < calls[0]
 
 
-def thought_ends(turn: str) -> list[int]:
-    """Return where the turn's thoughts end: those that are closed and say something. An empty one is none."""
-    ends = []
-    for thought in THINK.finditer(turn):
-        said = TAG.sub("", thought[1])
-        if sum(char.isalnum() for char in said) >= MIN_THOUGHT:  # dots and zero-width spaces say nothing
-            ends.append(thought.end())
-    return ends
-
-
-def thinks_before_call(turn: str) -> bool:
-    ends, call = thought_ends(turn), re.search("<tool_c(?:all|ode)>", turn)
-    return bool(ends) and call is not None and ends[0] <= call.start()
-
-
-def well_formed(turns: list[str]) -> bool:
+def well_formed(turns: list[Turn]) -> bool:
     """Return whether every turn is exactly think + calls, and the last exactly think + answer, with only white space
     between. The end of a turn may lack after a call: sequential dispatch stops there."""
-    think, end = rf"\s*<think>{PLAIN}</think>\s*", re.escape(END_OF_TURN)
-    calls = re.compile(rf"{think}(?:<tool_call>\s*\{{[^<]*\}}\s*</tool_call>\s*)+(?:{end})?")
-    answer = re.compile(rf"{think}{NON_EMPTY}\s*{end}")
-    return bool(turns) and all(map(calls.fullmatch, turns[:-1])) and bool(answer.fullmatch(turns[-1]))
+    think = "<think>( text)? </think>"
+    calls = re.compile(f"{think}( <tool_call> json </tool_call>)+( end)?")
+    answer = re.compile(f"{think} <answer> text </answer> end")
+    shapes = [shape_of(turn) for turn in turns]
+    return bool(shapes) and all(map(calls.fullmatch, shapes[:-1])) and bool(answer.fullmatch(shapes[-1]))
 
 
-# ------------------------------------------------------------------------------------------------ R_anchor, R_tool
-
-
-def anchor_reward(turns: list[str], anchor: Anchor) -> float:
+def anchor_reward(turns: list[Turn], anchor: Anchor) -> float:
     # R_anchor = alpha * [every turn thinks and closes it] + beta * [flow] - gamma * [in some turn the think tags do not pair]
-    # flow: closed, and the last turn ends with `</think> ... <answer>non-empty</answer>`, and with nothing after it.
+    # flow: closed, and the last turn ends with </think>, no other tag, <answer>text</answer> and the end of the turn.
     # The paper's gamma is for a think that is never closed. Closing one twice would then cost less, and training finds that.
-    states = [think_state(turn) for turn in turns]
-    closed = bool(turns) and all(state == "closed" for state in states)
-    ending = rf"</think>(?:(?!{TAG.pattern}).)*{NON_EMPTY}\s*{re.escape(END_OF_TURN)}\Z"
-    flow = closed and re.search(ending, turns[-1], re.S) is not None
-    return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * ("unpaired" in states)
-
-
-def think_state(turn: str) -> str:
-    """Return unpaired (one is left open, or one is closed that is not open), closed or absent. An empty thought is absent."""
-    if not tags_pair(turn, "think"):
-        return "unpaired"
-    return "closed" if thought_ends(turn) else "absent"
+    paired = all(tags_pair(turn, "think") for turn in turns)
+    closed = bool(turns) and paired and all(thought_ends(turn) for turn in turns)
+    flow = closed and re.search(r"</think>( \w+)* <answer> text </answer> end$", shape_of(turns[-1])) is not None
+    return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * (not paired)
 
 
 def tool_reward(episode: Episode, acc: float) -> float:
@@ -319,49 +354,43 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
     chosen = [False] * len(trajectory.ids)
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
-        text, spans = renderer.decode(ids), renderer.offsets(ids)
-        kinds = kinds_of_characters(text)
-        for i, (first, last) in enumerate(spans):
-            structural = is_structural(kinds, first, last) or ids[i] in renderer.ends_of_turn
+        classes = character_classes(renderer.decode(ids))
+        for i, (first, last) in enumerate(renderer.offsets(ids)):
+            structural = ids[i] in renderer.ends_of_turn or is_structural(classes, first, last)
             chosen[start + i] = structural and trajectory.mask[start + i] == 1
     return chosen
 
 
-def kinds_of_characters(text: str) -> list[str]:
-    """Return what each character is: part of an opening or a closing tag, blank, punctuation or (all else) content."""
-    kinds = ["content"] * len(text)
+def character_classes(text: str) -> list[str]:
+    """Return what each character is: part of an opening or a closing tag, blank, punctuation or (all else) content. The first
+    character that a tag opens is content, even if it is a bracket or a dot."""
+    classes = ["content"] * len(text)
     for i, char in enumerate(text):
         if char.isspace():
-            kinds[i] = "blank"
+            classes[i] = "blank"
         elif unicodedata.category(char)[0] in "PS":  # punctuation marks and symbols
-            kinds[i] = "punctuation"
+            classes[i] = "punctuation"
     for tag in TAG.finditer(text):
-        kind = "closing" if tag.group().startswith("</") else "opening"
-        kinds[tag.start() : tag.end()] = [kind] * len(tag.group())
-    return kinds
+        is_closing = tag[0].startswith("</")
+        classes[tag.start() : tag.end()] = ["closing" if is_closing else "opening"] * len(tag[0])
+        first = len(text) - len(text[tag.end() :].lstrip())  # behind the tag and white space
+        if first < len(text) and not is_closing:
+            classes[first] = "content"
+    return classes
 
 
-def is_structural(kinds: list[str], first: int, last: int) -> bool:
-    """Return whether the token of characters [first, last) carries a tag and no content, or is white space that follows a
-    closing tag.
-
-        yes:  </think>   >\\n   .</   ]</           no:  >B   >(   >The   and .</ where `.` is all that the tag closes
-
-    White space may share its token, and so may punctuation before a closing tag: Qwen has single tokens for `.</` and
-    `。</`, and to sample one is to decide to close. A letter, a digit and the answer's first character may not."""
-    if set(kinds[first:last]) == {"blank"}:
-        return first > 0 and kinds[first - 1] == "closing"
-    tag = ""  # the first one that the token touches
-    for kind in kinds[first:last]:
-        if kind in ("opening", "closing"):
-            tag = tag or kind
-        elif kind == "content" or (kind == "punctuation" and tag):
-            return False
-    if "punctuation" not in kinds[first:last]:
-        return tag != ""
-
-    # Punctuation before a closing tag, unless it is the first character of what the tag closes.
-    before = first - 1
-    while before >= 0 and kinds[before] == "blank":
-        before -= 1
-    return tag == "closing" and (before < 0 or kinds[before] != "opening")
+def is_structural(classes: list[str], first: int, last: int) -> bool:
+    """Return whether the token of characters [first, last) is structure. Its tag may share it with white space, and a closing
+    tag with punctuation before it: Qwen has single tokens for `.</` and `。</`, and to sample one is to decide to close."""
+    token = classes[first:last]
+    only_white_space = set(token) == {"blank"}
+    if only_white_space:
+        return first > 0 and classes[first - 1] == "closing"  # the `\n` after `</think>`
+    places_of_tag = [i for i, kind in enumerate(token) if kind in ("opening", "closing")]
+    if not places_of_tag or "content" in token:
+        return False  # `The`, `.`, `>B`, `>(`
+    if "punctuation" not in token:
+        return True  # `</think>`, `>\n`
+    # Punctuation and a tag: yes to `.</` and `]</`, no to `>,` and to the `.<` of an opening tag.
+    tag = places_of_tag[0]
+    return token[tag] == "closing" and "punctuation" not in token[tag:]

@@ -4,15 +4,15 @@
     python rl.py configs/toy_paragrpo.yaml                                      # the same code on a CPU
     python rl.py configs/toy_grpo.yaml steps=20                                 # accuracy-only GRPO, for contrast
 
-A step samples B tasks at one K each (nFrames gating) with G episodes each, rewards the episodes, compares them within
-their group (advantages), takes an AdamW step on the loss and gives the new weights to the engine. The run leaves
-RUN/metrics.jsonl, RUN/episodes/ (what was said), RUN/state/ (to resume from) and RUN/model/ (the result).
+A step draws one K for each of B tasks (nFrames gating), samples G episodes per task, rewards them, compares them within
+their group (advantages), takes an AdamW step on the loss and gives the new weights to the engine. The run writes
+RUN/metrics.jsonl, RUN/episodes/ (episodes as text and token ids), RUN/state/ (to resume from) and RUN/model/ (the result).
 
-The equations are in grpo.py; plain GRPO is the same loop without anchor, prefix and gating. With `staleness: 1` the
-episodes of the next step are sampled, by the weights of the last one, while this one trains. (A resumed run samples its
-first batch by the newest weights; with `staleness: 0` and the engine in this process it is the uninterrupted run.)
+The equations are in grpo.py. Plain GRPO is the same loop without anchor, prefix and gating. With `staleness: 1`, the next
+step's episodes are sampled while this step trains, so their weights are one update old. A resumed run samples its first
+batch with the newest weights. It therefore repeats the uninterrupted run only with `staleness: 0` and the in-process engine.
 
-Deliberately missing: batches that are more than one update old, trainers that come and go.
+Deliberately missing: batches that are more than one update old, elastic training.
 """
 
 import contextlib
@@ -51,29 +51,29 @@ class RLConfig(RunConfig):
     reward: RewardConfig = RewardConfig()
     grpo: GRPOConfig = GRPOConfig()
     gating: tuple[int, ...] = (4, 8, 16, 32, 64)
-    """nFrames gating: K is drawn from these, once per task and epoch. [] switches it off: visual.overview_frames."""
+    """nFrames gating: K is drawn from these once per task and epoch. []: no gating, K = visual.overview_frames."""
     steps: int = 54
     batch_tasks: int = 8
-    """B: tasks of a step, over all ranks."""
+    """B: tasks per step, over all ranks."""
     minibatches: int = 1
     """Updates per batch."""
     staleness: Literal[0, 1] = 0
-    """0: sample, then train. 1: the next batch is sampled while this one trains, by weights that are one update old."""
+    """0: sample, then train. 1: sample the next batch while this one trains, with weights that are one update old."""
     val_tasks: int = 64
-    """Tasks of `val`, answered greedily with tools and without."""
+    """Held-out tasks of `val`. Each is answered greedily, once with tools and once without."""
     val_frames: tuple[int, ...] = ()
-    """Each of them is asked once with every one of these K; []: with visual.overview_frames."""
+    """Values of K at which each held-out task is asked. []: visual.overview_frames."""
     dump_groups: int = 1
-    """Groups per step whose episodes are kept in full, in RUN/episodes/."""
+    """Groups per step whose episodes are written to RUN/episodes/."""
     seed: int = 0
-    """Draws K and, in the engine in this process, tokens. `data.seed` draws the order of the rows."""
+    """Seed of K and of the in-process engine's samples. `data.seed` orders the rows."""
 
     def __post_init__(self):
         super().__post_init__()
         config.refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
-            raise ValueError("rollout.temperature = 0: greedy episodes of a group are all alike")
+            raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")
         if agents.train and agents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
         if self.rollout.server_gpus and self.rollout.urls:
@@ -94,7 +94,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from grpo import TrainExample, bundles, examples_loss, make_examples, micro_batches
+from grpo import TrainExample, assign_advantages, bundles, examples_loss, make_examples, micro_batches
 from runtime import checks, distributed, doctor, plan
 from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
@@ -110,18 +110,18 @@ def main(cfg: RLConfig) -> None:
     with checks.open_run(cfg, parse_task, check_hardware) as (source, renderer):
         with contextlib.ExitStack() as while_it_trains:
             sampling = None
-            # Servers start while the policy loads. On the trainer's GPUs they start after it: they take a share of what is free.
+            # Servers start while the policy loads. On a GPU that also trains they start later: they take a share of the free memory.
             overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
             if distributed.saved_step(Path(cfg.run) / "state") < cfg.steps and not overlapping_gpus:
                 sampling = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
 
-            # The policy, the reference of the KL and the optimizer; then all that the newest state has of them.
+            # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
             policy_cfg = replace(cfg.policy, checkpoint=str(source))
             policy = load(policy_cfg, renderer.never_sampled)
             reference = None
             if cfg.grpo.kl_coef:
                 reference = load(policy_cfg, renderer.never_sampled, train=False)
-                if policy.vision_frozen:  # one tower for both
+                if policy.vision_frozen:  # both share one tower
                     reference.model.model.visual = policy.vision
             run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
@@ -130,8 +130,8 @@ def main(cfg: RLConfig) -> None:
                     sampling = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
                 sampler, weights = sampling
                 sampler.engine.wait_until_ready()
-                barrier()  # a node's first rank has warmed up its servers, and given up those that do not start
-                # The engine has the checkpoint's weights. Servers that already run may hold those of another run.
+                barrier()  # the first rank of each node has warmed up its servers and dropped those that do not start
+                # The engine starts with the checkpoint's weights. Servers that were already running may hold another run's weights.
                 if run.done or cfg.rollout.urls:
                     weights.export(policy, run.done)
                     weights.publish(run.done)
@@ -145,38 +145,39 @@ def train(
     """Train to the last step: sample, reward, update, sync, evaluate, log, save."""
     renderer, judge = sampler.renderer, Judge(cfg.reward.judge)
     held_out = []
-    if cfg.val:  # this rank's share of the tasks that are evaluated
+    if cfg.val:  # this rank's share of the held-out tasks
         val = Dataset(cfg.val, parse_task)
         draws = val.batch(0, min(cfg.val_tasks, len(val)), rank(), world_size())
         held_out = [draw.item for draw in draws]
 
-    # Batches are sampled in a thread: with staleness 1, that of the next step while this one trains.
+    # A thread samples the batches in order. With staleness 1 it is one step ahead of training.
     print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.grpo.group_size} episodes")
     for step in range(run.done, run.done + 1 + cfg.staleness):
         sampler.start(step)
     for step in range(run.done, cfg.steps):
         clock = Clock()
 
-        # Sample: this rank's groups of episodes.
+        # Sample: get this rank's groups of episodes.
         groups, clock.seconds["sampling_seconds"] = sampler.get(step)
         clock.lap("rollout")
 
-        # Reward the episodes, and turn rewards into advantages.
+        # Reward the episodes, turn rewards into advantages, and both into training examples.
         give_rewards(groups, renderer, cfg.reward, judge)
         doctor.refuse_empty(groups, step)
+        assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
         examples, total_tokens = make_examples(
             groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train
         )
         barrier()  # a rank that is ahead waits here, not inside NCCL
         clock.lap("reward")
 
-        # Update. Before the first one: does the trainer compute the engine's log-probs?
+        # Update. Before the first update, check that the trainer computes the engine's log-probs.
         if step == run.done:
             doctor.self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
         measured = update(policy, reference, run.optimizer, examples, total_tokens, cfg, step)
         clock.lap("train")
 
-        # Sync: write the new weights while the engine may still sample, and load them once it samples no more.
+        # Sync: write the new weights while the engine may still sample, and load them once it has finished.
         weights.export(policy, step + 1)
         clock.lap("export")
         sampler.wait()
@@ -191,7 +192,7 @@ def train(
         measured |= distributed.sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
-        sampler.start(step + 1 + cfg.staleness)  # goes on while this step is logged and saved
+        sampler.start(step + 1 + cfg.staleness)  # samples while this step is logged and saved
 
         # Log.
         if rank() == 0:
@@ -206,7 +207,7 @@ def train(
 
 
 class Sampler:
-    """Samples this rank's batches in a thread, one after the other, in the order in which they are started."""
+    """Samples this rank's batches in a thread, in the order in which they are started."""
 
     def __init__(self, cfg: RLConfig, engine: Engine, renderer: Renderer, videos: Videos):
         self.cfg = cfg
@@ -218,26 +219,27 @@ class Sampler:
         self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
         self.thread = ThreadPoolExecutor(1, "sampler")
         self.decoding = ThreadPoolExecutor(1, "look ahead")
-        self.batches: dict[int, Future] = {}  # by step: the batches that were started and not yet taken
+        self.batches: dict[int, Future] = {}  # step -> a batch that was started and not yet taken
 
     def start(self, step: int) -> None:
-        """Begin to sample the batch of a step, if there is such a step."""
+        """Start to sample the batch of a step. Steps after the last one are ignored."""
         if step < self.cfg.steps:
             self.batches[step] = self.thread.submit(self.sample, step)
 
     def get(self, step: int) -> tuple[list[Group], float]:
-        """Wait for the batch of a step. Return this rank's groups and the seconds that sampling them took."""
+        """Wait for the batch of a step. Return this rank's groups and how many seconds sampling took."""
         return self.batches.pop(step).result()
 
     def wait(self) -> None:
-        """Wait until no rank samples, so that the weights may change: all tokens of a batch are of one version."""
+        """Wait until no rank samples. Then the weights may change: all tokens of a batch come from one version."""
         wait(self.batches.values())
         barrier()
 
     def sample(self, step: int) -> tuple[list[Group], float]:
+        """Sample the batch of a step, and report rows and videos that turn out to be unusable."""
         cfg, started = self.cfg, time.perf_counter()
 
-        # While this batch is sampled, the decoders have little to do: let them decode the overviews of the next one.
+        # The decoders have little to do while this batch is sampled, so they decode the next batch's overviews.
         if step + 1 < cfg.steps:
             self.decoding.submit(self.look_ahead, *self.draw(step + 1))
 
@@ -245,12 +247,12 @@ class Sampler:
         size, progress = cfg.grpo.group_size, rank() == 0 and sys.stderr.isatty()
         groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
 
-        # A row whose prompt cannot be rendered is a bad row.
+        # If a prompt cannot be rendered, its row is a bad row.
         for task, group in zip(tasks, groups):
             kind, _, reason = group.episodes[0].error.partition(": ")
             if kind == "RowError":
                 self.dataset.reject(task.id, reason)
-        # A video that cannot be shown is counted as a bad row is, once, however many tasks ask about it.
+        # An unreadable video counts as one bad row, however many tasks use it.
         for task in tasks:
             for path in task.videos:
                 if path in self.videos.unreadable:
@@ -258,21 +260,21 @@ class Sampler:
         return groups, time.perf_counter() - started
 
     def draw(self, step: int) -> tuple[list[Task], list[int]]:
-        """Return this rank's tasks of a step, and the K of each."""
+        """Return this rank's tasks of a step and their K."""
         cfg = self.cfg
         tasks, ks = [], []
         draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size(), count_ids=True)
         for task, epoch, repeat in draws:
-            if repeat:  # K and all seeds are drawn by the name, so a name that the batch has twice needs two
+            if repeat:  # K and all seeds depend on the id, so a task that the batch has twice gets a second id
                 task = replace(task, id=f"{task.id}#{repeat + 1}")
             tasks.append(task)
             ks.append(draw_k(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         return tasks, ks
 
     def look_ahead(self, tasks: list[Task], ks: list[int]) -> None:
-        """Decode the overviews of a batch into the cache of `videos`."""
+        """Decode a batch's overviews into the cache of `videos`."""
         for task, k in zip(tasks, ks):
-            with contextlib.suppress(VideoError):  # the next request for it raises
+            with contextlib.suppress(VideoError):  # the request that needs it raises again
                 overview(task, k, self.videos, self.renderer.contract)
 
     def __enter__(self) -> "Sampler":
@@ -280,14 +282,14 @@ class Sampler:
 
     def __exit__(self, *_) -> None:
         self.stopped.set()
-        self.engine.close()  # requests that are under way fail now: nobody wants their batch
+        self.engine.close()  # requests in flight fail now; their batch is not needed
         self.thread.shutdown()
 
 
 @contextlib.contextmanager
 def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tuple[Sampler, WeightSync]]:
-    """Open the engine, the video decoders and the folder of snapshots, until the block ends. Servers may still be starting."""
-    per_node = servers.on_this_machine(cfg.rollout.urls)  # servers elsewhere sample for all nodes
+    """Open engine, video decoders and snapshot folder for the length of the block. Servers may still be starting."""
+    per_node = servers.on_this_machine(cfg.rollout.urls)  # servers on another machine serve all nodes
     image_bytes = servers.IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
     with distributed.snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
         engine = start_engine(source, renderer, cfg)
@@ -298,19 +300,16 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
 def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
     """Open the engine in this process, or begin to start servers: a node's first rank supervises them, its others
     connect."""
-    serving, engine = cfg.rollout, None
-    if not serving.server_gpus:
-        return open_engine(source, renderer, urls=serving.urls, max_batch_tokens=serving.max_batch_tokens, wait=False)
+    if not cfg.rollout.server_gpus:
+        return open_engine(source, renderer, cfg.rollout, wait=False)
+    engine = None
     if local_rank() == 0:
         logs = Path(cfg.run) / "logs"
         if rank() > 0:
             logs /= f"node-{rank() // local_size()}"
-        engine = open_engine(
-            source, renderer, gpus=serving.server_gpus, tensor_parallel=serving.tensor_parallel, server_args=serving.server_args,
-            max_context=serving.max_context, logs=logs, wait=False,
-        )  # fmt: skip
+        engine = open_engine(source, renderer, cfg.rollout, logs, wait=False)
     urls = gather(engine.urls if engine else None)[rank() - local_rank()]
-    return engine or open_engine(source, renderer, urls=urls, wait=False)
+    return engine or open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), wait=False)
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -320,9 +319,9 @@ def update(
     policy: Policy, reference: Policy | None, optimizer, examples: list[TrainExample], total_tokens: float, cfg: RLConfig,
     step: int,
 ) -> dict[str, float]:  # fmt: skip
-    """Take one AdamW step per minibatch, over the examples of all ranks. Return what was measured; `grad_norm` is not finite
-    if one of the gradients was not, whose step was skipped."""
-    # Deal the examples out into minibatches of micro-batches. A minibatch is empty on all ranks or on none.
+    """Take one AdamW step per minibatch, over the examples of all ranks. Return the metrics. A step whose gradient is not
+    finite is skipped, and `grad_norm` is then not finite."""
+    # Deal the examples out to minibatches, and cut each into micro-batches. A minibatch is empty on all ranks or on none.
     minibatches = []
     for i in range(cfg.minibatches):
         minibatch = micro_batches(examples[i :: cfg.minibatches], cfg.grpo.train_tokens)
@@ -344,11 +343,11 @@ def update(
             gaps += stats["logprob_gap"].tolist()
         norms.append(optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps))
 
-    # Means over the tokens of all ranks; the loss is a mean already.
+    # Average over the tokens of all ranks. The loss is already a mean.
     sums = distributed.sum_over_ranks(sums)
     tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
     measured = {"logprob_gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
-    measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if one of them is
+    measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if any gap is NaN
     doctor.check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
     return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0]))}
 
@@ -357,8 +356,8 @@ def micro_step(
     policy: Policy, reference: Policy | None, micro: list[TrainExample], prox_logprobs: Tensor | None, total_tokens: float,
     n_minibatches: int, cfg: RLConfig,
 ) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
-    """Add the gradient of one micro-batch. Return its part of the loss, and the statistics of its tokens, each [N]."""
-    # Policy and reference, at the temperature of sampling. A frozen vision tower works once for both.
+    """Add the gradient of one micro-batch. Return its share of the loss and its token statistics, each [N]."""
+    # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
     temperature = cfg.rollout.temperature
     features = policy.encode(bundles(micro)) if policy.vision_frozen else None
     scores = policy(bundles(micro), temperature, features)
@@ -375,24 +374,24 @@ def micro_step(
 
 @torch.no_grad()
 def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> list[list[Tensor | None]]:
-    """Return log pi_prox of every micro-batch, by minibatch: of the policy before the first update. With one minibatch that
-    is pi itself (None)."""
-    found = []
+    """Return log pi_prox of each micro-batch, by minibatch: the log-probs of the policy before the first update. With a
+    single minibatch pi_prox is pi itself, and the entries are None."""
+    if len(minibatches) <= 1:
+        return [[None] * len(minibatch) for minibatch in minibatches]
+    proximal = []
     for minibatch in minibatches:
-        if len(minibatches) > 1:
-            found.append([policy(bundles(micro), temperature).logprobs for micro in minibatch])
-        else:
-            found.append([None] * len(minibatch))
-    return found
+        proximal.append([policy(bundles(micro), temperature).logprobs for micro in minibatch])
+    return proximal
 
 
-# ------------------------------------------------------------------------------------------------ what happened
+# ------------------------------------------------------------------------------------------------ metrics
 
 
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
-    """Return means over all ranks: of groups (share/K, flat_groups), of all episodes (failed_rate), of calls
-    (call_errors/..., calls/distinct), of sub-agents' reports (report/...), else of the episodes that ran. kappa: executed
-    calls per episode; `ks`: the K that are drawn."""
+    """Return a step's metrics, averaged over all ranks. `ks`: the values of K that are drawn.
+
+    share/K and flat_groups are means over groups, failed_rate over all episodes, call_errors/... and calls/distinct over
+    calls, report/... over sub-agents' reports, and everything else over the episodes that ran."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
@@ -402,42 +401,52 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
             seen["failed_rate"].append(bool(episode.error))
 
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
-    # A tool may have kinds of errors of its own; all ranks must count the same ones.
-    own = {call.error for episode in ran for call in episode.calls if call.error}
-    kinds = set(CALL_ERRORS).union(*gather(own))
+    # A fork's tool may add error kinds. All ranks must count the same ones.
+    own_kinds = {call.error for episode in ran for call in episode.calls if call.error}
+    error_kinds = set(CALL_ERRORS).union(*gather(own_kinds))
     for episode in ran:
-        for name, value in episode.rewards.items():
-            seen[name].append(value)
-        did = "called" if episode.executed else "skipped"
-        seen[f"acc/K={episode.k}"].append(episode.rewards["R_acc"])
-        seen[f"acc/K={episode.k}/{did}"].append(episode.rewards["R_acc"])
-        seen["kappa"].append(episode.executed)
-        seen[f"kappa/K={episode.k}"].append(episode.executed)
-        for name in TOOLS:
-            seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
-        seen["calls/distinct"] += are_distinct(episode)
-        for call in episode.calls:
-            for kind in kinds:
-                seen[f"call_errors/{kind}"].append(call.error == kind)
-            if call.subagent:  # a report ends by itself, in a few words, and has no tags
-                seen["report/ended"].append(call.subagent.finish == "stop")
-                seen["report/tokens"].append(call.subagent.n_sampled)
-                seen["report/tagged"].append(bool(TAG.search(call.text)))
-        seen["truncated_rate"].append(episode.main.finish == "length")
-        seen["turns"].append(len(episode.main.turns))
-        seen["sampled_tokens"].append(episode.main.n_sampled)
-        seen["critical_tokens"].append(episode.critical_tokens)
-        seen["all_tokens"].append(episode.all_tokens)
-        versions = [version for version in episode.main.versions if version >= 0]
-        if versions:
-            seen["staleness"].append(step - sum(versions) / len(versions))
+        add_episode(seen, episode, step)
+        add_calls(seen, episode, error_kinds)
     return distributed.mean_over_ranks(seen)
 
 
+def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> None:
+    """Add an episode's rewards, accuracy by K, number of calls (kappa), lengths and staleness to the metrics."""
+    for name, value in episode.rewards.items():
+        seen[name].append(value)
+    called = "called" if episode.executed else "skipped"
+    seen[f"acc/K={episode.k}"].append(episode.rewards["R_acc"])
+    seen[f"acc/K={episode.k}/{called}"].append(episode.rewards["R_acc"])
+    seen["kappa"].append(episode.executed)
+    seen[f"kappa/K={episode.k}"].append(episode.executed)
+    seen["truncated_rate"].append(episode.main.finish == "length")
+    seen["turns"].append(len(episode.main.turns))
+    seen["sampled_tokens"].append(episode.main.n_sampled)
+    seen["critical_tokens"].append(episode.critical_tokens)
+    seen["all_tokens"].append(episode.all_tokens)
+    versions = [version for version in episode.main.versions if version >= 0]
+    if versions:
+        seen["staleness"].append(step - sum(versions) / len(versions))
+
+
+def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[str]) -> None:
+    """Add an episode's calls and their reports to the metrics."""
+    for name in TOOLS:
+        seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
+    seen["calls/distinct"] += are_distinct(episode)
+    for call in episode.calls:
+        for kind in error_kinds:
+            seen[f"call_errors/{kind}"].append(call.error == kind)
+        if call.subagent:  # a good report ends by itself, is short and has no tags
+            seen["report/ended"].append(call.subagent.finish == "stop")
+            seen["report/tokens"].append(call.subagent.n_sampled)
+            seen["report/tagged"].append(bool(TAG.search(call.text)))
+
+
 def are_distinct(episode: Episode) -> list[bool]:
-    """Return, for each executed call with a window, whether no earlier one of the episode covers more than half of it."""
+    """Return for each executed call whether its window is new: no earlier window covers more than half of it."""
     distinct = []
-    earlier: dict[str, list[tuple[float, float]]] = defaultdict(list)  # the windows of each video
+    earlier: dict[str, list[tuple[float, float]]] = defaultdict(list)  # video -> its windows so far
     for call in episode.calls:
         if call.error or call.window is None:
             continue
@@ -452,7 +461,7 @@ def are_distinct(episode: Episode) -> list[bool]:
 
 
 def speed(examples: list[TrainExample], policy: Policy, seconds: float) -> dict[str, float]:
-    """Return the tokens per second that all ranks train on together, and how well that uses the GPUs."""
+    """Return the tokens per second of all ranks together, and the MFU."""
     tokens = sum(gather(sum(len(example.bundle) for example in examples)))
     slowest = max(gather(seconds))
     return {
@@ -462,7 +471,7 @@ def speed(examples: list[TrainExample], policy: Policy, seconds: float) -> dict[
 
 
 def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return the greedy accuracy on held-out tasks at each K of `val_frames`: as the policy likes, and without tools."""
+    """Return greedy accuracy, kappa and format on held-out tasks at each K of `val_frames`, with tools and without."""
     asked, ks = [], []
     for task in tasks:
         for k in cfg.val_frames or (cfg.visual.overview_frames,):
@@ -472,7 +481,9 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
     subagents = replace(cfg.rollout.subagents, temperature=0.0)
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
-        groups = sampler.rollout(asked, ks, 1, cfg=greedy, progress=False, stopped=None)  # not stopped with the sampler
+        groups = sampler.rollout(
+            asked, ks, 1, cfg=greedy, progress=False, stopped=None
+        )  # a sampler that failed does not stop it
         give_rewards(groups, sampler.renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
@@ -487,11 +498,11 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
     return distributed.mean_over_ranks(seen)
 
 
-# ------------------------------------------------------------------------------------------------ before it starts
+# ------------------------------------------------------------------------------------------------ checks
 
 
 def check_hardware(cfg: RLConfig) -> None:
-    """Refuse a run whose servers cannot start, or that has no room on this machine's GPUs."""
+    """Refuse a run whose servers cannot start or whose models do not fit on this machine's GPUs."""
     if cfg.batch_tasks < world_size():
         raise config.ConfigError(
             f"batch_tasks = {cfg.batch_tasks}: each of {world_size()} ranks needs a task; raise it"

@@ -25,7 +25,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +34,11 @@ from typing import Any, Literal, TextIO
 from tqdm import tqdm
 
 import data
-from data import NO_REPORT, THINK_PREFIX, Call, Episode, Group, Task, Trajectory
+from data import Call, Episode, Group, Task, Trajectory
 from runtime.config import refuse_below_1
-from runtime.dataset import RowError, row_errors
+from runtime.dataset import DataError, RowError, row_errors
 from runtime.engine import Engine, EngineError, run_all, run_parallel
-from runtime.render import Rendered, Renderer
+from runtime.render import NO_REPORT, THINK_PREFIX, Rendered, Renderer
 from runtime.servers import SGLang, server_flags
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
@@ -143,7 +143,8 @@ class AgentContext:
     renderer: Renderer
     videos: Videos
     cfg: RolloutConfig
-    observe: Callable[[str, Any], None] = lambda event, what: None  # turn | clip | report: for whoever watches
+    observe: Callable[[str, Any], None] = lambda event, what: None
+    """Called with ("turn", its text), ("clip", the Call) and ("report", the Call) as they happen; `ask` prints them."""
     stopped: threading.Event = field(default_factory=threading.Event)
     callers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1_000_000, "call"))
     """Threads of calls. One that is idle takes the next call; if none is, a new one starts, so no call waits for another."""
@@ -165,7 +166,7 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     """Render the prompt of a task, which all rollouts of its group share."""
     cfg, contract = context.cfg, context.renderer.contract
     frames = data.overview(task, k, context.videos, contract)
-    messages = data.main_messages(task, frames, cfg.dispatch != "none", bool(contract.stamp), cfg.tool_return)
+    messages = data.main_messages(task, frames, cfg.dispatch != "none", contract.stamped, cfg.tool_return)
     return context.renderer.render(messages, cfg.schemas, generate=True)
 
 
@@ -185,7 +186,7 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
             if not calls or turn == rounds or main.finish == "length":
                 break
             # All calls of the turn run at the same time.
-            calls, contents = _run_calls(context, task, calls, calls_per_round, derive_seed(seed, turn, "calls"))
+            calls, contents = run_calls(context, task, calls, calls_per_round, derive_seed(seed, turn, "calls"))
             # The agent reads their results in one turn, in call order.
             if turn == rounds - 1:
                 contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
@@ -199,8 +200,10 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
 
 
 def open_trajectory(prompt: Rendered) -> Trajectory:
-    n = len(prompt.ids)
-    return Trajectory(list(prompt.ids), [0] * n, [0.0] * n, [-1] * n, list(prompt.frames), n)
+    """Return a trajectory that holds the prompt alone."""
+    trajectory = Trajectory(prompt_frames=list(prompt.frames), prompt_length=len(prompt.ids))
+    _extend(trajectory, prompt.ids)
+    return trajectory
 
 
 def _extend(trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
@@ -227,7 +230,7 @@ def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Render
 
 
 def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
-    """Sample one turn of the main agent and return its text, forced opening included."""
+    """Append one sampled turn to the main agent's trajectory and return its text, forced opening included."""
     cfg, renderer = context.cfg, context.renderer
     start = len(main.ids)
     if cfg.think_prefix:
@@ -243,17 +246,15 @@ def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
 def sample_turn(
     context: AgentContext, trajectory: Trajectory, max_new_tokens: int, temperature: float, seed: int, stop: tuple
 ) -> None:
-    """Let the engine continue the trajectory by at most `max_new_tokens`, and append them as they were sampled."""
+    """Let the engine continue the trajectory by at most `max_new_tokens`, and append the very ids that it sampled."""
     if context.stopped.is_set():
         raise Stopped("the run was ended")
-    room = context.cfg.max_context - len(trajectory.ids)
-    if room <= 0:
-        raise EngineError(
-            f"a prompt of {len(trajectory.ids)} tokens fills max_context = {context.cfg.max_context}; raise it"
-        )
+    n, max_context = len(trajectory.ids), context.cfg.max_context
+    if n >= max_context:
+        raise EngineError(f"a prompt of {n} tokens fills max_context = {max_context}; raise it")
     sample = context.engine.generate(
-        trajectory.ids, trajectory.frames, max_new_tokens=min(max_new_tokens, room), temperature=temperature, seed=seed,
-        stop=stop, shared=trajectory.prompt_length,
+        trajectory.ids, trajectory.frames, max_new_tokens=min(max_new_tokens, max_context - n), temperature=temperature,
+        seed=seed, stop=stop, shared_prefix=trajectory.prompt_length,
     )  # fmt: skip
     forbidden = set(sample.ids) & set(context.renderer.never_sampled)
     if forbidden:
@@ -265,53 +266,59 @@ def sample_turn(
 # ------------------------------------------------------------------------------------------------ its calls in parallel
 
 
-def _run_calls(
+def run_calls(
     context: AgentContext, task: Task, calls: list[Call], allowed: int, seed: int
 ) -> tuple[list[Call], list[list]]:
-    """Run the calls of one turn at the same time. Return them, and what the main agent reads of each, in call order."""
-    # Calls that could not be read have their error text already; of the others, the first `allowed` run.
+    """Run the calls of one turn at the same time. Return them with their outcomes, and what the main agent reads of each,
+    both in call order."""
+    # Calls that could not be read have their error already. Of the others, the first `allowed` run.
     jobs = {}
     for i, call in enumerate(calls):
-        if call.error:
-            continue
-        if len(jobs) < allowed:
-            jobs[i] = functools.partial(_run_call, context, task, call, derive_seed(seed, i))
-        else:
-            call.error, call.text = "over_limit", f"This call was not run: at most {allowed} calls may run in one turn."
-    ended = run_parallel(context.engine, context.callers, jobs, context.cfg.call_timeout)
+        if not call.error and len(jobs) < allowed:
+            jobs[i] = functools.partial(run_call, context, task, call, derive_seed(seed, i))
+    results = run_parallel(context.engine, context.callers, jobs, context.cfg.call_timeout)
 
-    answered, contents = [], []
+    # Give each call its outcome.
+    outcomes = []
     for i, call in enumerate(calls):
-        if i in ended:
-            call, content = ended[i]
-        else:
-            if i in jobs:  # it ran, and did not end in time
-                call.error, call.text = "timeout", "This call took too long and was given up."
-                call.seconds = context.cfg.call_timeout
-            content = [call.text]
-            context.observe("report", call)
-        answered.append(call)
-        contents.append(content)
-    return answered, contents
+        if i in results:
+            outcomes.append(results[i])
+            continue
+        if i in jobs:
+            given_up = {"error": "timeout", "seconds": context.cfg.call_timeout}
+            call = dataclasses.replace(call, text="This call took too long and was given up.", **given_up)
+        elif not call.error:
+            told = f"This call was not run: at most {allowed} calls may run in one turn."
+            call = dataclasses.replace(call, text=told, error="over_limit")
+        context.observe("report", call)
+        outcomes.append((call, []))
+
+    # The main agent reads the frames that it is shown, then the text.
+    contents = []
+    for call, frames in outcomes:
+        contents.append([*frames, call.text])
+    return [call for call, _ in outcomes], contents
 
 
-def _run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[str | Frames]]:
-    """Run one call in its thread. Whatever the model, the video or the tool can cause becomes a text."""
+def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[Frames]]:
+    """Run one call in its thread. Whatever the model, the video or the tool can cause becomes a text. Return the call with
+    its outcome, and the frames that the main agent is shown (`tool_return: frames`)."""
     started = time.perf_counter()
     call = dataclasses.replace(call)  # a thread that is given up must not write into what the model has read
-    frames = []
+    shown = []
     try:
-        found = run_tool(call, task, context.cfg.tools, context.videos, context.renderer.contract)
-        if isinstance(found, str):
-            call.text = found
+        result = run_tool(call, task, context.cfg.tools, context.videos, context.renderer.contract)
+        if isinstance(result, str):
+            call.text = result
         else:
-            call.window = found.window
+            call.window = result.window
             context.observe("clip", call)
             if context.cfg.tool_return == "frames":
-                frames, (start, end) = [found.frames], found.window
-                call.text = f"{len(found.frames)} frames from {start:.1f} s to {end:.1f} s"
+                shown = [result.frames]
+                start, end = result.window
+                call.text = f"{len(result.frames)} frames from {start:.1f} s to {end:.1f} s"
             else:
-                call.subagent, call.text = ask_subagent(context, found, seed)
+                call.subagent, call.text = ask_subagent(context, result, seed)
     except ToolError as error:
         call.error, call.text = error.kind, str(error)
     except EngineError as error:  # the servers are tried for minutes, so this is rare; the main agent goes on without
@@ -319,15 +326,14 @@ def _run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple
         call.error, call.text = "engine", "The sub-agent could not answer."
     call.seconds = time.perf_counter() - started
     context.observe("report", call)
-    return call, [*frames, call.text]
+    return call, shown
 
 
 def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tuple[Trajectory, str]:
     """Ask a sub-agent: the same weights, a fresh context, and only these frames and the tool's request (the paper: not even
     the question)."""
     cfg = context.cfg.subagents
-    system = data.true_prompt(clip.system, bool(context.renderer.contract.stamp))
-    messages = data.subagent_messages(clip.frames, question=None, request=clip.request, system=system)
+    messages = data.subagent_messages(clip.frames, context.renderer.contract.stamped, clip.request, clip.system)
     trajectory = open_trajectory(context.renderer.render(messages, generate=True))
     sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, context.renderer.ends_of_turn)
     start, end = trajectory.prompt_length, len(trajectory.ids)
@@ -350,31 +356,33 @@ def rollout(
     context = AgentContext(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
-    preparing, prompts = ThreadPoolExecutor(8, "prompt"), []
+    preparing = ThreadPoolExecutor(8, "prompt")
+    prompt_futures = []  # by task
 
-    def prepare(task: Task, k: int) -> Rendered:
+    def prepare(group: Group) -> Rendered:
         with row_errors():  # whatever a row makes of it
-            return render_prompt(task, k, context)
+            return render_prompt(group.task, group.k, context)
 
     def run_one(i: int, g: int) -> Episode:
-        """Rollout g of task i."""
-        own = derive_seed(seed, step, tasks[i].id, g)
+        """Run rollout g of task i."""
+        task, k = tasks[i], ks[i]
+        episode_seed = derive_seed(seed, step, task.id, g)
         try:
-            prompt = prompts[i].result()
+            prompt = prompt_futures[i].result()
         except RowError as error:  # no prompt: each episode of the group pays for it
             kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
-            return Episode(tasks[i], ks[i], Trajectory(), seed=own, error=f"{kind}: {error}")
-        return run_episode(context, tasks[i], ks[i], prompt, own)
+            return Episode(task, k, Trajectory(), seed=episode_seed, error=f"{kind}: {error}")
+        return run_episode(context, task, k, prompt, episode_seed)
 
-    def done(n: int, episode: Episode) -> None:
+    def on_done(n: int, episode: Episode) -> None:
         groups[n // group_size].episodes[n % group_size] = episode
         bar.update()
 
     jobs = [functools.partial(run_one, i, g) for i in range(len(tasks)) for g in range(group_size)]
     try:
-        for task, k in zip(tasks, ks):  # prompts are prepared ahead, each once for its group
-            prompts.append(preparing.submit(prepare, task, k))
-        run_all(engine, jobs, cfg.concurrency, done)
+        for group in groups:  # prompts are prepared ahead, each once for its group
+            prompt_futures.append(preparing.submit(prepare, group))
+        run_all(engine, jobs, cfg.concurrency, on_done)
     except BaseException:
         context.stopped.set()  # nobody starts another turn
         raise
@@ -385,21 +393,22 @@ def rollout(
     return groups
 
 
-# ------------------------------------------------------------------------------------------------ who samples
+# ------------------------------------------------------------------------------------------------ the engine
 
 
 def open_engine(
-    checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
-    server_args: Sequence[str] = (), tensor_parallel: int = 1, max_batch_tokens: int = 131_072, max_context: int = 32_768,
-    logs: str | Path | None = None, wait: bool = True,
-) -> Engine:  # fmt: skip
-    """Open the engine that a config describes: without GPUs and URLs it is this process, with its GPU if it has one. With
-    `wait=False` servers may still be starting: call `wait_until_ready`."""
-    if gpus or urls:
-        if gpus:
-            server_args = (*server_flags(checkpoint, max_context, gpus, tensor_parallel), *server_args)
-        served = {"gpus": gpus, "urls": urls, "tensor_parallel": tensor_parallel, "logs": logs}
-        engine = SGLang(checkpoint, renderer, server_args=server_args, **served)
+    checkpoint: str | Path, renderer: Renderer, cfg: RolloutConfig, logs: Path | None = None, wait: bool = True
+) -> Engine:
+    """Open the engine that the config describes: SGLang at `server_gpus` or `urls`, else this process, with its GPU if it has
+    one. With `wait=False` servers may still be starting: call `wait_until_ready`."""
+    if cfg.server_gpus or cfg.urls:
+        flags = cfg.server_args
+        if cfg.server_gpus:
+            flags = (*server_flags(checkpoint, cfg.max_context, cfg.server_gpus, cfg.tensor_parallel), *flags)
+        engine = SGLang(
+            checkpoint, renderer, gpus=cfg.server_gpus, urls=cfg.urls, server_args=flags,
+            tensor_parallel=cfg.tensor_parallel, logs=logs,
+        )  # fmt: skip
         if wait:
             engine.wait_until_ready()
         return engine
@@ -408,7 +417,7 @@ def open_engine(
     from runtime.inprocess import InProcess
 
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=max_batch_tokens)
+    return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=cfg.max_batch_tokens)
 
 
 # ------------------------------------------------------------------------------------------------ on disk
@@ -417,13 +426,14 @@ def open_engine(
 def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
     """Write one line of JSON: exact ids, the text for people, and the frames' times (their pixels stay in the video)."""
 
-    def plain(trajectory: Trajectory) -> dict:
-        text = renderer.decode(renderer.compact(trajectory.ids))
-        shown = {"prompt_frames": times_of(trajectory.prompt_frames), "call_frames": times_of(trajectory.call_frames)}
-        return vars(trajectory) | shown | {"text": text}
+    def record_of(trajectory: Trajectory) -> dict:
+        times = {name: times_of(getattr(trajectory, name)) for name in ("prompt_frames", "call_frames")}
+        return vars(trajectory) | times | {"text": renderer.decode(renderer.compact(trajectory.ids))}
 
-    calls = [vars(call) | {"subagent": call.subagent and plain(call.subagent)} for call in episode.calls]
-    record = vars(episode) | {"task": vars(episode.task), "main": plain(episode.main), "calls": calls}
+    calls = []
+    for call in episode.calls:
+        calls.append(vars(call) | {"subagent": call.subagent and record_of(call.subagent)})
+    record = vars(episode) | {"task": vars(episode.task), "main": record_of(episode.main), "calls": calls}
     file.write(json.dumps(record) + "\n")
     file.flush()
 
@@ -448,31 +458,34 @@ def load_episodes(path: str | Path, videos: Videos | None = None, contract=None)
 
 def episode_of(record: dict, videos: Videos | None, contract: VisualContract | None) -> Episode:
     """Rebuild the episode of a record that `dump` wrote."""
+    _check_fields(record, Episode)
+    _check_fields(record["main"].keys() - {"text"}, Trajectory)
     fields = record["task"]
     task = Task(**fields | {"videos": tuple(fields["videos"]), "options": tuple(fields["options"])})
-    prompt_frames, call_frames = [], []
+    prompt_frames = []
     if videos and record["main"]["prompt_frames"]:  # it has none if its own video could not be read
         prompt_frames = data.overview(task, record["k"], videos, contract)
-    calls = []
+    calls, call_frames = [], []
     for fields in record["calls"]:
+        _check_fields(fields, Call)
         call = Call(**fields | {"window": fields["window"] and tuple(fields["window"]), "subagent": None})
         # The recorded call runs again, for its frames.
         clips = []
         if videos and not call.error:
-            found = run_tool(call, task, tuple(TOOLS), videos, contract)
-            if isinstance(found, ClipForSubagent):
-                clips = [found.frames]
+            result = run_tool(call, task, tuple(TOOLS), videos, contract)
+            if isinstance(result, ClipForSubagent):
+                clips = [result.frames]
         # They were shown to a sub-agent, or else to the main agent itself.
         if fields["subagent"]:
-            call.subagent = _agent_of(fields["subagent"], clips, [], videos)
+            call.subagent = _trajectory_of(fields["subagent"], clips, [], videos)
         else:
             call_frames += clips
         calls.append(call)
-    main = _agent_of(record["main"], prompt_frames, call_frames, videos)
+    main = _trajectory_of(record["main"], prompt_frames, call_frames, videos)
     return Episode(**record | {"task": task, "main": main, "calls": calls})
 
 
-def _agent_of(record: dict, prompt_frames: list, call_frames: list, videos: Videos | None) -> Trajectory:
+def _trajectory_of(record: dict, prompt_frames: list, call_frames: list, videos: Videos | None) -> Trajectory:
     recorded = record["prompt_frames"] + record["call_frames"]
     if videos and times_of(prompt_frames + call_frames) != recorded:
         raise ContractError(f"the video's frames now have other times than the {recorded} that were recorded")
@@ -480,3 +493,11 @@ def _agent_of(record: dict, prompt_frames: list, call_frames: list, videos: Vide
     fields = record | {"prompt_frames": prompt_frames, "call_frames": call_frames, "turns": turns}
     del fields["text"]
     return Trajectory(**fields)
+
+
+def _check_fields(names: Iterable[str], kind: type) -> None:
+    """Refuse the record of a version in which the type had other fields."""
+    differ = set(names) ^ kind.__dataclass_fields__.keys()
+    if differ:
+        told = f"whose {kind.__name__} has other fields ({', '.join(sorted(differ))})"
+        raise DataError(f"an episode of another version of this code, {told}: read it with that version, or run again")

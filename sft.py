@@ -17,16 +17,18 @@ Deliberately missing: gradient accumulation as a knob (it is what packing leaves
 
 import re
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
-from data import Dialogue, encode_dialogue, parse_dialogue
+from data import encode_dialogue
 from rewards import TAG
 from runtime.config import command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, Dataset, RowError, row_errors
+from runtime.dialogue import Dialogue, parse_dialogue
 from runtime.render import Bundle, Renderer
 from runtime.settings import OptimConfig, RunConfig
 from runtime.video import Videos
@@ -40,7 +42,6 @@ KIND_PATTERNS = {
     "structure": re.compile(f"({TAG.pattern})"),
 }
 KINDS = ("prose", *KIND_PATTERNS)
-STRUCTURE = KINDS.index("structure")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,8 @@ def main(cfg: SFTConfig) -> None:
         # The rows that are learned, and those that are only looked at, each once.
         if run.done < cfg.steps:
             with Videos(cfg.workers) as videos:
-                batches, held_out = Batches(cfg.data, cfg, videos, renderer), []
+                batches = Batches(cfg.data, cfg, videos, renderer)
+                held_out = []
                 if cfg.val:
                     val = Batches(cfg.val, cfg, videos, renderer)
                     held_out = val.make(0, min(cfg.batch_rows, len(val.dataset)))
@@ -148,17 +150,17 @@ class MicroBatch:
 
     bundles: list[Bundle]
     weights: np.ndarray  # float32 [N]: w_t, in the order bundle, token
-    kinds: np.ndarray  # int [N]: index into KINDS
+    kinds: np.ndarray  # str [N]: one of KINDS
 
 
 def accumulate(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
     """Return L over the micro-batches of all ranks, in all and by kind; add up its gradient where gradients are on."""
     # Every rank runs as many micro-batches as the longest: all ranks run the same collectives.
     padding = max(gather(len(batch))) - len(batch)
-    batch = batch + [MicroBatch([], np.zeros(0, np.float32), np.zeros(0, int))] * padding
+    batch = batch + [MicroBatch([], np.zeros(0, np.float32), np.zeros(0, str))] * padding
 
     total = sum_over_ranks({"w": float(sum(micro.weights.sum() for micro in batch))})["w"]
-    sums = {"loss": 0.0, "tokens": 0.0} | {f"{what}_{kind}": 0.0 for kind in KINDS for what in ("nll", "targets")}
+    sums = Counter(loss=0.0, tokens=0.0)
     for i, micro in enumerate(batch):
         nll = -policy(micro.bundles).logprobs  # [N]
         weights = torch.from_numpy(micro.weights).to(nll)  # [N]
@@ -170,13 +172,13 @@ def accumulate(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
         sums["loss"] += loss.item()
         sums["tokens"] += sum(len(bundle) for bundle in micro.bundles)
         nll = nll.detach().cpu().numpy()
-        for k, kind in enumerate(KINDS):
-            chosen = micro.kinds == k
+        for kind in KINDS:
+            chosen = micro.kinds == kind
             sums[f"nll_{kind}"] += float(nll[chosen].sum())
             sums[f"targets_{kind}"] += int(chosen.sum())
 
     # A batch without a target has no loss, and a kind without a target none of its own.
-    sums = sum_over_ranks(sums)
+    sums = Counter(sum_over_ranks(sums))
     measured = {"tokens": sums["tokens"]}
     if total:
         measured["loss"] = sums["loss"]
@@ -200,59 +202,67 @@ class Batches:
     def make(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """Read this rank's share of a step's rows and pack it. Rows that cannot be used are counted and left out."""
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
-        dialogues = [draw.item for draw in draws]
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
-            encoded = list(readers.map(self.encode, dialogues))
+            encoded = [readers.submit(self.encode, draw.item) for draw in draws]
         rows = []
-        for dialogue, found in zip(dialogues, encoded):
-            if isinstance(found, str):
-                self.dataset.reject(dialogue.id, found)
-            else:
-                rows.append(found)
+        for draw, bundle in zip(draws, encoded):
+            try:
+                rows.append(bundle.result())
+            except RowError as error:
+                self.dataset.reject(draw.item.id, str(error))
 
-        weight_of_kind = np.array([self.cfg.kind_weights.get(kind, 1.0) for kind in KINDS], np.float32)
         batch = []
         for members in best_fit([len(bundle) for bundle in rows], self.cfg.pack_tokens):
             bundles = [rows[i] for i in members]
-            kinds = [target_kinds(bundle, self.renderer) for bundle in bundles]
-            weights = [bundle.weight * weight_of_kind[k] for bundle, k in zip(bundles, kinds)]
-            batch.append(MicroBatch(bundles, np.concatenate(weights), np.concatenate(kinds)))
+            weights, kinds = [], []
+            for bundle in bundles:
+                for kind in target_kinds(bundle, self.renderer):
+                    weights.append(bundle.weight * self.cfg.kind_weights.get(kind, 1.0))
+                    kinds.append(kind)
+            batch.append(MicroBatch(bundles, np.array(weights, np.float32), np.array(kinds, str)))
         return batch
 
-    def encode(self, dialogue: Dialogue) -> Bundle | str:
-        """Return the dialogue's bundle, or the reason why it cannot be used."""
-        try:
-            with row_errors():
-                bundle = encode_dialogue(dialogue, self.videos, self.renderer, self.schemas)
-        except RowError as error:
-            return str(error)
+    def encode(self, dialogue: Dialogue) -> Bundle:
+        """Return the dialogue's bundle, or raise RowError if it cannot be used."""
+        with row_errors():
+            bundle = encode_dialogue(dialogue, self.videos, self.renderer, self.schemas)
         if len(bundle) > self.cfg.pack_tokens:
-            return f"{len(bundle)} tokens, more than pack_tokens = {self.cfg.pack_tokens}"
+            raise RowError(f"{len(bundle)} tokens, more than pack_tokens = {self.cfg.pack_tokens}")
         return bundle
 
 
-def target_kinds(bundle: Bundle, renderer: Renderer) -> np.ndarray:
-    """Return the kind of each target token, as an index into KINDS.
-
-    Unlike in rewards.structural_mask, a token that a tag shares belongs to its content: Qwen has single tokens for `>B` and
-    `]</`, which hold a piece of a tag and of an answer, and count as answer."""
+def target_kinds(bundle: Bundle, renderer: Renderer) -> list[str]:
+    """Return the kind of each target token, one of KINDS."""
     [ids], [mask] = bundle.suffixes, bundle.masks
     kinds = []
     edges = np.flatnonzero(np.diff([0, *mask, 0]))  # where a turn of the assistant begins, where it ends, and so on
     for start, stop in zip(edges[::2], edges[1::2]):
         turn = ids[start:stop]
-        text = renderer.decode(turn)
-        kind_at = np.zeros(len(text) + 1, int)  # of each character, and of a token without any at the end
-        for k, pattern in enumerate(KIND_PATTERNS.values(), 1):
-            for match in pattern.finditer(text):
-                kind_at[match.start(1) : match.end(1)] = k
+        kind_at = character_kinds(renderer.decode(turn))
         for token, (first, last) in zip(turn, renderer.offsets(turn), strict=True):
-            carried = [k for k in kind_at[first : max(last, first + 1)] if k != STRUCTURE]
-            if token in renderer.ends_of_turn or not carried:
-                kinds.append(STRUCTURE)
+            if token in renderer.ends_of_turn:
+                kinds.append("structure")
             else:
-                kinds.append(carried[-1])
-    return np.array(kinds, int)
+                kinds.append(token_kind(kind_at[first : max(last, first + 1)]))
+    return kinds
+
+
+def character_kinds(text: str) -> list[str]:
+    """Return the kind of each character, and prose for a token without any at the end of the text."""
+    kinds = ["prose"] * (len(text) + 1)
+    for kind, pattern in KIND_PATTERNS.items():
+        for match in pattern.finditer(text):
+            kinds[match.start(1) : match.end(1)] = [kind] * len(match[1])
+    return kinds
+
+
+def token_kind(kinds: list[str]) -> str:
+    """Return the kind of the token of these characters. Unlike in rewards.structural_mask, a token that a tag shares belongs
+    to its content: `>B` and `]</` hold a piece of a tag and of an answer, and count as answer."""
+    content = [kind for kind in kinds if kind != "structure"]
+    if not content:
+        return "structure"  # `</think>`, `</`
+    return content[-1]  # `red`, `>B`, `]</`
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """tools.py: what the main agent can call, and how its calls are read.
 
-    parse_calls(text, turn) -> [Call]          # each call of a turn parses or fails alone; nothing the model writes raises
-    run_tool(call, task, names, videos, contract)   # run one call: a ClipForSubagent (frames for a sub-agent), a str, or a ToolError
+    parse_calls(text, turn) -> [Call]                # each call of a turn parses or fails alone; nothing the model writes raises
+    run_tool(call, task, names, videos, contract)    # run one call: a ClipForSubagent, a str, or a ToolError
 
-A `Tool` is a schema and a function; docs/add_a_tool.md adds one. Frames that it returns go to a sub-agent, whose report
-the main agent reads (or, with `tool_return: frames`, to the main agent itself). A str and a ToolError are read as they are.
+A `Tool` is a schema and a function; docs/add_a_tool.md adds one. The frames of a ClipForSubagent go to a sub-agent, whose
+report the main agent reads (or, with `tool_return: frames`, to the main agent itself). It reads other results unchanged.
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
 `<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`, which is read as well (as literals, never evaluated).
@@ -23,13 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data import SUBAGENT_REQUEST, SUBAGENT_SYSTEM, Call, Task
+from data import Call, Task
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
 MAX_TEXT_CHARS = 4000  # of a tool's text: 15 calls of 1000 tokens each fit into a context of 32,768
-MAX_CALL_CHARS, MAX_BRACKETS = 4096, 64  # a call has about 100 characters and 2 brackets; beyond this nobody parses
+MAX_CALL_CHARS = 4096  # a call has about 100; a longer one is unreadable
+MAX_BRACKETS = 64  # a call has 2; parsers recurse into nested ones
 
 
 class ToolError(Exception):
@@ -42,12 +43,12 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class ClipForSubagent:
-    """Frames that a tool found, for a sub-agent or the main agent itself to look at."""
+    """Frames for a sub-agent, or for the main agent itself, to look at."""
 
     frames: Frames
     window: tuple[float, float]  # seconds
-    request: str = SUBAGENT_REQUEST  # what the sub-agent is asked about them
-    system: str = SUBAGENT_SYSTEM  # its system prompt; like the request, text of our own
+    request: str = ""  # what the sub-agent is asked about them; empty: data.SUBAGENT_REQUEST
+    system: str = ""  # its system prompt; empty: data.subagent_system_prompt
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ class Tool:
 
 
 # ------------------------------------------------------------------------------------------------ the tools
+
+# Add your tool here: a function like crop_video and an entry in TOOLS. choose_video, read_window, read_time, read_times and
+# read_number (below) read its arguments. It raises ToolError for whatever else the model can get wrong.
 
 
 def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> ClipForSubagent:
@@ -128,7 +132,8 @@ def read_time(arguments: dict, name: str) -> float:
 def read_times(arguments: dict, name: str) -> list[float]:
     """Read a list of times, at least one, each as `read_time` does. A single time is a list of one."""
     values = arguments.get(name)
-    values = values if values and isinstance(values, list) else [values]
+    if not isinstance(values, list) or not values:
+        values = [values]
     return [read_time({name: value}, name) for value in values]
 
 
@@ -181,19 +186,21 @@ def parse_calls(text: str, turn: int = 0) -> list[Call]:
     return calls
 
 
-def _sane(body: str) -> bool:
-    return len(body) <= MAX_CALL_CHARS and sum(map(body.count, "([{")) <= MAX_BRACKETS
-
-
 def _unparseable(turn: int) -> Call:
     return Call(turn, "", {}, text=UNPARSEABLE, error="unparseable")
 
 
+def _is_parser_safe(body: str) -> bool:
+    return len(body) <= MAX_CALL_CHARS and sum(map(body.count, "([{")) <= MAX_BRACKETS
+
+
 def _read_json(body: str, turn: int) -> list[Call]:
     try:
-        call = json.loads(body) if _sane(body) else None
-        arguments = call.get("arguments") if isinstance(call, dict) else None
-        if isinstance(arguments, str) and _sane(arguments):  # some models write the arguments as a string of JSON
+        call = json.loads(body) if _is_parser_safe(body) else None
+        if not isinstance(call, dict):
+            return [_unparseable(turn)]
+        arguments = call.get("arguments")
+        if isinstance(arguments, str) and _is_parser_safe(arguments):  # some models write them as a string of JSON
             arguments = json.loads(arguments)
     except (ValueError, RecursionError):
         return [_unparseable(turn)]
@@ -209,7 +216,7 @@ _PARSING = threading.Lock()
 def _read_code(body: str, turn: int) -> list[Call]:
     try:
         with _PARSING:
-            statements = ast.parse(body.strip()).body if _sane(body) else []
+            statements = ast.parse(body.strip()).body if _is_parser_safe(body) else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         statements = []
     return [_read_statement(statement, turn) for statement in statements] or [_unparseable(turn)]
@@ -226,23 +233,7 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
     return _unparseable(turn)
 
 
-def _checked(found: Any, contract: VisualContract) -> ClipForSubagent | str:
-    """Return what a tool returned, with text clipped and times as floats. Raise if the agents could not be shown it."""
-    if isinstance(found, str):
-        return found if len(found) <= MAX_TEXT_CHARS else found[:MAX_TEXT_CHARS] + " ... (clipped)"
-    if not isinstance(found, ClipForSubagent) or not isinstance(found.request + found.system, str):
-        raise TypeError(f"it returned {found!r:.80}: return a str, or a ClipForSubagent whose texts are str")
-    pixels, times, (start, end) = found.frames.pixels, found.frames.times, found.window
-    if pixels.dtype != "uint8" or pixels.ndim != 4 or pixels.shape[3] != 3 or not 1 <= len(pixels) == len(times):
-        told = f"it returned {pixels.dtype} {pixels.shape} and {len(times)} times"
-        raise ValueError(f"{told}: return uint8 [n, height, width, 3], at least one frame, and a time for each")
-    height, width = pixels.shape[1:3]
-    sides, area = contract.cell, contract.processor_size()
-    if height % sides or width % sides or not area["shortest_edge"] <= height * width <= area["longest_edge"]:
-        raise ValueError(f"it returned frames of {width} x {height}: decode them at contract.crop_size of the video")
-    # As Python's floats: others, such as np.float32, cannot be recorded as JSON. None is the time of an image.
-    times = tuple(None if time is None else float(time) for time in times)
-    return replace(found, frames=Frames(pixels, times), window=(float(start), float(end)))
+# ------------------------------------------------------------------------------------------------ running one call
 
 
 def run_tool(
@@ -253,11 +244,37 @@ def run_tool(
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:
-        return _checked(TOOLS[call.name].run(task, call.arguments, videos, contract), contract)
+        return _check_result(TOOLS[call.name].run(task, call.arguments, videos, contract), contract)
     except ToolError as error:
-        raise ToolError(error.kind, _checked(str(error), contract)) from None
+        raise ToolError(error.kind, _clip_text(str(error))) from None
     except VideoError:
         raise ToolError("failed", "This part of the video could not be read.") from None
     except Exception:
         log.exception("tool %s crashed on %s", call.name, call.arguments)
         raise ToolError("crashed", "The tool failed.") from None
+
+
+def _clip_text(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + " ... (clipped)"
+
+
+def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | str:
+    """Return a tool's result, its text clipped and its times as floats. Raise if no agent could be shown it."""
+    if isinstance(result, str):
+        return _clip_text(result)
+    if not isinstance(result, ClipForSubagent) or not isinstance(result.request + result.system, str):
+        raise TypeError(f"it returned {result!r:.80}: return a str, or a ClipForSubagent whose texts are str")
+    pixels, times = result.frames.pixels, result.frames.times
+    start, end = result.window
+    if pixels.dtype != "uint8" or pixels.ndim != 4 or pixels.shape[3] != 3 or not 1 <= len(pixels) == len(times):
+        told = f"it returned {pixels.dtype} {pixels.shape} and {len(times)} times"
+        raise ValueError(f"{told}: return uint8 [n, height, width, 3], at least one frame, and a time for each")
+    # A server would resize other frames, and the trainer would see other pixels.
+    height, width = pixels.shape[1:3]
+    area = contract.processor_size()
+    fits = area["shortest_edge"] <= height * width <= area["longest_edge"]
+    if height % contract.cell or width % contract.cell or not fits:
+        raise ValueError(f"it returned frames of {width} x {height}: decode them at contract.crop_size of the video")
+    # As Python's floats: others, such as np.float32, cannot be recorded as JSON. None is the time of an image.
+    times = tuple(None if time is None else float(time) for time in times)
+    return replace(result, frames=Frames(pixels, times), window=(float(start), float(end)))

@@ -1,7 +1,7 @@
-"""checks.py: what can be known to go wrong is refused before a model is loaded, and before anything is written.
+"""checks.py: refuse what cannot work before a model is loaded and before anything is written.
 
-Values that contradict each other are refused by the dataclasses themselves; rows, by dataset.py; memory, by plan.py; what
-only a run can show, by doctor.self_check.
+Other checks live where their facts are: the config dataclasses refuse values that contradict each other, dataset.py refuses
+rows, plan.py refuses models that do not fit, and doctor.self_check compares engine and trainer once a run has begun.
 """
 
 import contextlib
@@ -25,24 +25,14 @@ from runtime.dataset import check_rows
 from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first, saved_step
 from runtime.policy import dtype_of
 from runtime.render import Renderer, load_tokenizer
-from runtime.settings import RunConfig
+from runtime.settings import MAY_CHANGE, RunConfig
 from runtime.visual import read_json
-
-# What may change before a run goes on: how long, where and how fast it runs, what it reports, and the cures for bad steps
-# and rows. A name without a dot stands for the whole section. Of data.sources only the paths may.
-MAY_CHANGE = {
-    "run", "steps", "save_every", "keep", "decoders", "plan", "grpo.train_tokens", "pack_tokens",
-    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
-    "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
-    "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
-    "report_to", "data.video_root", "data.max_bad_fraction", "optim",
-}  # fmt: skip
 
 
 @contextlib.contextmanager
 def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], None]) -> Iterator[tuple[Path, Renderer]]:
-    """Refuse what a training run could not start from; then hold its folder, and give its checkpoint's folder and renderer.
-    `check_hardware` is the script's own check of GPUs, memory and disk. Rank 0 looks first, and speaks for all."""
+    """Check everything that a training run needs, then lock its folder. Yield the checkpoint's folder and its renderer.
+    `check_hardware` is the script's own check of GPUs, memory and disk. Rank 0 checks first and reports for all ranks."""
     with contextlib.ExitStack() as until_it_ends:
 
         def inspect() -> tuple[Path, Renderer]:
@@ -63,7 +53,7 @@ def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], No
 
 @contextlib.contextmanager
 def only_run_in(run: Path) -> Iterator[None]:
-    """Hold RUN/.lock, which is free again when this process ends in whatever way; refuse a folder that another one holds."""
+    """Hold RUN/.lock until this process ends, even by kill -9. Refuse a folder that another process holds."""
     run.mkdir(parents=True, exist_ok=True)
     with open(run / ".lock", "a+") as lock:
         try:
@@ -72,7 +62,7 @@ def only_run_in(run: Path) -> Iterator[None]:
             lock.seek(0)
             raise ConfigError(f"run = {str(run)!r}: {lock.read()} works here; wait, or choose another `run`") from None
         except OSError as error:  # some shared file systems have no locks
-            print(f"{run}/.lock: {error}; see to it that no other run uses this folder")
+            print(f"{run}/.lock: {error}; make sure that no other run uses this folder")
         lock.truncate(0)
         print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
         os.fsync(lock.fileno())  # the other nodes read it
@@ -80,7 +70,7 @@ def only_run_in(run: Path) -> Iterator[None]:
 
 
 def check_start(run: Path, checkpoint: Path) -> None:
-    """Refuse a run whose result would replace the checkpoint that it starts from, also under another name."""
+    """Refuse a run whose result would replace the checkpoint that it starts from, even under another name."""
     if not checkpoint.is_dir():
         return
     start = checkpoint.resolve()
@@ -92,11 +82,11 @@ def check_start(run: Path, checkpoint: Path) -> None:
 
 
 def check_checkpoint(cfg: RunConfig) -> tuple[Path, Renderer]:
-    """Return the folder and the renderer of the checkpoint. Refuse one of another visual contract, and one whose weights are
-    not those that this run began with: its reference and its frozen tower would be new, and its text the old state's."""
+    """Return the checkpoint's folder and renderer. Refuse a checkpoint with another visual contract, and refuse to resume
+    from other weights than the run began with: reference and frozen tower would be new, and the text model old."""
     source, run = find_checkpoint(cfg.policy.checkpoint), Path(cfg.run)
     cfg.visual.check(source)
-    began = (read_json(run / "run.json") or {}).get("checkpoint")  # a run that is older than this check has none
+    began = (read_json(run / "run.json") or {}).get("checkpoint")  # a run from before this check has none
     if began and saved_step(run / "state") and began != weights_digest(source):
         told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {run} began with it"
         raise ConfigError(f"{told}: restore it, or choose another `run`")
@@ -104,7 +94,7 @@ def check_checkpoint(cfg: RunConfig) -> tuple[Path, Renderer]:
 
 
 def check_nodes(cfg: Any, start: Path) -> None:
-    """Refuse ranks that do not share the run's folder, or whose settings, code, data or cold start are not rank 0's."""
+    """Refuse ranks that see another run folder than rank 0, or have other settings, code, data or another cold start."""
     lock, sources = Path(cfg.run) / ".lock", [*cfg.data.sources, *(cfg.val.sources if cfg.val else ())]
     sizes = {source.path: Path(source.path).stat().st_size for source in sources}
     mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit(), "bytes": sizes}
@@ -119,18 +109,18 @@ def check_nodes(cfg: Any, start: Path) -> None:
 
 
 def check_run(cfg: Any) -> None:
-    """Refuse a folder that cannot be written, that holds a model of an unknown run, or the state of another run."""
+    """Refuse a run folder that cannot be written, or that holds a model or states of another run."""
     run = Path(cfg.run)
     there = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"run = {cfg.run!r}: {there} is no folder that can be written; choose another `run`")
-    left = any((run / "state").glob("step-*")) or (run / "model").exists()  # else there is nothing to spoil
+    left = any((run / "state").glob("step-*")) or (run / "model").exists()  # otherwise nothing can be overwritten
     if not left:
         return
     if not (run / "config.yaml").exists():
         raise ConfigError(f"{run} has a model or states, but no config.yaml to say of which run: choose another `run`")
     advice = "choose another `run`, or delete the folder"
-    try:  # a setting that is younger than the run had its default there
+    try:  # a setting that is newer than the run had its default value there
         before = load(type(cfg), run / "config.yaml")
     except ConfigError as error:
         raise ConfigError(
@@ -145,7 +135,7 @@ def check_run(cfg: Any) -> None:
 
 
 def settings(cfg: Any) -> dict:
-    """Return a config as nested mappings, without the paths of its data: files may move."""
+    """Return a config as nested mappings, without the paths of its data files, which may move."""
     tree = asdict(cfg)
     for source in tree["data"]["sources"]:
         del source["path"]
@@ -153,12 +143,12 @@ def settings(cfg: Any) -> dict:
 
 
 def on_the_hub(name: str | Path) -> bool:
-    """Return whether this looks like owner/model. Where the owner is a folder here, a path was meant."""
+    """Return whether the name looks like owner/model. If the owner is a local folder, the name is a path."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))) and not Path(name).parent.is_dir()
 
 
 def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint; one on the hub is fetched, without `weights` only its small files."""
+    """Return the folder of a checkpoint. Fetch one from the hub; without `weights`, only its small files."""
     folder = Path(name)
     if not folder.is_dir():
         if not on_the_hub(name):
@@ -170,8 +160,8 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash a checkpoint: names and sizes of its files, and 1024 blocks of 4 KiB spread over each, so small files whole.
-    Training changes weights everywhere; a change between the blocks, such as of one norm, is not seen."""
+    """Hash a checkpoint: the names and sizes of its files, and 1024 blocks of 4 KiB spread over each file. Files up to 4 MiB
+    are hashed whole. Training changes weights everywhere; a change that lies between the blocks goes unnoticed."""
     whole, block = hashlib.sha256(), 4096
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt", ".safetensors")):
         size = path.stat().st_size
@@ -184,7 +174,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def check_servers(cfg: Any, ranks: int = 0) -> None:
-    """Refuse servers that a RolloutConfig's GPUs cannot run beside so many training ranks, or that its URLs lack."""
+    """Refuse a RolloutConfig whose GPUs cannot run servers beside `ranks` training ranks, or whose URLs do not answer."""
     shared = sorted(set(cfg.server_gpus) & set(range(ranks)))
     may_share = any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args)
     if shared and not may_share:
@@ -196,9 +186,9 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
         raise ConfigError(
             f"rollout.server_gpus = {list(cfg.server_gpus)}: there are {torch.cuda.device_count()} GPUs here"
         )
-    for gpu in cfg.server_gpus if importlib.util.find_spec("pynvml") else ():  # which SGLang brings along
+    for gpu in cfg.server_gpus if importlib.util.find_spec("pynvml") else ():  # SGLang installs it
         used = torch.cuda.device_memory_used(gpu) / 2**30
-        if used > 4 and not may_share:  # a server takes its share of what is free
+        if used > 4 and not may_share:  # a server takes a share of the free memory
             told = f"rollout.server_gpus = {list(cfg.server_gpus)}: another process holds {used:.0f} GiB of GPU {gpu}"
             raise ConfigError(f"{told}; end it (`nvidia-smi` names it), or choose other GPUs")
     homes = filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"))
@@ -208,7 +198,8 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
 
 
 def check_host_memory(requests: int, each: int) -> None:
-    """Refuse more requests at once than this machine's memory holds, at so many bytes each; SGLang has their frames there."""
+    """Refuse more concurrent requests than this machine's memory holds, at `each` bytes per request: SGLang keeps their frames
+    in host memory."""
     free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
     needed, room = requests * each, shutil.disk_usage(MEMORY).free
     if needed > free:
@@ -222,7 +213,7 @@ def check_host_memory(requests: int, each: int) -> None:
 def check_urls(urls: Sequence[str]) -> None:
     """Refuse URLs where no server answers."""
     session = requests.Session()
-    session.trust_env = False  # straight to the server, whatever http_proxy says
+    session.trust_env = False  # connect directly, whatever http_proxy says
     for url in urls:
         try:
             session.get(url.rstrip("/") + "/model_info", timeout=10).raise_for_status()

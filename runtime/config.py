@@ -1,10 +1,10 @@
-"""config.py: one YAML per run -> one frozen dataclass; and what every run writes down about itself.
+"""config.py: one YAML per run -> one frozen dataclass. Also what every run records about itself.
 
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
-    cfg, args = config.command_line(SFTConfig, __doc__)                         # what every script does before it imports torch
+    cfg, args = config.command_line(SFTConfig, __doc__)                         # before a script imports torch
 
-A YAML file may name a parent (`base: other.yaml`, relative to itself): mappings merge, everything else replaces.
-Defaults live in the dataclasses and nowhere else. An error names the key, the value, the rule and the nearest valid key.
+A YAML file may name a parent (`base: other.yaml`, relative to the file): mappings merge, all other values replace.
+Defaults are in the dataclasses and nowhere else. An error names the key, the value, the rule and the nearest valid key.
 
 Deliberately missing: interpolation, environment variables.
 """
@@ -31,14 +31,14 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 T = TypeVar("T")
-GOES_ON = "The same command goes on from what was saved"
-# Keys by which a config tells whose it is.
+GOES_ON = "The same command resumes from what was saved"
+# Keys that tell which script a config is for.
 SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
-ALARMS = ("failed_rate", "eval/failed_rate", "bad_steps")  # metrics that the console shows where they are not 0
+ALARMS = ("failed_rate", "eval/failed_rate", "bad_steps")  # metrics that the console shows unless they are 0
 
 
 class ConfigError(ValueError):
-    """A config that cannot be used; the text is meant for the person who wrote it."""
+    """A config that cannot be used. The text tells its author how to fix it."""
 
 
 def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -> T:
@@ -80,7 +80,7 @@ def apply_override(tree: dict, hints: dict[str, Any], override: str) -> None:
 
 
 def read_tree(path: Path, above: tuple[Path, ...] = ()) -> dict:
-    """Return the merged mappings of a file and its bases, unchecked. `above`: the files that build on it."""
+    """Return the merged mappings of a file and its bases, unchecked. `above`: the files that named it as their base."""
     if path.resolve() in above:
         raise ConfigError(f"{path}: its `base` leads back to it; remove one of the `base` lines")
     try:
@@ -96,7 +96,7 @@ def read_tree(path: Path, above: tuple[Path, ...] = ()) -> dict:
 
 
 def merge(below: dict, above: dict) -> dict:
-    """Lay one mapping over another: mappings merge, everything else replaces."""
+    """Lay one mapping over another: mappings merge, all other values replace."""
     merged = dict(below)
     for key, value in above.items():
         if isinstance(value, dict) and isinstance(merged.get(key), dict):
@@ -107,15 +107,15 @@ def merge(below: dict, above: dict) -> dict:
 
 
 def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
-    """Make a dataclass of a mapping, checked field by field against the type hints. Missing keys take their value from
-    `defaults`, an instance, if there is one."""
+    """Build a dataclass from a mapping, and check each value against its type hint. Missing keys take their value from the
+    instance `defaults`, if it is given."""
     hints = typing.get_type_hints(cls)
     values = {}
     if defaults is not None:
         values |= vars(defaults)
     for key, value in tree.items():
         if key not in hints:
-            # In a section of this one, behind another first word, or spelled alike.
+            # Suggest a key of a subsection, one with another prefix, or one of similar spelling.
             near = [f"{name}.{key}" for name, hint in hints.items() if key in getattr(hint, "__dataclass_fields__", ())]
             near += [name for name in hints if name.endswith(f"_{key}")]
             near += difflib.get_close_matches(str(key), hints, n=1)
@@ -134,7 +134,7 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
 
 
 def shown(value: Any, key: str = "") -> str:
-    """Return a value, or a whole override, as an error repeats it; one that may hold an API's key is not repeated."""
+    """Return a value, or a whole override, as an error message shows it. An API key is never shown."""
     text = f"{key}{value}".lower()
     return "(not repeated: it may hold a key)" if text.startswith("api") or "key" in text else repr(value)
 
@@ -172,7 +172,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
 
 
 def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
-    """Return {"rollout.temperature": "rollout.temperature: 0.0, now 0.7"}, for every setting that differs."""
+    """Return the settings that differ, as {"rollout.temperature": "rollout.temperature: 0.0, now 0.7"}."""
     if was == now:
         return {}
     if not isinstance(was, dict) or not isinstance(now, dict):
@@ -184,14 +184,14 @@ def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
 
 
 def refuse_below_1(cfg: Any, *names: str) -> None:
-    """Refuse a count that would leave nothing to do; for a dataclass's __post_init__."""
+    """Refuse counts below 1. For a dataclass's __post_init__."""
     for name in names:
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} = {getattr(cfg, name)}: must be at least 1")
 
 
 def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
-    """Read `SCRIPT CONFIG [key.sub=value ...] [--dry-run]`; a bad config ends the program with its message."""
+    """Parse `SCRIPT CONFIG [key.sub=value ...] [--dry-run]`. A bad config ends the program with its message."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
@@ -207,18 +207,18 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
 
 
 def expandable_segments() -> None:
-    """Have CUDA's allocator extend its segments: no two micro-batches have the same length, so those of a fixed size leave
-    gaps. torch reads this at its first use of the allocator, not when it is imported."""
+    """Let CUDA's allocator extend its segments. Micro-batches differ in length, so segments of a fixed size would leave gaps.
+    torch reads this when it first uses the allocator, not when it is imported."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:
-    """Do a script's work and end the process; `errors`, a full disk and Ctrl-C are answered with a sentence."""
+    """Run a script's main function and exit. `errors`, a full disk and Ctrl-C end with one sentence instead of a traceback."""
     interrupted = []
 
     def interrupt(which: int, _) -> None:
-        """Raise KeyboardInterrupt, and again after a second if it was lost: Python drops what a file object raises while it
-        is deleted, and torch deletes one per saved tensor. While an exception is being handled the run is ending: wait."""
+        """Raise KeyboardInterrupt, and raise it again a second later if it was lost: Python drops what a file object raises
+        while it is deleted, and torch deletes one per saved tensor. During another exception the run is ending: wait."""
         interrupted.append(True)
         signal.setitimer(signal.ITIMER_REAL, 1)
         if which == signal.SIGINT or sys.exception() is None:
@@ -232,7 +232,7 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
     except errors as error:
         leave(f"error: {error}")
     except BaseException as error:
-        if interrupted:  # inside torch, Ctrl-C may come out as another exception, which need not be an Exception
+        if interrupted:  # torch may turn Ctrl-C into another exception, even one that is no Exception
             sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
         if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -242,41 +242,43 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
 
 
 def leave(sentence: str = "") -> NoReturn:
-    """End the process with a sentence, which the first rank of a node says for all that have come to it."""
+    """End the process with a sentence. The first rank of a node prints it for all its ranks."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(60)  # torchrun ends us after the first; if we went before it, it could not speak any more
-    sys.exit(sentence or 1)  # we are still here: nobody else has come to it
+        time.sleep(
+            60
+        )  # torchrun kills us once the first rank exits. If we exited earlier, it would be killed before it prints
+    sys.exit(sentence or 1)  # still alive after 60 s: no other rank has reported this error
 
 
-# ------------------------------------------------------------------------------------------------ what it leaves
+# ------------------------------------------------------------------------------------------------ records of a run
 
 
 def save_run(cfg: Any, run_dir: str | Path, **more: str) -> None:
-    """Leave beside the metrics what is needed to run this again: config.yaml and run.json, which also gets `more`."""
+    """Write what is needed to repeat the run: config.yaml and run.json. `more` goes into run.json."""
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    # Through JSON, so that tuples become lists and the file is plain YAML that `load` reads back.
+    # JSON turns tuples into lists, so the file is plain YAML that `load` reads back.
     text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(cfg))), sort_keys=False, allow_unicode=True)
-    write_whole(run_dir / "config.yaml", text)  # `check_run` reads it before a run goes on
+    write_whole(run_dir / "config.yaml", text)  # `check_run` reads it before a run resumes
     packages = {package.name: package.version for package in importlib.metadata.distributions()}
     run = {"command": sys.argv, "commit": git_commit(), "python": sys.version, **more, "packages": packages}
     write_whole(run_dir / "run.json", json.dumps(run, indent=1))
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write all of it or, if the process or the machine dies, none of it."""
+    """Write a file completely or, if the process or the machine dies, not at all."""
     unborn = path.with_name(path.name + ".new")
     with unborn.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())  # renamed before, it may be empty after a power cut
+        os.fsync(file.fileno())  # without it, a power cut may leave the renamed file empty
     unborn.rename(path)
 
 
 class Metrics:
-    """One line per step: all of it in RUN/metrics.jsonl, the main figures on the console.
+    """Writes one line per step: all metrics to RUN/metrics.jsonl, the main ones to the console.
 
-    Files count steps from 0, as RUN/episodes does; the console and RUN/state say how many are done."""
+    Files count steps from 0, as RUN/episodes does. The console and RUN/state show how many steps are done."""
 
     def __init__(self, cfg: Any, name: str, done: int, shown: typing.Sequence[str] = ("loss",)):
         self._board = self._wandb = None
@@ -284,14 +286,14 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(f"{cfg.run}/tensorboard", purge_step=done, flush_secs=10)
-        if "wandb" in cfg.report_to:  # where a run that goes on is a new one of the same name
+        if "wandb" in cfg.report_to:  # a resumed run appears as a new run of the same name
             import wandb
 
             self._wandb = wandb.init(project="minparavt", name=cfg.run, dir=cfg.run, config=dataclasses.asdict(cfg))
         self._path, self._name, self._steps, self._shown = Path(cfg.run) / "metrics.jsonl", name, cfg.steps, shown
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        whole = [line for line in lines if line.endswith("}")]  # a run that was killed may leave half a line
-        kept = [line for line in whole if json.loads(line).get("step", done) < done]  # later steps will be run again
+        whole = [line for line in lines if line.endswith("}")]  # a killed run may leave half a line
+        kept = [line for line in whole if json.loads(line).get("step", done) < done]  # later steps run again
         write_whole(self._path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, values: dict[str, float]) -> None:

@@ -1,11 +1,11 @@
 """dataset.py: the rows of every dataset, as a stream of tasks or dialogues.
 
-    Dataset(cfg, parse_dialogue).batch(step, size)    # SFT rows -> Dialogue, then encode_dialogue -> Bundle
-    Dataset(cfg, parse_task).batch(step, size)        # RL rows -> Task
+    Dataset(cfg, dialogue.parse_dialogue).batch(step, size)    # SFT rows -> Dialogue, then data.encode_dialogue -> Bundle
+    Dataset(cfg, data.parse_task).batch(step, size)            # RL rows -> Task
 
-A batch is a pure function of (seed, step): the position to resume at is the step number, and every rank takes its slice
-of the same batch, whatever the number of ranks. A bad row is reported once, skipped and counted: whatever is raised while
-it is read, parsed or encoded is its own (`row_errors`).
+A batch is a pure function of (seed, step): a run resumes at its step number, and every rank takes its slice of the same
+batch, whatever the number of ranks. A bad row is reported once, skipped and counted; any exception while it is read, parsed or
+encoded makes it bad (`row_errors`).
 
 Deliberately missing: epochs as a concept of the trainers, worker processes that load data (video.py has its own).
 """
@@ -13,6 +13,7 @@ Deliberately missing: epochs as a concept of the trainers, worker processes that
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,8 +55,8 @@ class DataConfig:
     """Where relative paths of the rows start; empty: at the data file's own folder."""
     seed: int = 0
     max_bad_fraction: float = 0.01
-    """The run stops when more than this share of the rows that a rank meets is unusable. In RL, each video that cannot be
-    shown counts as one, too."""
+    """The run stops when more than this share of the rows that a rank meets is unusable. In RL, a video that cannot be
+    shown also counts as one."""
 
 
 class DataError(ValueError):
@@ -68,8 +69,8 @@ class RowError(DataError):
 
 @contextlib.contextmanager
 def row_errors(where: str = "") -> Iterator[None]:
-    """Turn whatever is raised while one row is read, parsed or encoded into a RowError: rows come from outside, and nobody
-    foresees them all. The first of each type that is not a row's own logs its traceback, since it may be a bug of ours."""
+    """Turn any exception while one row is read, parsed or encoded into a RowError: rows come from outside, and nobody foresees
+    them all. The first of each type that nobody raised on purpose logs its traceback, since it may be a bug of ours."""
     try:
         yield
     except Exception as error:
@@ -119,14 +120,15 @@ class Rows:
 class Draw(NamedTuple):
     """A row of a batch."""
 
-    item: Any  # what `parse` made of it: a Task or a Dialogue, by its `id`
+    item: Any  # what `parse` made of it: a Task or a Dialogue
     epoch: int
-    repeat: int  # rows of the same id that stand before it in the batch of all ranks, where they are counted
+    repeat: int  # with `count_ids`: rows of the same id before it in the batch of all ranks; else of this rank
 
 
 class Dataset:
     """An endless, seeded shuffle of the sources' rows, read by step number."""
 
+    # parse(row, its name, where relative paths start, loss weight of its source) -> a Task or a Dialogue
     def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path, float], Any]):
         self.cfg, self._parse = cfg, parse
         self._first, self._mixture = [], []  # (source, its rows)
@@ -136,13 +138,14 @@ class Dataset:
         opened = [rows for _, rows in self._first + self._mixture]
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
-        self._share = 0  # rows that this rank is expected to have met by this step
+        self._rows_met = 0  # rows that this rank is expected to have met by this step
         # A row is named after its file and not after the file's place, since K and all seeds are drawn by that name;
         # but after the whole path where two files have one name.
         paths = {rows.path for rows in opened}
         files_called = Counter(path.name for path in paths)
         self._names = {path: path.name if files_called[path.name] == 1 else path for path in paths}
-        self._epoch, self._order = None, np.zeros((2, 0), int)  # the epoch whose shuffled rows are in memory
+        self._epoch = None  # the epoch whose shuffled rows are in memory
+        self._order = np.zeros((2, 0), int)
         if not len(self):
             raise DataError("data.sources have no rows, apart from those read `first`")
 
@@ -152,10 +155,11 @@ class Dataset:
 
     def batch(self, step: int, size: int, rank: int = 0, world: int = 1, count_ids: bool = False) -> list[Draw]:
         """Return this rank's share of a step's batch. Bad rows leave it shorter. To count rows of the same id, the other
-        ranks' rows are parsed, too: only a parsed row tells its id."""
-        draws, times = [], Counter()
+        ranks' rows are also parsed: only a parsed row tells its id."""
+        draws = []
+        rows_of_id = Counter()
         # A rank meets its share of the rows in the first epoch, and then others in every further one.
-        self._share = min(self.total, max(self.total, (step + 1) * size) // world)
+        self._rows_met = min(self.total, max(self.total, (step + 1) * size) // world)
         for i in range(size):
             mine = i % world == rank
             if not mine and not count_ids:
@@ -173,8 +177,8 @@ class Dataset:
                     self.reject(origin, str(error))
                 continue
             if mine:
-                draws.append(Draw(item, epoch, times[item.id]))
-            times[item.id] += 1
+                draws.append(Draw(item, epoch, rows_of_id[item.id]))
+            rows_of_id[item.id] += 1
         return draws
 
     def reject(self, origin: str, reason: str) -> None:
@@ -183,8 +187,9 @@ class Dataset:
             return
         self.bad[origin] = reason
         print(f"unusable: {origin}: {reason}", file=sys.stderr)
-        if len(self.bad) > self.cfg.max_bad_fraction * self._share:
-            told = f"{len(self.bad)} of {self._share} rows are unusable, more than max_bad_fraction = {self.cfg.max_bad_fraction}"
+        most = self.cfg.max_bad_fraction
+        if len(self.bad) > most * self._rows_met:
+            told = f"{len(self.bad)} of {self._rows_met} rows are unusable, more than max_bad_fraction = {most}"
             raise RowError(f"{told}; the last: {origin}: {reason}. `python -m study.prepare check` lists them all.")
 
     def _row(self, position: int) -> tuple[Source, Rows, int, int]:
@@ -229,8 +234,13 @@ def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
     return [round(source.weight * len(rows)) for source, rows in pool]
 
 
+def resolve_path(url: str, root: Path) -> str:
+    """Return an absolute path: file:// and absolute ones stay unchanged, others start at the root."""
+    return os.path.abspath(os.path.join(root, url.removeprefix("file://")))
+
+
 def decode_json(value: Any, what: str) -> Any:
-    """Return the value of a column, which comes as a JSON string or as it is."""
+    """Return the value of a column, which may be a JSON string."""
     if not isinstance(value, str | bytes):
         return value
     try:

@@ -50,17 +50,17 @@ NCCL_TIMEOUT = datetime.timedelta(minutes=30)  # the ranks have just met in gloo
 
 
 def init_distributed() -> None:
-    """Join torchrun's ranks. A lone GPU makes a group of one, since mixed precision lives in FSDP2; a lone CPU, none."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of a state that one process saves: yes, it is
+    """Join torchrun's ranks. A lone GPU makes a group of one, since mixed precision needs FSDP2; a lone CPU makes none."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said when one process saves a state
     cuda = torch.cuda.is_available()
     if dist.is_initialized() or not (cuda or "RANK" in os.environ):
         return
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    if "RANK" in os.environ:
-        end_with_parent()  # torchrun's ranks have sessions of their own, and would outlive its kill -9
     alone = {}
-    if "RANK" not in os.environ:
+    if "RANK" in os.environ:
+        end_with_parent()  # torchrun's ranks have their own sessions, and would outlive its kill -9
+    else:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=NCCL_TIMEOUT, **alone)
 
@@ -80,7 +80,7 @@ def world_size() -> int:
 
 
 def local_size() -> int:
-    """Return how many ranks a node has: all of them, but for torchrun --nnodes."""
+    """Return how many ranks a node has: all of them, except under torchrun --nnodes."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
@@ -139,18 +139,18 @@ def rank0_first(work: Callable[[], Any]) -> Any:
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Sum by name; a rank may lack names."""
     sums = Counter()
-    for theirs in gather(values):
-        sums.update(theirs)
+    for values_of_rank in gather(values):
+        sums.update(values_of_rank)
     return dict(sums)
 
 
 def mean_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
     """Return the mean by name, over all values that all ranks have of it."""
     pooled = defaultdict(list)
-    for theirs in gather(values):
-        for name, found in theirs.items():
-            pooled[name] += found
-    return {name: math.fsum(found) / len(found) for name, found in pooled.items() if found}
+    for values_of_rank in gather(values):
+        for name, some in values_of_rank.items():
+            pooled[name] += some
+    return {name: math.fsum(pool) / len(pool) for name, pool in pooled.items() if pool}
 
 
 def peak_memory() -> float:
@@ -163,12 +163,12 @@ def peak_memory() -> float:
 
 @contextlib.contextmanager
 def _writing(unfinished: Path) -> Iterator[None]:
-    """Turn what a full disk raises, by whichever library, into an OSError, and give back the room of the torn files."""
+    """Turn what the libraries raise when the disk is full into an OSError, and remove the torn files."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
         if isinstance(error, CheckpointException) and rank() > 0:
-            leave()  # all ranks raise it, and rank 0 looks into it
+            leave()  # all ranks raise it, and rank 0 reports it
         if shutil.disk_usage(unfinished.parent).free > 1 << 30:
             raise
         if rank() == 0:
@@ -192,16 +192,18 @@ def refuse_not_finite(weights: dict[str, torch.Tensor], where: str) -> None:
 def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict | None = None) -> None:
     """Save weights that train, AdamW's moments, the step (data, learning rate and random draws are functions of it) and
     `extra` (JSON). The `keep` newest states stay."""
-    folder, state = Path(folder), _state(policy, optimizer)
+    folder = Path(folder)
+    state = _state(policy, optimizer)
     refuse_not_finite(state["weights"], f"{folder}: no state of step {step} is saved")
-    target, unfinished = folder / f"step-{step:08d}", folder / f"step-{step:08d}.tmp"
+    target = folder / f"step-{step:08d}"
+    unfinished = target.with_suffix(".tmp")
     with _writing(unfinished):
         if rank() == 0:
             for left_over in folder.glob("step-*.*"):  # of a process that was killed
                 shutil.rmtree(left_over)
             unfinished.mkdir(parents=True)
         barrier()
-        dcp.save(state, checkpoint_id=unfinished, **_who_meets())
+        dcp.save(state, checkpoint_id=unfinished, **_group())
         if rank() == 0:  # whose call returns when all ranks have written
             write_whole(unfinished / "run.json", json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
@@ -220,18 +222,20 @@ def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, An
         return 0, {}
     try:
         run = json.loads((states[-1] / "run.json").read_text())
-        dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_who_meets())
+        dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
         return run["step"], run["extra"]
     except (Exception, CheckpointException) as error:  # a torn file of torch's is a pickle, which may raise anything
-        causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
-        if not isinstance(causes[0], Exception):  # Ctrl-C
+        cause = error
+        if isinstance(error, CheckpointException):  # it has the exception of each rank that failed
+            cause, _ = next(iter(error.failures.values()))
+        if not isinstance(cause, Exception):  # Ctrl-C
             raise
         then = f"go on from {states[-2].name}" if states[1:] else "start anew"
-        raise ConfigError(f"{states[-1]} is damaged ({causes[0]!r:.200}); delete it to {then}") from None
+        raise ConfigError(f"{states[-1]} is damaged ({cause!r:.200}); delete it to {then}") from None
 
 
-def _who_meets() -> dict[str, Any]:
-    """Return the ranks that write or read a state together: in gloo, where they have the time that slow disks take."""
+def _group() -> dict[str, Any]:
+    """Return torch's options for the ranks that save or load together: in gloo, whose time-out allows for slow disks."""
     return {"process_group": _gloo()} if world_size() > 1 else {"no_dist": True}
 
 
@@ -242,20 +246,21 @@ def saved_step(folder: str | Path) -> int:
 
 
 def _states(folder: Path) -> list[Path]:
-    """List the complete states, the oldest first: the name alone says that a state is whole."""
+    """List the complete states, the oldest first. A state gets its name without suffix once it is whole."""
     return sorted(path for path in folder.glob("step-*") if not path.suffix)
 
 
 def _state(policy, optimizer) -> dict[str, dict[str, Any]]:
-    """Return weights that train and AdamW's state, by name. Reading fills these very tensors."""
+    """Return weights that train and AdamW's state, by name. dcp.load fills these very tensors."""
     weights, adamw = {}, {}
     for name, p in policy.named_parameters():
         if not p.requires_grad:
             continue
-        if not optimizer.state[p]:  # no step so far; the optimizer itself would begin with the same
+        if not optimizer.state[p]:  # AdamW fills it at its first step; until then it stands for zeros
             step = torch.zeros((), device=p.device if optimizer.defaults["fused"] else "cpu")  # AdamW's own choice
             optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        weights[name], adamw[name] = p.detach(), optimizer.state[p]
+        weights[name] = p.detach()
+        adamw[name] = optimizer.state[p]
     return {"weights": weights, "adamw": adamw}
 
 
@@ -279,52 +284,48 @@ def export(
     frozen=True,
 ) -> None:  # fmt: skip
     """Write the policy as a Hugging Face checkpoint: its weights, in the dtype it computes in, and all else as in
-    `source`. A folder of that name is replaced. `per_node`: every node writes one, into a folder of its own. Without `frozen`
+    `source`. A folder of that name is replaced. `per_node`: every node writes one, into its own folder. Without `frozen`
     the weights that do not train are left out.
 
-    Each rank writes every n-th file of n ranks: it holds one file of about `file_bytes`, and one gathered weight, at a
-    time."""
-    folder, dtype = Path(folder), policy.dtype
+    A rank holds one file of about `file_bytes`, and one gathered weight, at a time."""
+    folder = Path(folder)
+    unfinished = folder.with_name(folder.name + ".tmp")
     me, ranks = place(per_node)
-    refuse_not_finite(dict(policy.model.named_parameters()), f"{folder} is not written")
-    unfinished, replaced = folder.with_name(folder.name + ".tmp"), folder.with_name(folder.name + ".old")
+    weights = dict(policy.model.named_parameters())  # a tied head is listed once, as transformers stores it
+    refuse_not_finite(weights, f"{folder} is not written")
+    if not frozen:
+        weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
+
+    # 1. One rank makes an empty folder.
     if me == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     barrier()
 
-    # which weights go into which file: as many files for each rank, and the next largest weight into the smallest of them
-    weights = dict(policy.model.named_parameters())  # a tied head is listed once, as transformers stores it
-    if not frozen:
-        weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    total = dtype.itemsize * sum(weight.numel() for weight in weights.values())
-    count = ranks * math.ceil(total / (ranks * file_bytes))
-    sizes, file_of = [0] * count, {}
-    for name in sorted(weights, key=lambda name: -weights[name].numel()):
-        i = sizes.index(min(sizes))
-        sizes[i] += weights[name].numel()
-        file_of[name] = f"model-{i + 1:05d}-of-{count:05d}.safetensors".replace("-00001-of-00001", "")
-    files = sorted(set(file_of.values()))
-
-    # all ranks gather each weight; the one whose file it is keeps it
+    # 2. Write the files in rounds of one per rank. All ranks gather each weight of a round, and the one whose file it is keeps
+    #    it. Then all copy to the host and write at the same time.
+    files = _deal_into_files(weights, ranks, file_bytes // policy.dtype.itemsize)
     for first in range(0, len(files), ranks):
         mine = {}
-        for i in range(first, min(first + ranks, len(files))):
-            for name in [name for name in weights if file_of[name] == files[i]]:
-                weight = weights[name].detach().to(dtype)
+        for i, (file, names) in enumerate(files[first : first + ranks]):
+            for name in names:
+                weight = weights[name].detach().to(policy.dtype)
                 if isinstance(weight, DTensor):
                     weight = weight.full_tensor()
-                if i - first == me:
+                if i == me:
+                    my_file = file
                     mine[name] = weight
-        if mine:  # copied to the host and written by all ranks at the same time, not between two gathers
+        if mine:
             on_host = {name: weight.cpu().contiguous() for name, weight in mine.items()}
             with _writing(unfinished):
-                save_file(on_host, unfinished / files[first + me], metadata={"format": "pt"})
+                save_file(on_host, unfinished / my_file, metadata={"format": "pt"})
     barrier()
 
-    # what stands beside the weights; then the names change
+    # 3. One rank adds what stands beside the weights, and gives the folder its name.
     if me == 0:
         if len(files) > 1:
+            total = policy.dtype.itemsize * sum(weight.numel() for weight in weights.values())
+            file_of = {name: file for file, names in files for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": file_of}
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         for path in Path(source).iterdir():
@@ -332,11 +333,12 @@ def export(
                 shutil.copyfile(path, unfinished / path.name)
         config = json.loads((unfinished / "config.json").read_text())
         for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
-            part["dtype"] = str(dtype).removeprefix("torch.")
+            part["dtype"] = str(policy.dtype).removeprefix("torch.")
         (unfinished / "config.json").write_text(json.dumps(config, indent=2))
         contract.save(unfinished)
-        for path in unfinished.glob("*.safetensors"):  # which its library makes readable for the owner alone
+        for path in unfinished.glob("*.safetensors"):  # safetensors makes them readable for the owner alone
             shutil.copymode(unfinished / "config.json", path)
+        replaced = folder.with_name(folder.name + ".old")
         if folder.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
@@ -345,10 +347,25 @@ def export(
     barrier()
 
 
+def _deal_into_files(weights: dict[str, torch.Tensor], ranks: int, file_size: int) -> list[tuple[str, list[str]]]:
+    """Return files, and the names of the weights in each: about `file_size` numbers a file, as many files for each rank."""
+    total = sum(weight.numel() for weight in weights.values())
+    count = ranks * math.ceil(total / (ranks * file_size))
+    names: list[list[str]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for name in sorted(weights, key=lambda name: -weights[name].numel()):
+        smallest = sizes.index(min(sizes))  # the largest weight that is left goes into the smallest file
+        names[smallest].append(name)
+        sizes[smallest] += weights[name].numel()
+    if count == 1:
+        return [("model.safetensors", names[0])]
+    return [(f"model-{i + 1:05d}-of-{count:05d}.safetensors", names[i]) for i in range(count) if names[i]]
+
+
 @contextlib.contextmanager
 def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images: float = 0.0) -> Iterator[Path]:
-    """Choose this node's folder of snapshots: in memory if two fit there, the old one and the one being written, beside
-    so many bytes of images; else in the run. Not `per_node`: one folder for all, in the run."""
+    """Choose this node's folder of snapshots: in memory if two fit there (the old one, and the one being written) beside
+    so many bytes of images; else in the run. Without `per_node` there is one folder for all nodes, in the run."""
     me, _ = place(per_node)
     if me > 0:
         yield gather(None)[rank() - me]
@@ -360,15 +377,15 @@ def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images
     needed = images + 2.2 * sum(file.stat().st_size for file in source.glob("*.safetensors"))
     if not per_node:
         print(f"servers elsewhere read the weights from {folder}: all machines must see it")
-    elif shutil.disk_usage(memory_folder()).free > needed:  # what dead runs left there is gone
+    elif shutil.disk_usage(memory_folder()).free > needed:  # memory_folder has removed what dead runs left
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
     else:
         print(f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB: weights go through {run}")
-    note = Path(run) / "memory.txt"  # for those who wonder whose folder they see in memory
+    note = Path(run) / "memory.txt"  # tells users to which run a folder in memory belongs
     try:
         folders = gather(folder)
         if rank() == 0:
-            note.write_text("".join(f"{found}\n" for found in folders if found))
+            note.write_text("".join(f"{path}\n" for path in folders if path))
         yield folders[rank()]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

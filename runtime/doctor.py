@@ -1,8 +1,8 @@
-"""doctor.py: is what was sampled what will be learned? Trajectories and engine are checked against the trainer.
+"""doctor.py: check trajectories and the engine against the trainer: what was sampled must be what will be learned.
 
     self_check(policy, groups, temperature)     # rl.py, on every rank before its first update; raises EngineError
     refuse_empty(groups, step); check_gap(mean, largest, step)      # likewise, in every step
-    flaw_of, trainer_logprobs, ...              # `python -m study.ask doctor` (study/ask.py) makes a table of them
+    flaw_of, trainer_logprobs, ...              # `python -m study.ask doctor` makes a table of them
 
 A `trajectory` is a data.Trajectory and a `group` a data.Group; this file stands below data.py and only reads their fields.
 """
@@ -22,7 +22,7 @@ from runtime.visual import patchify
 
 GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding is far below it, a wrong image above
 GAP_WARNING = 0.2  # other projects report poor convergence from this mean on, and 0.04 for bf16's rounding
-_warned: list[str] = []  # the warning, once this process has printed it
+_warned: list[str] = []  # warnings that this process has printed
 
 
 def refuse_empty(groups: Sequence, step: int) -> None:
@@ -35,23 +35,21 @@ def refuse_empty(groups: Sequence, step: int) -> None:
 
 def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_temperature: float = 0.0) -> None:
     """Refuse a first batch with broken trajectories, or with log-probs that the trainer does not compute."""
-    ran, flaws = [], []
-    for group in groups:
-        for episode in group.episodes:
-            if not episode.error:
-                ran.append(episode)
-                flaws += filter(None, (flaw_of(trajectory, policy) for trajectory in episode.trajectories))
-    refuse_flaws(flaws)
+    ran = [episode for group in groups for episode in group.episodes if not episode.error]
+    trajectories = [trajectory for episode in ran for trajectory in episode.trajectories]
+    refuse_flaws([flaw for flaw in (flaw_of(trajectory, policy) for trajectory in trajectories) if flaw])
 
     # One episode is enough: the shortest with a call, whose crops have another size than the overview, or the shortest.
     main, subagent = [], []
     if ran:
         episode = min(ran, key=lambda episode: (not episode.executed, len(episode.main.ids)))
-        main, subagent = [episode.main], episode.subagents[:1]
+        main = [episode.main]
+        subagent = episode.subagents[:1]
     gap = logprob_gap(policy, main, temperature)  # also called by a rank that has no episode
     # A greedy sub-agent's log-probs are unscaled. np.max is NaN if one of them is, where max() may drop it.
     largest = float(np.max([gap, logprob_gap(policy, subagent, subagent_temperature or 1.0)]))
-    if not largest <= GAP_LIMIT:
+    flaws = []
+    if not largest <= GAP_LIMIT:  # or NaN
         reason = "its images, its weights, its temperature or its banned tokens are others than the trainer's"
         flaws = [f"trainer and engine disagree: their log-probs differ by {largest:.3f} on average; {reason}"]
     refuse_flaws(flaws)
@@ -92,22 +90,22 @@ def flaw_of(trajectory, policy: Policy) -> str:
     return ""
 
 
-def trainer_logprobs(policy: Policy, agents: Sequence, temperature: float, start: int = 0) -> Tensor:
-    """Return the trainer's log-probs of what the agents sampled from position `start` on. All ranks call it."""
-    bundles = [Bundle(a.ids[:start], [a.ids[start:]], [a.mask[start:]], a.frames) for a in agents]
+def trainer_logprobs(policy: Policy, trajectories: Sequence, temperature: float, start: int = 0) -> Tensor:
+    """Return the trainer's log-probs of the tokens sampled from position `start` on. All ranks call it."""
+    bundles = [Bundle(t.ids[:start], [t.ids[start:]], [t.mask[start:]], t.frames) for t in trajectories]
     with torch.no_grad():
         return policy(bundles, temperature).logprobs.cpu()
 
 
-def logprob_gap(policy: Policy, agents: Sequence, temperature: float) -> float:
-    """Return the mean |trainer's - engine's log-prob| of what the agents sampled; 0 without agents. All ranks call it."""
-    gaps = (trainer_logprobs(policy, agents, temperature) - engine_logprobs(agents)).abs()
+def logprob_gap(policy: Policy, trajectories: Sequence, temperature: float) -> float:
+    """Return the mean |trainer's - engine's log-prob| of the sampled tokens; 0 if there are none. All ranks call it."""
+    gaps = (trainer_logprobs(policy, trajectories, temperature) - engine_logprobs(trajectories)).abs()
     return gaps.sum().item() / max(1, len(gaps))
 
 
-def engine_logprobs(agents: Sequence, start: int = 0) -> Tensor:
+def engine_logprobs(trajectories: Sequence, start: int = 0) -> Tensor:
     """Return the log-probs that the engine reported for the same tokens."""
-    return torch.tensor([p for a in agents for p, m in zip(a.logprobs[start:], a.mask[start:]) if m])
+    return torch.tensor([p for t in trajectories for p, m in zip(t.logprobs[start:], t.mask[start:]) if m])
 
 
 def position_error(policy: Policy, trajectory, renderer: Renderer) -> int:

@@ -2,16 +2,16 @@
 
     sample = engine.generate(ids, frames, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
     engine.update_weights(snapshot_dir, version)                 # safetensors; every later sample carries the version
-    run_all(engine, jobs, 256, on_done)                          # jobs that call the engine, so many at a time
+    run_all(engine, jobs, 256, on_done)                          # jobs that call the engine, 256 at a time
     run_parallel(engine, pool, {name: job}, timeout) -> {name: result}
 
-`generate` blocks, and many threads call it, one per running agent. servers.py asks SGLang, inprocess.py a model in this
-process. Both return exactly the sampled ids and their log-probs, where image and video tokens are masked.
+`generate` blocks, and many threads call it, one per running agent. servers.py asks SGLang; inprocess.py runs a model in
+this process. Both return the sampled ids and their log-probs. Image and video tokens are never sampled.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from runtime.video import Frames
 
 
 class EngineError(RuntimeError):
-    """A request that the engine could not serve; it costs one episode."""
+    """A request that the engine could not serve. It costs one episode."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sample:
     """One sampled turn."""
 
     ids: list[int]  # the stop token included
-    logprobs: list[float]  # log softmax(masked logits / temperature); unscaled where the temperature is 0
+    logprobs: list[float]  # log softmax(masked logits / temperature); with temperature 0 that of the logits themselves
     finish: str  # stop | length
     version: int  # of the weights that sampled it
 
@@ -37,71 +37,76 @@ class Engine(Protocol):
     version: int
 
     def wait_until_ready(self) -> None:
-        """Wait until all servers that were started serve; an EngineError tells of one that does not."""
+        """Wait until the servers serve; raise EngineError if one cannot start."""
 
     def generate(
         self, ids: list[int], frames: Sequence[Frames], *, max_new_tokens: int, temperature: float, seed: int,
-        stop: tuple[int, ...] = (), shared: int = 0,
+        stop: tuple[int, ...] = (), shared_prefix: int = 0,
     ) -> Sample:  # fmt: skip
-        """Continue `ids` until an end token or one in `stop`. Other requests may begin with the first `shared` ids, too."""
+        """Continue `ids` until an end of turn or a token in `stop`. Their first `shared_prefix` ids may be those of other
+        requests as well: the engine reads them once."""
 
     def announce(self, change: int) -> None:
-        """Note that so many more (or fewer) threads are about to call `generate`."""
+        """Take note that `change` more (or, if negative, fewer) threads are about to call `generate`."""
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
         """Load the safetensors of a folder, which must stay until the next update: a restarted server reads them again.
-        `push=False`: another rank loads them into the shared servers, and this one only expects them."""
+        `push=False`: another rank loads them into the servers that both use."""
 
     def close(self) -> None: ...
 
 
 class ActiveCallers:
-    """Counts the threads that can still call the engine, and tells it when their number changes (`engine.announce`). The
-    engine in this process starts a batch once so many threads wait for it. One too few, and batches depend on timing; one
-    too many, and it hangs. Each job that has not ended counts, within [at_least, at_most]."""
+    """Counts the threads that can still call the engine, and announces each change to it. The engine in this process starts
+    a batch once that many threads wait: if it expects too few, batches depend on timing; if too many, it hangs.
+
+    Every job that has not ended counts as a thread, but at least `at_least` and at most `at_most` threads count."""
 
     def __init__(self, engine: Engine, jobs: Iterable, at_least: int, at_most: int):
         self.engine, self.at_least, self.at_most = engine, at_least, at_most
-        self.running, self.lock = set(jobs), threading.Lock()
+        self.unfinished = set(jobs)
+        self.lock = threading.Lock()
         engine.announce(self.count() - at_least)
 
     def count(self) -> int:
-        return max(self.at_least, min(len(self.running), self.at_most))
+        return max(self.at_least, min(len(self.unfinished), self.at_most))
 
-    def leave(self, jobs: Iterable) -> None:
-        """Take note that these jobs have ended, or that nobody waits for them any more."""
+    def remove(self, jobs: Iterable) -> None:
+        """Stop counting jobs that have ended, or for which nobody waits any more."""
         with self.lock:
             before = self.count()
-            self.running.difference_update(jobs)
+            self.unfinished.difference_update(jobs)
             self.engine.announce(self.count() - before)
 
     def run(self, name: Any, job: Callable) -> Any:
         try:
             return job()
         finally:
-            self.leave([name])
+            self.remove([name])
 
 
 def run_all(engine: Engine, jobs: Sequence[Callable], at_once: int, on_done: Callable[[int, Any], None]) -> None:
     """Run jobs, `at_once` at a time, and call on_done(index, result) as each ends, in this thread."""
     workers = min(at_once, len(jobs))
     callers = ActiveCallers(engine, range(len(jobs)), at_least=0, at_most=workers)
-    pool, running = ThreadPoolExecutor(max(1, workers), "episode"), {}
-    try:  # from the first thread on: Ctrl-C may come while one starts, and only a pool that is shut down ends it
+    pool = ThreadPoolExecutor(max(1, workers), "episode")
+    index_of: dict[Future, int] = {}
+    try:  # Ctrl-C may come while jobs are submitted, and only a pool that is shut down ends its threads
         for i, job in enumerate(jobs):
-            running[pool.submit(callers.run, i, job)] = i
-        for future in as_completed(running):
-            on_done(running[future], future.result())
+            index_of[pool.submit(callers.run, i, job)] = i
+        for future in as_completed(index_of):
+            on_done(index_of[future], future.result())
     finally:  # after Ctrl-C or a bug, no further job begins
-        callers.leave([i for future, i in running.items() if future.cancel()])
+        callers.remove([i for future, i in index_of.items() if future.cancel()])
         pool.shutdown(wait=False)
 
 
 def run_parallel(engine: Engine, pool: ThreadPoolExecutor, jobs: dict[Any, Callable], timeout: float) -> dict[Any, Any]:
-    """Run the jobs of a thread that waits for them, all at the same time. Return the results of those that end in time."""
-    # The thread counts already. It calls nothing while it waits, so N jobs add N - 1; when all have ended it calls again.
+    """Run all jobs at the same time and wait for them. Return the results of those that end in time."""
+    # The thread that waits here was announced, and calls nothing meanwhile. So N jobs add N - 1 callers, and the last job
+    # that ends leaves one: this thread.
     callers = ActiveCallers(engine, jobs, at_least=1, at_most=len(jobs))
     futures = {name: pool.submit(callers.run, name, job) for name, job in jobs.items()}
     wait(futures.values(), timeout)
-    callers.leave(jobs)
+    callers.remove(jobs)
     return {name: future.result() for name, future in futures.items() if future.done()}

@@ -2,14 +2,14 @@
 
     engine = InProcess(checkpoint, renderer)                     # see engine.py for the verbs
 
-The requests of all waiting threads become one batch. It is read as the trainer reads a micro-batch: as one sequence in
-which a prompt that several requests share stands once (packing.py). Then its keys are copied to one row per request, padded
-on the left, and tokens are sampled row by row; ended rows leave. A batch starts when everybody whom `announce` announced
-waits. It is sorted, and each row draws from its own seed, so on a CPU a run can be repeated bit for bit unless a call
-outlasts `call_timeout`.
+A batch starts when all callers that were announced wait for their tokens (engine.py):
 
-Not SDPA for the sampled tokens: with a mask it computes all scores in fp32 on a GPU, or, by cuDNN, plans each new length
-of the keys anew.
+    read      all prompts as one packed sequence, in which a prompt that several requests share stands once (packing.py)
+    rows      copy the keys to one row per request, padded on the left
+    sample    a token per row and step, until all rows have ended; rows that have ended leave
+
+Batches are sorted, and each row draws from its own seed. So on a CPU a run can be repeated bit for bit, unless a call
+outlasts `call_timeout`.
 
 Deliberately missing: requests that join a running batch, paged keys, tensor parallelism, and a CUDA stream of its own: on
 one GPU, sampling and training take turns whatever `staleness` says.
@@ -20,6 +20,7 @@ D DeepStack levels.
 
 import atexit
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AttentionInterface, Cache, DynamicLayer, Qwen3VLForConditionalGeneration
 
 from runtime import packing
@@ -37,7 +39,7 @@ from runtime.video import Frames
 
 
 @dataclass
-class _Request:
+class Request:
     """One call of `generate`, and the tokens that were sampled for it so far."""
 
     ids: list[int]
@@ -46,19 +48,19 @@ class _Request:
     temperature: float
     seed: int
     stop: frozenset[int]
-    shared: int  # leading ids that are read once for all requests that begin with them
+    shared_prefix: int  # leading ids that are read once for all requests that begin with them
     result: Future = field(default_factory=Future)  # of the Sample
-    position: int = 0  # of the first sampled token
+    position: int = 0  # M-RoPE's, of the first sampled token
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: bool = False
 
     def __post_init__(self):
-        # Prompts are the same if they have the same ids and show the very same frames.
-        self.prompt = (tuple(self.ids[: self.shared]), tuple(id(clip.pixels) for clip in self.frames))
+        # Two prompts are the same if they have the same ids and show the same frames in memory.
+        self.prompt = (tuple(self.ids[: self.shared_prefix]), tuple(id(clip.pixels) for clip in self.frames))
         self.random = np.random.Generator(np.random.Philox(self.seed))
 
-    def take(self, token: int, logprob: float, version: int) -> None:
+    def append_sampled(self, token: int, logprob: float, version: int) -> None:
         self.sampled.append(token)
         self.logprobs.append(logprob)
         stopped = token in self.stop
@@ -69,35 +71,36 @@ class _Request:
 
 
 class InProcess:
-    """transformers' model with a copy of the weights of its own."""
+    """transformers' model with its own copy of the weights."""
 
     def __init__(
         self, checkpoint: str | Path, renderer: Renderer, device="cpu", dtype="float32", max_batch_tokens=131_072
     ):
         AttentionInterface.register("packed_then_matmul", _packed_then_matmul)
-        AttentionInterface.register("frames_flash", packing.frames_flash_attention)
         self.version = 0
-        self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
+        self.renderer = renderer
+        self.max_batch_tokens = max_batch_tokens
         attention = {"text_config": "packed_then_matmul", "vision_config": "sdpa"}
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
             checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention
         )
-        self.model.model.visual.config._attn_implementation = "frames_flash"  # by its name alone, it may not be loaded
-        packing.embed_by_matmul(self.model.model.visual)
+        packing.prepare_tower(self.model.model.visual)
         self.model.to(device).eval().requires_grad_(False)
         self.kernel = packing.pick_kernel(self.model.device, self.model.dtype)
-        self._queue: list[_Request] = []
-        self._announced, self.closed = 0, False
-        self._changed = threading.Condition()
+        self.closed = False
+        self._queue: list[Request] = []
+        self._announced = 0  # callers that will wait for a sample before they do anything else
+        self._changed = threading.Condition()  # guards the three above
         self._weights = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
-    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
-        shared = min(shared or len(ids), len(ids) - 1)  # the logits of the last one are sampled from
+    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
+        # The last id is never in the shared part: the first token is drawn from its logits.
+        shared_prefix = min(shared_prefix or len(ids), len(ids) - 1)
         stops = frozenset(self.renderer.ends_of_turn) | frozenset(stop)
-        request = _Request(list(ids), tuple(frames), max_new_tokens, temperature, seed, stops, shared)
+        request = Request(list(ids), tuple(frames), max_new_tokens, temperature, seed, stops, shared_prefix)
         with self._changed:
             if self.closed:
                 raise EngineError("the engine is closed")
@@ -130,12 +133,15 @@ class InProcess:
         atexit.unregister(self.close)
 
     def _serve(self) -> None:
-        while True:
+        """Sample one batch after the other, in the engine's thread."""
+        closed = False
+        while not closed:
             with self._changed:
                 self._changed.wait_for(lambda: self.closed or (self._queue and len(self._queue) >= self._announced))
-                waiting, self._queue, closed = self._queue, [], self.closed
-            waiting.sort(key=lambda r: (r.shared, len(r.ids), r.seed))
-            for batch in self._batches(waiting):
+                requests = self._queue
+                self._queue = []
+                closed = self.closed
+            for batch in cut_into_batches(requests, self.max_batch_tokens):
                 try:
                     if closed:
                         raise EngineError("the engine was closed")
@@ -145,40 +151,42 @@ class InProcess:
                     for request in batch:
                         if not request.result.done():
                             request.result.set_exception(error)
-            if closed:
-                return
 
-    def _batches(self, waiting: list[_Request]) -> list[list[_Request]]:
-        """Cut into batches within the token budget, padding included. A quarter may be padding: more batches, more passes."""
-        batches = []
-        for request in waiting:
-            if batches:
-                rows = [*batches[-1], request]
-                longest, max_new = max(len(r.ids) for r in rows), max(r.max_new_tokens for r in rows)
-                padding = sum(longest - len(r.ids) for r in rows)
-                if len(rows) * (longest + max_new) <= self.max_batch_tokens and padding <= self.max_batch_tokens // 4:
-                    batches[-1].append(request)
-                    continue
-            batches.append([request])
-        return batches
+
+def cut_into_batches(requests: Sequence[Request], max_tokens: int) -> list[list[Request]]:
+    """Sort requests and cut them into batches whose rows have at most `max_tokens` keys, padding and tokens to come included.
+    A quarter of that may be padding: a smaller share would need more batches, and each reads the weights once per token."""
+    batches: list[list[Request]] = []
+    for request in sorted(requests, key=lambda r: (r.shared_prefix, len(r.ids), r.seed)):
+        if batches:
+            rows = [*batches[-1], request]
+            longest = max(len(r.ids) for r in rows)
+            max_new = max(r.max_new_tokens for r in rows)
+            padding = sum(longest - len(r.ids) for r in rows)
+            if len(rows) * (longest + max_new) <= max_tokens and padding <= max_tokens // 4:
+                batches[-1].append(request)
+                continue
+        batches.append([request])
+    return batches
 
 
 def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout=None, **_):
-    """transformers' attention interface, [B, heads, L, size] -> [B, L, heads, size]: a packed sequence by its layout, and
-    after it one token per row by plain matrix products. `attention_mask`: which keys of a row are real, [B, 1, 1, L]."""
+    """Answer transformers' attention interface: [B, heads, L, size] -> [B, L, heads, size]. A packed sequence is read by its
+    layout. After it comes one token per row, by plain matrix products: with a mask, SDPA computes all scores in fp32 on a
+    GPU, or, by cuDNN, plans each new length of the keys anew. `attention_mask`: a row's real keys, [B, 1, 1, L]."""
     if key_layout:
         return packing.group_packed_attention(module, query, key, value, None, scaling, key_layout)
     # The query heads that share a key head stand beside each other: one product for them, and no copy of the keys.
     groups = query.shape[1] // key.shape[1]
-    query = query[:, :, 0].unflatten(1, (-1, groups))  # [B, shared heads, groups, size]
+    query = query[:, :, 0].unflatten(1, (-1, groups))  # [B, key heads, groups, size]
     if key.is_cuda:  # products of bf16 stay in fp32 until the softmax, as in the trainer's kernel
         flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
         scores = flat.unflatten(0, query.shape[:2])
     else:
         scores = (query @ key.transpose(-1, -2)).float()
-    scores = scores * scaling  # [B, shared heads, groups, L]
+    scores = scores * scaling  # [B, key heads, groups, L]
     weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
-    out = weights.to(value.dtype) @ value  # [B, shared heads, groups, size]
+    out = weights.to(value.dtype) @ value  # [B, key heads, groups, size]
     return out.flatten(1, 2)[:, None], None
 
 
@@ -191,7 +199,8 @@ class _Keys(DynamicLayer):
             return super().update(key_states, value_states)
         if self.length == self.keys.shape[2]:
             room = (0, 0, 0, self.length // 8 + 16)
-            self.keys, self.values = F.pad(self.keys, room), F.pad(self.values, room)
+            self.keys = F.pad(self.keys, room)
+            self.values = F.pad(self.values, room)
         self.keys[:, :, self.length] = key_states[:, :, 0]
         self.values[:, :, self.length] = value_states[:, :, 0]
         self.length += 1
@@ -201,87 +210,13 @@ class _Keys(DynamicLayer):
 class _Batch:
     """Requests that are sampled together."""
 
-    def __init__(self, engine: InProcess, requests: list[_Request]):
-        self.engine, self.requests = engine, requests
-        self.model, self.renderer = engine.model, engine.renderer
+    def __init__(self, engine: InProcess, requests: list[Request]):
+        self.engine = engine
+        self.requests = requests
+        self.model = engine.model
+        self.renderer = engine.renderer
         self.device = self.model.device
         self.cache = Cache(layer_class_to_replicate=_Keys)
-
-    def _bundles(self) -> tuple[list[Bundle], list[_Request]]:
-        """Return a bundle per prompt, its suffixes the rests of its requests' ids; and the requests in that order."""
-        sharing: dict[tuple, list[_Request]] = {}
-        for request in self.requests:
-            sharing.setdefault(request.prompt, []).append(request)
-
-        bundles, in_order = [], []
-        for requests in sharing.values():
-            shared = requests[0].shared if len(requests) > 1 else 0  # a request alone is read in one piece
-            prompt, frames = requests[0].ids[:shared], requests[0].frames
-            # The clips whose pads stand in the prompt; the others follow it in each request.
-            pads, shown = prompt.count(self.renderer.image_pad), 0
-            while pads > 0:
-                count, height, width, _ = frames[shown].pixels.shape
-                pads -= count * self.renderer.contract.frame_tokens(width, height)
-                shown += 1
-            bundle = Bundle(prompt, [], [], list(frames[:shown]))
-            for request in requests:
-                rest = request.ids[shared:]
-                bundle.suffixes.append(rest)
-                bundle.masks.append([0] * len(rest))
-                bundle.frames += frames[shown:]
-                in_order.append(request)
-            bundles.append(bundle)
-        return bundles, in_order
-
-    def _read(self):
-        """Read all prompts as one sequence, take each row's keys out of it, and return its last hidden state [B, H]."""
-        contract, tower, kernel = self.renderer.contract, self.model.model.visual, self.engine.kernel
-        bundles, self.requests = self._bundles()
-        packed = packing.pack_bundles(bundles, self.renderer.image_pad, contract.cell)
-
-        # Embed the tokens, and put the frames where their pads are. Short clips are encoded together, up to the frames of
-        # an overview, which bounds the memory.
-        parts: list[list[Frames]] = []
-        for clip in [clip for bundle in bundles for clip in bundle.frames]:
-            if not parts or sum(map(len, parts[-1])) + len(clip) > contract.overview_frames:
-                parts.append([])
-            parts[-1].append(clip)
-        features = [packing.encode_frames(tower, part, contract.patch, contract.merge, kernel) for part in parts]
-        ids = torch.from_numpy(packed.ids).to(self.device)[None]  # [1, N]
-        embeds, visual = self.model.get_input_embeddings()(ids), {}
-        if features:
-            features = torch.cat(features, dim=1)  # [1 + D, M, H]
-            pads = ids == self.renderer.image_pad
-            embeds = embeds.masked_scatter(pads[..., None], features[0].to(embeds.dtype))
-            visual = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(features[1:])}
-
-        # Read them.
-        hidden = self.model.model.language_model(
-            inputs_embeds=embeds,
-            position_ids=torch.from_numpy(packed.positions).to(self.device)[:, None],  # [3, 1, N]
-            past_key_values=self.cache,
-            use_cache=True,
-            key_layout=packing.KeyLayout(packed.segments, kernel, self.device),
-            **visual,
-        ).last_hidden_state[0]  # [N, H]
-
-        # Each request makes a row: [1, heads, N, size] -> [B, heads, L, size], padded on the left.
-        prompts = {s.prompt_start for s in packed.segments if s.prompt_stop > s.prompt_start}
-        suffixes = [s for s in packed.segments if s.start not in prompts]
-        longest = max(len(s.key_positions()) for s in suffixes)  # L
-        places = np.zeros((len(suffixes), longest), np.int64)
-        real = np.zeros((len(suffixes), longest), bool)
-        for i, s in enumerate(suffixes):
-            keys = s.key_positions()
-            places[i, -len(keys) :] = keys
-            real[i, -len(keys) :] = True
-            self.requests[i].position = int(packed.positions[:, s.stop - 1].max()) + 1
-        places, self.real = torch.from_numpy(places).to(self.device), torch.from_numpy(real).to(self.device)
-        for layer in self.cache.layers:
-            layer.keys = layer.keys[0][:, places].transpose(0, 1)
-            layer.values = layer.values[0][:, places].transpose(0, 1)
-            layer.length = longest
-        return hidden[places[:, -1]]
 
     @torch.inference_mode()
     def sample(self) -> None:
@@ -292,30 +227,102 @@ class _Batch:
             tokens, logprobs = self._choose(hidden, rows)
             for row, token, logprob in zip(rows, tokens, logprobs):
                 if not row.ended:
-                    row.take(token, logprob, self.engine.version)
+                    row.append_sampled(token, logprob, self.engine.version)
             alive = [i for i, row in enumerate(rows) if not row.ended]
             if not alive:
                 return
+
             # Dropping rows copies all keys, so it waits until an eighth of them have ended.
             if len(alive) <= 7 * len(rows) // 8:
                 kept = torch.tensor(alive, device=self.device)
                 self.cache.batch_select_indices(kept)
                 self.real = self.real[kept]
                 rows = [rows[i] for i in alive]
+
             # Read the new tokens.
-            ids = torch.tensor([[row.sampled[-1]] for row in rows], device=self.device)
-            at = torch.tensor([[row.position + len(row.sampled) - 1] for row in rows], device=self.device)
+            ids = torch.tensor([[row.sampled[-1]] for row in rows], device=self.device)  # [B, 1]
+            positions = torch.tensor([[row.position + len(row.sampled) - 1] for row in rows], device=self.device)
             self.real = F.pad(self.real, (0, 1), value=True)
             hidden = self.model.model.language_model(
                 inputs_embeds=self.model.get_input_embeddings()(ids),
-                position_ids=at.expand(3, -1, -1),
+                position_ids=positions.expand(3, -1, -1),  # time, height, width: equal for text
                 attention_mask=self.real[:, None, None],
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state[:, -1]
         raise EngineError("the engine was closed")
 
-    def _choose(self, hidden, rows: list[_Request]) -> tuple[list[int], list[float]]:
+    def _read(self) -> Tensor:
+        """Read all prompts, and return the hidden state [B, H] from which each row's first token is drawn."""
+        contract = self.renderer.contract
+
+        # 1. Lay the prompts out as one sequence. From here on the requests are in its order.
+        bundles, self.requests = self._bundles()
+        packed = packing.pack_bundles(bundles, self.renderer.image_pad, contract.cell)
+
+        # 2. Encode the frames. Short clips go together, up to the frames of an overview, which bounds the memory.
+        parts: list[list[Frames]] = []
+        for bundle in bundles:
+            for clip in bundle.frames:
+                if not parts or sum(map(len, parts[-1])) + len(clip) > contract.overview_frames:
+                    parts.append([])
+                parts[-1].append(clip)
+        tower, kernel = self.model.model.visual, self.engine.kernel
+        features = [packing.encode_frames(tower, part, contract.patch, contract.merge, kernel) for part in parts]
+        visual = torch.cat(features, dim=1) if features else None  # [1 + D, M, H]
+
+        # 3. Run the text model, which leaves the keys of the sequence in the cache.
+        hidden = packing.run_text_model(
+            self.model, packed, visual, kernel, past_key_values=self.cache, use_cache=True
+        )  # [N, H]
+
+        # 4. Give each request a row of its own: the places of its keys in the sequence, padded on the left.
+        prompts = {s.prompt_start for s in packed.segments if s.prompt_stop > s.prompt_start}
+        suffixes = [s for s in packed.segments if s.start not in prompts]
+        longest = max(len(s.key_positions()) for s in suffixes)  # L
+        places = np.zeros((len(suffixes), longest), np.int64)
+        real = np.zeros((len(suffixes), longest), bool)  # no padding
+        for i, s in enumerate(suffixes):
+            keys = s.key_positions()
+            places[i, -len(keys) :] = keys
+            real[i, -len(keys) :] = True
+            self.requests[i].position = int(packed.positions[:, s.stop - 1].max()) + 1
+        places = torch.from_numpy(places).to(self.device)
+        self.real = torch.from_numpy(real).to(self.device)
+        for layer in self.cache.layers:  # [1, heads, N, size] -> [B, heads, L, size]
+            layer.keys = layer.keys[0][:, places].transpose(0, 1)
+            layer.values = layer.values[0][:, places].transpose(0, 1)
+            layer.length = longest
+        return hidden[places[:, -1]]
+
+    def _bundles(self) -> tuple[list[Bundle], list[Request]]:
+        """Return a bundle per prompt, whose suffixes are the rests of its requests' ids; and the requests in that order."""
+        by_prompt: dict[tuple, list[Request]] = {}
+        for request in self.requests:
+            by_prompt.setdefault(request.prompt, []).append(request)
+
+        bundles = []
+        for requests in by_prompt.values():
+            first = requests[0]
+            length = first.shared_prefix if len(requests) > 1 else 0  # a request alone is read in one piece
+            prompt = first.ids[:length]
+            # The clips whose pads stand in the prompt; the others follow it in each request.
+            shown = 0
+            pads = prompt.count(self.renderer.image_pad)
+            while pads > 0:
+                count, height, width, _ = first.frames[shown].pixels.shape
+                pads -= count * self.renderer.contract.frame_tokens(width, height)
+                shown += 1
+            bundle = Bundle(prompt, [], [], list(first.frames[:shown]))
+            for request in requests:
+                rest = request.ids[length:]
+                bundle.suffixes.append(rest)
+                bundle.masks.append([0] * len(rest))
+                bundle.frames += request.frames[shown:]
+            bundles.append(bundle)
+        return bundles, [request for requests in by_prompt.values() for request in requests]
+
+    def _choose(self, hidden: Tensor, rows: list[Request]) -> tuple[list[int], list[float]]:
         """Draw the next token of each row, and return the tokens and their log-probs."""
         logits = packing.matmul_fp32(hidden, self.model.lm_head.weight.t())  # [B, V]
         logits[:, self.renderer.never_sampled] = -torch.inf
@@ -327,17 +334,9 @@ class _Batch:
         return tokens.tolist(), logprobs.tolist()
 
 
-def draw(logits, temperatures, uniforms):
+def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Draw one token per row [B] from softmax(logits / temperature), greedily where the temperature is 0, and return it
     with its log-prob. A row's token depends on nothing but its logits, temperature and uniform, a number in [0, 1)."""
-    # On a CPU about a MB at a time: larger tensors cost more to allocate than to compute.
-    rows = len(logits) if logits.is_cuda else max(1, 2**18 // logits.shape[1])
-    parts = zip(logits.split(rows), temperatures.split(rows), uniforms.split(rows))
-    tokens, logprobs = zip(*(_draw_rows(*part) for part in parts))
-    return torch.cat(tokens), torch.cat(logprobs)
-
-
-def _draw_rows(logits, temperatures, uniforms):
     tau = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     scaled = logits / tau  # [B, V]
     top = scaled.amax(-1, keepdim=True)

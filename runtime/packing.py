@@ -1,7 +1,7 @@
 """packing.py: several bundles as one flat sequence, each shared prompt once, and the attention that keeps them apart.
 
     packed = pack_bundles(bundles, image_pad, cell)          # ids, positions, segments, and where the targets are
-    layout = KeyLayout(packed.segments, kernel, device)      # what group_packed_attention needs of it
+    hidden = run_text_model(model, packed, visual, kernel)   # [L, H]; policy.py and inprocess.py both read like this
 
     tokens      prompt a | suffix a1 | suffix a2 | prompt b | suffix b1 | ...
     positions   0 .. p-1 | p p+1 ... | p p+1 ... | 0 ...                         p: M-RoPE's position after the prompt
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AttentionInterface
 
 from runtime.render import Bundle
 from runtime.video import Frames
@@ -30,14 +31,16 @@ from runtime.visual import patchify
 
 
 class Segment(NamedTuple):
-    """Tokens [start, stop) of the flat sequence; they see tokens [prompt_start, prompt_stop) and, causally, themselves."""
+    """A prompt or a suffix: tokens [start, stop) of the flat sequence. Each of them sees tokens [prompt_start, prompt_stop)
+    and the segment's own tokens up to itself. A prompt has an empty prompt before it."""
 
     start: int
     stop: int
     prompt_start: int
     prompt_stop: int
 
-    def key_positions(self) -> np.ndarray:  # by its last token
+    def key_positions(self) -> np.ndarray:
+        """Return the places of all keys that the segment's last token sees."""
         return np.concatenate([np.arange(self.prompt_start, self.prompt_stop), np.arange(self.start, self.stop)])
 
 
@@ -60,13 +63,15 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
     text goes on at p + max(rows, columns). `images` are (rows, columns) and may reach beyond this piece."""
     positions = np.empty((3, len(ids)), np.int64)
     pads = np.flatnonzero(ids == image_pad)
-    at, used, shown, position = 0, 0, 0, start  # tokens, pads and images placed, the next position
+    at = used = shown = 0  # tokens, pads and images placed so far
+    position = start
     while at < len(ids):
         # text up to the next image, or to the end
         text_end = pads[used] if used < len(pads) else len(ids)
         count = text_end - at
         positions[:, at:text_end] = position + np.arange(count)
-        at, position = text_end, position + count
+        at = text_end
+        position += count
         if used == len(pads):
             break
         # one image
@@ -82,7 +87,10 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
         positions[0, at:stop] = position
         positions[1, at:stop] = position + row
         positions[2, at:stop] = position + column
-        at, used, shown, position = stop, used + count, shown + 1, position + max(rows, columns)
+        at = stop
+        used += count
+        shown += 1
+        position += max(rows, columns)
     return positions, position, shown
 
 
@@ -115,7 +123,8 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
             if not bundle.prompt and mask[:1] == [1]:
                 raise ValueError("nothing stands before the first token of a row without a prompt: its mask must be 0")
             suffix = np.array(suffix, np.int64)
-            start, end = end, end + len(suffix)
+            start = end
+            end += len(suffix)
             placed, _, shown = rope_positions(suffix, images, image_pad, start=after_prompt)
             images = images[shown:]
             ids.append(suffix)
@@ -144,20 +153,24 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
 
 
 class KeyLayout:
-    """Which keys each query sees, in the form that the kernel wants; made once per pass, used by every text block."""
+    """The keys that each query sees, in the form that the kernel wants; made once per pass, used by every text block."""
 
     def __init__(self, segments: list[Segment], kernel: str, where: torch.device):
         self.segments, self.kernel = segments, kernel
         if kernel == "sdpa":
             self.masks = []
             for s in segments:
-                seen, own, mask = s.prompt_stop - s.prompt_start, s.stop - s.start, None
-                if seen:  # all of the prompt, and the suffix up to the query (`is_causal` would align top-left)
-                    mask = torch.ones(own, seen + own, dtype=torch.bool, device=where).tril(seen)
-                self.masks.append(mask)
+                prompt = s.prompt_stop - s.prompt_start
+                own = s.stop - s.start
+                if prompt:  # all of it, and the suffix up to the query (`is_causal` would align top-left)
+                    mask = torch.ones(own, prompt + own, dtype=torch.bool, device=where).tril(prompt)
+                    self.masks.append(mask)
+                else:
+                    self.masks.append(None)
             return
         # One call for all segments, whose keys must be consecutive: each suffix repeats its prompt's.
-        keys, query_ends, key_ends = [], [0], [0]
+        keys = []
+        query_ends, key_ends = [0], [0]
         for s in segments:
             keys.append(s.key_positions())
             query_ends.append(query_ends[-1] + s.stop - s.start)
@@ -171,8 +184,7 @@ class KeyLayout:
 
 def group_packed_attention(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout, **_):
     """Answer transformers' attention interface: [1, heads, L, size] -> [1, L, heads, size], for text blocks only.
-
-    Whoever calls the text model passes `key_layout`, which transformers hands down to every block."""
+    `run_text_model` passes `key_layout`, which transformers hands down to every block."""
     if key_layout.kernel == "sdpa":
         return _attend_by_segment(query, key, value, key_layout, scaling), None
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, size]
@@ -185,8 +197,6 @@ def frames_flash_attention(
     module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_kernel: str, longest_frame: int, **_
 ):
     """Let each frame attend to itself, many frames in one call: [1, heads, P, size] -> [1, P, heads, size].
-
-    transformers gives the frames' ends to functions whose name contains "flash"; others it calls once per frame.
     `encode_frames` passes the kernel, and the patches of the largest frame."""
     if frame_kernel != "sdpa":
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [P, heads, size]
@@ -194,7 +204,8 @@ def frames_flash_attention(
         return _attend_varlen(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
 
     # SDPA wants a batch of one length: frames that follow each other and are equally large.
-    out, start = [], 0
+    out = []
+    start = 0
     lengths, counts = cu_seq_lens_q.diff().unique_consecutive(return_counts=True)
     for length, count in zip(lengths.tolist(), counts.tolist()):
         stop = start + count * length
@@ -212,8 +223,13 @@ def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
-def embed_by_matmul(vision) -> None:
-    """Have the tower embed patches by a matrix product: they come flattened, and Conv3d is several times slower."""
+def prepare_tower(vision) -> None:
+    """Give the vision tower our attention, and embed its patches by a matrix product: they come flattened, and Conv3d is
+    several times slower."""
+    # transformers gives the frames' ends to functions whose name contains "flash", and calls others once per frame. The
+    # name is set after construction: a constructor that reads "flash" looks for the flash-attn package.
+    AttentionInterface.register("frames_flash", frames_flash_attention)
+    vision.config._attn_implementation = "frames_flash"
     embed = vision.patch_embed
     embed.forward = lambda x: F.linear(x.to(embed.proj.weight.dtype), embed.proj.weight.flatten(1), embed.proj.bias)
 
@@ -226,8 +242,30 @@ def encode_frames(vision, clips: Sequence[Frames], patch: int, merge: int, kerne
     # all the same, and computes their positions once.
     runs, counts = grid.unique_consecutive(dim=0, return_counts=True)
     runs[:, 0] = counts
-    seen = vision(patches, grid_thw=runs.to(vision.device), frame_kernel=kernel, longest_frame=longest)
-    return torch.stack([seen.pooler_output, *seen.deepstack_features])
+    encoded = vision(patches, grid_thw=runs.to(vision.device), frame_kernel=kernel, longest_frame=longest)
+    return torch.stack([encoded.pooler_output, *encoded.deepstack_features])
+
+
+def run_text_model(model, packed: Packed, visual: Tensor | None, kernel: str, **cache) -> Tensor:
+    """Run a Qwen3-VL's text model over a packed sequence; return its last hidden states [L, H]. `visual` [1 + D, M, H] comes
+    from `encode_frames`; None: there is no frame."""
+    text = model.model.language_model
+    where = text.norm.weight.device
+    ids = torch.from_numpy(packed.ids).to(where)[None]  # [1, L]
+    embeds = text.embed_tokens(ids)  # [1, L, H]
+    levels = {}
+    if visual is not None:  # the frames' embeddings stand where their pads are, and DeepStack adds its levels there
+        pads = ids == model.config.image_token_id  # [1, L]
+        embeds = embeds.masked_scatter(pads[..., None], visual[0].to(embeds.dtype))
+        levels = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(visual[1:])}
+    return text(
+        inputs_embeds=embeds,
+        # Three rows: time, height, width. A fourth would be read as text positions, and split where they restart.
+        position_ids=torch.from_numpy(packed.positions).to(where)[:, None],  # [3, 1, L]
+        key_layout=KeyLayout(packed.segments, kernel, where),
+        **levels,
+        **cache,
+    ).last_hidden_state[0]
 
 
 def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
@@ -277,11 +315,10 @@ def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
     bins: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        best = None
-        for b in range(len(bins)):
-            if room[b] >= lengths[i] and (best is None or room[b] < room[best]):
-                best = b
-        if best is None:
+        wide_enough = [b for b in range(len(bins)) if room[b] >= lengths[i]]
+        if wide_enough:
+            best = min(wide_enough, key=lambda b: room[b])
+        else:
             best = len(bins)
             bins.append([])
             room.append(limit)

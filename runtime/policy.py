@@ -9,7 +9,7 @@
 
 One forward serves the training pass, the reference and the check of the engine's log-probs. It reads several bundles
 as one flat sequence in which the prompt of a group stands once (packing.py). Logits exist for one chunk of target tokens
-at a time, in the backward pass too.
+at a time, even in the backward pass.
 
 The ranks of a node shard the text blocks with FSDP2, and each node has all shards (HSDP). Gradients of all ranks add up
 (a loss divides by the count of all ranks). Each forward runs the same collectives whatever it is given: no bundles, no
@@ -64,12 +64,10 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.cfg, self.never_sampled = model, cfg, list(never_sampled)
         self.dtype = torch.float32  # of computation; `load` sets it and the kernel
-        # After construction: a constructor that reads "flash" looks for the flash-attn package.
-        self.vision.config._attn_implementation = "frames_flash"
         self.kernel = "sdpa"  # what computes attention: "sdpa" in a call per segment, the others in one call for all
         self.vision_frozen = "vision" in cfg.freeze
         self.patch, self.merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
-        packing.embed_by_matmul(self.vision)
+        packing.prepare_tower(self.vision)
 
     @property
     def vision(self) -> nn.Module:
@@ -92,42 +90,26 @@ class Policy(nn.Module):
     ) -> TokenScores:
         """Score every token whose mask is 1, given what stands before it: log softmax(logits / temperature)."""
         # lay the bundles out as one sequence, each prompt once
-        image_pad = self.model.config.image_token_id
-        packed = packing.pack_bundles(bundles, image_pad, self.patch * self.merge)
+        packed = packing.pack_bundles(bundles, self.model.config.image_token_id, self.patch * self.merge)
         forbidden = set(self.never_sampled) & set(packed.targets.tolist())
         if forbidden:
             raise ValueError(f"tokens {sorted(forbidden)} have mask 1, but they are never sampled")
-        ids = torch.from_numpy(packed.ids).to(self.device)  # [L]
         sources = torch.from_numpy(packed.sources).to(self.device)  # [N]
         targets = torch.from_numpy(packed.targets).to(self.device)  # [N]
 
-        # look at the frames, unless the caller has done so
+        # encode the frames, unless the caller has done so
         if features is None:
             visual = self._encode_frames([clip for bundle in bundles for clip in bundle.frames])  # [1 + D, M, H]
         else:
             visual = torch.cat([self._encode_frames([]), *features], dim=1)
 
-        # embed the tokens, and put the frames where their pads are
-        pads = (ids == image_pad)[None]  # [1, L]
-        hidden = self.text.embed_tokens(ids)[None]  # [1, L, H]
-        hidden = hidden.masked_scatter(pads[..., None], visual[0].to(hidden.dtype))
-
         # run the text model, and keep what predicts a target
-        hidden = self.text(
-            inputs_embeds=hidden,
-            # Three rows: time, height, width. A fourth would be read as text positions, and split where they restart.
-            position_ids=torch.from_numpy(packed.positions).to(self.device)[:, None],  # [3, 1, L]
-            visual_pos_masks=pads,
-            deepstack_visual_embeds=list(visual[1:]),
-            key_layout=packing.KeyLayout(packed.segments, self.kernel, self.device),
-            use_cache=False,
-        ).last_hidden_state[0, sources]  # [N, H]
+        hidden = packing.run_text_model(self.model, packed, visual, self.kernel, use_cache=False)[sources]  # [N, H]
 
         # score chunk by chunk
         score = functools.partial(self._score, temperature=temperature)
-        return TokenScores(
-            *_ChunkedScores.apply(hidden, self.model.lm_head.weight, targets, score, self.cfg.logit_chunk)
-        )
+        head = self.model.lm_head.weight
+        return TokenScores(*_ChunkedScores.apply(hidden, head, targets, score, self.cfg.logit_chunk))
 
     def _encode_frames(self, clips: Sequence[Frames]) -> Tensor:
         """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
@@ -158,8 +140,8 @@ class Policy(nn.Module):
 class _ChunkedScores(torch.autograd.Function):
     """Score chunk by chunk, and again chunk by chunk in the backward pass, so that logits exist for one chunk at a time.
 
-    Logits, and the head's gradient until it is whole, are fp32 also where all else is bf16. (`recompute` would let autograd
-    sum the head's gradient over the chunks in the head's dtype: bf16 loses what is small beside the sum.)"""
+    Logits and the head's gradient are fp32 even where all else is bf16. (`recompute` would let autograd sum the head's
+    gradient over the chunks in the head's dtype: bf16 loses what is small beside the sum.)"""
 
     @staticmethod
     def forward(ctx, hidden, head, targets, score, chunk):
@@ -178,7 +160,8 @@ class _ChunkedScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, _):
         hidden, head, targets = ctx.saved_tensors
-        hidden_grads, head_grad = [], torch.zeros_like(head, dtype=torch.float32)
+        hidden_grads = []
+        head_grad = torch.zeros_like(head, dtype=torch.float32)
         chunks = list(zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), grad.split(ctx.chunk)))
         for h, t, g in reversed(chunks):  # the order in which autograd would do it
             logits = packing.matmul_fp32(h, head.t()).requires_grad_()  # [n, V]
@@ -205,7 +188,10 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     """Build the policy on the meta device, shard it, then let every rank read its own rows of each weight.
 
     `train=False` holds the weights in the dtype of computation and without gradient: the reference policy."""
-    path, where, dtype = checkpoint_dir(cfg.checkpoint), device(), dtype_of(cfg, train)
+    path = checkpoint_dir(cfg.checkpoint)
+    where = device()
+    dtype = dtype_of(cfg, train)
+
     # shapes and dtypes
     policy = empty(AutoConfig.from_pretrained(path), cfg, never_sampled)
     policy.dtype = dtype
@@ -245,10 +231,11 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
 def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where: torch.device) -> None:
     """Shard the weights over the ranks of a node, each block as a unit and the rest as the root; a frozen tower stays whole.
     Every node has all shards, so that weights never travel between nodes: gradients do (`sum_over_nodes`)."""
-    shape, names = (world_size(),), ("ranks",)
-    if local_size() < world_size():
-        shape, names = (world_size() // local_size(), local_size()), ("nodes", "ranks")
-    mesh = dist.init_device_mesh(where.type, shape, mesh_dim_names=names)
+    if local_size() == world_size():
+        mesh = dist.init_device_mesh(where.type, (world_size(),), mesh_dim_names=("ranks",))
+    else:
+        shape = (world_size() // local_size(), local_size())
+        mesh = dist.init_device_mesh(where.type, shape, mesh_dim_names=("nodes", "ranks"))
     whole = set(policy.vision.parameters()) if policy.vision_frozen else set()
     # Without cast_forward_inputs the vision tower's rotary angles stay fp32, as in transformers.
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
@@ -260,8 +247,8 @@ def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where
 
 
 def sum_over_nodes(policy: nn.Module, now: bool) -> None:
-    """Let the next backward passes add up gradients over the nodes, too, or only over the ranks of each. Once per update is
-    enough: in its last pass."""
+    """Choose whether the next backward passes add up gradients over all nodes or only over the ranks of each. Once per
+    update is enough: in its last pass."""
     if isinstance(policy, FSDPModule):
         policy.set_requires_all_reduce(now)
 
@@ -273,7 +260,6 @@ def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequenc
     for part in (model_config, model_config.text_config, model_config.vision_config):
         part.dtype = torch.float32  # of master weights: transformers would build each part in the dtype that it names
     AttentionInterface.register("group_packed", packing.group_packed_attention)
-    AttentionInterface.register("frames_flash", packing.frames_flash_attention)
     model_config.text_config._attn_implementation = "group_packed"
     model_config.vision_config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -291,7 +277,8 @@ def _read_weights(model: nn.Module, path: Path) -> None:
             for name in tensors.keys():  # noqa: SIM118
                 if name not in missing:
                     continue
-                parameter, stored = missing.pop(name).detach(), tensors.get_slice(name)
+                parameter = missing.pop(name).detach()
+                stored = tensors.get_slice(name)
                 if stored.get_shape() != list(parameter.shape):  # slices would hide rows too many
                     raise ConfigError(f"{file}: {name} is {stored.get_shape()}, by config.json {list(parameter.shape)}")
                 start = 0
@@ -340,7 +327,7 @@ def clip_gradients(policy: nn.Module, largest: float) -> float:
 
 
 def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimConfig, step: int, steps: int) -> float:
-    """Clip, step, forget the gradient; return its norm. If that is not finite, weights and moments stay as they are."""
+    """Clip, step, forget the gradient; return its norm. If that is not finite, weights and moments stay unchanged."""
     norm = clip_gradients(policy, cfg.max_grad_norm)
     if math.isfinite(norm):
         for group in optimizer.param_groups:

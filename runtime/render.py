@@ -6,8 +6,8 @@
 A message is {"role": system|user|assistant|tool, "content": str | list of str and Frames}. Each frame becomes its time
 stamp followed by an image: `<12.5 seconds><|vision_start|><|image_pad|>...<|vision_end|>`.
 
-Text from outside can never become a control token: every added token that it spells is tokenised as ordinary characters,
-whoever's turn it stands in, a row's system prompt too. Only a text that we mark as our own (`Live`) is read as it is.
+Text from outside can never become a control token: every added token that it spells is tokenised as ordinary characters, in
+each role's turns, even in a row's system prompt. In a text that we mark as our own (`Live`) control tokens stay alive.
 """
 
 import codecs
@@ -23,6 +23,8 @@ from runtime.visual import ContractError, VisualContract, read_json
 VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 NEVER_SAMPLED = (IMAGE_PAD, "<|video_pad|>", VISION_START, VISION_END)  # banned in the engine, masked in the softmax
 END_OF_TURN = "<|im_end|>"
+THINK_PREFIX = "<think>\n"  # opens every turn of a main agent: rollouts force it, rows of SFT are made to begin so
+NO_REPORT = "(empty report)"  # stands for a tool's result without text
 
 
 def load_tokenizer(checkpoint: str | Path):
@@ -54,12 +56,12 @@ class Bundle:
         return len(self.prompt) + sum(map(len, self.suffixes))
 
 
-# A private-use character inside a control token that outside text spells: `encode` cuts there, so no token matches.
+# `inert` puts this private-use character into control tokens that outside text spells: `encode` cuts there, so none matches.
 # It is removed from outside text, and so are lone surrogates (half an emoji in somebody's JSON), which no tokenizer takes.
 _CUT = "\U000f0000"
 _REMOVED = re.compile(f"[\ud800-\udfff{_CUT}]")
 _ASSISTANT = "<|im_start|>assistant\n"
-_SAID = re.compile(rf"(?<={re.escape(_ASSISTANT)})(.*?{re.escape(END_OF_TURN)})", re.DOTALL)  # one assistant turn
+_ASSISTANT_TURN = re.compile(rf"(?<={re.escape(_ASSISTANT)})(.*?{re.escape(END_OF_TURN)})", re.DOTALL)
 
 
 class Live(str):
@@ -86,7 +88,8 @@ class Renderer:
         added = tokenizer.added_tokens_decoder.values()
         self._control = _any_of([token.content for token in added])
         self._special = _any_of([token.content for token in added if token.special])
-        self.image_pad, self.end_of_turn = (tokenizer.convert_tokens_to_ids(t) for t in (IMAGE_PAD, END_OF_TURN))
+        self.image_pad = tokenizer.convert_tokens_to_ids(IMAGE_PAD)
+        self.end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self.ends_of_turn = self._read_ends_of_turn()  # <|im_end|> first, then others of the checkpoint
         self.never_sampled = [i for i in tokenizer.convert_tokens_to_ids(list(NEVER_SAMPLED)) if i is not None]
@@ -94,7 +97,7 @@ class Renderer:
     def render(self, messages: list[dict], tools: list[dict] | None = None, generate: bool = False) -> Rendered:
         """Tokenise the whole conversation; `generate` appends the opening of the next assistant turn."""
         text, frames = self._text(messages, tools, generate)
-        pieces = _SAID.split(text)  # every second one is an assistant's turn: outside text cannot spell its bounds
+        pieces = _ASSISTANT_TURN.split(text)  # every second one is such a turn: outside text cannot spell its bounds
         if len(pieces) // 2 != sum(message["role"] == "assistant" for message in messages):
             raise ContractError(f"the chat template does not write assistant turns as {_ASSISTANT!r} ... {END_OF_TURN}")
         ids, mask = [], []
@@ -102,7 +105,7 @@ class Renderer:
             tokens = self.encode(piece)
             ids += tokens
             mask += [i % 2] * len(tokens)
-        return Rendered(*self._expand(ids, mask, frames), frames)
+        return self._expand(ids, mask, frames)
 
     def continuation(self, contents: list[str | list], role: str = "tool") -> Rendered:
         """Tokenise what follows a sampled assistant turn: one user turn with a response per call (role = "user": plain
@@ -111,7 +114,7 @@ class Renderer:
         messages += [{"role": role, "content": content} for content in contents]
         text, frames = self._text(messages, None, generate=True)
         ids = self.encode(text.partition(_ASSISTANT + END_OF_TURN)[2])
-        return Rendered(*self._expand(ids, [0] * len(ids), frames), frames)
+        return self._expand(ids, [0] * len(ids), frames)
 
     def encode(self, text: str) -> list[int]:
         """Tokenise our own text. Control tokens in it are live, except where `inert` has cut them."""
@@ -136,6 +139,13 @@ class Renderer:
         bytes: then their spans overlap. Bytes that are no UTF-8 read as U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         complete = 0  # characters that the bytes so far have completed
+
+        def read(part: bytes) -> int:
+            """Read more bytes; return how many characters have begun by then."""
+            nonlocal complete
+            complete += len(decoder.decode(part))
+            return complete + len(decoder.getstate()[0].decode("utf-8", "replace"))
+
         spans = []
         for piece in self.tokenizer.convert_ids_to_tokens(ids):
             piece = piece or ""  # rows of the embedding without a token have no text
@@ -143,13 +153,10 @@ class Renderer:
                 data = bytes([self._byte_of[character] for character in piece])
             except KeyError:  # an added token, which may hold any characters
                 data = piece.encode()
-            begun = []  # characters that have begun when the token's first byte has been read, and its last
-            for part in (data[:1], data[1:]):
-                complete += len(decoder.decode(part))
-                unfinished = decoder.getstate()[0].decode("utf-8", "replace")
-                begun.append(complete + len(unfinished))
-            start = begun[0] - 1 if data else begun[0]  # the first byte stands in the last character that has begun
-            spans.append((start, begun[1]))
+            start = read(data[:1])
+            if data:
+                start -= 1  # the first byte stands in the last character that has begun
+            spans.append((start, read(data[1:])))
         return spans
 
     def _read_ends_of_turn(self) -> tuple[int, ...]:
@@ -162,37 +169,43 @@ class Renderer:
     def compact(self, ids: list[int]) -> list[int]:
         """Keep one image pad per image: the form that SGLang takes (it expands them again)."""
         kept = []
-        for token, before in zip(ids, [None, *ids]):
-            if token != self.image_pad or before != self.image_pad:
+        for i, token in enumerate(ids):
+            if token != self.image_pad or i == 0 or ids[i - 1] != self.image_pad:
                 kept.append(token)
         return kept
 
     def _text(self, messages: list[dict], tools: list[dict] | None, generate: bool) -> tuple[str, list[Frames]]:
-        frames, plain = [], []
+        """Return the conversation as the chat template writes it, one image pad per frame, and its clips."""
+        clips = []
+        chat = []  # the messages in transformers' form
         for message in messages:
             role, content = message["role"], message["content"]
-            rendered = []
+            parts = []
             for part in [content] if isinstance(content, str) else _joined(content):
                 if isinstance(part, Frames):
-                    frames.append(part)
+                    clips.append(part)
                     for i, time in enumerate(part.times):  # None: a still image, which has no time
                         stamp = "" if time is None else self.contract.stamp.format(time, i=i, clock=clock(time))
-                        rendered += [{"type": "text", "text": stamp}, {"type": "image"}]
+                        parts += [{"type": "text", "text": stamp}, {"type": "image"}]
                 else:
                     text = part if isinstance(part, Live) else self.inert(part, role)
-                    rendered.append({"type": "text", "text": text})
-            plain.append({"role": role, "content": rendered})
-        text = self.tokenizer.apply_chat_template(plain, tools=tools, tokenize=False, add_generation_prompt=generate)
-        return text, frames
+                    parts.append({"type": "text", "text": text})
+            chat.append({"role": role, "content": parts})
+        text = self.tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=generate)
+        return text, clips
 
-    def _expand(self, ids: list[int], mask: list[int], frames: list[Frames]) -> tuple[list[int], list[int]]:
-        sizes = [self.contract.frame_tokens(c.pixels.shape[2], c.pixels.shape[1]) for c in frames for _ in c.times]
+    def _expand(self, ids: list[int], mask: list[int], frames: list[Frames]) -> Rendered:
+        """Repeat the image pad of each frame, once per visual token."""
+        sizes = []
+        for clip in frames:
+            height, width = clip.pixels.shape[1:3]
+            sizes += [self.contract.frame_tokens(width, height)] * len(clip.times)
         pads = [i for i, token in enumerate(ids) if token == self.image_pad]
         if len(pads) != len(sizes):
             raise ContractError(f"the chat template made {len(pads)} image pads for {len(sizes)} frames")
         repeat = np.ones(len(ids), int)
         repeat[pads] = sizes
-        return np.repeat(ids, repeat).tolist(), np.repeat(mask, repeat).tolist()
+        return Rendered(np.repeat(ids, repeat).tolist(), np.repeat(mask, repeat).tolist(), frames)
 
 
 def _any_of(tokens: list[str]) -> re.Pattern:

@@ -1,12 +1,12 @@
-"""run.py: what SFT and RL share: a run in its folder, the state it goes on from, its metrics, its result.
+"""run.py: what SFT and RL share: the run's folder, the state it resumes from, its metrics, its result.
 
-    run = Run(cfg, "rl", SHOWN, policy, optimizer)    # goes on from the newest state in RUN/state
+    run = Run(cfg, "rl", SHOWN, policy, optimizer)    # resumes from the newest state in RUN/state
     for step in range(run.done, cfg.steps):
-        run.log(step, measured)                       # a line of RUN/metrics.jsonl
-        run.save(step)                                # where it is time
+        run.log(step, measured)                       # appends a line to RUN/metrics.jsonl
+        run.save(step)                                # every cfg.save_every steps
     run.export()                                      # RUN/model
 
-checks.open_run holds the folder's lock meanwhile. All ranks call all of this.
+checks.open_run holds the folder's lock. All ranks call all of these functions.
 """
 
 import math
@@ -31,19 +31,19 @@ from runtime.visual import ContractError
 
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
-MAX_BAD_STEPS = 5  # updates whose gradient is not finite are skipped; more than this many stop the run
+MAX_BAD_STEPS = 5  # an update whose gradient is not finite is skipped; more of them than this stop the run
 
 
 def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None:
-    """Refuse a run that has no room on this machine's GPUs."""
+    """Refuse a run that does not fit on this machine's GPUs."""
     if torch.cuda.is_available():
         for plan in plans(replace(cfg, plan=replace(cfg.plan, gpus=local_size()))):
             plan.check(cfg.plan.gpu_gib)
-    meta_policy(cfg.policy)  # refuses a model of another family
+    meta_policy(cfg.policy)  # refuses other model families
 
 
 def dry_run(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
-    """Check memory, data and checkpoint without loading weights (--dry-run); exit status 1 if that is not there yet."""
+    """Check memory, data and checkpoint without loading weights (--dry-run). Exit status 1: the checkpoint does not exist yet."""
     check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
     check_run(cfg)
     for plan in plans(cfg):
@@ -73,7 +73,7 @@ class Clock:
 
 
 class Run:
-    """Where a run stands: steps done, steps skipped, and what it has measured."""
+    """The progress of a run: steps done, steps skipped, metrics."""
 
     def __init__(self, cfg: RunConfig, name: str, shown: Sequence[str], policy: Policy, optimizer: Optimizer):
         self.cfg, self.folder, self.policy, self.optimizer = cfg, Path(cfg.run), policy, optimizer
@@ -82,31 +82,31 @@ class Run:
         if self.done >= cfg.steps:
             print0(f"{self.folder}: finished; the model of step {self.done} is exported again")
         elif self.done:
-            print0(f"{self.folder}: goes on after step {self.done} of {cfg.steps}")
+            print0(f"{self.folder}: resumes after step {self.done} of {cfg.steps}")
         else:
-            print0(f"{self.folder}: starts anew from {policy.cfg.checkpoint}")
+            print0(f"{self.folder}: starts from {policy.cfg.checkpoint}")
         if rank() == 0:
             save_run(cfg, self.folder, checkpoint=weights_digest(Path(policy.cfg.checkpoint)))
             self.metrics = Metrics(cfg, name, self.done, shown)
 
     def is_time(self, step: int, every: int) -> bool:
-        """Return whether to do after this step what is done every so many steps, and at the end."""
+        """Return whether something that happens every so many steps, and after the last one, happens after this step."""
         return (step + 1) % every == 0 or step + 1 == self.cfg.steps
 
     def log(self, step: int, measured: dict[str, float]) -> None:
-        """Write down what a step measured. A step whose gradient was not finite counts as bad; too many stop the run."""
-        self.good = math.isfinite(measured["grad_norm"])  # `save` asks
+        """Write a step's metrics. A step whose gradient was not finite counts as bad; too many bad steps stop the run."""
+        self.good = math.isfinite(measured["grad_norm"])  # read by `save`
         self.bad_steps += not self.good
         lr = learning_rate(self.cfg.optim, step, self.cfg.steps)
         measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
-            with tqdm.external_write_mode():  # the next batch's bar may be on the screen
+            with tqdm.external_write_mode():  # the next batch's progress bar may be on the screen
                 self.metrics.write(step, measured)
         if self.bad_steps > MAX_BAD_STEPS:
             raise FloatingPointError(f"{self.bad_steps} gradients not finite (limit {MAX_BAD_STEPS}): lower optim.lr")
 
     def save(self, step: int) -> None:
-        """Save a state to go on from, where it is time and the step's gradient was finite."""
+        """Save a state every `save_every` steps, unless the step's gradient was not finite."""
         if self.is_time(step, self.cfg.save_every) and self.good:
             extra = {"bad_steps": self.bad_steps}
             save_state(self.folder / "state", self.policy, self.optimizer, step + 1, self.cfg.keep, extra)

@@ -1,6 +1,6 @@
-"""settings.py: the sections of a config whose own modules import torch, and what SFTConfig and RLConfig share.
+"""settings.py: the config sections of modules that import torch, and RunConfig, which SFTConfig and RLConfig extend.
 
-They are kept apart from those modules, so that a script can read its command line before it imports torch.
+This module does not import torch, so a script can read its command line before it does.
 """
 
 import importlib.util
@@ -12,23 +12,33 @@ from runtime.config import refuse_below_1
 from runtime.dataset import DataConfig
 from runtime.visual import VisualContract
 
+# Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
+# steps and rows. A name without a dot stands for the whole section. In data.sources only the paths may change.
+MAY_CHANGE = {
+    "run", "steps", "save_every", "keep", "decoders", "plan", "grpo.train_tokens", "pack_tokens",
+    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
+    "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
+    "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
+    "report_to", "data.video_root", "data.max_bad_fraction", "optim",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Which model, and how it is held and run."""
+    """Which model to train, and how to store and run it."""
 
     checkpoint: str
     """A Hugging Face folder of a dense Qwen3-VL, or its name on the hub."""
     family: str = ""
-    """What --dry-run plans with as long as `checkpoint` is not there: another folder, or a published name."""
+    """The model that --dry-run plans for while `checkpoint` does not exist yet: a folder or a published name."""
     freeze: tuple[Literal["vision"], ...] = ("vision",)
-    """`[vision]` keeps the vision tower as it is: whole on every rank, run without gradient. `[]` trains everything."""
+    """[vision]: the vision tower does not train; every rank holds all of it. []: everything trains."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of computation; master weights and gradient sums are fp32 in any case. auto: bf16 on a GPU, fp32 on a CPU."""
+    """Dtype of the computation. auto: bf16 on a GPU, fp32 on a CPU. Master weights and gradient sums are always fp32."""
     activation_checkpointing: bool = True
-    """Keep only the input of each block and compute the rest again in the backward pass."""
+    """Store only each block's input, and recompute the rest in the backward pass."""
     logit_chunk: int = 1024
-    """Target tokens whose logits exist at the same time (fp32: 4 bytes x vocabulary each, several copies)."""
+    """Target tokens whose logits are in memory at the same time (several fp32 copies of the vocabulary each)."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +47,9 @@ class OptimConfig:
 
     lr: float = 2e-6
     schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up. cosine falls towards zero, which it would reach one step after the last."""
+    """The rate after the warm-up. cosine reaches zero one step after the last."""
     warmup: float = 0.0
-    """Share of the run's steps in which the learning rate rises from zero."""
+    """Share of the steps in which the rate rises from zero."""
     weight_decay: float = 0.01
     betas: tuple[float, ...] = (0.9, 0.999)
     max_grad_norm: float = 1.0
@@ -52,22 +62,22 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig:
-    """What an update does with a batch of episodes."""
+    """How a batch of episodes becomes an update."""
 
     group_size: int = 8
     """G: episodes per task."""
     kl_coef: float = 0.01
     """beta; 0 loads no reference."""
     clip_eps: float = 0.2
-    """The ratio is clipped to 1 - eps .. 1 + eps. With one minibatch it is 1, and the clip is inert."""
+    """The ratio is clipped to 1 - eps .. 1 + eps. With one minibatch the ratio is 1 and the clip has no effect."""
     clip_eps_high: float | None = None
-    """eps for ratios above 1; null: the same."""
+    """eps for ratios above 1. null: the same eps."""
     normalise: Literal["group", "batch"] = "group"
-    """group: mean and std of the group. batch: then also divided by the batch's std, small where groups are flat."""
+    """group: by the group's mean and std. batch: then also by the batch's std, which is small if many groups are flat."""
     behaviour_cap: float = 5.0
-    """Tokens with pi_prox / pi_behaviour above this are left out of the surrogate."""
+    """Tokens with pi_prox / pi_behaviour above this are masked."""
     train_tokens: int = 16_384
-    """Tokens of a micro-batch. A group over it is split, and its prompt repeated; a single episode may exceed it."""
+    """Tokens per micro-batch. A larger group is split and its prompt repeated. A single episode may exceed the limit."""
 
     def __post_init__(self):
         if self.group_size < 2:
@@ -80,7 +90,7 @@ class GRPOConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The node that --dry-run plans for. torchrun decides how many GPUs train, and the machine how large they are."""
+    """The node that --dry-run plans for. In a run, torchrun decides how many GPUs train."""
 
     gpus: int = 8
     """Training GPUs."""
@@ -89,26 +99,26 @@ class PlanConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every training run says, SFT and RL."""
+    """The settings of every training run, SFT or RL."""
 
     run: str
-    """Folder of everything the run leaves. If it holds states of this run, the newest is where it goes on."""
+    """Folder for all output. If it holds states of this run, training resumes from the newest."""
     policy: PolicyConfig
-    """Where the policy starts; in RL, the reference of the KL is the same checkpoint."""
+    """The checkpoint that the policy starts from. In RL it is also the reference of the KL."""
     data: DataConfig
     val: DataConfig | None = None
-    """Held-out rows, measured every `eval_every` steps and at the end."""
+    """Held-out rows, evaluated every `eval_every` steps and at the end."""
     visual: VisualContract = VisualContract()
     optim: OptimConfig = OptimConfig()
     steps: int
     eval_every: int = 10
     save_every: int = 10
     keep: int = 2
-    """Complete training states that stay on disk."""
+    """How many complete training states stay on disk."""
     decoders: int = 2
-    """Video decoder processes per rank; fewer where its share of the machine's cores is smaller."""
+    """Video decoder processes per rank, at most the rank's share of the cores."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Who gets the figures of metrics.jsonl, too; each needs its library."""
+    """Trackers that also get the metrics of metrics.jsonl. Each must be installed."""
     plan: PlanConfig = PlanConfig()
 
     def __post_init__(self):
@@ -123,7 +133,7 @@ class RunConfig:
 
     @property
     def workers(self) -> int:
-        """Decoders of a rank on this machine."""
+        """Decoder processes per rank on this machine."""
         from runtime.distributed import local_size  # which imports torch
 
         return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))

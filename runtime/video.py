@@ -162,21 +162,21 @@ def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarr
     wanted: dict[tuple, set[int]] = {}  # keyframe (pts, dts) -> stamps
     for stamp, *key in rows:
         wanted.setdefault(tuple(key), set()).add(stamp)
-    found: dict[int, np.ndarray] = {}  # stamp -> [H, W, 3]
+    pictures: dict[int, np.ndarray] = {}  # stamp -> [H, W, 3]
     container, stream = _open(path)
     with container:
         for key, stamps in wanted.items():
             container.seek(key[1], stream=stream)
-            found |= _decode_from(container, stream, key[0], stamps, size)
-    lost = {row[0] for row in rows} - found.keys()
+            pictures |= _decode_from(container, stream, key[0], stamps, size)
+    lost = {row[0] for row in rows} - pictures.keys()
     if lost:  # a container that seeks badly: one plain pass from the start
         container, stream = _open(path)
         with container:
-            found |= _decode_from(container, stream, None, lost, size)
-    lost -= found.keys()
+            pictures |= _decode_from(container, stream, None, lost, size)
+    lost -= pictures.keys()
     if lost:
         raise ValueError(f"{len(lost)} of {len(rows)} frames are announced but cannot be decoded")
-    return np.stack([found[row[0]] for row in rows])  # [n, H, W, 3]
+    return np.stack([pictures[row[0]] for row in rows])  # [n, H, W, 3]
 
 
 def _decode_from(container, stream, key: int | None, wanted: set[int], size: tuple[int, int]) -> dict[int, np.ndarray]:
@@ -184,7 +184,7 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
     from av.video.reformatter import VideoReformatter
 
     scaler = VideoReformatter()  # one for all: to set it up takes longer than to scale a small frame
-    found: dict[int, np.ndarray] = {}
+    pictures: dict[int, np.ndarray] = {}  # stamp -> [H, W, 3]
     delayed = stream.codec_context.name == "libdav1d"
     begun = latest = None  # stamps: of the keyframe at which decoding began, of the last picture
     for packet in container.demux(stream):
@@ -211,10 +211,10 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
                 turns = image.rotation // 90 % 4  # counter-clockwise
                 width, height = size[::-1] if turns % 2 else size
                 image = scaler.reformat(image, width, height, "rgb24", interpolation="BICUBIC")
-                found[image.pts] = np.rot90(image.to_ndarray(), turns)
-        if ended or len(found) == len(wanted):
+                pictures[image.pts] = np.rot90(image.to_ndarray(), turns)
+        if ended or len(pictures) == len(wanted):
             break
-    return found
+    return pictures
 
 
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of Pillow's others, EPS starts Ghostscript
@@ -332,7 +332,7 @@ class Videos(AbstractContextManager):
         self._cache: OrderedDict[tuple, Future] = OrderedDict()  # oldest use first; not done: somebody decodes it
         self._cached_bytes = 0
         self._bad: dict[Identity, tuple[str, bool]] = {}  # file -> what is wrong with it, and whether that is transient
-        # path -> why no overview of it can be shown, for whoever counts such files; not where the machine may be the cause
+        # path -> why no overview of it can be shown, for callers that count such files; not where the machine may be the cause
         self.unreadable: dict[str, str] = {}
 
     def info(self, path: str | Path) -> VideoInfo:
@@ -388,7 +388,7 @@ class Videos(AbstractContextManager):
 
     @contextmanager
     def _record_unreadable(self, path: str | Path) -> Iterator[None]:
-        """Note a file as unreadable if it turns out to be so."""
+        """Record the reason in `unreadable` if the code inside finds that the file cannot be read."""
         try:
             yield
         except VideoError as error:
@@ -454,7 +454,7 @@ class Videos(AbstractContextManager):
         return value
 
     def _live_worker(self, worker: _Worker | None) -> _Worker:
-        """Return the worker, or a new one if it was never started or is dead."""
+        """Return the worker if it is alive, else start a new one in its place."""
         if worker and worker.process.poll() is None:
             return worker
         if worker:
@@ -471,5 +471,5 @@ class Videos(AbstractContextManager):
         return new
 
 
-if __name__ == "__main__":  # the parent starts each worker so
+if __name__ == "__main__":  # a worker, see _Worker
     _serve(int(sys.argv[1]), float(sys.argv[2]))

@@ -21,6 +21,7 @@ import numpy as np
 from runtime.video import Frames
 
 TEMPORAL_PATCH = 2  # an image is one temporal slot: the frame stands in it twice
+LARGEST_IMAGE = 16_777_216  # pixels: larger ones are shrunk by Qwen3-VL's processor, as published
 
 
 class ContractError(ValueError):
@@ -65,6 +66,10 @@ class VisualContract:
     def cell(self) -> int:
         return self.patch * self.merge  # pixels: the side of the square that becomes one token
 
+    @property
+    def stamped(self) -> bool:
+        return bool(self.stamp)
+
     def frame_size(self, width: int, height: int) -> tuple[int, int]:
         """Return (width, height) to decode at: every later resize (transformers', SGLang's) is the identity."""
         if self.max_frame_pixels is None:
@@ -102,9 +107,10 @@ class VisualContract:
 
     def processor_size(self) -> dict[str, int]:
         """Return the image processor's limits under which our frames pass unchanged (Qwen names areas "edges")."""
-        smallest, largest = self.frame_pixels, max(16_777_216, self.frame_pixels, self.max_frame_pixels or 0)
+        smallest = self.frame_pixels
         if self.max_frame_pixels or self.crop_frame_pixels:
             smallest = self.cell**2  # a frame that was rounded down, or of a crop, may be below frame_pixels
+        largest = max(LARGEST_IMAGE, self.frame_pixels, self.max_frame_pixels or 0)
         return {"shortest_edge": smallest, "longest_edge": largest}
 
     @classmethod
@@ -130,14 +136,14 @@ class VisualContract:
         """Raise ContractError if the checkpoint was made for other pixels. A stock checkpoint has no visual.json: then
         only its processor's constants must agree (its size limits are overridden when SGLang is started)."""
         expected = self._processor_constants()
-        found = read_json(Path(checkpoint) / "preprocessor_config.json") or dict(expected)
+        saved = read_json(Path(checkpoint) / "preprocessor_config.json") or dict(expected)
         if (Path(checkpoint) / "visual.json").exists():
             expected |= dataclasses.asdict(self) | {"size": self.processor_size()}
-            found |= dataclasses.asdict(self.load(checkpoint))
+            saved |= dataclasses.asdict(self.load(checkpoint))
         wrong = []
         for key, value in expected.items():
-            if found.get(key) != value:
-                wrong.append(f"{key}: this run has {value!r}, the checkpoint {found.get(key)!r}")
+            if saved.get(key) != value:
+                wrong.append(f"{key}: this run has {value!r}, the checkpoint {saved.get(key)!r}")
         if wrong:
             raise ContractError(
                 f"{checkpoint} was made under another visual contract ({'; '.join(wrong)}). "
@@ -170,7 +176,8 @@ def patchify(frames: Sequence[Frames], patch: int = 16, merge: int = 2, device="
     Patches of one token stand together (merge x merge blocks, row by row), as Qwen's vision tower expects them."""
     import torch  # what reads contracts alone needs no torch
 
-    cut, grid = [np.zeros((0, 3 * patch * patch), np.uint8)], []
+    cut = [np.zeros((0, 3 * patch * patch), np.uint8)]
+    grid = []
     for clip in frames:
         n, height, width, _ = clip.pixels.shape
         rows, columns = height // patch, width // patch

@@ -18,7 +18,7 @@ import torch
 import rewards
 from data import Episode, Group
 from evals.tables import markdown, put_between_marks
-from grpo import Learner, example_of, make_examples, token_losses
+from grpo import assign_advantages, make_examples, token_advantages, token_losses
 from rl import RLConfig
 from rollout import episode_of
 from runtime import config
@@ -47,37 +47,42 @@ class Vocabulary(Characters):
 
 def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
     """Return the figures of the page, by the names of their marks."""
-    cfg, renderer, found = config.load(RLConfig, CONFIG, SETTINGS), Vocabulary(**record["vocabulary"]), {}
-    group, side = Group(episodes[0].task, episodes[0].k, episodes), cfg.visual.cell  # a frame is one token
+    cfg = config.load(RLConfig, CONFIG, SETTINGS)
+    renderer = Vocabulary(**record["vocabulary"])
+    texts = {}
+    group = Group(episodes[0].task, episodes[0].k, episodes)
     rewards.give_rewards([group], renderer, cfg.reward)
+    assign_advantages([group], cfg.grpo, cfg.reward.anchor)
     (example,), n_tokens = make_examples([group], renderer, cfg.grpo, cfg.reward.anchor)
+    side = cfg.visual.cell  # a frame is one token
     example.bundle.frames = [Frames(np.zeros((group.k, side, side, 3), np.uint8), ())]
     packed = pack_bundles([example.bundle], renderer.image_pad, side)
 
     # the prompt, and some of its episodes
-    found["prompt"] = fenced(renderer.decode(example.bundle.prompt))
-    texts = [f"Episode {i + 1}:\n\n{fenced(renderer.decode(example.bundle.suffixes[i]))}" for i in record["shown"]]
-    found["episodes"] = "\n\n".join(texts)
+    texts["prompt"] = fenced(renderer.decode(example.bundle.prompt))
+    shown = [f"Episode {i + 1}:\n\n{fenced(renderer.decode(example.bundle.suffixes[i]))}" for i in record["shown"]]
+    texts["episodes"] = "\n\n".join(shown)
 
     # rewards and advantages
-    names, rows = ("R_acc", "R_fmt", "R_tool", "R", "R_anchor"), []
+    names = ("R_acc", "R_fmt", "R_tool", "R", "R_anchor")
+    rows = []
     parts = np.array([[e.rewards[name] for name in names] for e in episodes])  # [G, 5]
     for i, e in enumerate(episodes):
         rows.append([f"episode {i + 1}", *(f"{x:.3f}" for x in (*parts[i], e.advantage, e.anchor_advantage))])
     rows.append(["mean", *(f"{x:.4f}" for x in parts.mean(axis=0)), "", ""])
     rows.append(["std", *(f"{x:.4f}" for x in parts.std(axis=0, ddof=1)), "", ""])
-    found["advantages"] = markdown(f"{len(episodes)} episodes:", ["", *names, "A", "A_anchor"], rows)
+    texts["advantages"] = markdown(f"{len(episodes)} episodes:", ["", *names, "A", "A_anchor"], rows)
 
     # one turn, token by token
     episode = episodes[record["torn"]]
-    main, struct = episode.main, rewards.structural_mask(episode.main, renderer)
-    per_token = np.full(len(main.ids), np.nan)
-    per_token[np.array(main.mask, bool)] = example_of([Learner(main, episode)], renderer, cfg.reward.anchor).advantages
+    main = episode.main
+    struct = rewards.structural_mask(main, renderer)
+    advantages = token_advantages(episode, renderer, cfg.reward.anchor)
     rows = []
     for t in range(*main.turns[-1]):
-        a = f"{per_token[t]:.3f}" if main.mask[t] else ""
+        a = f"{advantages[t]:.3f}" if main.mask[t] else ""
         rows.append([code(renderer.decode([main.ids[t]])), main.mask[t], int(struct[t]), a])
-    found["tokens"] = markdown(f"Episode {record['torn'] + 1}, last turn:", ["token", "mask", "struct", "A_t"], rows)
+    texts["tokens"] = markdown(f"Episode {record['torn'] + 1}, last turn:", ["token", "mask", "struct", "A_t"], rows)
 
     # the packed sequence
     rows = []
@@ -85,20 +90,21 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
         name, sees = ("prompt", "") if i == 0 else (f"suffix {i}", f"{s.prompt_start}–{s.prompt_stop - 1}, ")
         first, last = packed.positions[0, [s.start, s.stop - 1]]
         rows.append([name, f"{s.start}–{s.stop - 1}", f"{first}–{last}", f"{sees}{s.start}–t"])
-    found["layout"] = markdown(f"{len(packed.ids)} tokens:", ["row", "tokens", "positions", "token t sees"], rows)
+    texts["layout"] = markdown(f"{len(packed.ids)} tokens:", ["row", "tokens", "positions", "token t sees"], rows)
 
     # the loss of three tokens, and its denominator
     pi, prox, reference = torch.tensor(record["logprobs"])  # each [N]
-    old, advantages = torch.from_numpy(example.behaviour_logprobs), torch.from_numpy(example.advantages)
-    losses, stats = token_losses(pi, prox, old, reference, advantages, cfg.grpo)
-    columns = {"log π_behaviour": old, "log π_prox": prox, "log π": pi, "log π_ref": reference, "A_t": advantages}
-    columns |= {"w": (prox - old).exp(), "r": (pi - prox).exp(), "w · r · KL": stats["kl"], "l": losses}
+    behaviour, advantages = torch.from_numpy(example.behaviour_logprobs), torch.from_numpy(example.advantages)
+    losses, stats = token_losses(pi, prox, behaviour, reference, advantages, cfg.grpo)
+    columns = {"log π_behaviour": behaviour, "log π_prox": prox, "log π": pi, "log π_ref": reference, "A_t": advantages}
+    columns |= {"w": (prox - behaviour).exp(), "r": (pi - prox).exp(), "w · r · KL": stats["kl"], "l": losses}
     rows = [[name, *(f"{column[n]:.4f}" for n in record["three"])] for name, column in columns.items()]
     header = ["", *(code(renderer.decode([packed.targets[n]])) for n in record["three"])]
-    found["losses"] = markdown("Three tokens:", header, rows)
-    total, n = losses.sum().item(), record["total_tokens"]
-    found["denominators"] = f"Σ l / N = {total:.3f} / {n:.0f} = {total / n:.5f}, a sum over {n_tokens:.0f} tokens."
-    return found
+    texts["losses"] = markdown("Three tokens:", header, rows)
+    total = losses.sum().item()
+    n = record["total_tokens"]
+    texts["denominators"] = f"Σ l / N = {total:.3f} / {n:.0f} = {total / n:.5f}, a sum over {n_tokens:.0f} tokens."
+    return texts
 
 
 def code(text: str) -> str:

@@ -16,17 +16,18 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from data import Dialogue, Media, Task, encode_dialogue, parse_dialogue, parse_task
+from data import Call, Task, encode_dialogue, parse_task
 from runtime import config
 from runtime.checks import find_checkpoint
 from runtime.dataset import DataConfig, RowError, Rows, decode_json, row_errors
+from runtime.dialogue import Dialogue, Media, parse_dialogue
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, Videos
 from runtime.visual import VisualContract
@@ -46,14 +47,12 @@ class Undecoded(Videos):
 
 
 @dataclass
-class Looked:
-    """What there is to say about a row."""
+class RowReport:
+    """What `check` has found in a row."""
 
-    id: str = ""
-    kind: str = ""
-    calls: list[str] = field(default_factory=list)  # "ok", or why a rollout could not run it
+    item: Task | Dialogue | None = None  # None: it could not be parsed
     tokens: int = 0  # 0: nobody counted
-    flaw: str = ""  # why it cannot be used
+    error: str = ""  # why it cannot be used
 
 
 def check(target: str, model: str) -> int:
@@ -81,34 +80,34 @@ def check(target: str, model: str) -> int:
         for source in cfg.sources:
             files[source.path, cfg.video_root] = Rows(source.path)
 
-    def look(videos: Videos, rows: Rows, home: Path, i: int) -> Looked:
+    def read_row(videos: Videos, rows: Rows, home: Path, i: int) -> RowReport:
         """Do to a row what a training does, up to its tokens."""
-        found = Looked()
+        report = RowReport()
         try:
             with row_errors():
                 row = rows[i]
                 parse = parse_dialogue if "messages" in row else parse_task
-                item = parse(row, f"row {i} of {rows.path}", home)
-                found.id = item.id
-                for clip in describe(item, tools, found):
-                    clip.frames(videos, contract)
-                if renderer and isinstance(item, Dialogue):
+                report.item = parse(row, f"row {i} of {rows.path}", home)
+                for media in media_of(report.item):
+                    media.frames(videos, contract)
+                if renderer and isinstance(report.item, Dialogue):
                     schemas = [TOOLS[name].schema for name in tools]
-                    found.tokens = len(encode_dialogue(item, videos, renderer, schemas))
-                if found.tokens > longest:
-                    raise RowError(f"{found.tokens} tokens, more than pack_tokens = {longest}")
+                    report.tokens = len(encode_dialogue(report.item, videos, renderer, schemas))
+                if report.tokens > longest:
+                    raise RowError(f"{report.tokens} tokens, more than pack_tokens = {longest}")
         except RowError as error:
-            found.flaw = str(error)
-        return found
+            report.error = str(error)
+        return report
 
     unusable, ids = 0, collections.Counter()
     with Undecoded(os.cpu_count() or 1) as videos, ThreadPoolExecutor(8) as pool:
         for (path, root), rows in files.items():
-            look_at = functools.partial(look, videos, rows, Path(root or rows.path.parent))
-            looked = list(tqdm(pool.map(look_at, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
-            unusable += print_findings(path, looked)
-            ids.update(found.id for found in looked)
-    repeated = [name for name, rows in ids.items() if name and rows > 1]
+            read = functools.partial(read_row, videos, rows, Path(root or rows.path.parent))
+            reports = list(tqdm(pool.map(read, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
+            print_reports(path, reports, tools)
+            unusable += sum(bool(report.error) for report in reports)
+            ids.update(report.item.id for report in reports if report.item)
+    repeated = [name for name, rows in ids.items() if rows > 1]
     if repeated:
         print(f"{len(repeated)} repeated ids, such as {repeated[0]!r} of {ids[repeated[0]]} rows")
     if not renderer:
@@ -117,43 +116,49 @@ def check(target: str, model: str) -> int:
     return int(unusable > 0)
 
 
-def describe(item: Task | Dialogue, tools: Sequence[str], found: Looked) -> list[Media]:
-    """Note what a row holds, and return the videos and images that it shows."""
+def media_of(item: Task | Dialogue) -> list[Media]:
+    """Return the videos and images that a row shows."""
     if isinstance(item, Task):
-        found.kind = item.kind
         return [Media(path) for path in item.videos]
-    clips = list(item.media)
-    for turn in item.turns:
-        clips += [part for part in turn["content"] if isinstance(part, Media)]
-        text = "".join(part for part in turn["content"] if isinstance(part, str))
-        for call in parse_calls(text) if turn["role"] == "assistant" else []:
-            unknown = "ok" if call.name in tools else f"unknown tool {call.name!r}"
-            found.calls.append(call.error or unknown)
-    if item.agent != "main":
-        found.kind = f"agent {item.agent}"
-    else:
-        found.kind = "with calls" if found.calls else "without calls"
-    return clips
+    parts = [part for turn in item.turns for part in turn["content"]]
+    return [*item.media, *(part for part in parts if isinstance(part, Media))]
 
 
-def print_findings(path: str, looked: list[Looked]) -> int:
-    """Print what is true of a file, and return how many of its rows are unusable."""
-    print(f"\n{path}: {len(looked)} rows")
-    print("  " + shares_of(found.kind for found in looked if found.kind))
-    calls = [outcome for found in looked for outcome in found.calls]
-    if calls:
-        print(f"  calls, as a rollout reads them: {shares_of(calls)}")
-    lengths = [found.tokens for found in looked if found.tokens]
+def calls_of(item: Task | Dialogue) -> list[Call]:
+    """Return the calls of a dialogue's assistant, as a rollout reads them."""
+    calls = []
+    for turn in item.turns if isinstance(item, Dialogue) else ():
+        if turn["role"] == "assistant":
+            calls += parse_calls("".join(turn["content"]))
+    return calls
+
+
+def print_reports(path: str, reports: list[RowReport], tools: Sequence[str]) -> None:
+    """Print what is true of a file."""
+    kinds, outcomes = [], []
+    for item in (report.item for report in reports if report.item):
+        calls = calls_of(item)
+        for call in calls:
+            outcomes.append(call.error or ("ok" if call.name in tools else f"unknown tool {call.name!r}"))
+        if isinstance(item, Task):
+            kinds.append(item.kind)
+        elif item.agent != "main":
+            kinds.append(f"agent {item.agent}")
+        else:
+            kinds.append("with calls" if calls else "without calls")
+    print(f"\n{path}: {len(reports)} rows\n  {count(kinds)}")
+    if outcomes:
+        print(f"  calls, as a rollout reads them: {count(outcomes)}")
+    lengths = [report.tokens for report in reports if report.tokens]
     if lengths:
         quantiles = ", ".join(f"{q} % at most {np.percentile(lengths, q):.0f}" for q in (50, 90, 99, 100))
         print(f"  tokens per row: {quantiles}")
-    bad = [(i, found.flaw) for i, found in enumerate(looked) if found.flaw]
-    for i, flaw in bad:
-        print(f"  unusable: row {i}: {flaw}")
-    return len(bad)
+    for i, report in enumerate(reports):
+        if report.error:
+            print(f"  unusable: row {i}: {report.error}")
 
 
-def shares_of(names: Iterable[str]) -> str:
+def count(names: Iterable[str]) -> str:
     """Write `with calls 62, without calls 38`."""
     return ", ".join(f"{name} {n}" for name, n in collections.Counter(names).most_common())
 

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 
 from data import Group
-from grpo import make_examples
+from grpo import assign_advantages, make_examples
 from rewards import give_rewards
 from rl import RLConfig, update
 from rollout import load_episodes
@@ -40,6 +40,7 @@ def replay(cfg: RLConfig, path: str) -> None:
             groups.setdefault(episode.task.id, Group(episode.task, episode.k, [])).episodes.append(episode)
     mine = list(groups.values())[rank() :: world_size()]
     give_rewards(mine, renderer, cfg.reward, Judge(cfg.reward.judge))
+    assign_advantages(mine, cfg.grpo, cfg.reward.anchor)
     examples, total_tokens = make_examples(mine, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
     policy = load(cfg.policy, renderer.never_sampled)
     reference = load(cfg.policy, renderer.never_sampled, train=False) if cfg.grpo.kl_coef else None

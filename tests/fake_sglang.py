@@ -66,9 +66,9 @@ def generate(request: dict) -> tuple[int, dict]:
     assert params["top_p"] == 1 and params["top_k"] == -1 and str(image_pad) in params["logit_bias"]
     rng = random.Random(f"{prompt}/{params['sampling_seed']}/{state['version']}")
     ids = [rng.randrange(20, 200) for _ in range(min(6, params["max_new_tokens"] - 1))] + [stop]
-    finish = (
-        {"type": "abort", "message": "no"} if fault == "abort" and number % 2 else {"type": "stop", "matched": stop}
-    )
+    finish = {"type": "stop", "matched": stop}
+    if fault == "abort" and number % 2:
+        finish = {"type": "abort", "message": "no"}
     meta = {"finish_reason": finish, "weight_version": state["version"]}
     meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
     if fault == "meta":
@@ -133,11 +133,8 @@ if fault == "memory":
     semaphore = multiprocessing.get_context("spawn").Lock()
     state["memory"], mapped = [f"/dev/shm/sem.{semaphore._semlock.name[1:]}"], []
     number = random.randrange(10**9)
-    for name in (
-        f"sglang_loads_{number}_test.shm",
-        f"sgl_shm_mq_{number}_ab12cd34",
-        f"sgl_shm_mm_{os.getpid()}_ab12cd34",
-    ):
+    names = f"sglang_loads_{number}_test.shm sgl_shm_mq_{number}_ab12cd34 sgl_shm_mm_{os.getpid()}_ab12cd34"
+    for name in names.split():
         path = Path("/dev/shm", name)
         path.write_bytes(bytes(4096))
         state["memory"].append(str(path))

@@ -17,7 +17,6 @@ import math
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -27,15 +26,16 @@ from pathlib import Path
 from statistics import fmean
 
 from conftest import SMALL
+from scripts import fake_server
 from test_sglang import serve
 
-from data import THINK_PREFIX, parse_task
+from data import parse_task
 from evals.tables import markdown, put_between_marks
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.cleanup import memory_folder
 from runtime.dataset import DataConfig, Dataset, Source
-from runtime.render import Renderer, load_tokenizer
+from runtime.render import THINK_PREFIX, Renderer, load_tokenizer
 from runtime.servers import SGLang
 from runtime.video import Videos
 from study import toy
@@ -47,20 +47,15 @@ CACHE = 1 << 19  # bytes of frames that stay decoded, fewer than the tasks show:
 
 def stand_ins(folder: Path, renderer: Renderer) -> SGLang:
     """Start servers that draw random tokens. They start at once, so they can be killed often."""
-    script, numbers = Path(__file__).with_name("fake_sglang.py"), (renderer.image_pad, renderer.contract.cell)
-
-    def launch(port: int) -> list[str]:
-        return [sys.executable, str(script), str(port), *map(str, numbers), str(renderer.end_of_turn)]
-
-    return Calling(folder, renderer, gpus=(0, 1), launch=launch)
+    return Calling(folder, renderer, gpus=(0, 1), launch=lambda port: fake_server(renderer, port))
 
 
 class Calling(SGLang):
     """Servers of agents that make two calls in their first turn."""
 
-    def generate(self, ids, frames, *, seed, shared=0, **rest):
-        sample = super().generate(ids, frames, seed=seed, shared=shared, **rest)
-        if ids[shared:] != self.renderer.encode(THINK_PREFIX):  # a sub-agent, or the turn that answers
+    def generate(self, ids, frames, *, seed, shared_prefix=0, **rest):
+        sample = super().generate(ids, frames, seed=seed, shared_prefix=shared_prefix, **rest)
+        if ids[shared_prefix:] != self.renderer.encode(THINK_PREFIX):  # a sub-agent, or the turn that answers
             return sample
         starts = random.Random(seed).sample(range(0, 16, 4), 2)
         said = self.renderer.encode("</think>" + "".join(toy.call(start, start + 6) for start in starts) + "<|im_end|>")

@@ -73,7 +73,7 @@ def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monke
     wanted = []
     monkeypatch.setattr(checks, "checkpoint_dir", lambda name, only: wanted.extend(only) or toy_dir / "model")
     monkeypatch.setattr(ask, "check_servers", lambda cfg, ranks: None)
-    monkeypatch.setattr(ask, "open_engine", lambda *_, **place: None)
+    monkeypatch.setattr(ask, "open_engine", lambda *_: None)
     ask.context_of(argparse.Namespace(model="owner/name"), None, RolloutConfig(urls=("http://somewhere",)))
     assert wanted == ["*.json", "*.jinja", "*.txt"]
 
@@ -123,8 +123,8 @@ def test_the_doctor_notices_an_engine_that_differs_from_the_trainer(command, mon
 def test_the_doctors_server_has_the_gpus_of_its_config(command, monkeypatch):
     """Past bug: a config's tensor_parallel was ignored."""
 
-    def open_engine(*_, gpus, tensor_parallel, **rest):
-        raise EngineError(f"{tensor_parallel} of {gpus}")
+    def open_engine(source, renderer, cfg):
+        raise EngineError(f"{cfg.tensor_parallel} of {cfg.server_gpus}")
 
     monkeypatch.setattr(ask, "check_servers", lambda cfg, ranks: None)
     monkeypatch.setattr(ask, "open_engine", open_engine)

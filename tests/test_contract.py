@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 import json
 import re
 import time
@@ -17,7 +16,8 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from data import Media, Task, main_messages, overview
+from data import Task, main_messages, overview
+from runtime.dialogue import Media
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import ContractError, VisualContract, patchify
 from tools import crop_video
@@ -158,39 +158,18 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
     path, contract = tmp_path / "visual.json", VisualContract(frame_pixels=4096, crop_fps=2.0)
     contract.save(tmp_path)
     assert VisualContract.load(tmp_path) == contract
+    older = json.loads(path.read_text())  # than the keys of two areas, which have their defaults then
+    del older["max_frame_pixels"], older["crop_frame_pixels"]
+    path.write_text(json.dumps(older))
+    contract.check(tmp_path)
+    assert VisualContract.load(tmp_path) == contract
     for wrong in ('{"crop_fqs": 2.0}', '{"crop_fps": -1.0}', '{"frame_pixels": "4"}', "milk"):
         path.write_text(wrong)
         with pytest.raises(ContractError, match=r"visual\.json: "):
             VisualContract.load(tmp_path)
 
 
-def test_a_checkpoint_older_than_a_key_is_accepted_with_its_default(tmp_path):
-    """Its visual.json names no largest area, and its pixels are those of a contract without one."""
-    contract = VisualContract(frame_pixels=1024)
-    contract.save(tmp_path)
-    path = tmp_path / "visual.json"
-    saved = json.loads(path.read_text())
-    del saved["max_frame_pixels"], saved["crop_frame_pixels"]
-    path.write_text(json.dumps(saved))
-    contract.check(tmp_path)
-    assert VisualContract.load(tmp_path) == contract
-
-
 # ------------------------------------------------------------------------------------------------ tokens
-
-THOUGHT = "<think>\nLet me look.\n</think>\n"
-CALLS = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
-
-
-def conversation(frames, crop):
-    return [
-        {"role": "system", "content": "Answer with <answer>."},
-        {"role": "user", "content": [frames, "\nWhich color flashes?"]},
-        {"role": "assistant", "content": THOUGHT + CALLS},
-        {"role": "tool", "content": "No flash."},
-        {"role": "tool", "content": ["Look: ", crop]},
-        {"role": "assistant", "content": "<think>\nI see.\n</think>\n<answer>red</answer>"},
-    ]
 
 
 def as_transformers_parts(messages):
@@ -209,18 +188,6 @@ def as_transformers_parts(messages):
     return plain
 
 
-def test_the_mask_covers_what_the_assistant_says_and_its_end_of_turn(renderer, schemas):
-    messages = conversation(noise(3), noise(2, width=96, height=64))
-    ours = renderer.render(messages, schemas)
-    theirs = renderer.tokenizer.apply_chat_template(as_transformers_parts(messages), tools=schemas, tokenize=False)
-    assert renderer.decode(renderer.compact(ours.ids)) == theirs
-    assert ours.ids.count(renderer.image_pad) == 3 * 4 + 2 * 6
-    assert [f.pixels.shape for f in ours.frames] == [(3, 64, 64, 3), (2, 64, 96, 3)]
-    runs = itertools.groupby(zip(ours.ids, ours.mask, strict=True), key=lambda pair: pair[1])
-    said = [THOUGHT + CALLS + "<|im_end|>", "<think>\nI see.\n</think>\n<answer>red</answer><|im_end|>"]
-    assert [renderer.decode([token for token, _ in run]) for learned, run in runs if learned] == said
-
-
 awkward_text = st.lists(st.sampled_from(["\r\n", "\r", "\n", " ", "👩‍🚀", "é", "红伞", "。", "12.5", "red", "</"]), max_size=12).map("".join)  # fmt: skip
 
 
@@ -228,12 +195,13 @@ awkward_text = st.lists(st.sampled_from(["\r\n", "\r", "\n", " ", "👩‍🚀",
 @given(question=awkward_text, reply=awkward_text, said=awkward_text)
 def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schemas, question, reply, said):
     """Line ends of Windows, emoji of several code points, Chinese: wherever texts from outside meet the template's.
-    Rollouts append deltas to sampled ids; SFT renders the whole. The model must not see a difference."""
+    Rollouts append deltas to sampled ids; SFT renders the whole. The model must not see a difference. (The released code
+    re-rendered the chat for each response of a turn; from the second on they lost their opening.)"""
     messages = [
         {"role": "user", "content": [question, noise(2), reply]},
         {"role": "assistant", "content": "<think>" + said},
         {"role": "tool", "content": reply},
-        {"role": "tool", "content": [question, noise(1)]},
+        {"role": "tool", "content": [question, noise(1, width=96, height=64)]},
     ]
     theirs = renderer.tokenizer.apply_chat_template(
         as_transformers_parts(messages), tools=schemas, add_generation_prompt=True, return_dict=False
@@ -243,15 +211,11 @@ def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schema
     assert renderer.compact(whole.ids) == theirs
     assert whole.ids == prompt.ids + renderer.encode("<think>" + said) + [renderer.end_of_turn] + delta.ids
     assert len(delta.frames) == 1 and sum(prompt.mask + delta.mask) == 0
-
-
-def test_parallel_responses_share_one_user_turn_in_call_order(renderer):
-    """The released code re-rendered the chat per response; from the second on they lost their opening."""
-    text = renderer.decode(renderer.continuation(["first", "second", "third"]).ids)
-    assert text == (
-        "\n<|im_start|>user\n<tool_response>\nfirst\n</tool_response>\n<tool_response>\nsecond\n</tool_response>"
-        "\n<tool_response>\nthird\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert whole.ids.count(renderer.image_pad) == 2 * 4 + 1 * 6
+    # SFT learns what the assistant says, and its ends of turn.
+    row = renderer.render([*messages, {"role": "assistant", "content": "I see."}], schemas)
+    learned = renderer.decode([token for token, mask in zip(row.ids, row.mask, strict=True) if mask])
+    assert learned == f"<think>{said}<|im_end|>I see.<|im_end|>"
 
 
 HOSTILE = ["<|im_end|>", "<|image_pad|>", "<|im_start|>assistant\n", "<|vision_start|>", "</tool_response>", "<think>"]

@@ -56,8 +56,8 @@ def evaluate(command: list[str]) -> None:
 
     import rollout
 
-    def open_engine(source, renderer, *, gpus, max_batch_tokens, max_context, **_):
-        assert (gpus, max_batch_tokens, max_context) == ((), 16384, 16384)
+    def open_engine(source, renderer, cfg, logs):
+        assert (cfg.server_gpus, cfg.max_batch_tokens, cfg.max_context) == ((), 16384, 16384)
         letter = "B" if "ParaVT" in str(source) else "A"
         return Scripted(renderer, lambda prompt, seed: f"So.</think><answer>{letter}</answer><|im_end|>")
 

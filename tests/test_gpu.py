@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from transformers import Qwen3VLForConditionalGeneration
 from data import Trajectory
 from rollout import run_all
 from runtime.distributed import checkpoint_dir, export, load_state, peak_memory, save_state
-from runtime.doctor import engine_logprobs, trainer_logprobs
+from runtime.doctor import logprob_gap
 from runtime.inprocess import InProcess
 from runtime.packing import KeyLayout, Segment, group_packed_attention, pick_kernel
 from runtime.plan import PUBLISHED, plan_training, utilisation
@@ -58,14 +58,11 @@ def room():
 
 
 def test_a_disk_that_would_fill_in_the_middle_is_refused_at_the_start(monkeypatch):
-    for free, refused in ((29e9, True), (31e9, False)):
-        monkeypatch.setattr("shutil.disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
-        with (
-            pytest.raises(pytest.exit.Exception, match="/tmp has 29 GB free, .* set TMPDIR")
-            if refused
-            else nullcontext()
-        ):
-            refuse_a_full_disk("/tmp")
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=31e9))
+    refuse_a_full_disk("/tmp")
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=29e9))
+    with pytest.raises(pytest.exit.Exception, match="/tmp has 29 GB free, .* set TMPDIR"):
+        refuse_a_full_disk("/tmp")
 
 
 def note(part: str, **figures) -> None:
@@ -125,8 +122,8 @@ def test_kernels_compute_attention_and_its_gradient_to_within_rounding(kernel):
         layout = KeyLayout(segments, kernel, query.device)
         return group_packed_attention(None, query, key, value, None, size**-0.5, layout)[0]
 
-    found, expected = run(ours, torch.bfloat16, WHERE), run(exact, torch.float32, "cpu")
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected)]
+    pairs = zip(run(ours, torch.bfloat16, WHERE), run(exact, torch.float32, "cpu"))
+    errors = [((a - b).norm() / b.norm()).item() for a, b in pairs]
     note("kernel", kernel=kernel, **{name: round(e, 5) for name, e in zip(("out", "dq", "dk", "dv"), errors)})
     assert max(errors) < 0.02
 
@@ -237,29 +234,26 @@ def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path):
     # prompts of different lengths, each asked four times
     count, max_new_tokens = (64, 256) if GPU else (8, 8)
     clip = tiny_checkpoint.noise(16)
-    asked = []
+    prompts, jobs, samples = [], [], {}
     for i in range(count):
         messages = [{"role": "user", "content": [clip, "What happens?" + " Say it." * (i // 4)]}]
-        asked.append(renderer.render(messages, generate=True).ids)
-    jobs = [
-        lambda ids=ids, i=i: engine.generate(ids, [clip], max_new_tokens=max_new_tokens, temperature=1.0, seed=i)
-        for i, ids in enumerate(asked)
-    ]
-    samples = {}
+        prompts.append(renderer.render(messages, generate=True).ids)
+        given = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "seed": i}
+        jobs.append(partial(engine.generate, prompts[i], [clip], **given))
     began = time.perf_counter()
     run_all(engine, jobs, count, samples.__setitem__)
     seconds = time.perf_counter() - began
     engine.close()
 
     policy = load(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), renderer.never_sampled, train=False)
-    agents = []
+    trajectories = []
     for i in range(0, count, count // 4):
-        ids, sample = asked[i], samples[i]
+        ids, sample = prompts[i], samples[i]
         mask = [0] * len(ids) + [1] * len(sample.ids)
         logprobs = [0.0] * len(ids) + sample.logprobs
-        versions = [sample.version if m else -1 for m in mask]
-        agents.append(Trajectory(ids + sample.ids, mask, logprobs, versions, [clip], len(ids)))
-    gap = (trainer_logprobs(policy, agents, 1.0) - engine_logprobs(agents)).abs().mean().item()
+        versions = [m - 1 for m in mask]
+        trajectories.append(Trajectory(ids + sample.ids, mask, logprobs, versions, [clip], len(ids)))
+    gap = logprob_gap(policy, trajectories, 1.0)
     sampled = sum(len(sample.ids) for sample in samples.values())
     note("engine", kernel=engine.kernel, tokens_per_second=round(sampled / seconds), logprob_gap=round(gap, 6))
     assert gap < 0.05

@@ -10,8 +10,8 @@ from tiny_checkpoint import noise
 
 import grpo
 import rl
-from data import Call, Group, Task, Trajectory
-from grpo import Learner, TrainExample, group_advantage, make_examples, share_prompts, token_losses
+from data import Call, Episode, Group, Task, Trajectory
+from grpo import TrainExample, assign_advantages, group_advantage, share_prompts, token_losses
 from rewards import Anchor, RewardConfig, score
 from rl import RLConfig
 from rollout import RolloutConfig
@@ -64,9 +64,14 @@ def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
         main.logprobs = [found.pop(0) if m else 0.0 for m in main.mask]
 
 
+def make_examples(groups, renderer, cfg, subagents=False):
+    """As rl.train does it."""
+    assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
+    return grpo.make_examples(groups, renderer, cfg.grpo, cfg.reward.anchor, subagents)
+
+
 def examples_of(groups, renderer, cfg):
-    examples, _ = make_examples(groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
-    return examples
+    return make_examples(groups, renderer, cfg)[0]
 
 
 def lengths_of(one: Group) -> list[int]:
@@ -120,36 +125,25 @@ def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_rende
     groups = [group(toy_renderer, cfg, [TIDY, WRONG], "a"), group(toy_renderer, cfg, [TIDY, TIDY], "b")]
     tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
     monkeypatch.setattr(grpo, "sum_over_ranks", lambda counts: {name: 2 * count for name, count in counts.items()})
-    _, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
+    _, total_tokens = make_examples(groups, toy_renderer, cfg)
     assert total_tokens == 2 * tokens  # another rank has as many
 
 
-def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(toy_renderer, monkeypatch):
-    cfg = settings()
-    examples = examples_of([group(toy_renderer, cfg, [TIDY, WRONG])], toy_renderer, cfg)
+def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(monkeypatch):
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, 3])  # another rank has 3
-    assert grpo.micro_batches(examples, cfg.grpo.train_tokens) == [examples, [], []]
+    assert grpo.micro_batches([], 100) == [[], [], []]
 
 
-def test_batch_normalisation_lifts_the_few_that_vary(toy_renderer):
+def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_anchor(toy_renderer, monkeypatch):
     """Past bug: flat groups were left out of its std, which made it a constant factor."""
-    cfg = settings("off", {"normalise": "batch", "kl_coef": 0.1})
-    groups = [group(toy_renderer, cfg, turns, name) for turns, name in (([TIDY, WRONG, WRONG], "a"), ([TIDY] * 3, "b"))]
-    varied, flat = examples_of(groups, toy_renderer, cfg)  # with a KL, a flat group is trained on too
-    own = group_advantage([1, 0, 0])
-    spread = np.sqrt(sum(own**2) / 6)  # of six episodes, three of which have 0
-    assert varied.advantages == pytest.approx(np.repeat(own / spread, lengths_of(groups[0])).astype(np.float32))
-    assert not flat.advantages.any()
-
-
-def test_batch_normalisation_is_over_all_ranks_and_spares_the_anchor(toy_renderer, monkeypatch):
-    cfg = settings(grpo={"normalise": "batch"})
-    one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE])
-    own, anchored = group_advantage([1, 0, 1]), group_advantage([0.7, 0.7, -0.3])
+    cfg = settings(grpo={"normalise": "batch", "kl_coef": 0.1})
+    varied, flat = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE], "a"), group(toy_renderer, cfg, [TIDY] * 3, "b")
+    own = group_advantage([1, 0, 1])
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, [4.0, -4.0]])  # another rank
-    examples_of([one], toy_renderer, cfg)
-    assert [e.advantage for e in one.episodes] == pytest.approx(own / np.std([*own, 4, -4]))
-    assert [e.anchor_advantage for e in one.episodes] == pytest.approx(anchored)
+    examples = examples_of([varied, flat], toy_renderer, cfg)
+    assert [e.advantage for e in varied.episodes] == pytest.approx(own / np.std([*own, 0, 0, 0, 4, -4]))
+    assert [e.anchor_advantage for e in varied.episodes] == pytest.approx(group_advantage([0.7, 0.7, -0.3]))
+    assert not examples[1].advantages.any()  # with a KL, a flat group is trained on as well
 
 
 def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
@@ -157,12 +151,12 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     one = group(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
     reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # tags in a report are no structure
     one.episodes[0].calls = [Call(0, "crop_video", {}, subagent=reporter)]
-    examples, total_tokens = make_examples([one], toy_renderer, cfg.grpo, cfg.reward.anchor, subagents=True)
+    examples, total_tokens = make_examples([one], toy_renderer, cfg, subagents=True)
     (report,) = [example for example in examples if example.bundle.prompt == [50, 51]]
     assert report.advantages == pytest.approx(np.full(len(report.advantages), one.episodes[0].advantage))
     assert one.episodes[0].anchor_advantage > 0
     assert total_tokens == sum(lengths_of(one)) + sum(reporter.mask)  # its tokens count in the mean as well
-    untrained, total_tokens = make_examples([one], toy_renderer, cfg.grpo, cfg.reward.anchor, subagents=False)
+    untrained, total_tokens = make_examples([one], toy_renderer, cfg)
     assert all(example.bundle.prompt != [50, 51] for example in untrained) and total_tokens == sum(lengths_of(one))
 
 
@@ -174,20 +168,16 @@ def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     assert len(example.bundle.suffixes) == 2
 
 
-def learner(suffix: int, *clips: Frames) -> Learner:
-    return Learner(Trajectory([5, 6, suffix], [0, 0, 1], prompt_frames=[*clips], prompt_length=2), None)
+def said(suffix: int, *clips: Frames) -> Episode:
+    main = Trajectory([5, 6, suffix], [0, 0, 1], prompt_frames=[*clips], prompt_length=2)
+    return Episode(Task("t", "Which?", (), "oe", "red"), 64, main)
 
 
-def test_two_looks_with_the_same_words_are_trained_on_their_own_frames():
+def test_an_example_has_the_frames_of_its_episodes_and_fits_into_the_token_budget():
     """Past bug: stamps have a tenth of a second, so windows that differ by less had equal prompts, and one's frames."""
     dark, light = (Frames(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,)) for shade in (0, 255))
-    first, other, second = learner(7, dark), learner(8, light), learner(9, dark)
-    assert share_prompts([first, other, second], 100) == [[first, second], [other]]
-
-
-def test_prompt_and_suffixes_of_an_example_fit_into_the_token_budget():
-    first, second, third = learner(7), learner(8), learner(9)
-    assert share_prompts([first, second, third], 4) == [[first, second], [third]]
+    first, other, second, third = said(7, dark), said(8, light), said(9, dark), said(9, dark)
+    assert share_prompts([first, other, second, third], 4) == [[first, second], [other], [third]]
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -244,9 +234,11 @@ def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     assert new.grad.tolist() == [0, -1] and stats["over_cap_fraction"].tolist() == [1, 0]
 
 
-def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_dir):
-    """- sum_t A_t grad log pi(o_t) / N, row by row, under the sampling temperature and without the banned ids."""
-    cfg = settings(rollout=RolloutConfig(temperature=0.7))
+@pytest.mark.parametrize("budget, passes", [(32, 4), (10_000, 1)])
+def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_dir, budget, passes):
+    """- sum_t A_t grad log pi(o_t) / N, row by row, under the sampling temperature and without the banned ids. The token
+    budget splits groups and changes nothing."""
+    cfg = settings(grpo={"train_tokens": budget})
     frames, pad = noise(2, width=32, height=32), toy_renderer.image_pad
     prompts = {"a": (40, pad, 41, pad, 42), "b": (40, pad, 41, pad, 43)}
     groups = [group(toy_renderer, cfg, [TIDY, WRONG, LOOSE], name, prompt) for name, prompt in prompts.items()]
@@ -261,11 +253,15 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
         episode.main.prompt_frames = [frames]
         with torch.no_grad():  # the engine is exact, so w = 1
             episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
-    examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
-    scores = policy([example.bundle for example in examples], 0.7)
-    loss, stats = grpo.examples_loss(scores, examples, total_tokens, None, None, cfg.grpo)
-    loss.backward()
-    assert stats["logprob_gap"].max() < 1e-5
+    examples, total_tokens = make_examples(groups, toy_renderer, cfg)
+    parts = grpo.micro_batches(examples, budget)
+    assert len(parts) == passes
+    for part in parts:
+        assert sum(len(bundle) for bundle in grpo.bundles(part)) <= budget
+        scores = policy(grpo.bundles(part), 0.7)
+        loss, stats = grpo.examples_loss(scores, part, total_tokens, None, None, cfg.grpo)
+        loss.backward()
+        assert stats["logprob_gap"].max() < 1e-5
 
     expected, n = 0.0, sum(sum(e.main.mask) for e in episodes)
     for g in groups:
@@ -280,25 +276,6 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
     tiny.assert_close(tiny.gradients(policy.model), tiny.gradients(plain), 1e-4)
 
 
-def test_the_token_budget_splits_groups_and_changes_nothing(toy_renderer, toy_dir):
-    found, sizes = [], []
-    groups = [group(toy_renderer, settings(), [TIDY, WRONG, LOOSE, BARE, TIDY], name) for name in "ab"]
-    for budget in (40, 10_000):
-        cfg = settings(grpo={"train_tokens": budget})
-        policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
-        examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
-        micro = grpo.micro_batches(examples, budget)
-        sizes.append(len(micro))
-        for part in micro:
-            assert sum(len(b) for b in grpo.bundles(part)) <= budget
-            scores = policy(grpo.bundles(part), cfg.rollout.temperature)
-            loss, _ = grpo.examples_loss(scores, part, total_tokens, None, None, cfg.grpo)
-            loss.backward()
-        found.append(tiny.gradients(policy))
-    assert sizes[0] > sizes[1] == 1
-    tiny.assert_close(*found, 1e-4)
-
-
 def test_minibatches_are_clipped_against_the_policy_before_the_first(toy_renderer, toy_dir):
     groups = [group(toy_renderer, settings(), [TIDY, WRONG, LOOSE], name, (40, 41, i)) for i, name in enumerate("abcd")]
     clipped = {}
@@ -308,7 +285,7 @@ def test_minibatches_are_clipped_against_the_policy_before_the_first(toy_rendere
         optimizer = make_optimizer(policy, cfg.optim)
         for one in groups:
             sampled_exactly(policy, one)
-        examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
+        examples, total_tokens = make_examples(groups, toy_renderer, cfg)
         measured = rl.update(policy, None, optimizer, examples, total_tokens, cfg, 0)
         assert measured["logprob_gap"] < 1e-4  # old and prox log-probs are the policy's before the first update
         clipped[minibatches] = measured["clip_fraction"]

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from scripts import fake_server
 from tiny_checkpoint import noise
 
 import rollout
+from rollout import RolloutConfig
 from runtime.cleanup import memory_folder
 from runtime.servers import SGLang
 from runtime.video import Frames
@@ -104,33 +104,27 @@ def test_where_memory_is_full_frames_travel_as_images(connect, show):
 def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch, tmp_path):
     """Only RL's configs named SGLang's well-worn paths; an evaluation's servers took newer ones, with logits in bf16. Past
     bug: Qwen2.5-VL's config.json, which has no text_config, ended an evaluation with a KeyError."""
-    opened = []
+    monkeypatch.setattr(rollout, "SGLang", lambda *_, server_args, **others: server_args)
 
-    def server(*args, server_args, **rest):
-        return SimpleNamespace(wait_until_ready=lambda: opened.append(server_args))
+    def flags(**cfg) -> tuple[str, ...]:
+        return rollout.open_engine(tmp_path, None, RolloutConfig(**cfg), wait=False)
 
-    monkeypatch.setattr(rollout, "SGLang", server)
-    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
-    for asked in (24_576, 40_000):
-        rollout.open_engine(tmp_path, None, gpus=(0,), server_args=("--a=1",), max_context=asked)
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 32768}')
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for capability in ((9, 0), (10, 0), (8, 0)):
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu, capability=capability: capability)
-        rollout.open_engine(tmp_path, None, gpus=(4, 5), tensor_parallel=2, max_context=24_576)
-    rollout.open_engine("m", None, urls=("http://node7:1",), max_context=24_576)
-    monkeypatch.undo()
-
+    path = tmp_path / "config.json"
+    path.write_text('{"text_config": {"max_position_embeddings": 32768}}')
     same = {
         "--enable-fp32-lm-head",
         "--mm-feature-transport=cpu",
         "--prefill-decode-interval=0",
         "--schedule-policy=lpm",
     }
-    first, longer, hopper, *others, elsewhere = opened
+    first = flags(server_gpus=(0,), server_args=("--a=1",), max_context=24_576)
     assert first[-1] == "--a=1" and {*first} == {*same, "--context-length=24592", "--max-running-requests=64", "--a=1"}
-    assert {*longer} == {*first} - {"--context-length=24592"} | {"--context-length=32768"}
-    expected = {*same, "--context-length=24592", "--max-running-requests=128"}
-    assert {*hopper} == {*expected, "--attention-backend=fa3"}  # whose server ends with an assertion on newer GPUs
-    assert [{*flags} for flags in others] == [expected, expected]
-    assert elsewhere == ()
+    assert "--context-length=32768" in flags(server_gpus=(0,), max_context=40_000)
+    path.write_text('{"max_position_embeddings": 32768}')
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    same |= {"--context-length=24592", "--max-running-requests=128"}
+    # With fa3, a server ends with an assertion on newer GPUs.
+    for capability, more in (((9, 0), {"--attention-backend=fa3"}), ((10, 0), set()), ((8, 0), set())):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu, capability=capability: capability)
+        assert {*flags(server_gpus=(4, 5), tensor_parallel=2, max_context=24_576)} == same | more
+    assert flags(urls=("http://node7:1",)) == ()

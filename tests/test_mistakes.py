@@ -101,7 +101,7 @@ MISTAKES = [  # and those of the page
     ("no overview in an evaluation", f"{EVAL} frames=[0]", "and frames at least 1"),
     ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it holds a password, which the run would write down"),
     # RL
-    ("greedy sampling", f"{RL} rollout.temperature=0", "greedy episodes of a group are all alike"),
+    ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
     ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is no folder that can be written; choose another `run`"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge': needs judge.url and judge.model"),

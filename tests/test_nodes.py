@@ -122,14 +122,8 @@ def train_rl(cfg: Path) -> None:
 
 def test_each_node_samples_by_its_own_servers_and_keeps_images_and_weights_in_its_own_memory(toy_dir, tmp_path):
     """Past bug of every test: LOCAL_RANK was RANK, so rank 2 would have written into rank 0's /dev/shm."""
-    cfg = rl_config(
-        tmp_path / "run.yaml",
-        toy_dir,
-        rollout={"server_gpus": [4, 5]},
-        steps=1,
-        batch_tasks=4,
-        grpo={"kl_coef": 0.1, "train_tokens": 20},
-    )
+    changes = {"rollout": {"server_gpus": [4, 5]}, "batch_tasks": 4, "grpo": {"kl_coef": 0.1, "train_tokens": 20}}
+    cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=1, **changes)
     finish(Forked(partial(train_rl, cfg), ranks=4, nodes=2))
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(4)]
     read = seen[0]["servers"][0]["read"]  # by file its hash: a node's two ranks write one each

@@ -59,31 +59,29 @@ def shared(path):
     return load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
 
 
-def gradients(model, loss):
-    model.zero_grad(set_to_none=True)
+def gradients(model, loss) -> dict[str, torch.Tensor]:
+    model.zero_grad()
     loss.backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return tiny.gradients(model)
 
 
-def relative_error(found: dict, expected: dict) -> float:
-    assert found.keys() == expected.keys()
-    difference = sum((found[k] - expected[k]).square().sum() for k in expected)
-    return math.sqrt(difference / sum(g.square().sum() for g in expected.values()))
+def relative_error(ours: dict, theirs: dict) -> float:
+    assert ours.keys() == theirs.keys()
+    difference = sum((ours[k] - theirs[k]).square().sum() for k in theirs)
+    return math.sqrt(difference / sum(g.square().sum() for g in theirs.values()))
 
 
 # ------------------------------------------------------------------------------------------------ equality
 
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
-def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(checkpoint, seed):
+def test_gradients_are_those_of_plain_rows(checkpoint, seed):
     bundles, rows = tiny.random_bundles(seed, images=seed != 3)
     policy, model = load(PolicyConfig(str(checkpoint), freeze=()), tiny.NEVER_SAMPLED), tiny.plain(checkpoint)
-    found, expected = policy(bundles), tiny.padded_scores(model, bundles, rows)
-    torch.testing.assert_close(found.logprobs, expected[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.entropies, expected[1].detach(), atol=1e-5, rtol=1e-5)
-    advantages = torch.randn(len(found.logprobs), generator=torch.Generator().manual_seed(seed))
-    ours = gradients(policy.model, (found.logprobs * advantages).sum())
-    theirs = gradients(model, (expected[0] * advantages).sum())
+    logprobs = policy(bundles).logprobs
+    advantages = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(seed))
+    ours = gradients(policy.model, (logprobs * advantages).sum())
+    theirs = gradients(model, (tiny.plain_scores(model, bundles, rows)[0] * advantages).sum())
     if seed == 3:  # without an image, plain transformers leaves the tower out of the graph; here its gradients are zero
         tower = [ours.pop(name) for name in list(ours) if ".visual." in name]
         assert tower and not any(g.abs().max() for g in tower)
@@ -91,29 +89,25 @@ def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(checkpoint, 
 
 
 @settings(max_examples=25, derandomize=True)
-@given(st.integers(0, 10**6), st.booleans())
-@example(7016, True)  # rows without a prompt, and suffixes of one token and of none
-def test_any_shapes_give_the_log_probs_of_padded_rows(oracle, shared, seed, images):
-    """So positions are get_rope_index's, and a suffix sees neither its siblings nor other bundles."""
+@given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.7, 1.0, 1.3]))
+@example(7016, True, 1.0)  # rows without a prompt, and suffixes of one token and of none
+def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, seed, images, temperature):
+    """So positions are get_rope_index's, and a suffix sees neither its siblings nor other bundles. The oracle removes the
+    columns of the banned ids."""
     bundles, rows = tiny.random_bundles(seed, images)
     with torch.no_grad():
-        found, expected = shared(bundles), tiny.padded_scores(oracle, bundles, rows)
-    torch.testing.assert_close(found.logprobs, expected[0], atol=1e-5, rtol=1e-5)
+        scores, expected = shared(bundles, temperature), tiny.plain_scores(oracle, bundles, rows, temperature)
+    for ours, theirs in zip(scores, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_temperature_and_banned_ids_shape_the_softmax(path, oracle, shared, temperature):
-    """The oracle removes the columns of the banned ids; without bans their probability counts."""
+def test_without_bans_the_probability_of_all_ids_counts(path, oracle, shared):
     bundles, rows = tiny.random_bundles(11)
     with torch.no_grad():
-        found = shared(bundles, temperature)
-        expected = tiny.padded_scores(oracle, bundles, rows, temperature)
-        all_ids = tiny.padded_scores(oracle, bundles, rows, temperature, banned=())
-        without_ban = load(PolicyConfig(str(path), freeze=()))(bundles, temperature)
-    torch.testing.assert_close(found.logprobs, expected[0], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.entropies, expected[1], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(without_ban.logprobs, all_ids[0], atol=1e-5, rtol=1e-5)
-    assert (found.logprobs > without_ban.logprobs).all()
+        logprobs = load(PolicyConfig(str(path), freeze=()))(bundles, 0.7).logprobs
+        expected, _ = tiny.plain_scores(oracle, bundles, rows, 0.7, banned=())
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+        assert (shared(bundles, 0.7).logprobs > logprobs).all()
 
 
 # ------------------------------------------------------------------------------------------------ edges
@@ -131,10 +125,9 @@ def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path):
         scores = policy(bundles)
         assert len(calls) == 1
         assert len(scores.logprobs) == len(scores.entropies) and count in (None, len(scores.logprobs))
-        found = gradients(policy, scores.logprobs.sum())
-        assert len(found) == len(list(policy.parameters())) and all(g.isfinite().all() for g in found.values())
-        if count == 0:
-            assert not any(g.any() for g in found.values())
+        grads = gradients(policy, scores.logprobs.sum())
+        assert len(grads) == len(list(policy.parameters())) and all(g.isfinite().all() for g in grads.values())
+        assert count != 0 or not any(g.any() for g in grads.values())
 
 
 def test_bundles_that_contradict_themselves_are_refused(shared):
@@ -170,8 +163,8 @@ def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared
     scores = policy(bundles, features=features)
     assert not calls
     torch.testing.assert_close(scores.logprobs, shared(bundles).logprobs)
-    found = gradients(policy, scores.logprobs.sum())
-    assert not any(".visual." in name for name in found) and "model.model.language_model.norm.weight" in found
+    grads = gradients(policy, scores.logprobs.sum())
+    assert not any(".visual." in name for name in grads) and "model.model.language_model.norm.weight" in grads
     with torch.no_grad():  # a micro-batch takes the features of its own bundles
         for bundle, feature in zip(bundles, features):
             torch.testing.assert_close(policy([bundle], features=[feature]).logprobs, policy([bundle]).logprobs)
@@ -181,34 +174,21 @@ def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared
 # ------------------------------------------------------------------------------------------------ memory and kernels
 
 
-def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, monkeypatch):
-    policy = load(PolicyConfig(str(path), logit_chunk=7), tiny.NEVER_SAMPLED)
-    rng = np.random.default_rng(0)
-    bundle, rows = tiny.bundle(rng, (60, 2), [(20, 0), (15, 0), (18, 0)])
-    masks, heads = [], []
-    attend = F.scaled_dot_product_attention
-
-    def noted(*args, attn_mask=None, **options):
-        masks.append(0 if attn_mask is None else attn_mask.numel())
-        return attend(*args, attn_mask=attn_mask, **options)
-
-    monkeypatch.setattr(packing.F, "scaled_dot_product_attention", noted)
-    score = policy._score
-
-    def scored(hidden, *args, **options):
-        heads.append(len(hidden))
-        return score(hidden, *args, **options)
-
-    monkeypatch.setattr(policy, "_score", scored)
-    chunked = policy([bundle])
-    ours = gradients(policy, chunked.logprobs.sum())
-    assert 0 < max(masks) <= 20 * (len(bundle.prompt) + 20)
-    targets = len(chunked.logprobs)
-    assert max(heads) == 7 and sum(heads) == 2 * targets  # once forward, once again in backward
-    at_once = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
-    scores = at_once([bundle])
-    torch.testing.assert_close(chunked.logprobs, scores.logprobs)
-    assert relative_error(ours, gradients(at_once, scores.logprobs.sum())) < 1e-5
+def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path):
+    policy, at_once = (load(PolicyConfig(str(path), logit_chunk=n), tiny.NEVER_SAMPLED) for n in (7, 1024))
+    bundle, _ = tiny.bundle(np.random.default_rng(0), (60, 2), [(20, 0), (15, 0), (18, 0)])
+    attend = mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention)
+    score = mock.patch.object(policy, "_score", wraps=policy._score)
+    with attend as attended, score as scored:
+        logprobs = policy([bundle]).logprobs
+        ours = gradients(policy, logprobs.sum())
+    masks = [call.kwargs.get("attn_mask") for call in attended.call_args_list]
+    assert 0 < max(mask.numel() for mask in masks if mask is not None) <= 20 * (len(bundle.prompt) + 20)
+    chunks = [len(call.args[0]) for call in scored.call_args_list]
+    assert max(chunks) == 7 and sum(chunks) == 2 * len(logprobs)  # once forward, once again in backward
+    expected = at_once([bundle]).logprobs
+    torch.testing.assert_close(logprobs, expected)
+    assert relative_error(ours, gradients(at_once, expected.sum())) < 1e-5
 
 
 @pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen])
@@ -228,10 +208,10 @@ def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, share
     for seed in range(2):
         bundles, _ = tiny.random_bundles(seed)
         calls.clear()
-        found, expected = policy(bundles), shared(bundles)
+        logprobs, expected = policy(bundles).logprobs, shared(bundles).logprobs
         assert len(calls) == layers  # for all segments, and for all frames
-        torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
-        ours, theirs = gradients(policy, found.logprobs.sum()), gradients(shared, expected.logprobs.sum())
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
+        ours, theirs = gradients(policy, logprobs.sum()), gradients(shared, expected.sum())
         assert relative_error(ours, theirs) < 1e-5
     assert policy([]).logprobs.shape == (0,)
 
@@ -249,16 +229,16 @@ def test_logits_are_not_rounded_where_the_rest_is_bf16(path):
     torch.manual_seed(0)
     hidden, head = (torch.randn(rows, 256).bfloat16().requires_grad_() for rows in (40, tiny.VOCABULARY))
     targets, score = torch.randint(0, 100, (40,)), functools.partial(policy._score, temperature=0.7)
-    logits = hidden.detach().double() @ head.detach().double().t()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
+    logits = exact[0] @ exact[1].t()
     assert logits.abs().max() > 32
     expected = (logits / 0.7).index_fill(1, torch.tensor(tiny.NEVER_SAMPLED), -torch.inf).log_softmax(-1)
-    found, _ = _ChunkedScores.apply(hidden, head, targets, score, 7)
-    assert (found - expected[range(40), targets]).abs().max() < 1e-4
-    found.sum().backward()
-    kept = [hidden.detach().double().requires_grad_(), head.detach().double().requires_grad_()]
-    exact = (kept[0] @ kept[1].t() / 0.7).index_fill(1, torch.tensor(tiny.NEVER_SAMPLED), -torch.inf).log_softmax(-1)
-    exact[range(40), targets].sum().backward()
-    for ours, theirs in zip((hidden, head), kept):
+    expected = expected[range(40), targets]
+    logprobs, _ = _ChunkedScores.apply(hidden, head, targets, score, 7)
+    assert (logprobs - expected).abs().max() < 1e-4
+    logprobs.sum().backward()
+    expected.sum().backward()
+    for ours, theirs in zip((hidden, head), exact):
         assert relative_error({"g": ours.grad.double()}, {"g": theirs.grad}) < 2**-8
 
 
@@ -266,15 +246,15 @@ def test_the_heads_gradient_is_summed_over_chunks_in_fp32(tmp_path):
     """Past bug: autograd summed it in bf16, which rounds after every chunk."""
     path = tiny.write(tmp_path / "model", tied=False)
     bundle, _ = tiny.bundle(np.random.default_rng(0), (10, 0), [(200, 0), (200, 0)])
-    found = {}
+    grads = {}
     for chunk, dtype in ((1, "bf16"), (1024, "bf16"), (1024, "fp32")):
         policy = load(PolicyConfig(str(path), dtype=dtype, logit_chunk=chunk), tiny.NEVER_SAMPLED, train=False)
         policy.text.requires_grad_(True)
         policy.model.lm_head.requires_grad_(True)
         policy([bundle]).logprobs.sum().backward()
-        found[chunk, dtype] = {"head": policy.model.lm_head.weight.grad.float()}
-    assert relative_error(found[1, "bf16"], found[1024, "bf16"]) < 2**-8  # one rounding of the sum, and of each chunk
-    ours, at_once = (relative_error(found[chunk, "bf16"], found[1024, "fp32"]) for chunk in (1, 1024))
+        grads[chunk, dtype] = {"head": policy.model.lm_head.weight.grad.float()}
+    assert relative_error(grads[1, "bf16"], grads[1024, "bf16"]) < 2**-8  # one rounding of the sum, and of each chunk
+    ours, at_once = (relative_error(grads[chunk, "bf16"], grads[1024, "fp32"]) for chunk in (1, 1024))
     assert ours < 1.05 * at_once
 
 
@@ -285,9 +265,9 @@ def test_loading_on_the_meta_device_leaves_nothing_uninitialised(checkpoint):
     """to_empty leaves garbage in buffers that checkpoints do not hold (inv_freq), and unties tied weights."""
     policy, model = load(PolicyConfig(str(checkpoint)), train=False), tiny.plain(checkpoint)
     for kind in ("named_parameters", "named_buffers"):
-        found, expected = dict(getattr(policy.model, kind)()), dict(getattr(model, kind)())
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        ours, expected = dict(getattr(policy.model, kind)()), dict(getattr(model, kind)())
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[name], expected[name]) for name in expected)
     low = load(PolicyConfig(str(checkpoint), dtype="bf16"), train=False).model.named_buffers()
     assert all(torch.equal(buffer, expected[name]) for name, buffer in low)  # rounded angles are other positions
     tied = model.config.tie_word_embeddings
@@ -328,14 +308,14 @@ def step_on(policy, passes, bundles) -> dict:
         for i, micro in enumerate(passes):
             sum_over_nodes(policy, now=i + 1 == len(passes))
             policy(micro).logprobs.sum().backward()
-    found = {n: whole(p.grad).clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+    grads = {n: whole(p.grad).clone() for n, p in policy.model.named_parameters() if p.grad is not None}
     with torch.no_grad():
         policy(bundles)
     norm = clip_gradients(policy, 1.0)
     optimizer.step()
     with torch.no_grad():
         after = policy(bundles).logprobs
-    return {"before": before, "gradients": found, "norm": norm, "after": after, "sent": sent.call_count}
+    return {"before": before, "gradients": grads, "norm": norm, "after": after, "sent": sent.call_count}
 
 
 def whole(x):
@@ -365,12 +345,13 @@ def all_ranks(folder, cases):
         assert all(isinstance(p, DTensor) is p.requires_grad for p in policy.parameters())
         assert all(p.dtype == torch.float32 for p in policy.parameters() if p.requires_grad)
         mine = micro_batches(rank(), world_size())
-        found = step_on(policy, mine, tiny.random_bundles(4)[0])
+        stepped = step_on(policy, mine, tiny.random_bundles(4)[0])
         reference = load(policy.cfg, tiny.NEVER_SAMPLED, train=False)
         with torch.no_grad():  # ranks with different shares, and the policy's own numbers before its step
             scores = reference(mine[0])
-        torch.testing.assert_close(scores.logprobs, found["before"][0], atol=0.02 if dtype == "bf16" else 1e-6, rtol=0)
-        torch.save(found, folder / f"{name}{rank()}.pt")
+        tolerance = 0.02 if dtype == "bf16" else 1e-6
+        torch.testing.assert_close(scores.logprobs, stepped["before"][0], atol=tolerance, rtol=0)
+        torch.save(stepped, folder / f"{name}{rank()}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -396,21 +377,20 @@ def test_ranks_are_one_process(ranks, case):
     tied, freeze, dtype = RANK_CASES[case]
     if case == "two nodes":
         tiny.on_ranks(all_ranks, 4, ranks, [case])
-    found = [torch.load(path, weights_only=True) for path in sorted(ranks.glob(f"{case}?.pt"))]
+    by_rank = [torch.load(path, weights_only=True) for path in sorted(ranks.glob(f"{case}?.pt"))]
     one = load(PolicyConfig(str(ranks / f"tied{tied}"), freeze=freeze), tiny.NEVER_SAMPLED)
     expected = step_on(one, micro_batches(0, 1), tiny.random_bundles(4)[0])
     close = 1e-5 if dtype == "fp32" else 0.1
-    assert {f["norm"] for f in found} == {found[0]["norm"]} and found[0]["norm"] == pytest.approx(
-        expected["norm"], rel=close
-    )
-    assert relative_error(found[0]["gradients"], expected["gradients"]) < close
+    [norm] = {one_rank["norm"] for one_rank in by_rank}
+    assert norm == pytest.approx(expected["norm"], rel=close)
+    assert relative_error(by_rank[0]["gradients"], expected["gradients"]) < close
     units = 1 + len(one.text.layers) + len(one.vision.blocks)
-    assert (len(found), found[0]["sent"]) == ((4, units) if case == "two nodes" else (2, 0))  # once, for two passes
+    assert (len(by_rank), by_rank[0]["sent"]) == ((4, units) if case == "two nodes" else (2, 0))  # once, for two passes
     if dtype == "fp32":
-        merged = torch.cat([f["before"][0] for f in found])
+        merged = torch.cat([one_rank["before"][0] for one_rank in by_rank])
         torch.testing.assert_close(merged, expected["before"][0], atol=1e-5, rtol=1e-5)
-        for f in found:
-            torch.testing.assert_close(f["after"], expected["after"], atol=1e-4, rtol=1e-4)
+        for one_rank in by_rank:
+            torch.testing.assert_close(one_rank["after"], expected["after"], atol=1e-4, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ optimizer

@@ -14,14 +14,14 @@ import yaml
 from scripts import REPO
 from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory
 
-import data
-from data import Task
+from data import Task, encode_dialogue, subagent_messages
 from eval import EvalConfig
 from evals import protocols
 from evals.benchmarks import Cue, Item
 from evals.protocols import WORDS, Prompting, Protocol, run_protocol
 from rollout import AgentContext, RolloutConfig, dump, render_prompt, run_episode
 from runtime import config
+from runtime.dialogue import Dialogue, Media
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer, clock
 from runtime.visual import ContractError, VisualContract
@@ -31,7 +31,7 @@ TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "s
 END = "<|im_end|>"
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 PROTOCOLS = get_args(Protocol)
-ONE_TURN = [name for name in PROTOCOLS if name not in protocols.PROTOCOLS]
+ONE_TURN = [name for name in PROTOCOLS if name not in protocols.FLOWS]
 # Short texts, so that whole prompts can be written down here. Past bug: Conan's second prompt said `{question}`.
 SHORT = {"user": "{frames}|{question}|{request}", "mcq": "M"}
 TERSE = {
@@ -193,11 +193,12 @@ def test_without_stamps_nobody_is_told_of_times_in_training_either(renderer):
     run_episode(context, TASK, 4, render_prompt(TASK, 4, context), 7)
     said = ({"role": "assistant", "content": ["a cat"]},)
     for asked, agent in zip(model.read, ("main", "sub")):
-        row = data.Dialogue("d", agent, "", (data.Media("/data/v.mp4", 4),), said)
-        [learned] = data.encode_dialogue(row, videos, blind, [TOOLS["crop_video"].schema]).suffixes
+        row = Dialogue("d", agent, "", (Media("/data/v.mp4", 4),), said)
+        [learned] = encode_dialogue(row, videos, blind, [TOOLS["crop_video"].schema]).suffixes
         head = asked.partition("#")[0]  # the system prompt and the tools
         assert blind.decode(learned).startswith(head) and "time." not in head and "when" not in head
-    assert isinstance(data.true_prompt(Live("x"), stamped=False), Live)  # a tool's own text may name tags
+    words = Live("<think>, each after its time")  # a tool's own
+    assert subagent_messages(None, stamped=False, system=words)[0]["content"] is words
 
 
 # ---- several turns

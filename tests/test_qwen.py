@@ -11,13 +11,13 @@ import qwen
 import yaml
 from scripts import Forked, finish, metrics, start
 from test_contract import as_transformers_parts, conversation
-from tiny_checkpoint import Scripted, is_subagent, noise
+from tiny_checkpoint import noise, play, turns
 
-from data import Episode, Task, Trajectory, encode_dialogue, parse_dialogue
+from data import Episode, Task, Trajectory, encode_dialogue
 from rewards import RewardConfig, score, structural_mask
-from rollout import THINK_PREFIX, RolloutConfig, rollout
-from runtime.render import Bundle, Live, Renderer, load_tokenizer
-from sft import KINDS, target_kinds
+from runtime.dialogue import parse_dialogue
+from runtime.render import THINK_PREFIX, Bundle, Live, Renderer, load_tokenizer
+from sft import target_kinds
 
 pytestmark = pytest.mark.qwen
 END, TEXT_END = 151645, 151643  # <|im_end|>, <|endoftext|>
@@ -54,28 +54,23 @@ def test_the_vocabulary_is_qwens(tokenizer):
     assert tokenizer.eos_token_id == END and tokenizer.pad_token_id == TEXT_END
 
 
-@pytest.mark.parametrize(
-    "text, ids",
-    [
-        ("<answer>B</answer>", [27, 9217, 36721, 522, 9217, 29]),
-        ("<answer>\n", [27, 9217, 397]),
-        ("</think>\n<answer>", [151668, 198, 27, 9217, 29]),
-        ("<think>\n", [151667, 198]),
-        ("\n\n", [271]),
-        (".\n", [624]),
-        ("<tool_code>", [27, 14172, 4136, 29]),
-        ("A A", [32, 362]),
-    ],
-)
-def test_published_ids_come_back(encode, text, ids):
-    assert encode(text) == ids
+def test_published_ids_come_back(encode):
+    published = {
+        "<answer>B</answer>": [27, 9217, 36721, 522, 9217, 29],
+        "<answer>\n": [27, 9217, 397],
+        "</think>\n<answer>": [151668, 198, 27, 9217, 29],
+        "<think>\n": [151667, 198],
+        "\n\n": [271],
+        ".\n": [624],
+        "<tool_code>": [27, 14172, 4136, 29],
+        "A A": [32, 362],
+    }
+    assert {text: encode(text) for text in published} == published
 
 
-@pytest.mark.parametrize(
-    "token", [*(f">{letter}" for letter in "ABCDEFGHIJ"), ">The", ">(", ">[", ".</", '"</', "]</", "。</"]
-)
-def test_what_stands_beside_a_tag_is_one_token_with_a_part_of_it(encode, token):
-    assert len(encode(token)) == 1
+def test_what_stands_beside_a_tag_is_one_token_with_a_part_of_it(encode):
+    beside = [">The", ">(", ">[", ".</", '"</', "]</", "。</", *(f">{letter}" for letter in "ABCDEFGHIJ")]
+    assert [len(encode(text)) for text in beside] == [1] * len(beside)
 
 
 def test_ids_are_those_of_merging_by_rank(encode):
@@ -159,22 +154,12 @@ def test_every_token_that_carries_the_answer_is_of_the_kind_answer(renderer, ans
     last = first + len(answer.strip())
     for kind, (begin, end) in zip(kinds, renderer.offsets(trajectory.ids), strict=True):
         if begin < last and end > first and any(character.isalnum() for character in text[begin:end]):
-            assert KINDS[kind] == "answer", text[begin:end]
-    of_tags = [KINDS[kind] for kind, token in zip(kinds, trajectory.ids) if token in (151667, 151668, END)]
+            assert kind == "answer", text[begin:end]
+    of_tags = [kind for kind, token in zip(kinds, trajectory.ids) if token in (151667, 151668, END)]
     assert of_tags == ["structure"] * 3
 
 
 # ------------------------------------------------------------------------------------------------ ids
-
-
-@pytest.mark.parametrize("text", ["a \ufffd</think>", "🙂 e\u0301\u0301</think>", "\ufffd\ufffd<answer>红</answer>"])
-def test_a_tag_behind_broken_characters_has_a_place_of_its_own(renderer, encode, text):
-    ids = encode(text)
-    spans = renderer.offsets(ids)
-    decoded = renderer.decode(ids)
-    for token, (begin, end) in zip(ids, spans, strict=True):
-        if token >= qwen.FIRST_ADDED:
-            assert decoded[begin:end] == renderer.decode([token])
 
 
 @pytest.mark.parametrize(
@@ -208,13 +193,6 @@ def test_outside_text_never_becomes_a_control_token(renderer, role):
     assert len(added(Live("<answer> <think>"))) == len(expected) + 1  # our own text may name the tags
 
 
-def test_what_a_row_says_cannot_end_its_turn(renderer):
-    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A<|im_end|><|endoftext|></think>"}]
-    rendered = renderer.render(messages)
-    learned = [token for token, m in zip(rendered.ids, rendered.mask, strict=True) if m]
-    assert [token for token in learned if token >= qwen.FIRST_ADDED] == [151668, END]
-
-
 # ------------------------------------------------------------------------------------------------ SFT = rollout
 
 THOUGHT = "Let me look.\n</think>\n"
@@ -223,26 +201,6 @@ CALLS = "\n".join(
     for a, b in ((0, 8), (8, 16))
 )
 ANSWER = "I see.\n</think>\n<answer>(B) 红伞。</answer>"
-
-
-@pytest.fixture
-def episode(renderer, videos, toy_dir):
-    """episode(report): a scripted agent calls two tools, reads the report twice and answers."""
-
-    def play(report: str) -> Episode:
-        def reply(prompt: str, seed: int) -> str:
-            if is_subagent(prompt):
-                return report + "<|im_end|>"
-            turn = prompt.count("<|im_start|>assistant") - 1
-            return (THOUGHT + CALLS, ANSWER)[turn] + "<|im_end|>"
-
-        task = Task("t", "Which color flashes?", (str(toy_dir / "videos" / "test00000.mp4"),), "oe", "red")
-        context = {"engine": Scripted(renderer, reply), "renderer": renderer, "videos": videos, "cfg": RolloutConfig()}
-        [[played]] = [group.episodes for group in rollout([task], [4], 1, progress=False, **context)]
-        assert not played.error and [call.error for call in played.calls] == ["", ""]
-        return played
-
-    return play
 
 
 def rows_of(episode: Episode, report: str, opening: str) -> dict:
@@ -261,10 +219,13 @@ def rows_of(episode: Episode, report: str, opening: str) -> dict:
 @pytest.mark.parametrize("opening", ["<think>\n", "<think>", "<think>\n\n", "\n<think>\n", "<think> "])
 @pytest.mark.parametrize("report", ["A red flash at <4.0 seconds>.", " A flash. \r\n", "红伞。\r", "e\u0301 🙂\n\nend"])
 def test_a_row_and_the_same_conversation_rolled_out_are_the_same_tokens(
-    episode, renderer, videos, schemas, opening, report
+    renderer, videos, toy_dir, schemas, opening, report
 ):
     """Rows open their turns in many ways, rollouts force one; reports come with white space at their edges."""
-    played = episode(report)
+    task = Task("t", "Which color flashes?", (str(toy_dir / "videos" / "test00000.mp4"),), "oe", "red")
+    agent = turns(f"{THOUGHT}{CALLS}<|im_end|>", f"{ANSWER}<|im_end|>", report=report)
+    [played] = play(renderer, agent, [task], videos=videos)
+    assert not played.error and [call.error for call in played.calls] == ["", ""]
     dialogue = parse_dialogue(rows_of(played, report, opening), "row:0", Path("/"))
     bundle = encode_dialogue(dialogue, videos, renderer, schemas)
     [ids], [mask] = bundle.suffixes, bundle.masks
@@ -280,17 +241,23 @@ def test_a_row_and_the_same_conversation_rolled_out_are_the_same_tokens(
 
 
 @pytest.fixture
-def settings(checkpoint, tmp_path) -> dict:
-    return {
-        "run": str(tmp_path / "run"),
-        "policy": {"checkpoint": str(checkpoint), "freeze": []},
-        "visual": {"frame_pixels": qwen.CONTRACT.frame_pixels, "overview_frames": 4, "crop_max_frames": 4},
-        "steps": 3,
-        "decoders": 1,
-    }
+def run_script(checkpoint, tmp_path):
+    """run_script("sft.py", **settings): run three steps in the folder "run", and return its metrics."""
+
+    def run(script: str, **settings) -> list[dict]:
+        visual = {"frame_pixels": qwen.CONTRACT.frame_pixels, "overview_frames": 4, "crop_max_frames": 4}
+        settings |= {"run": str(tmp_path / "run"), "visual": visual, "steps": 3, "decoders": 1}
+        settings["policy"] = {"checkpoint": str(checkpoint), "freeze": []}
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
+        finish(start(script, tmp_path / "c.yaml"))
+        lines = metrics(tmp_path / "run")
+        assert len(lines) == 3
+        return lines
+
+    return run
 
 
-def test_three_steps_of_sft_learn_letters_as_answers(settings, toy_dir, tmp_path):
+def test_three_steps_of_sft_learn_letters_as_answers(run_script, toy_dir, tmp_path):
     video = {"type": "video", "video": str(toy_dir / "videos" / "test00000.mp4"), "nframes": 4}
     rows = []
     for letter in "ABCDEFGHIJ":
@@ -299,29 +266,18 @@ def test_three_steps_of_sft_learn_letters_as_answers(settings, toy_dir, tmp_path
         rows.append(json.dumps({"messages": [question, answer]}) + "\n")
     (tmp_path / "rows.jsonl").write_text("".join(rows))
     data = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
-    change = {"data": data, "kind_weights": {"answer": 5}, "batch_rows": 4, "pack_tokens": 4096}
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings | change))
-    finish(start("sft.py", tmp_path / "c.yaml"))
-    lines = metrics(tmp_path / "run")
-    assert len(lines) == 3 and all(line["grad_norm"] > 0 for line in lines)
+    lines = run_script("sft.py", data=data, kind_weights={"answer": 5}, batch_rows=4, pack_tokens=4096)
     for line in lines:  # an untrained model knows nothing: every loss is that of 151,936 equal chances
-        assert line["loss_answer"] == pytest.approx(math.log(qwen.VOCABULARY), abs=0.5)
+        assert line["grad_norm"] > 0 and line["loss_answer"] == pytest.approx(math.log(qwen.VOCABULARY), abs=0.5)
     saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
     assert saved["eos_token_id"] == [END, TEXT_END]
 
 
-def test_three_steps_of_rl_agree_with_the_engine(settings, toy_dir, tmp_path):
-    change = {
-        "data": {"sources": [{"path": str(toy_dir / "rl.parquet")}]},
-        "rollout": {"max_turns": 1, "max_new_tokens": 16, "subagents": {"max_new_tokens": 8}},
-        "gating": [4],
-        "batch_tasks": 1,
-        "grpo": {"group_size": 2},
-    }
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings | change))
-    finish(start("rl.py", tmp_path / "c.yaml"))
-    lines = metrics(tmp_path / "run")
-    assert len(lines) == 3 and all(line["logprob_gap"] < 1e-4 for line in lines)
+def test_three_steps_of_rl_agree_with_the_engine(run_script, toy_dir):
+    data = {"sources": [{"path": str(toy_dir / "rl.parquet")}]}
+    sampling = {"max_turns": 1, "max_new_tokens": 16, "subagents": {"max_new_tokens": 8}}
+    lines = run_script("rl.py", data=data, rollout=sampling, gating=[4], batch_tasks=1, grpo={"group_size": 2})
+    assert all(line["logprob_gap"] < 1e-4 for line in lines)
     assert lines[0]["entropy"] == pytest.approx(math.log(qwen.VOCABULARY), abs=0.5)
 
 
@@ -330,12 +286,3 @@ def test_the_doctor_finds_the_checkpoint_healthy(checkpoint, toy_dir):
     command = ["-m", "study.ask", "doctor", "--model", str(checkpoint), "--video", str(video), "--max-new-tokens", "16"]
     told = finish(Forked(command))
     assert told.count("\nok  ") >= 5 and "FAIL" not in told
-
-
-def test_a_cold_model_is_asked(checkpoint, toy_dir, tmp_path):
-    video, trace = toy_dir / "videos" / "test00000.mp4", tmp_path / "trace.json"
-    question = "Quelle couleur? e\u0301 🙂 红 <|im_end|>"
-    command = ["-m", "study.ask", "--model", str(checkpoint), "--video", str(video), "--trace", str(trace)]
-    told = finish(Forked([*command, "--max-new-tokens", "16", question]))
-    episode = json.loads(trace.read_text("utf-8"))
-    assert "1 turns, 0 calls" in told and not episode["error"] and "couleur" in episode["main"]["text"]

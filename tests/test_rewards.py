@@ -7,14 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripts import REPO
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tiny import Pieces
 
 import rewards
-from data import Group, Task
+from data import Group, Task, Trajectory
 from rewards import Anchor, JudgeConfig, JudgeError, RewardConfig, accuracy, iou, score, structural_mask, token_f1
-from runtime.render import END_OF_TURN, NEVER_SAMPLED, Renderer
-from runtime.visual import VisualContract
+from runtime.render import END_OF_TURN
 from study import lab
 from study.lab import Characters, episode_of_turns
 
@@ -59,8 +57,11 @@ def test_token_f1_counts_shared_words():
 
 # ------------------------------------------------------------------------------------------------ adversarial completions
 
+CODE = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
 CASES = {
-    # name: (turns, executed calls, R_acc, R_fmt, R_tool, R_anchor), and f where the cap of 0.9 hides part of R_fmt
+    # name: (turns, executed calls, R_acc, R_fmt, R_tool, R_anchor), and f where the cap of 0.9 hides part of R_fmt.
+    # Past bugs: a thought closed twice earned R_anchor 0 where an open one earned -0.3, so in a group of both it was preferred;
+    # a thought before <tool_code>, which runs as well, earned nothing.
     "tidy direct answer": ([DONE], 0, 1, 0.2 + 0.3 + 0.2 + 0.1, 0, 0.7),
     "tidy trajectory with tools": ([LOOK, DONE], 1, 1, 1.0, 0.8, 0.7),
     "call without execution": ([LOOK, DONE], 0, 1, 0.8, 0.1, 0.7),
@@ -72,6 +73,8 @@ CASES = {
     "unreadable call": ([LOOK.replace('{"name"', "{name"), DONE], 0, 1, 0.8, 0, 0.7),
     "unreadable call and no answer": ([LOOK.replace('{"name"', "{name")], 0, 0, 0.2 + 0.1, 0, 0.4),
     "a thought behind the call": ([f"{CALL}<think>\nLet me look closer.\n</think>{END_OF_TURN}"], 1, 0, 0.2 + 0.1, 0.3, 0.4),
+    "a thought before <tool_code>": ([LOOK.replace(CALL, CODE), DONE], 1, 1, 1.0, 0.8, 0.7),
+    "a thought behind <tool_code>": ([CODE + LOOK.replace(CALL, ""), DONE], 1, 1, 0.8, 0.8, 0.7),
     "a thought behind an empty one and the call": ([LOOK.replace("<think>", f"<think></think>{CALL}<think>"), DONE], 1, 1, 0.8, 0.8, 0.7),
     "empty tags": ([f"<think></think><answer></answer>{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
     "empty thought": ([EMPTY_DONE], 0, 1, 0.5 + 0.1, 0, 0.0),
@@ -87,10 +90,8 @@ CASES = {
     "a thought closed twice": ([DONE.replace("<answer>", "</think><answer>")], 0, 1, 0.2 + 0.5, 0, -0.3),
     "a thought closed twice before a call": ([LOOK.replace("</think>", "</think></think>"), DONE], 1, 1, 0.9, 0.8, -0.3, 1.0 - 0.15),
     "an answer closed twice after a call": ([LOOK, DONE.replace("</answer>", "</answer></answer>")], 1, 1, 0.9, 0.8, 0.4, 0.9),
-    "a stray <answer> in the turn that calls": ([LOOK.replace("<tool_call>", "<answer><tool_call>"), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
     "a call that ran and twenty unclosed ones": ([LOOK.replace(END_OF_TURN, 20 * "<tool_call>" + END_OF_TURN), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
     "a second call without its opening tag": ([LOOK.replace(CALL, CALL + CALL.replace("<tool_call>", "")), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
-    "a second call opened by <answer>": ([LOOK.replace(CALL, CALL + CALL.replace("<tool_call>", "<answer>")), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
     "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.8, 0, 0.7),
     "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5, 0, -0.3),
     "no think": ([f"<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5 + 0.1, 0, 0.0),
@@ -117,13 +118,14 @@ CASES = {
 def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
     turns, executed, acc, r_fmt, tool, anchor, *below_the_cap = CASES[name]
     f = below_the_cap[0] if below_the_cap else min(1.0, r_fmt + 0.5 * anchor)
-    expected = {"R_acc": acc, "R_fmt": r_fmt, "f": f, "R_tool": tool, "R_anchor": anchor, "R": acc + r_fmt + tool}
+    expected = {"R_acc": acc, "R_fmt": r_fmt, "f": f, "R_tool": tool, "R_anchor": anchor}
+    expected |= {"R": acc + r_fmt + tool, "R_fmt_paid": r_fmt}
     parts = earned(turns, executed)
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
-    assert earned(turns, executed, cfg=RELEASED)["R"] == pytest.approx(acc + f + tool)
-
-
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
+    # The released code pays f in place of R_fmt.
+    expected |= {"R": acc + f + tool, "R_fmt_paid": f}
+    parts = earned(turns, executed, cfg=RELEASED)
+    assert {key: parts[key] for key in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("suffix", [True, False])
@@ -139,19 +141,13 @@ def test_no_text_with_a_tag_too_many_or_too_few_earns_what_the_honest_one_does(h
         for tag in rewards.TAG.finditer(turn):
             before, after = turn[: tag.start()], turn[tag.end() :]
             changed = [before + after]
-            changed += [f"{before}{added}{tag[0]}{after}" for added in TAGS]
-            changed += [f"{before}{tag[0]}{added}{after}" for added in TAGS]
+            changed += [f"{before}{added}{tag[0]}{after}" for added in rewards.TAGS]
+            changed += [f"{before}{tag[0]}{added}{after}" for added in rewards.TAGS]
             broken += [[*honest[:i], text, *honest[i + 1 :]] for text in changed]
     assert len(broken) >= 52
     for turns in broken:
         parts = earned(turns, 9, cfg=cfg)
         assert parts["R"] < full["R"] - 0.04 and parts["R_anchor"] <= full["R_anchor"] and parts["f"] < full["f"], turns
-
-
-def test_closing_a_thought_twice_is_no_way_out_of_leaving_it_open():
-    """Past bug: the doubled one earned 0 and the open one -0.3, so in a group of both the doubled ones were preferred."""
-    doubled, left_open = DONE.replace("</think>", "</think></think>"), DONE.replace("</think>", "")
-    assert earned([doubled])["R_anchor"] == earned([left_open])["R_anchor"] == pytest.approx(-0.3)
 
 
 def test_options_are_read_from_the_question_where_the_row_has_none():
@@ -194,16 +190,12 @@ def test_the_rewards_load_no_client_of_an_endpoint():
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
-def test_closure_is_the_share_of_opened_tags_that_were_closed():
-    parts = earned([LOOK.replace("</think>", ""), DONE])
-    assert parts["closure/think"] == 0.5 and parts["closure/answer"] == 1 == parts["closure/tool_call"]
-    assert earned([DONE + "</answer>"])["closure/answer"] == 1  # to close more often is no better
-
-
-def test_one_tag_closed_twice_does_not_hide_one_left_open():
-    """Past bug: both were added up over the turns, and the rate was 1."""
+def test_closure_is_the_share_of_opened_tags_that_were_closed_in_their_turn():
+    """Past bug: both were added up over the turns, so one tag closed twice hid one left open."""
     parts = earned([LOOK.replace("</think>", ""), DONE.replace("</think>", "</think></think></think>")])
-    assert parts["closure/think"] == 0.5 and parts["surplus/think"] == 2 and parts["surplus/answer"] == 0
+    assert parts["closure/think"] == 0.5 and parts["closure/answer"] == 1 == parts["closure/tool_call"]
+    assert parts["surplus/think"] == 2 and parts["surplus/answer"] == 0
+    assert earned([DONE + "</answer>"])["closure/answer"] == 1  # to close more often is no better
 
 
 def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
@@ -234,10 +226,16 @@ def test_an_answer_inside_a_tool_response_scores_nothing():
     assert not any(structural_mask(main, Characters())[b : b + len(gap)])
 
 
-def test_accuracy_only_pays_nothing_else_and_f_is_logged_all_the_same():
-    cfg = RewardConfig(w_fmt=0, w_tool=0, anchor=Anchor(credit="off"))
-    parts = earned([LOOK, DONE], 1, cfg=cfg)
-    assert parts["R"] == 1 and parts["f"] == 1 and parts["R_tool"] == pytest.approx(0.8)
+@pytest.mark.parametrize(
+    "turns, weights, expected",
+    [
+        ([LOOK, DONE], {"w_fmt": 0, "w_tool": 0}, {"R": 1, "f": 1, "R_tool": 0.8}),  # accuracy only; all is logged
+        ([DONE], {"answer_suffix": False}, {"R": 1 + 0.3 + 0.2 + 0.1 + 0.1}),
+    ],
+)
+def test_weights_of_the_config_are_those_of_r(turns, weights, expected):
+    parts = earned(turns, 1, cfg=RewardConfig(**weights, anchor=Anchor(credit="off")))
+    assert {key: parts[key] for key in expected} == pytest.approx(expected)
 
 
 def test_an_untagged_answer_counts_only_where_the_config_says_so():
@@ -250,22 +248,17 @@ def test_an_untagged_answer_counts_only_where_the_config_says_so():
     assert earned([thought], cfg=lenient)["R_acc"] == 0 == earned([said, LOOK], cfg=lenient)["R_acc"]
 
 
-def test_the_plain_weights_without_the_answer_suffix():
-    parts = earned([DONE], cfg=RewardConfig(answer_suffix=False, anchor=Anchor(credit="off")))
-    assert parts["R"] == pytest.approx(1 + 0.3 + 0.2 + 0.1 + 0.1)
-
-
 def test_the_forced_prefix_counts():
     """The released rewards read sampled tokens only, so a forced <think> was never seen."""
     full = earned([DONE], forced="<think>\n")
     assert full["R_anchor"] == pytest.approx(0.7) and full["well_formed"] == 1
 
 
-def test_f1_and_iou_must_reach_a_half_to_count_as_scored():
-    whole_video = Task("t", "", (), "tvg", "[10, 20]")
-    parts = earned([LOOK, DONE.replace(">B<", ">0 - 100<")], 1, task=whole_video)
-    assert parts["R_acc"] == pytest.approx(0.1) and parts["R_tool"] == pytest.approx(0.3)
-    assert earned([LOOK, DONE.replace(">B<", ">10 - 18<")], 1, task=whole_video)["R_tool"] == pytest.approx(0.8)
+@pytest.mark.parametrize("answer, acc, tool", [("0 - 100", 0.1, 0.3), ("10 - 14.9", 0.49, 0.3), ("10 - 15", 0.5, 0.8)])
+def test_f1_and_iou_must_reach_a_half_to_count_as_scored(answer, acc, tool):
+    """Past mutants: thresholds of 0.49, and of more than 0.5."""
+    parts = earned([LOOK, DONE.replace(">B<", f">{answer}<")], 1, task=Task("t", "", (), "tvg", "[10, 20]"))
+    assert (parts["R_acc"], parts["R_tool"]) == pytest.approx((acc, tool))
 
 
 @pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
@@ -277,96 +270,59 @@ def test_well_formed_allows_nothing_beside_the_format(turns, right):
 # ------------------------------------------------------------------------------------------------ structural tokens
 
 
-def painted_tokens(turns, renderer, forced="", structural=True) -> list[str]:
-    main = episode_of_turns(turns, MCQ, renderer, forced=forced).main
-    mask = structural_mask(main, renderer)
-    return [renderer.decode([t]) for t, s in zip(main.ids, mask, strict=True) if bool(s) is structural]
-
-
 def painted(turns, renderer=None, forced="") -> str:
-    return "".join(painted_tokens(turns, renderer or Characters(), forced))
+    renderer = renderer or Characters()
+    main = episode_of_turns(turns, MCQ, renderer, forced=forced).main
+    return "".join(renderer.decode([t]) for t, s in zip(main.ids, structural_mask(main, renderer), strict=True) if s)
 
 
-def test_structure_is_the_tags_and_nothing_of_their_content():
-    call, answer = "<think></think>\n<tool_call></tool_call>", "<think></think>\n<answer></answer>"
-    assert painted([LOOK, DONE]) == call + END_OF_TURN + answer + END_OF_TURN
-    # What was forced earns no credit.
-    assert painted([DONE], forced="<think>\n") == f"</think>\n<answer></answer>{END_OF_TURN}"
-
-
-@pytest.mark.parametrize(
-    "turn, paint",
-    [
-        (f"<think>\nIt is B.{END_OF_TURN}", f"<think>{END_OF_TURN}"),  # ended while thinking
-        (f"It is B.{END_OF_TURN}", END_OF_TURN),  # never thought
-        (f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}", f"<think></think>\n<answer>{END_OF_TURN}"),
-    ],
-)
-def test_an_end_that_came_too_early_is_structure_too(turn, paint):
-    assert painted([turn]) == paint
-
-
-def test_tags_of_several_tokens_count_whole(renderer):
-    """`<answer>` is three tokens here, as in Qwen's vocabulary."""
-    tags = ["<think>", "</think>", "\n", "<", "answer", ">", "</", "answer", ">", END_OF_TURN]
-    assert painted_tokens([DONE], renderer) == tags
+CALLED = f"<think></think>\n<tool_call></tool_call>{END_OF_TURN}"
+ANSWERED = f"<think></think>\n<answer></answer>{END_OF_TURN}"
 
 
 @pytest.mark.parametrize(
-    "text, paint",
+    "turns, forced, paint",
     [
-        ("a\n</think>\n\n b", "</think>\n"),  # after that character the turn has gone on already
-        ("</answer> </answer>\t.", "</answer> </answer>\t"),
-        ("<answer>\nx </answe> \n", "<answer>"),  # not after an opening tag, and not after a tag that is none
+        ([LOOK, DONE], "", CALLED + ANSWERED),
+        ([DONE], "<think>\n", ANSWERED.removeprefix("<think>")),  # what was forced earns no credit
+        # An end that comes too early is structure as well.
+        ([f"<think>\nIt is B.{END_OF_TURN}"], "", f"<think>{END_OF_TURN}"),
+        ([f"It is B.{END_OF_TURN}"], "", END_OF_TURN),
+        ([f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}"], "", f"<think></think>\n<answer>{END_OF_TURN}"),
+        # So is white space right after a closing tag. Past bug: behind `</think>` only a wrong second one was credited.
+        (["a\n</think>\n\n b"], "", "</think>\n"),  # after that character the turn has gone on already
+        (["</answer> </answer>\t."], "", "</answer> </answer>\t"),
+        (["<answer>\nx </answe> \n"], "", "<answer>"),  # not after an opening tag, and not after a tag that is none
     ],
 )
-def test_white_space_right_after_a_closing_tag_is_structure(text, paint):
-    """Past bug: behind `</think>` only a wrong second `</think>` was credited, never the right line break."""
-    assert painted([text]) == paint
-
-
-@pytest.fixture(scope="module")
-def merging() -> Renderer:
-    """A byte-level vocabulary with merges that Qwen's has, too."""
-    pairs = "> B,> (,> [,< /,. </,] </,) </,? </,> Ċ,Ġ </,B </,. <"
-    pairs += ",ã Ģ,ãĢ Ĥ,ãĢĤ </"  # the ideographic full stop
-    merges = pairs.split(",")
-    merges += [f"{'answer'[:i]} {'answer'[i]}" for i in range(1, 6)]
-    tokens = [*pre_tokenizers.ByteLevel.alphabet(), *(merge.replace(" ", "") for merge in merges)]
-    model = models.BPE({token: i for i, token in enumerate(tokens)}, [tuple(merge.split()) for merge in merges])
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END_OF_TURN, "<|endoftext|>", *NEVER_SAMPLED])
-    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
-    return Renderer(PreTrainedTokenizerFast(tokenizer_object=tokenizer), VisualContract())
+def test_structure_is_tags_ends_and_what_follows_a_tag_and_never_their_content(turns, forced, paint):
+    assert painted(turns, forced=forced) == paint
 
 
 @pytest.mark.parametrize(
     "answer, struct",
     [
         # Tokens that carry a letter, a digit or the answer's first character are left out ...
-        ("B", ["<", "answer", "</", "answer", ">"]),
-        ("?", ["<", "answer", ">", "answer", ">"]),
-        ("\n?", ["<", "answer", ">\n", "answer", ">"]),
+        (">B|</", "</"),
+        (">|?</", ">"),
+        (">\n|?</", ">\n"),
         # ... and so are >( and >[; but to sample `)</` is to decide to close.
-        ("(B)", ["<", "answer", ")</", "answer", ">"]),
-        ("[12.5, 20.1]", ["<", "answer", "]</", "answer", ">"]),
-        ("A red door.", ["<", "answer", ">", ".</", "answer", ">"]),
-        ("红色的门。", ["<", "answer", ">", "。</", "answer", ">"]),
-        ("\nB ", ["<", "answer", ">\n", " </", "answer", ">"]),
+        (">(|B|)</", ")</"),
+        (">[|12.5, 20.1|]</", "]</"),
+        (">|A red door|.</", ">|.</"),
+        (">|红色的门|。</", ">|。</"),
+        (">\n|B| </", ">\n| </"),
+        # Punctuation may not stand after a closing tag, nor before an opening one.
+        (">|x|</|answer|>,| done| .<|answer|>|B|</", ">|</|answer|answer|>|</"),
     ],
 )
-def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(merging, answer, struct):
-    """Past bug: with punctuation before a closing tag, nothing that decides to close was credited."""
-    turn = f"<think>I see it.</think><answer>{answer}</answer>{END_OF_TURN}"
-    assert painted_tokens([turn], merging) == ["<think>", "</think>", *struct, END_OF_TURN]
-
-
-def test_a_token_is_structure_with_white_space_after_an_opening_tag_or_before_one(merging):
-    text = "<answer>.</answer> .<answer>x</answer>, done"  # `.` and `,` are content here
-    left_out = painted_tokens([text], merging, structural=False)
-    assert left_out[0] == ".</" and ".<" in left_out and "," in left_out
+def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(answer, struct):
+    """Tokens that Qwen has. Past bug: with punctuation before a closing tag, nothing that decides to close was credited."""
+    pieces = ["<think>", "I see it.", "</think>", "<", "answer", *answer.split("|"), "answer", ">", END_OF_TURN]
+    ids = list(range(len(pieces)))
+    mask = structural_mask(Trajectory(ids, [1] * len(ids), turns=[(0, len(ids))]), Pieces(*pieces))
+    painted = [piece for piece, structural in zip(pieces, mask, strict=True) if structural]
+    assert painted == ["<think>", "</think>", "<", "answer", *struct.split("|"), "answer", ">", END_OF_TURN]
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", CALL, "B", "\n", "text ", END_OF_TURN]), max_size=14))  # fmt: skip
@@ -386,20 +342,3 @@ def test_the_lab_prints_every_term_and_paints_the_structure(monkeypatch, capsys)
     lab.main()
     told = capsys.readouterr().out
     assert "acc   1.00" in told and "[<][a][n][s][w][e][r][>]B[<]" in told
-
-
-# ------------------------------------------------------------------------------------------------ past mutants
-
-
-@pytest.mark.parametrize("answer, acc, tool", [("10 - 15", 0.5, 0.8), ("10 - 14.9", 0.49, 0.3)])
-def test_a_report_is_paid_from_half_of_the_answer_on(answer, acc, tool):
-    """Thresholds of 0.49, and of more than 0.5, passed."""
-    parts = earned([LOOK, DONE.replace(">B<", f">{answer}<")], 1, task=Task("t", "", (), "tvg", "[10, 20]"))
-    assert (parts["R_acc"], parts["R_tool"]) == pytest.approx((acc, tool))
-
-
-def test_a_thought_before_a_call_counts_in_either_tag_of_a_call():
-    """Before a <tool_code>, which runs as well, it earned nothing."""
-    code = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
-    coded, late = LOOK.replace(CALL, code), code + LOOK.replace(CALL, "")
-    assert earned([coded, DONE], 1)["R_fmt"] == earned([LOOK, DONE], 1)["R_fmt"] > earned([late, DONE], 1)["R_fmt"]

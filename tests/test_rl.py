@@ -38,14 +38,15 @@ from tiny_checkpoint import Scripted, is_subagent
 
 import rl
 import sft
-from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_dialogue, parse_task
-from grpo import make_examples
+from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
+from grpo import assign_advantages, make_examples
 from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive_seed, render_prompt
 from runtime import config
 from runtime.checks import differences
 from runtime.dataset import Dataset, RowError
+from runtime.dialogue import parse_dialogue
 from runtime.doctor import check_gap, self_check, trainer_logprobs
 from runtime.engine import EngineError
 from runtime.plan import plan_rl
@@ -452,7 +453,8 @@ def held_out(toy_dir: Path) -> dict:
 
 def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch):
     """Batch s ends when weights s are being written, and batch s + 2 begins before step s is saved. An evaluation has the
-    engine to itself. A server that restarts while the new weights are loaded finds the old ones."""
+    engine to itself. A server that restarts while the new weights are loaded finds the old ones. Past bug: weights were
+    written after sampling had ended, and the next batch began after a state was saved."""
     begun, writing, told, there = defaultdict(threading.Event), defaultdict(threading.Event), [], []
 
     def note(owner, name, before=lambda *_: None):
@@ -647,6 +649,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
             p.mul_(1.2)
     said = [f"<think>\n{RIGHT_OR_WRONG.format(answer)}" for answer in ("red", "blue", "green")]
     groups = [group_that_said(toy_renderer, cfg, said, prompt=prompt) for prompt in ((40, 41), (42, 43))]
+    assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
     examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
     rows = [example.bundle for example in examples]
 

@@ -45,10 +45,10 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(toy_dir
     assert (tmp_path / "run" / "config.yaml").stat().st_mtime_ns == before and first.poll() is None
 
     told = send(first, signal.SIGKILL)
-    assert f"{tmp_path}/run: starts anew from {toy_dir}/model\n" in told
+    assert f"{tmp_path}/run: starts from {toy_dir}/model\n" in told
     done = len(metrics(tmp_path / "run"))
     told = finish(start("sft.py", cfg, f"steps={done + 1}"))
-    assert f"{tmp_path}/run: goes on after step " in told and len(metrics(tmp_path / "run")) == done + 1
+    assert f"{tmp_path}/run: resumes after step " in told and len(metrics(tmp_path / "run")) == done + 1
 
 
 # ------------------------------------------------------------------------------------------------ ends
@@ -78,7 +78,7 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
     else:
         wait_for(lambda: list(folder.glob("weights-*/weights-*/*.safetensors")), process)
         told = send(process, end)
-        interrupted = f"interrupted. The same command goes on from what was saved in {tmp_path}/run" in told
+        interrupted = f"interrupted. The same command resumes from what was saved in {tmp_path}/run" in told
         assert interrupted is (end == signal.SIGINT)
         assert process.returncode == (1 if end == signal.SIGINT else -end) and "Traceback" not in told
     assert "sampling the first batch: 2 x 4 episodes" in told
@@ -101,7 +101,7 @@ def test_ctrl_c_while_a_state_is_written_gets_the_same_sentence(tmp_path, monkey
         dcp.save({"weight": torch.ones(1)}, checkpoint_id=tmp_path, no_dist=True)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
-    with pytest.raises(SystemExit, match="interrupted. The same command goes on from what was saved in RUN"):
+    with pytest.raises(SystemExit, match="interrupted. The same command resumes from what was saved in RUN"):
         config.run_script(save, SimpleNamespace(run="RUN"))
     signal.signal(signal.SIGINT, before)
 
@@ -128,7 +128,7 @@ def test_ctrl_c_that_python_drops_is_raised_again_and_cuts_no_cleanup_short():
             did.append("tidied up")
 
     before = [signal.signal(which, signal.default_int_handler) for which in (signal.SIGINT, signal.SIGALRM)]
-    with pytest.raises(SystemExit, match="interrupted. The same command goes on from what was saved in RUN"):
+    with pytest.raises(SystemExit, match="interrupted. The same command resumes from what was saved in RUN"):
         config.run_script(work, SimpleNamespace(run="RUN"))
     assert did == ["went on", "tidied up"] and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     for which, handler in zip((signal.SIGINT, signal.SIGALRM), before):
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_a_run_at_any_moment(toy_dir, tmp_path, script, config_of):
             os.kill(process.pid, signal.SIGUSR1)
             time.sleep(1)
             process.kill()
-        assert "interrupted. The same command goes on" in finish(process, code=1)
+        assert "interrupted. The same command resumes" in finish(process, code=1)
 
 
 # ------------------------------------------------------------------------------------------------ a full disk
@@ -193,7 +193,7 @@ def test_a_disk_that_fills_up_costs_one_sentence_and_no_state(toy_dir, tmp_path,
     (small_disk / "film.mkv").unlink()
     done = max(int(path.name[5:]) for path in (run / "state").glob("step-*"))
     told = finish(start("sft.py", cfg, f"steps={done + 1}", ranks=ranks))
-    assert f"goes on after step {done} of {done + 1}" in told and (run / "model").is_dir()
+    assert f"resumes after step {done} of {done + 1}" in told and (run / "model").is_dir()
 
 
 # ------------------------------------------------------------------------------------------------ torchrun

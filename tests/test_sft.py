@@ -14,10 +14,11 @@ import yaml
 from scripts import finish, kill_at_random, metrics, same_metrics, same_weights, start
 
 import sft
-from data import main_messages, overview, parse_dialogue, parse_task
-from rollout import open_engine
+from data import main_messages, overview, parse_task
+from rollout import RolloutConfig, open_engine
 from runtime import config
 from runtime.dataset import Rows
+from runtime.dialogue import parse_dialogue
 from runtime.policy import TokenScores, load
 from runtime.render import Bundle, Renderer, load_tokenizer
 from runtime.run import dry_run
@@ -46,7 +47,8 @@ def write_config(path: Path, toy_dir: Path, **changes) -> Path:
 
 
 def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
-    said = '<think>\nLet me look closer.\n</think>\n<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'  # fmt: skip
+    call = '\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n'
+    said = f"<think>\nLet me look closer.\n</think>\n<tool_call>{call}</tool_call>"
     messages = [
         {"role": "user", "content": "Which?"},
         {"role": "assistant", "content": said},
@@ -58,52 +60,32 @@ def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
     targets = [t for t, m in zip(rendered.ids, rendered.mask, strict=True) if m]
     text = dict.fromkeys(KINDS, "")
     for token, kind in zip(targets, kinds, strict=True):
-        text[KINDS[kind]] += toy_renderer.decode([token])
-    call, answer = "<think></think><tool_call></tool_call>", "<think></think><answer></answer>"
-    assert text["structure"] == f"{call}<|im_end|>{answer}<|im_end|>"
-    assert text["arguments"] == '\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n'
+        text[kind] += toy_renderer.decode([token])
+    tags = "<think></think><tool_call></tool_call><|im_end|><think></think><answer></answer><|im_end|>"
+    assert text["structure"] == tags and text["arguments"] == call
     assert text["answer"] == "red" and text["prose"] == "\nLet me look closer.\n\n\nI see.\n\n"
 
 
-class Pieces:
-    """A renderer whose tokens are given strings."""
-
-    def __init__(self, *pieces: str):
-        self.pieces, self.ends_of_turn = pieces, [i for i, piece in enumerate(pieces) if piece.startswith("<|")]
-
-    def decode(self, ids):
-        return "".join(self.pieces[i] for i in ids)
-
-    def offsets(self, ids):
-        ends = np.cumsum([len(self.pieces[i]) for i in ids]).tolist()
-        return list(zip([0, *ends], ends))
-
-
 @pytest.mark.parametrize(
-    "pieces, answer",
+    "said, expected",
     [
-        (("<", "answer", ">B", "</", "answer", ">"), [2]),
-        (("<", "answer", ">[", "12", ".", "5", "]</", "answer", ">"), [2, 3, 4, 5, 6]),
-        (("<", "answer", ">(", "B", ")</", "answer", ">"), [2, 3, 4]),
+        ("<think>|I| see|.</|think|>\n", "structure prose prose prose structure prose"),
+        ("<|answer|>B|</|answer|>", "structure structure answer structure structure structure"),
+        (
+            "<|answer|>[|12|.|5|]</|answer|>",
+            "structure structure answer answer answer answer answer structure structure",
+        ),
+        ("<|answer|>(|B|)</|answer|>", "structure structure answer answer answer structure structure"),
+        ("The answer is |dark| red|.|\n", "prose untagged_answer untagged_answer prose prose"),
+        ("<answer>|The answer is |red|</answer>", "structure answer answer structure"),  # the tags decide
     ],
 )
-def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(pieces, answer):
+def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(said, expected):
     """Past bug: with Qwen's merges every letter was `structure`, since its token begins with the tag's `>`."""
-    pieces = ("<think>", "I", " see", ".</", "think", ">\n", *pieces, "<|im_end|>", "<|endoftext|>")
+    pieces = [*said.split("|"), "<|im_end|>", "<|endoftext|>"]
     ids = list(range(len(pieces)))
-    kinds = [KINDS[k] for k in target_kinds(Bundle([], [ids], [[1] * len(ids)], []), Pieces(*pieces))]
-    assert kinds[:6] == ["structure", "prose", "prose", "prose", "structure", "prose"]
-    assert [i - 6 for i, kind in enumerate(kinds) if kind == "answer"] == answer
-    assert {kind for i, kind in enumerate(kinds[6:]) if i not in answer} == {"structure"}  # both ends of turn, too
-
-
-def test_an_answer_without_tags_is_a_kind_of_its_own():
-    said = "The answer is |dark| red|.|\n|<answer>|The answer is |red|</answer>"
-    pieces = (*said.split("|"), "<|im_end|>")
-    ids = list(range(len(pieces)))
-    kinds = [KINDS[k] for k in target_kinds(Bundle([], [ids], [[1] * len(ids)], []), Pieces(*pieces))]
-    assert kinds[:5] == ["prose", "untagged_answer", "untagged_answer", "prose", "prose"]
-    assert kinds[5:] == ["structure", "answer", "answer", "structure", "structure"]  # the tags decide
+    kinds = target_kinds(Bundle([], [ids], [[1] * len(ids)], []), tiny.Pieces(*pieces))
+    assert kinds == [*expected.split(), "structure", "structure"]
 
 
 def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tmp_path, videos):
@@ -121,10 +103,10 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
             logprobs = tiny.plain_logprobs(plain, toy_renderer.never_sampled, bundle.suffixes[0], bundle.frames)
             nll = -logprobs[torch.tensor(bundle.masks[0]).bool()[1:]]
             kinds = target_kinds(bundle, toy_renderer)
-            w = torch.tensor([bundle.weight * cfg.kind_weights.get(KINDS[k], 1.0) for k in kinds])
+            w = torch.tensor([bundle.weight * cfg.kind_weights.get(kind, 1.0) for kind in kinds])
             weighted, total = weighted + (w * nll).sum(), total + float(w.sum())
-            for k, value in zip(kinds, nll.tolist(), strict=True):
-                per_kind[KINDS[k]].append(value)
+            for kind, value in zip(kinds, nll.tolist(), strict=True):
+                per_kind[kind].append(value)
     loss = weighted / total
     loss.backward()
     assert measured["loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -154,7 +136,7 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
         return TokenScores(logprobs[: 2 * len(bundles)], torch.zeros(2 * len(bundles)))
 
     logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
-    kinds = np.array([KINDS.index("prose"), KINDS.index("answer")])
+    kinds = np.array(["prose", "answer"])
     batch = [sft.MicroBatch([Bundle([], [[5, 6]], [[1, 1]], [])], np.array([1, 3], np.float32), kinds)]
     monkeypatch.setattr(sft, "gather", lambda mine: [mine, 3])
     monkeypatch.setattr(sft, "sum_over_ranks", lambda sums: {name: 2 * value for name, value in sums.items()})
@@ -224,7 +206,7 @@ def test_the_exported_policy_answers_as_in_plain_transformers(uninterrupted, vid
     """Greedy, through the project's own prompts and engine on one side, and transformers' `generate` on the other."""
     model = uninterrupted / "model"
     renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
-    plain, engine = tiny.plain(model), open_engine(model, renderer)
+    plain, engine = tiny.plain(model), open_engine(model, renderer, RolloutConfig())
     for i in range(4):
         task = parse_task(Rows(toy_dir / "test.parquet")[i], f"test:{i}", toy_dir)
         frames = overview(task, 8, videos, renderer.contract)

@@ -235,14 +235,20 @@ RETURNS = {
     "too large": (clip_of(np.broadcast_to(np.uint8(0), (2, 8192, 8192, 3))), "frames of 8192 x 8192"),
     "no window": (clip_of(window=None), "cannot unpack"),
     "words": (clip_of(times=("soon", "later")), "could not convert string to float"),
+    "an exception": (KeyError("a bug of the fork"), "a bug of the fork"),
 }
 
 
 @pytest.mark.parametrize("returned, says", RETURNS.values(), ids=RETURNS)
-def test_what_a_tool_may_not_return_costs_its_call_and_is_logged(renderer, monkeypatch, caplog, returned, says):
+def test_a_mistake_in_a_tool_costs_its_call_and_is_logged(renderer, monkeypatch, caplog, returned, says):
     """Past bug: a forker's first mistake ended the run, in a thread far from the tool."""
-    wrong = make_tool(lambda *_: returned, "Wrong.", [], {})
-    monkeypatch.setitem(TOOLS, "wrong", wrong)
+
+    def run(*_):
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    monkeypatch.setitem(TOOLS, "wrong", make_tool(run, "Wrong.", [], {}))
     calls = f'<tool_call>{{"name": "wrong", "arguments": {{}}}}</tool_call>{call_text(start_time=0, end_time=8)}'
     said = turns(f"Both.</think>{calls}{END}", f"Seen.</think><answer>red</answer>{END}", report="It is red.")
     [episode] = play(renderer, said, tools=("wrong", "crop_video"))
@@ -316,8 +322,8 @@ def test_many_threads_may_read_code_calls_at_once():
     gc.set_threshold(20)
     try:
         with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(parse_calls, [text] * 40))
+            turns_read = list(pool.map(parse_calls, [text] * 40))
     finally:
         gc.callbacks.remove(yield_to_others)
         gc.set_threshold(*threshold)
-    assert all(len(calls) == 20 and not any(call.error for call in calls) for calls in found)
+    assert all(len(calls) == 20 and not any(call.error for call in calls) for calls in turns_read)

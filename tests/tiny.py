@@ -26,34 +26,34 @@ TOKENS = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|image_pad|>": IMAGE_PAD, "<|vi
 TOKENS |= {"<|vision_start|>": VISION_START, "<|vision_end|>": VISION_END}
 
 
+class Pieces:
+    """A renderer whose tokens are given strings; those that begin with `<|` end a turn."""
+
+    def __init__(self, *pieces: str):
+        self.pieces, self.ends_of_turn = pieces, [i for i, piece in enumerate(pieces) if piece.startswith("<|")]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+    def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
+        ends = np.cumsum([len(self.pieces[i]) for i in ids]).tolist()
+        return list(zip([0, *ends], ends))
+
+
 def write(path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None) -> Path:
     """A checkpoint of random weights, large enough that attention is far from uniform."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 48,
         "intermediate_size": 96,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": tied,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10_000.0,
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
-        },
-    } | (text or {})
-    tower = {
-        "depth": 3,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "out_hidden_size": sizes["hidden_size"],
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0, 1],
-    } | (vision or {})
+    }
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    sizes |= {"tie_word_embeddings": tied, "rope_parameters": rope} | (text or {})
+    tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16}
+    tower |= {"out_hidden_size": sizes["hidden_size"], "deepstack_visual_indexes": [0, 1]} | (vision or {})
     model = toy.untrained_model(sizes, tower, TOKENS, seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -154,34 +154,19 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-8, name
 
 
-def padded_logits(model, rows: list[Piece]) -> list[torch.Tensor]:
-    """Plain transformers on the rows as a right-padded batch -> logits [length, V] of each."""
-    width = max(len(row.ids) for row in rows)
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : len(row.ids)] = torch.tensor(row.ids, dtype=torch.long)
-        mask[i, : len(row.ids)] = 1
-    media = {}
-    if clips := [clip for row in rows for clip in row.clips]:
-        pixels, grid = patchify(clips)
-        media = {"pixel_values": pixels, "image_grid_thw": grid}
-    types = (ids == IMAGE_PAD).int()
-    logits = model(input_ids=ids, attention_mask=mask, mm_token_type_ids=types, use_cache=False, **media).logits
-    return [logits[i, : len(row.ids)] for i, row in enumerate(rows)]
-
-
-def padded_scores(model, bundles, rows_of, temperature: float = 1.0, banned=NEVER_SAMPLED):
-    """What `policy(bundles)` must return, from unpacked rows and a softmax over a vocabulary without `banned`."""
+def plain_scores(model, bundles, rows_of, temperature: float = 1.0, banned=NEVER_SAMPLED):
+    """What `policy(bundles)` must return: from each row alone, and a softmax over a vocabulary without `banned`."""
     allowed = [token for token in range(VOCABULARY) if token not in banned]
-    column = {token: i for i, token in enumerate(allowed)}
     logprobs, entropies = [torch.zeros(0)], [torch.zeros(0)]
     for b, rows in zip(bundles, rows_of):
-        rows = [row if row.ids else Piece([0], []) for row in rows]
-        for suffix, mask, logits in zip(b.suffixes, b.masks, padded_logits(model, rows)):
+        for suffix, mask, row in zip(b.suffixes, b.masks, rows):
             wanted = [j for j, m in enumerate(mask) if m]
+            if not wanted:
+                continue
+            logits = model(**plain_inputs(model, row.ids, row.clips)).logits[0]
             before = [len(b.prompt) + j - 1 for j in wanted]
             log = torch.log_softmax(logits[before][:, allowed] / temperature, -1)
-            logprobs.append(log[range(len(wanted)), [column[suffix[j]] for j in wanted]])
+            logprobs.append(log[range(len(wanted)), [allowed.index(suffix[j]) for j in wanted]])
             entropies.append(-(log.exp() * log).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
 

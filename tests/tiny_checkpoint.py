@@ -32,7 +32,8 @@ END = "<|im_end|>"
 
 
 def build(path: Path, contract: VisualContract = CONTRACT, seed: int = 0, **sizes) -> Path:
-    texts = [data.SYSTEM_WITH_TOOLS, data.SUBAGENT_SYSTEM, toy.CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
+    prompts = [data.system_prompt(with_tools=True), data.subagent_system_prompt()]
+    texts = [*prompts, toy.CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
     two_levels = {"deepstack_visual_indexes": [0, 1]}  # with one, as the toy has, their order cannot show
     toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, two_levels, **sizes)
     return path
@@ -99,7 +100,7 @@ class Scripted:
         self.busy, self.expected, self.least_expected = 0, 0, 0
         self._lock = threading.Lock()
 
-    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared=0) -> Sample:
+    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
         request = Request(list(ids), self.renderer.decode(ids), list(frames), max_new_tokens, temperature, seed)
         with self._lock:
             self.asked.append(request)
@@ -134,7 +135,7 @@ class Scripted:
 
 
 def is_subagent(prompt: str) -> bool:
-    return data.SUBAGENT_SYSTEM in prompt
+    return data.subagent_system_prompt() in prompt
 
 
 def turns(*said, report="I saw a cat."):

@@ -130,7 +130,7 @@ def check_runs(folder: Path, script: str, command: list[str], write, ranks: int,
     finally:
         end(processes)
     finish(start([*command, str(made["killed"])], killed, ranks), killed)
-    assert "goes on after step" in Path(f"{killed}-0.log").read_text()
+    assert "resumes after step" in Path(f"{killed}-0.log").read_text()
     assert same_metrics(metrics(whole), metrics(killed)) and same_files(whole, killed)
     print(f"{script}: two nodes of {ranks} are one process, and go on after a kill to the same bits", flush=True)
 

@@ -1,0 +1,181 @@
+"""dialogue.py: an SFT row becomes a Dialogue; data.encode_dialogue makes its tokens.
+
+Published rows write the same turns in many ways. A Dialogue has the one form that a rollout writes: a turn per tool response,
+`<think>` and a line break, no white space at a report's edges. Deliberately missing: prompts. A row's system prompt is
+dropped, since SFT, RL and evaluation share those of data.py.
+"""
+
+import itertools
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.dataset import RowError, decode_json, resolve_path
+from runtime.render import NO_REPORT, THINK_PREFIX
+from runtime.video import Frames, Videos
+from runtime.visual import VisualContract
+
+
+@dataclass(frozen=True)
+class Media:
+    """A video or an image of a row. The keys are qwen-vl-utils': nframes, video_start, video_end."""
+
+    path: str
+    nframes: int | None = None  # frames of the overview; None: the contract's
+    start: float | None = None  # seconds; with `end` a window, sampled like a crop
+    end: float | None = None
+    still: bool = False  # an image
+
+    def frames(self, videos: Videos, contract: VisualContract) -> Frames:
+        """Decode what is shown."""
+        if self.still:
+            return videos.image(self.path, contract.frame_size)
+        if self.start is None:
+            return videos.overview(self.path, self.nframes or contract.overview_frames, contract.frame_size)
+        fps, max_frames = contract.crop_fps, contract.crop_max_frames
+        return videos.window(self.path, self.start, self.end, contract.crop_size, fps, max_frames)
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """An SFT row: the opening question and the turns that follow it."""
+
+    id: str
+    agent: str  # whose prompt opens it: main | direct (a main agent without tools) | sub
+    question: str
+    media: tuple[Media, ...]  # of the opening
+    turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
+    weight: float = 1.0  # of its target tokens in the loss
+    request: str = ""  # of a sub-agent, as in a tool's ClipForSubagent; empty: data.SUBAGENT_REQUEST
+    system: str = ""  # likewise; empty: data.subagent_system_prompt
+
+
+def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> Dialogue:
+    """Read `messages` (a JSON string or a list); tool results are `tool` messages, or user text in <tool_response> tags.
+
+    The optional column `agent` marks rows that teach another agent than the main one; `request` and `system` are a
+    sub-agent's prompts, if its tool has its own."""
+    if "messages" not in row:
+        raise RowError("no field `messages`, as SFT rows have it; rows with `prompt` are for rl.py")
+    messages = decode_json(row["messages"], "messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RowError("`messages` is not a list of messages")
+    turns = []
+    for message in messages:
+        turns += _read_turns(message, root)
+
+    # The user opens, the assistant closes, and answers every user.
+    roles = [turn["role"] for turn in turns]
+    if not roles or roles[0] != "user" or roles[-1] != "assistant":
+        raise RowError(f"turns {roles}: must open with the user and close with the assistant")
+    for before, after in itertools.pairwise(roles):
+        if before == after == "assistant" or (before == "user" and after != "assistant"):
+            raise RowError(f"turns {roles}: the assistant must follow each user, and never itself")
+
+    agent = row.get("agent") or "main"
+    if agent not in ("main", "direct", "sub"):
+        raise RowError(f"agent {agent!r}: must be main, direct or sub")
+    opening = turns[0]["content"]
+    text = " ".join(part for part in opening if isinstance(part, str))
+    return Dialogue(
+        id=origin,
+        agent=agent,
+        question=re.sub(r"<(video|image)>", "", text).strip(),
+        media=tuple(part for part in opening if isinstance(part, Media)),
+        turns=tuple(turns[1:]),
+        weight=weight,
+        request=str(row.get("request") or ""),
+        system=str(row.get("system") or ""),
+    )
+
+
+def _read_turns(message: dict, root: Path) -> list[dict]:
+    """Return the turns of a message: none of a system prompt, one per tool response, else one."""
+    role = message.get("role")
+    parts = _read_parts(message, root)
+    if role == "system":
+        return []
+    if role == "user":
+        if not any(isinstance(part, str) and "<tool_response>" in part for part in parts):
+            return [{"role": "user", "content": parts}]
+        return [{"role": "tool", "content": _strip_report(report)} for report in _split_responses(parts)]
+    if role == "tool":
+        return [{"role": "tool", "content": _strip_report(parts)}]
+    if role == "assistant":
+        if not all(isinstance(part, str) for part in parts):
+            raise RowError("the assistant's turn shows a video or an image: put it into the user's, or a report")
+        return [{"role": "assistant", "content": [_open_turn("".join(parts))]}]
+    raise RowError(f"role {role!r}: must be system, user, assistant or tool")
+
+
+def _read_parts(message: dict, root: Path) -> list[str | Media]:
+    """Return a message's texts and media."""
+    if message.get("tool_calls"):
+        raise RowError("calls in a field `tool_calls`: write them into the content, as <tool_call>...</tool_call>")
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [content]
+    parts: list[str | Media] = []
+    for part in content or []:
+        if isinstance(part, str):
+            parts.append(part)
+        elif part.get("type") == "text" and isinstance(part.get("text"), str):
+            parts.append(part["text"])
+        else:
+            parts.append(_read_media(part, root))
+    return parts
+
+
+def _read_media(part: dict, root: Path) -> Media:
+    """Read a part of a message that shows something: {"video": path} or {"video_url": {"url": path}}, or an image."""
+    keys = [key for key in ("video_url", "image_url", "video", "image") if part.get(key)]
+    if not keys:
+        raise RowError(f"a part of type {part.get('type')!r} is neither text, video nor image")
+    url = part[keys[0]]
+    options = part
+    if isinstance(url, dict):  # its options may stand beside the URL
+        options = url | part
+        url = url["url"]
+    path = resolve_path(url, root)
+    if not os.path.exists(path):
+        raise RowError(f"{path}: no such file")
+    nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
+    if (start, end) != (None, None) and not -math.inf < start < end < math.inf:
+        raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, the start before the end")
+    if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
+        raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
+    return Media(path, nframes, start, end, still=keys[0].startswith("image"))
+
+
+def _open_turn(text: str) -> str:
+    """Let an assistant's turn begin as in a rollout, where `<think>\\n` is forced: published rows have `<think>Thought` or
+    `<think>\\n\\n`, which would teach another first token than the one that the model is asked for."""
+    text = text.lstrip()
+    if text.startswith("<think>"):
+        text = THINK_PREFIX + text.removeprefix("<think>").lstrip()
+    return text
+
+
+def _strip_report(parts: list[str | Media]) -> list[str | Media]:
+    """Take the white space from a report's edges, as a rollout does."""
+    stripped = [part.strip() if isinstance(part, str) else part for part in parts]
+    return [part for part in stripped if part != ""] or [NO_REPORT]
+
+
+def _split_responses(parts: list[str | Media]) -> list[list[str | Media]]:
+    """Split a user turn of <tool_response> blocks into their contents. Media between two blocks belong to the second."""
+    responses: list[list[str | Media]] = []
+    current: list[str | Media] = []
+    for part in parts:
+        pieces = re.split("(</?tool_response>)", part) if isinstance(part, str) else [part]
+        for piece in pieces:
+            if piece == "</tool_response>":
+                responses.append(current)
+                current = []
+            elif isinstance(piece, Media) or (piece != "<tool_response>" and piece.strip()):
+                current.append(piece)
+    if current:
+        raise RowError("text or media after the last </tool_response>")
+    return responses
