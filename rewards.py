@@ -3,8 +3,8 @@
     score(episode, renderer, cfg) -> {part: value}           R = R_acc + w_fmt * R_fmt + w_tool * R_tool
     structural_mask(trajectory, renderer) -> [bool]          struct(o), the tokens that Selective Anchoring credits
 
-Only the assistant's turns are read, the forced `<think>\\n` included; of a tool call only whether it ran, never the
-text that came back. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
+Rewards read only the assistant's turns, including the forced `<think>\\n`. Of a tool call they see whether it ran, never
+the text that came back. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
 
     python -m study.lab TEXT --answer B                      what any text earns, term by term
 
@@ -47,7 +47,7 @@ class Anchor:
     beta: float = 0.3
     gamma: float = 0.3
     lam: float = 0.5
-    """lambda, a word that Python keeps to itself."""
+    """lambda, which is a keyword in Python."""
 
 
 @dataclass(frozen=True)
@@ -304,6 +304,7 @@ def format_rewards(
 
 
 def thinks_before_call(turn: Turn) -> bool:
+    """Return whether the first thought ends before the first call begins."""
     calls = [i for i, element in enumerate(turn) if element in ("<tool_call>", "<tool_code>")]
     ends = thought_ends(turn)
     return bool(calls and ends) and ends[0] < calls[0]
@@ -311,7 +312,7 @@ def thinks_before_call(turn: Turn) -> bool:
 
 def well_formed(turns: list[Turn]) -> bool:
     """Return whether every turn is exactly think + calls, and the last exactly think + answer, with only white space
-    between. The end of a turn may lack after a call: sequential dispatch stops there."""
+    between. A turn that calls may lack its end: sequential dispatch stops at the call."""
     think = "<think>( text)? </think>"
     calls = re.compile(f"{think}( <tool_call> json </tool_call>)+( end)?")
     answer = re.compile(f"{think} <answer> text </answer> end")

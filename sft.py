@@ -34,7 +34,7 @@ from runtime.settings import OptimConfig, RunConfig
 from runtime.video import Videos
 from tools import TOOLS
 
-# What a character of the assistant's text is, by the first group of these; all others are prose.
+# A character of the assistant's text is of the last kind whose group 1 covers it. All others are prose.
 KIND_PATTERNS = {
     "arguments": re.compile(r"<tool_call>(.*?)</tool_call>", re.S),
     "untagged_answer": re.compile(r"answer is ([^\n<.]+)", re.I),
@@ -52,10 +52,10 @@ class SFTConfig(RunConfig):
     """Names of tools.TOOLS that the prompt offers."""
     optim: OptimConfig = OptimConfig(lr=2e-5, schedule="cosine", warmup=0.05)
     kind_weights: dict[str, float] = field(default_factory=dict)
-    """w_t by kind of target token (prose, arguments, untagged_answer, answer, structure); 1 where nothing is said."""
+    """w_t by kind of target token (prose, arguments, untagged_answer, answer, structure); 1 for kinds that are not named."""
     steps: int = 500
     batch_rows: int = 64
-    """Rows of a step, over all ranks; of `val`, those whose loss is measured."""
+    """Rows of a step, over all ranks. Also the number of rows of `val` whose loss is measured."""
     pack_tokens: int = 8192
     """Tokens of a micro-batch; a longer row is skipped and counted."""
 
@@ -94,11 +94,11 @@ def main(cfg: SFTConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
     init_distributed()
     with open_run(cfg, parse_dialogue, partial(check_room, plans=plan_sft)) as (source, renderer):
-        # The policy and the optimizer, and all that the newest state has of them.
+        # Load the policy and make the optimizer. Run restores both from the newest state.
         policy = load(replace(cfg.policy, checkpoint=str(source)), renderer.never_sampled)
         run = Run(cfg, "sft", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
-        # The rows that are learned, and those that are only looked at, each once.
+        # Open the training rows, and read the held-out rows once.
         if run.done < cfg.steps:
             with Videos(cfg.workers) as videos:
                 batches = Batches(cfg.data, cfg, videos, renderer)
@@ -146,15 +146,17 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
 
 @dataclass
 class MicroBatch:
-    """Bundles that share a forward pass, and what the loss needs of each of their N target tokens."""
+    """Bundles that share a forward pass, and what the loss needs of each of their N target tokens, in the order of (bundle,
+    token)."""
 
     bundles: list[Bundle]
-    weights: np.ndarray  # float32 [N]: w_t, in the order bundle, token
+    weights: np.ndarray  # float32 [N]: w_t
     kinds: np.ndarray  # str [N]: one of KINDS
 
 
 def accumulate(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
-    """Return L over the micro-batches of all ranks, in all and by kind; add up its gradient where gradients are on."""
+    """Return the loss L over the micro-batches of all ranks, and the mean loss by kind of token. Where gradients are on,
+    accumulate the gradient of L."""
     # Every rank runs as many micro-batches as the longest: all ranks run the same collectives.
     padding = max(gather(len(batch))) - len(batch)
     batch = batch + [MicroBatch([], np.zeros(0, np.float32), np.zeros(0, str))] * padding
@@ -177,7 +179,7 @@ def accumulate(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
             sums[f"nll_{kind}"] += float(nll[chosen].sum())
             sums[f"targets_{kind}"] += int(chosen.sum())
 
-    # A batch without a target has no loss, and a kind without a target none of its own.
+    # A batch without targets has no loss. Neither has a kind without targets.
     sums = Counter(sum_over_ranks(sums))
     measured = {"tokens": sums["tokens"]}
     if total:

@@ -100,8 +100,6 @@ CASES = {
     "answer repeated after the end": ([DONE.replace(END_OF_TURN, "B</answer>" + END_OF_TURN)], 0, 1, 0.7, 0, 0.4),
     "as many answers as are no spam": ([DONE.replace("<answer>B", 2 * "<answer>A</answer>" + "<answer>B")], 0, 1, 0.8, 0, 0.4),
     "nested answers": ([DONE.replace("<answer>B", "<answer>A<answer>B")], 0, 1, 0.7, 0, 0.4),
-    "two letters": ([DONE.replace(">B<", ">A or B<")], 0, 0, 0.8, 0, 0.7),
-    "copied example": ([DONE.replace(">B<", ">...<")], 0, 0, 0.8, 0, 0.7),
     "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7, 0, -0.3),
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, -0.3),
     "closed before it is opened": ([DONE.replace("<think>", "</think><think>").replace("</think>\n<answer>", "<answer>")], 0, 1, 0.5, 0, -0.3),
@@ -261,7 +259,7 @@ def test_f1_and_iou_must_reach_a_half_to_count_as_scored(answer, acc, tool):
     assert (parts["R_acc"], parts["R_tool"]) == pytest.approx((acc, tool))
 
 
-@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
+@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([LOOK.replace(CALL, "<tool_call>crop</tool_call>"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
 def test_well_formed_allows_nothing_beside_the_format(turns, right):
     """Past bugs: sequential dispatch ends a turn with </tool_call>, and a thought may quote a stamp."""
     assert earned(turns, 1)["well_formed"] == right

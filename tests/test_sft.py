@@ -18,10 +18,8 @@ from data import main_messages, overview, parse_task
 from rollout import RolloutConfig, open_engine
 from runtime import config
 from runtime.dataset import Rows
-from runtime.dialogue import parse_dialogue
 from runtime.policy import TokenScores, load
 from runtime.render import Bundle, Renderer, load_tokenizer
-from runtime.run import dry_run
 from runtime.visual import VisualContract
 from sft import KINDS, SFTConfig, accumulate, target_kinds
 
@@ -260,10 +258,3 @@ def test_a_step_or_a_held_out_set_without_a_usable_row_has_no_loss(toy_dir, tmp_
     assert not all("loss" in line for line in lines)
     lines = train(tmp_path / "other.yaml", toy_dir, data=data, val=data, steps=1, pack_tokens=20)
     assert "val_loss" not in lines[-1]
-
-
-def test_a_dry_run_of_the_toy_counts_its_rows(toy_dir, tmp_path, capsys):
-    cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir))
-    assert dry_run(cfg, parse_dialogue, sft.plan_sft) == 0
-    told = capsys.readouterr().out
-    assert "data: 420 rows" in told
