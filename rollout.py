@@ -44,6 +44,9 @@ from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
 
+# What the main agent reads of calls that did not run to their end.
+GIVEN_UP = "This call took too long and was given up."
+OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
 MIN_TURN_TOKENS = 16  # tokens that the context must still have for a turn
 log = logging.getLogger(__name__)
@@ -112,11 +115,10 @@ class RolloutConfig:
         for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
-        size, gpus = self.tensor_parallel, list(self.server_gpus)
+        gpus, size = list(self.server_gpus), self.tensor_parallel
         if size < 1 or len(gpus) % size:
-            raise ValueError(
-                f"server_gpus = {gpus} cannot be cut into servers of tensor_parallel = {size}: give a multiple"
-            )
+            told = f"server_gpus = {gpus} cannot be cut into servers of tensor_parallel = {size}"
+            raise ValueError(f"{told}: give a multiple")
         for flag in self.server_args:
             if flag.startswith(("--tp", "--tensor-parallel")):
                 raise ValueError(f"server_args: {flag}: a server sees only its own GPUs; set `tensor_parallel` instead")
@@ -285,11 +287,9 @@ def run_calls(
             outcomes.append(results[i])
             continue
         if i in jobs:
-            given_up = {"error": "timeout", "seconds": context.cfg.call_timeout}
-            call = dataclasses.replace(call, text="This call took too long and was given up.", **given_up)
+            call = dataclasses.replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
         elif not call.error:
-            told = f"This call was not run: at most {allowed} calls may run in one turn."
-            call = dataclasses.replace(call, text=told, error="over_limit")
+            call = dataclasses.replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
         context.observe("report", call)
         outcomes.append((call, []))
 

@@ -31,8 +31,7 @@ from runtime.judge import Judge
 from runtime.render import END_OF_TURN
 
 LETTERS = tuple("ABCDEFGHIJ")
-_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-NUMBERS = {word: str(number) for number, word in enumerate(_NUMBERS)}
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")
 UNANSWERABLE = "?"  # gold of a row whose answer is not among its options: every reply is wrong
 
@@ -63,7 +62,8 @@ class Files:
     """All files below a root (links are followed), by name or folder/name, wherever an archive was unpacked."""
 
     def __init__(self, root: Path):
-        self.root, self._paths = root, {}
+        self.root = root
+        self._paths = {}  # key of a name -> path
         for folder, folders, names in os.walk(root, followlinks=True):
             folders.sort()
             for name in sorted(names):
@@ -101,7 +101,8 @@ def _videomme_wsub(row: dict, i: int, files: Files) -> Item:
 
 
 def _longvideobench(row: dict, _: int, files: Files) -> Item:
-    options, gold = _without_fillers([row[f"option{n}"] for n in range(5)]), row["correct_choice"]
+    options = _without_fillers([row[f"option{n}"] for n in range(5)])
+    gold = row["correct_choice"]
     letter = LETTERS[gold] if gold >= 0 else ""  # -1 where the answer is hidden
     return _choice(row["id"], row["question"], options, letter, files.video(row["video_path"]))
 
@@ -112,12 +113,12 @@ def _lvbench(row: dict, _: int, files: Files) -> Item:
 
 
 def _mlvu(row: dict, i: int, files: Files) -> Item:
-    kind, video = row["task_type"], files.video(row["video_name"])
-    options, gold = [option.strip() for option in row["candidates"]], row["answer"].strip()
+    options = [option.strip() for option in row["candidates"]]
+    gold = row["answer"].strip()
     letter = gold.strip("() .").upper()
     if letter not in LETTERS[: len(options)]:  # the original's answers are texts
         letter = LETTERS[options.index(gold)] if gold in options else UNANSWERABLE
-    return _choice(f"{kind}-{i}", row["question"], options, letter, video)
+    return _choice(f"{row['task_type']}-{i}", row["question"], options, letter, files.video(row["video_name"]))
 
 
 def _mmvu(row: dict, _: int, files: Files) -> Item:
@@ -145,7 +146,9 @@ def _toy(row: dict, i: int, files: Files) -> Item:
 
 def _choice(id: str, question: str, options: Sequence[str], gold: str, video: str) -> Item:
     """Make a multiple-choice item, whether the options are bare, already lettered, or part of the question."""
-    question, options, gold = question.strip(), _bare(options), gold.strip("() .").upper()
+    question = question.strip()
+    options = _bare(options)
+    gold = gold.strip("() .").upper()
     listed = listed_options(question)
     if not listed or not {option.strip(" \t;,") for option in options} <= set(listed):
         question += "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options))
@@ -157,9 +160,13 @@ def _choice(id: str, question: str, options: Sequence[str], gold: str, video: st
 
 def _bare(options: Sequence[str]) -> tuple[str, ...]:
     """Strip the options' letters, where each one has its own."""
-    options = [option.strip() for option in options]
-    parts = [re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", o, re.S) for letter, o in zip(LETTERS, options)]
-    return tuple(part[1] for part in parts) if all(parts) else tuple(options)
+    bare = []
+    for letter, option in zip(LETTERS, options):
+        lettered = re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", option.strip(), re.S)  # "(A) red", "A. red"
+        if not lettered:
+            return tuple(option.strip() for option in options)
+        bare.append(lettered[1])
+    return tuple(bare)
 
 
 def _without_fillers(options: list[str | None]) -> list[str]:
@@ -190,10 +197,10 @@ def _srt(path: str) -> tuple[Cue, ...]:
     """Read the cues of an .srt file, without font tags."""
     cues = []
     for block in re.split(r"\n\s*\n", Path(path).read_text(encoding="utf-8", errors="replace")):
-        found = re.search(r"(\d[\d:.,]*) *--> *(\d[\d:.,]*)[^\n]*\n(.*)", block, re.S)
-        if not found:
+        cue = re.search(r"(\d[\d:.,]*) *--> *(\d[\d:.,]*)[^\n]*\n(.*)", block, re.S)
+        if not cue:
             continue
-        start, end, text = found.groups()
+        start, end, text = cue.groups()
         text = " ".join(re.sub(r"<[^>]*>", " ", text).split())
         if text:
             cues.append(Cue(seconds_of(start.replace(",", ".")), seconds_of(end.replace(",", ".")), text))
@@ -235,11 +242,16 @@ def count_items(name: str, root: str) -> int:
 def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     """Read the items of a split, in the dataset's order; with a limit, the first ones, which need no other videos. An
     incomplete dataset raises DataError."""
-    split, hint, places = SPLITS[name], _hint(name, root), []
-    for rows in map(Rows, _tables(name, root)):
+    split = SPLITS[name]
+    hint = _hint(name, root)
+    places = []  # (file, index in it) of every row
+    for table in _tables(name, root):
+        rows = Rows(table)
         places += [(rows, n) for n in range(len(rows))]
 
-    files, items, missing = Files(Path(root).expanduser()), [], []
+    files = Files(Path(root).expanduser())
+    items = []
+    missing = []  # videos
     for i, (rows, n) in enumerate(places[: limit or None]):
         try:
             items.append(split.parse(rows[n], i, files))
@@ -266,17 +278,19 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
 
 def _tables(name: str, root: str) -> list[Path]:
     """Find the files with the questions, in the root or one folder down."""
-    base, pattern = Path(root).expanduser(), SPLITS[name].tables
+    base = Path(root).expanduser()
+    pattern = SPLITS[name].tables
     if not base.is_dir():
         raise DataError(f"{root}: no such folder, so {name} cannot be read. {_hint(name, root)}")
-    found = sorted(base.glob(pattern)) or sorted(base.glob(f"*/{pattern}"))
-    if not found:
+    tables = sorted(base.glob(pattern)) or sorted(base.glob(f"*/{pattern}"))
+    if not tables:
         raise DataError(f"{root}: no file {pattern}, where {name} has its questions. {_hint(name, root)}")
-    return found
+    return tables
 
 
 def _hint(name: str, root: str) -> str:
-    split, folder = SPLITS[name], shlex.quote(root)
+    split = SPLITS[name]
+    folder = shlex.quote(root)
     if not split.hub:
         return f"`python -m study.toy build {folder}` makes it."
     fetch = f"hf download {split.hub} --repo-type dataset --local-dir {folder}"
@@ -291,18 +305,21 @@ def _hint(name: str, root: str) -> str:
 
 def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None = None, lenient: bool = False) -> dict:
     """Grade the text that the protocol extracted (None: there was none). The judge, if asked, may raise JudgeError."""
-    task, text = item.task, (answer or "").strip()
+    task = item.task
+    text = (answer or "").strip()
     if task.kind == "mcq":
-        read = text = parse_letter(text, task.options, lenient)
+        text = parse_letter(text, task.options, lenient)
+        prediction = text
     elif task.kind == "tvg":
         span = parse_span(text)
-        read = str(list(span)) if span else None
+        prediction = str(list(span)) if span else None
     else:
-        read = text = re.sub(answers.LEAD, "", answers.unboxed(text)) or None
-    if read is None:
+        text = re.sub(answers.LEAD, "", answers.unboxed(text))
+        prediction = text or None
+    if prediction is None:
         return UNGRADED
     judged = task.kind == "oe" and cfg.open_answer == "judge"
-    return {"prediction": read, "score": accuracy(text, task, cfg, judge), "judged": judged}
+    return {"prediction": prediction, "score": accuracy(text, task, cfg, judge), "judged": judged}
 
 
 def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, judge: Judge | None = None) -> dict:
@@ -326,25 +343,28 @@ def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, jud
 
 def affirms(text: str, words: str) -> bool:
     """Return whether the text says these words, and not only where its statement denies them. "Four" is 4."""
-    said, wanted = (" ".join(NUMBERS.get(word, word) for word in words_of(part)) for part in (text, words))
-    places = [place.start() for place in re.finditer(r"\W*".join(map(re.escape, words_of(words))), text, re.I)]
-    denied = places and all(answers.weigh_words(text[:place]) == answers.DENIED for place in places)
-    return f" {wanted} " in f" {said} " and not denied
+    if f" {_in_digits(words)} " not in f" {_in_digits(text)} ":
+        return False
+    places = list(re.finditer(r"\W*".join(map(re.escape, words_of(words))), text, re.I))
+    denied = [answers.weigh_words(text[: place.start()]) == answers.DENIED for place in places]
+    return not places or not all(denied)
+
+
+def _in_digits(text: str) -> str:
+    """Return the words of a text, numbers in digits."""
+    return " ".join(str(NUMBERS.index(word)) if word in NUMBERS else word for word in words_of(text))
 
 
 def figures(name: str, records: Sequence[dict]) -> dict[str, float]:
     """Return a split's figures in percent, the headline first, from the lines of eval.py. An error has scored 0."""
-    scores = [r["score"] for r in records]
+    scores = [record["score"] for record in records]
     if name == "charades":
-        found = {"miou": _percent(scores)}
-        for least in (0.3, 0.5, 0.7):
-            found[f"r@{least}"] = _percent([score >= least for score in scores])
-        return found
+        shares = {f"r@{least}": _percent([score >= least for score in scores]) for least in (0.3, 0.5, 0.7)}
+        return {"miou": _percent(scores)} | shares
     if name == "mmvu":
-        found = {"mc_625": _percent([r["score"] for r in records if r["kind"] == "mcq"])}
-        if any(r["judged"] for r in records):  # without a judge, open answers give no accuracy
-            found["all_1000"] = _percent(scores)
-        return found
+        of_choices = {"mc_625": _percent([record["score"] for record in records if record["kind"] == "mcq"])}
+        judged = any(record["judged"] for record in records)  # without a judge, open answers give no accuracy
+        return of_choices | {"all_1000": _percent(scores)} if judged else of_choices
     return {"accuracy": _percent(scores)}
 
 

@@ -29,19 +29,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+import rollout
 from data import Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, ask_with_subtitles
 from rewards import ANSWER, final_answer, last_answer, turn_texts
-from rollout import (
-    AgentContext,
-    Stopped,
-    append_rendered,
-    derive_seed,
-    open_trajectory,
-    render_prompt,
-    run_episode,
-    sample_turn,
-)
+from rollout import AgentContext, Stopped, derive_seed
 from runtime.answers import parse_span, spoken, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
@@ -96,16 +88,20 @@ def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
     return known | own
 
 
-# The numbers of the models' own code.
-# Frames per second of the overview, at most K of them; where none is said, always K.
-OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "sage": 1.0, "video_zoomer": 0.5}
-CONAN_TURNS, CONAN_FRAMES = 3, 8  # frames of one round
-LONGVT_ROUNDS, LONGVT_FRAMES = 5, 128  # rounds of calls; frames of one call
-SAGE_STEPS, SAGE_STILLS = 10, 10
-ZOOM_TURNS, ZOOM_FRAMES = 5, 16  # frames of one segment
+# The numbers of the models' own code. A _FPS is in frames per second; the number of frames is that of one call or round.
+OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "sage": 1.0, "video_zoomer": 0.5}  # at most K of them; others: K
 CROP_FPS = 1.0  # of longvt's crops, and of what sage's tools see of a window
+CONAN_TURNS = 3
+CONAN_FRAMES = 8
+LONGVT_ROUNDS = 5  # of calls; one more turn answers
+LONGVT_FRAMES = 128
+SAGE_STEPS = 10
+SAGE_STILLS = 10
 SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # seconds of a window, at most
-ATTEMPTS, RETRY_TEMPERATURE = 5, 0.7  # of sage, to write JSON
+SAGE_ATTEMPTS = 5  # to write JSON
+SAGE_RETRY_TEMPERATURE = 0.7
+ZOOM_TURNS = 5
+ZOOM_FRAMES = 16
 # How these read frames, whatever the run's contract says.
 READS = {
     "conan": {"stamp": "{clock}"},
@@ -126,7 +122,8 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
         contract = replace(renderer.contract, **READS[cfg.protocol])
         context = replace(context, renderer=Renderer(renderer.tokenizer, contract))
     episode = Episode(task, k, Trajectory(), seed=seed)
-    started, answer = time.perf_counter(), None
+    answer = None
+    started = time.perf_counter()
     try:
         frames = []
         if item.subtitles or cfg.protocol != "agent":  # the agent's overview is part of its episode
@@ -134,15 +131,14 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
             size = context.renderer.contract.frame_size(info.width, info.height)
             frames = [context.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
             episode.task = ask_with_subtitles(item, frames[0].times)
-        values = values_of(context, episode.task, cfg, item.caption) | {"frames": frames}
-        answer = PROTOCOLS.get(cfg.protocol, _one_turn)(context, episode, cfg, values)
+        values = values_of(context, episode.task, item.caption) | {"frames": frames}
+        attempt = Attempt(context, episode, cfg, values)
+        values["request"] = attempt.fill(task.kind)
+        answer = FLOWS.get(cfg.protocol, _one_turn)(attempt)
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"
     episode.seconds = time.perf_counter() - started
     return episode, answer or None
-
-
-# ------------------------------------------------------------------------------------------------ verbs
 
 
 def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
@@ -156,35 +152,19 @@ def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[in
     return uniform_indices(info.n_frames, k)
 
 
-def show(context: AgentContext, info: VideoInfo, indices: Sequence[int]) -> Frames:
-    """Return what a tool shows."""
-    return context.videos.frames(info.path, indices, context.renderer.contract.crop_size(info.width, info.height))
-
-
-def fill(text: str, values: dict[str, str | list]) -> list:
-    """Return a text of ours as the parts of a message. What fills its {places} may come from outside, and is inert."""
-    parts, done = [], 0
-    for place in PLACE.finditer(text):
-        parts.append(Live(text[done : place.start()]))
-        done = place.end()
-        if place[1] is None:  # {{word}}
-            parts.append(Live(place[0][1:-1]))
-        elif isinstance(values[place[1]], list):
-            parts += values[place[1]]
-        else:
-            parts.append(values[place[1]])
-    return [*parts, Live(text[done:])]
-
-
-def values_of(context: AgentContext, task: Task, cfg: Prompting, caption: str) -> dict[str, str | list]:
-    """Return what every text may speak of; `request` is the text of the task's kind."""
+def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str | list]:
+    """Return what every text may speak of; `request`, the text of the task's kind, is filled with these."""
     path = task.videos[0]
     duration = context.videos.info(path).duration
     minutes, seconds = divmod(int(duration), 60)
-    lists = list(re.finditer(r"^[ \t]*\(?A\)?[.:)]", task.question, re.M)) if task.options else []
-    values = {
+    stem = task.question
+    if task.options:  # without the list that they begin with an A
+        lists = list(re.finditer(r"^[ \t]*\(?A\)?[.:)]", stem, re.M))
+        if lists:
+            stem = stem[: lists[-1].start()].rstrip()
+    return {
         "question": task.question,  # its lettered options included
-        "stem": task.question[: lists[-1].start()].rstrip() if lists else task.question,
+        "stem": stem,
         "options": "\n".join(f"{letter}. {option}" for letter, option in zip("ABCDEFGHIJ", task.options)),
         "caption": caption or task.question,  # the event that a span is asked of
         "path": os.path.basename(path),  # authors write the whole path: prompts would depend on the machine
@@ -192,49 +172,92 @@ def values_of(context: AgentContext, task: Task, cfg: Prompting, caption: str) -
         "minutes": f"{minutes:02d}:{seconds:02d}",
         "clock": clock(duration),
     }
-    return values | {"request": fill(cfg.texts[task.kind], values)}
 
 
-def begin(context: AgentContext, cfg: Prompting, values: dict, user="user", system="system", tools=None) -> Trajectory:
-    """Open a conversation with the texts of these names; a protocol without that system text has none."""
-    messages = []
-    for role, name in (("system", system), ("user", user)):
-        if name in cfg.texts:
-            messages.append({"role": role, "content": fill(cfg.texts[name], values)})
-    return open_trajectory(context.renderer.render(messages, tools, generate=True))
+@dataclass
+class Attempt:
+    """One item that is being asked: what every flow below speaks with."""
 
+    context: AgentContext
+    episode: Episode  # grows
+    cfg: Prompting
+    values: dict[str, str | list]  # what the {places} of the texts stand for
 
-def speak(context: AgentContext, trajectory: Trajectory, seed: int, closing: str = "", **limits: Any) -> str:
-    """Append one turn; returns its text. It ends after the text `closing`, if it says that: what follows is dropped."""
-    renderer, start, cfg = context.renderer, len(trajectory.ids), replace(context.cfg, **limits)
-    sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
-    said = trajectory.ids[start:]
-    if trajectory.finish == "stop":
-        said = said[:-1]
-    text = renderer.decode(said)
-    if closing and closing in text:
-        text = text[: text.index(closing) + len(closing)]
-        kept = sum(begun < len(text) for begun, _ in renderer.offsets(said))
-        for column in (trajectory.ids, trajectory.mask, trajectory.logprobs, trajectory.versions):
-            del column[start + kept :]
-        trajectory.finish = "stop"
-    trajectory.turns.append((start, len(trajectory.ids)))
-    return text
+    @property
+    def info(self) -> VideoInfo:
+        return self.context.videos.info(self.episode.task.videos[0])
 
+    def fill(self, name: str, **more: str | list) -> list:
+        """Return the text of that name as the parts of a message. What fills its {places} may come from outside, and is
+        inert."""
+        text = self.cfg.texts[name]
+        values = self.values | more
+        parts = []
+        done = 0
+        for place in PLACE.finditer(text):
+            parts.append(Live(text[done : place.start()]))
+            done = place.end()
+            if place[1] is None:  # {{word}}
+                parts.append(Live(place[0][1:-1]))
+            elif isinstance(values[place[1]], list):
+                parts += values[place[1]]
+            else:
+                parts.append(values[place[1]])
+        return [*parts, Live(text[done:])]
 
-def run(context: AgentContext, episode: Episode, call: Call, work: Callable[..., list], *more: Any) -> list:
-    """Run and record one call; returns what the model reads: what `work` returns, or the text of an error."""
-    started, parts = time.perf_counter(), []
-    try:
-        if not call.error:
-            parts = work(context, episode, call, *more)
-    except ToolError as error:
-        call.error, call.text = error.kind, str(error)
-    except (VideoError, EngineError):
-        call.error, call.text = "failed", "The tool failed: it could not read this part of the video."
-    call.seconds = time.perf_counter() - started
-    episode.calls.append(call)
-    return [call.text] if call.error else parts
+    def begin(self, user="user", system="system", tools=None, **more: str | list) -> Trajectory:
+        """Open a conversation with the texts of these names; a protocol without that system text has none."""
+        messages = [{"role": "user", "content": self.fill(user, **more)}]
+        if system in self.cfg.texts:
+            messages.insert(0, {"role": "system", "content": self.fill(system, **more)})
+        return rollout.open_trajectory(self.context.renderer.render(messages, tools, generate=True))
+
+    def speak(self, trajectory: Trajectory, *seed: Any, closing: str = "", **limits: Any) -> str:
+        """Append one turn, of a seed that follows from these parts; returns its text. It ends after the text `closing`, if
+        it says that: what follows is dropped."""
+        renderer = self.context.renderer
+        cfg = replace(self.context.cfg, **limits)
+        start = len(trajectory.ids)
+        seed = derive_seed(*seed)
+        rollout.sample_turn(self.context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
+        said = trajectory.ids[start:]
+        if trajectory.finish == "stop":
+            said = said[:-1]
+        text = renderer.decode(said)
+        if closing and closing in text:
+            text = text[: text.index(closing) + len(closing)]
+            kept = sum(begun < len(text) for begun, _ in renderer.offsets(said))
+            for column in (trajectory.ids, trajectory.mask, trajectory.logprobs, trajectory.versions):
+                del column[start + kept :]
+            trajectory.finish = "stop"
+        trajectory.turns.append((start, len(trajectory.ids)))
+        return text
+
+    def tell(self, contents: list[list], role: str) -> bool:
+        """Append what is read between two turns; False if the context has no room for it."""
+        delta = self.context.renderer.continuation(contents, role)
+        return rollout.append_rendered(self.context, self.episode.main, delta)
+
+    def run(self, call: Call, work: Callable[..., list], *more: Any) -> list:
+        """Run and record one call; returns what the model reads: what `work` returns, or the text of an error."""
+        started = time.perf_counter()
+        parts = []
+        try:
+            if not call.error:
+                parts = work(self, call, *more)
+        except ToolError as error:
+            call.error, call.text = error.kind, str(error)
+        except (VideoError, EngineError):
+            call.error, call.text = "failed", "The tool failed: it could not read this part of the video."
+        call.seconds = time.perf_counter() - started
+        self.episode.calls.append(call)
+        return [call.text] if call.error else parts
+
+    def show(self, indices: Sequence[int]) -> Frames:
+        """Return what a tool shows."""
+        info = self.info
+        size = self.context.renderer.contract.crop_size(info.width, info.height)
+        return self.context.videos.frames(info.path, indices, size)
 
 
 def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
@@ -245,43 +268,46 @@ def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------------------ the protocols
 
 
-def _agent(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    task = replace(episode.task, question="".join(values["request"]))
-    played = run_episode(context, task, episode.k, render_prompt(task, episode.k, context), episode.seed)
+def _agent(attempt: Attempt) -> str | None:
+    episode = attempt.episode
+    context = attempt.context
+    task = replace(episode.task, question="".join(attempt.values["request"]))
+    played = rollout.run_episode(
+        context, task, episode.k, rollout.render_prompt(task, episode.k, context), episode.seed
+    )
     episode.main, episode.calls, episode.error = played.main, played.calls, played.error
     return final_answer(turn_texts(played.main, context.renderer))
 
 
-def _one_turn(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    episode.main = begin(context, cfg, values)
-    text = speak(context, episode.main, derive_seed(episode.seed, 0))
-    if cfg.protocol == "direct":
+def _one_turn(attempt: Attempt) -> str | None:
+    main = attempt.episode.main = attempt.begin()
+    text = attempt.speak(main, attempt.episode.seed, 0)
+    if attempt.cfg.protocol == "direct":
         return final_answer([text]) or spoken(text)  # none that stands in a thought
     return last_answer(text)
 
 
-def _conan(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+def _conan(attempt: Attempt) -> str | None:
     last = CONAN_TURNS - 1
-    main = episode.main = begin(context, cfg, values)
+    main = attempt.episode.main = attempt.begin()
     for turn in range(CONAN_TURNS):
-        text = speak(context, main, derive_seed(episode.seed, turn))
+        text = attempt.speak(main, attempt.episode.seed, turn)
         wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
         if not wanted or turn == last or main.finish == "length":
             break
-        found = run(context, episode, Call(turn, "clip", {"clips": wanted}), _retrieve)
-        told = fill(cfg.texts["last" if turn == last - 1 else "more"], values | {"frames": found})
-        if not append_rendered(context, main, context.renderer.continuation([told], "user")):
+        frames = attempt.run(Call(turn, "clip", {"clips": wanted}), _retrieve)
+        if not attempt.tell([attempt.fill("last" if turn == last - 1 else "more", frames=frames)], "user"):
             break
     return last_answer(text)
 
 
-def _retrieve(context: AgentContext, episode: Episode, call: Call) -> list:
+def _retrieve(attempt: Attempt, call: Call) -> list:
     """Show frames of the clips, evenly out of those not seen yet."""
-    info = context.videos.info(episode.task.videos[0])
     spans = [parse_span(clip) for clip in re.split(r"[,;\n]", call.arguments["clips"])]
     if None in spans:
         raise ToolError("unparseable", "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:MM:SS.")
-    seen = {t for clip in episode.main.frames for t in clip.times}
+    info = attempt.info
+    seen = {t for clip in attempt.episode.main.frames for t in clip.times}
     new = []
     for i, t in enumerate(info.times.tolist()):
         # In whole seconds, as the stamps are: 00:00:07 is any frame from 7.0 to 7.9 seconds.
@@ -291,62 +317,70 @@ def _retrieve(context: AgentContext, episode: Episode, call: Call) -> list:
     if not new:
         raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
     call.window = within(info, min(start for start, _ in spans), max(end for _, end in spans))  # the hull of all clips
-    return [show(context, info, [new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
+    return [attempt.show([new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
 
 
-def _longvt(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
-    main = episode.main = begin(context, cfg, values, tools=[json.loads(cfg.texts["tool"])])
-    if main.ids == begin(context, cfg, values).ids:
+def _longvt(attempt: Attempt) -> str | None:
+    main = attempt.episode.main = attempt.begin(tools=[json.loads(attempt.cfg.texts["tool"])])
+    if main.ids == attempt.begin().ids:
         raise ContractError("the chat template shows no tools: write that of its authors into chat_template.jinja")
     said = []
     for turn in range(LONGVT_ROUNDS + 1):
-        said.append(speak(context, main, derive_seed(episode.seed, turn)))
+        said.append(attempt.speak(main, attempt.episode.seed, turn))
         calls = parse_calls(said[-1], turn)
         if not calls or turn == LONGVT_ROUNDS or main.finish == "length":
             break
-        responses = [run(context, episode, call, _crop, cfg, values) for call in calls]
-        if not append_rendered(context, main, context.renderer.continuation(responses, "tool")):
+        if not attempt.tell([attempt.run(call, _crop) for call in calls], "tool"):
             break
     # As its authors read it: the first <answer> of all turns, else the last box, else a number at the end.
     whole = "\n".join(said)
     answers = ANSWER.findall(whole)
     if answers:
         return answers[0].strip()
-    return unboxed(whole) if "\\boxed{" in whole else "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
+    if "\\boxed{" in whole:
+        return unboxed(whole)
+    return "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
 
 
-def _crop(context: AgentContext, episode: Episode, call: Call, cfg: Prompting, values: dict) -> list:
-    look = run_tool(call, episode.task, ("crop_video",), context.videos, context.renderer.contract)
-    call.window = look.window
-    seen = {"count": str(len(look.frames)), "start": f"{look.window[0]:.1f}", "end": f"{look.window[1]:.1f}"}
-    parts = fill(cfg.texts["shown"], values | seen)
+def _crop(attempt: Attempt, call: Call) -> list:
+    clip = run_tool(
+        call, attempt.episode.task, ("crop_video",), attempt.context.videos, attempt.context.renderer.contract
+    )
+    call.window = clip.window
+    start, end = clip.window
+    parts = attempt.fill("shown", count=str(len(clip.frames)), start=f"{start:.1f}", end=f"{end:.1f}")
     call.text = "".join(parts)
-    return [look.frames, *parts]
+    return [clip.frames, *parts]
 
 
-def _sage(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+def _sage(attempt: Attempt) -> str | None:
     """Watch once, then reason in text. The conversations stand one after another in Episode.main, each with its prompt."""
-    values |= {"tools": Live(cfg.texts["tools"]), "latest": "none"}
-    results, media = [], {}
+    values = attempt.values
+    values |= {"tools": Live(attempt.cfg.texts["tools"]), "latest": "none"}
+    results = []
+    media = {}  # handles that tools gave out -> frame indices; none is opened as a path
     for step in range(SAGE_STEPS + 1):
         # Step 0 watches the video, the others reason about what it and the tools have told.
-        names = ("message", "reasoner") if step else ("user", "system")
-        reply = _reply(context, episode, cfg, values, names, derive_seed(episode.seed, step))
-        answer, tools = _at(reply, "final_answer"), _at(reply, "recommended_tools")
-        ready = _at(reply, "answerable", "verdict") if step else not _at(tools, "needed")
+        if step == 0:
+            reply = _reply(attempt, step, "user", "system")
+            values["context"] = str(_at(reply, "video_context"))
+            ready = not _at(reply, "recommended_tools", "needed")
+        else:
+            reply = _reply(attempt, step, "message", "reasoner")
+            ready = _at(reply, "answerable", "verdict")
+        answer = _at(reply, "final_answer")
         if ready and answer is not None:
             return answer if isinstance(answer, str) else json.dumps(answer)
         if reply is None or step == SAGE_STEPS:
             return None
-        if step == 0:
-            values["context"] = str(_at(reply, "video_context"))
+
         # Only the first call of a reply is run.
-        wanted = _at(tools, "tool_calls")
+        wanted = _at(reply, "recommended_tools", "tool_calls")
         if isinstance(wanted, list) and wanted and wanted[0] is not None:
             arguments = _at(wanted[0], "arguments")
             call = Call(step, str(_at(wanted[0], "name")), arguments if isinstance(arguments, dict) else {})
-            [result] = run(context, episode, call, _use_sage, cfg, values, media)
-            number = sum(c.name == call.name for c in episode.calls)
+            [result] = attempt.run(call, _use_sage, media)
+            number = sum(c.name == call.name for c in attempt.episode.calls)
             results.append(f"{call.name}_#{number} output: {result}")
             values["latest"] = json.dumps({"name": call.name, "arguments": call.arguments})
         elif step:
@@ -355,22 +389,25 @@ def _sage(context: AgentContext, episode: Episode, cfg: Prompting, values: dict)
     return None
 
 
-def _reply(
-    context: AgentContext, episode: Episode, cfg: Prompting, values: dict, names: tuple, seed: int
-) -> dict | None:
+def _reply(attempt: Attempt, step: int, user: str, system: str) -> dict | None:
     """Hold one conversation of two messages; returns its JSON, or None if no attempt gives any."""
-    main = episode.main
-    for attempt in range(ATTEMPTS):
-        trajectory, shift = begin(context, cfg, values, *names), len(main.ids)
-        temperature = RETRY_TEMPERATURE if attempt else context.cfg.temperature
-        text = speak(context, trajectory, derive_seed(seed, attempt), temperature=temperature)
+    main = attempt.episode.main
+    seed = derive_seed(attempt.episode.seed, step)
+    temperature = attempt.context.cfg.temperature
+    for number in range(SAGE_ATTEMPTS):
+        trajectory = attempt.begin(user, system)
+        text = attempt.speak(trajectory, seed, number, temperature=temperature)
+        # Append it to the main trajectory.
+        shift = len(main.ids)
         for column in ("ids", "mask", "logprobs", "versions", "prompt_frames"):
             getattr(main, column).extend(getattr(trajectory, column))
         main.turns += [(start + shift, end + shift) for start, end in trajectory.turns]
-        main.prompt_length, main.finish = main.prompt_length or trajectory.prompt_length, trajectory.finish
+        main.prompt_length = main.prompt_length or trajectory.prompt_length
+        main.finish = trajectory.finish
         reply = read_json(text)
         if reply is not None:
             return reply
+        temperature = SAGE_RETRY_TEMPERATURE
     return None
 
 
@@ -391,11 +428,9 @@ def _at(value: Any, *keys: str) -> Any:
     return value
 
 
-def _use_sage(
-    context: AgentContext, episode: Episode, call: Call, cfg: Prompting, values: dict, media: dict
-) -> list[str]:
-    """Run a tool. `media` holds the handles that tools gave out, each with its frame indices; none is opened as a path."""
-    info = context.videos.info(episode.task.videos[0])
+def _use_sage(attempt: Attempt, call: Call, media: dict[str, Sequence[int]]) -> list[str]:
+    """Run a tool: choose the frames, then give out handles of them, or let the model look at them."""
+    info = attempt.info
     if call.name in SAGE_SPANS:
         start, end = (read_time(call.arguments, name) for name in ("timestamp_start", "timestamp_end"))
         start, end = within(info, start, end)
@@ -403,58 +438,60 @@ def _use_sage(
             rule = f"start before end, less than {SAGE_SPANS[call.name]} seconds apart"
             raise ToolError("bad_arguments", f"Write {rule}, as HH:MM:SS; the video ends at {clock(info.duration)}.")
         call.window = start, end
-        looked_at = window_indices(info.times, start, end, CROP_FPS, episode.k)
+        indices = window_indices(info.times, start, end, CROP_FPS, attempt.episode.k)
     elif call.name == "perform_reasoning":
-        known = media | {values["path"]: uniform_indices(info.n_frames, episode.k)}  # the video is a handle, too
+        known = media | {attempt.values["path"]: uniform_indices(info.n_frames, attempt.episode.k)}  # the video itself
         paths = call.arguments.get("media_paths")
         names = [os.path.basename(str(path)) for path in paths] if isinstance(paths, list) else []
         if not names or not known.keys() >= set(names):
             raise ToolError("bad_arguments", f"media_paths must be a list of some of: {', '.join(known)}.")
-        looked_at = sorted({i for name in names for i in known[name]})
+        indices = sorted({i for name in names for i in known[name]})
     else:
         there = ", ".join((*SAGE_SPANS, "perform_reasoning"))
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {there}.")
+
     if call.name == "extract_parts_from_timestamp":
-        made = {f"clip_{start:.2f}s_{end:.2f}s.mp4": looked_at}
-        if call.arguments.get("extract_type") != "subclips":
-            few = window_indices(info.times, start, end, SAGE_STILLS / (end - start), SAGE_STILLS)
-            made = {f"frame_{info.times[i]:.2f}s.jpg": [i] for i in few}
+        if call.arguments.get("extract_type") == "subclips":
+            made = {f"clip_{start:.2f}s_{end:.2f}s.mp4": indices}
+        else:
+            stills = window_indices(info.times, start, end, SAGE_STILLS / (end - start), SAGE_STILLS)
+            made = {f"frame_{info.times[i]:.2f}s.jpg": [i] for i in stills}
         media |= made
         call.text = json.dumps({"media_paths": list(made)})
         return [call.text]
+
     # The same weights are the model behind the tool, in a fresh context.
-    wanted = {name: str(call.arguments.get(name)) for name in ("event", "query")}
-    shown = values | wanted | {"frames": [show(context, info, looked_at)]}
-    call.subagent = begin(context, cfg, shown, user=call.name, system="")
-    seed, sub = derive_seed(episode.seed, call.turn, "tool"), context.cfg.subagents
-    said = speak(context, call.subagent, seed, temperature=sub.temperature, max_new_tokens=sub.max_new_tokens).strip()
+    asked = {name: str(call.arguments.get(name)) for name in ("event", "query")}
+    call.subagent = attempt.begin(user=call.name, system="", frames=[attempt.show(indices)], **asked)
+    limits = {name: getattr(attempt.context.cfg.subagents, name) for name in ("temperature", "max_new_tokens")}
+    said = attempt.speak(call.subagent, attempt.episode.seed, call.turn, "tool", **limits).strip()
     call.text = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
     return [call.text]
 
 
-def _video_zoomer(context: AgentContext, episode: Episode, cfg: Prompting, values: dict) -> str | None:
+def _video_zoomer(attempt: Attempt) -> str | None:
     last = ZOOM_TURNS - 1
-    main = episode.main = begin(context, cfg, values)
+    main = attempt.episode.main = attempt.begin()
     for turn in range(ZOOM_TURNS):
-        text = speak(context, main, derive_seed(episode.seed, turn), closing="</video_zoom>")
+        text = attempt.speak(main, attempt.episode.seed, turn, closing="</video_zoom>")
         if "</video_zoom>" not in text or turn == last:
             break
         call = Call(turn, "video_zoom", {})
-        found = run(context, episode, call, _zoom, text)
-        known = values | {"frames": found, "error": call.text}
-        parts = fill(cfg.texts["failed" if call.error else "found"], known)
+        frames = attempt.run(call, _zoom, text)
+        parts = attempt.fill("failed", error=call.text) if call.error else attempt.fill("found", frames=frames)
         if turn == last - 1:
-            parts += fill(cfg.texts["last"], known)
-        if not append_rendered(context, main, context.renderer.continuation([parts], "user")):
+            parts += attempt.fill("last", frames=frames, error=call.text)
+        if not attempt.tell([parts], "user"):
             break
-    return unboxed(last_answer("\n".join(turn_texts(main, context.renderer))) or "")
+    return unboxed(last_answer("\n".join(turn_texts(main, attempt.context.renderer))) or "")
 
 
-def _zoom(context: AgentContext, episode: Episode, call: Call, text: str) -> list:
-    info = context.videos.info(episode.task.videos[0])
+def _zoom(attempt: Attempt, call: Call, text: str) -> list:
+    """Show the segment of a request, at the rate that it asks for."""
     try:
         [call.arguments] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
-        (start, end), fps = call.arguments["segment"], call.arguments["fps"]
+        start, end = call.arguments["segment"]
+        fps = call.arguments["fps"]
     except (ValueError, KeyError, TypeError, RecursionError):
         form = '<video_zoom> {"segment": [start, end], "fps": n} </video_zoom>'
         raise ToolError("unparseable", f"The request could not be read. Write {form}.") from None
@@ -462,12 +499,12 @@ def _zoom(context: AgentContext, episode: Episode, call: Call, text: str) -> lis
     wanted = max(0.0, fps * (end - start))
     if wanted >= ZOOM_FRAMES + 1:
         raise ToolError("bad_arguments", f"At most {ZOOM_FRAMES} frames: take a shorter segment or a lower fps.")
-    call.window, count = within(info, start, end), int(wanted)
-    if count == 0:
+    call.window = within(attempt.info, start, end)
+    if wanted < 1:
         return []
-    first, last = (int(np.abs(info.times - t).argmin()) for t in call.window)
-    return [show(context, info, np.linspace(first, last, count).round().astype(int).tolist())]
+    first, last = (int(np.abs(attempt.info.times - t).argmin()) for t in call.window)
+    return [attempt.show(np.linspace(first, last, int(wanted)).round().astype(int).tolist())]
 
 
 # Each plays its turns into the episode, and returns the text that is graded. Every other protocol is one turn.
-PROTOCOLS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "sage": _sage, "video_zoomer": _video_zoomer}
+FLOWS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "sage": _sage, "video_zoomer": _video_zoomer}

@@ -12,28 +12,17 @@ Deliberately missing: significance tests, breakdowns.
 
 import argparse
 import difflib
-import json
 import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import yaml
 
-from evals.benchmarks import figures
-from runtime.config import differences
+from evals.results import Results, read_published, read_runs, refuse_mixtures
 from runtime.dataset import DataError
 
-PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
-HEADER = ("name", "arm", "k", "split", "total")  # fields of every file's first line
-RECORD = (  # and of every other line
-    "id", "videos", "kind", "prediction", "score", "judged", "lenient", "calls", "turns", "tokens", "agent_tokens",
-    "truncated", "seconds", "error",
-)  # fmt: skip
 READINGS = ("tagged", "lenient")
 LEGEND = """
 
@@ -45,101 +34,15 @@ score is never narrower than Wilson's on the number of videos.
 Models of other authors are asked in our words, unless their run names a prompt_file."""
 
 
-# ------------------------------------------------------------------------------------------------ results and numbers
-
-
-@dataclass
-class Results:
-    """One file of results."""
-
-    settings: dict[str, Any]
-    records: list[dict[str, Any]]  # one per item
-
-    def __post_init__(self):
-        self.name, self.arm = self.settings["name"], self.settings["arm"]
-        self.k, self.split = self.settings["k"], self.settings["split"]
-
-    def read(self, reading: str) -> "Results":
-        """Return the results with the scores of that reading."""
-        if reading == "tagged":
-            return self
-        return Results(self.settings, [record | record["lenient"] for record in self.records])
-
-    def figures(self) -> dict[str, float]:
-        return figures(self.split, self.records)
-
-    def score(self) -> float:
-        """The split's first figure, in percent."""
-        return next(iter(self.figures().values()))
-
-    def complete(self) -> bool:
-        return len(self.records) == self.settings["total"]
-
-
-def read_results(path: Path) -> Results:
-    """Read a file of results. A last line that a kill has torn is ignored; any other damage raises DataError."""
-    content, found = path.read_bytes(), []
-    lines = content[: content.rfind(b"\n") + 1].splitlines() or [b""]
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(json.loads(line))
-            for name in HEADER if number == 1 else RECORD:
-                found[-1][name]
-        except (ValueError, TypeError, KeyError):
-            raise DataError(f"{path}: line {number} is damaged; delete it (line 1: the file), to ask again") from None
-    return Results(found[0], found[1:])
-
-
-def read_run(run: str | Path) -> dict[Path, Results]:
-    """Read the results in a run's folder. A damaged file is named and left out."""
-    found = {}
-    for path in sorted(Path(run).glob("*-K*-*.jsonl")):
-        try:
-            found[path] = read_results(path)
-        except DataError as error:
-            print(f"left out: {error}", file=sys.stderr)
-    return found
-
-
-def collect(runs: Sequence[str | Path]) -> list[Results]:
-    """Read the results in the folders of all runs."""
-    results, paths = [], {}
-    for run in runs:
-        for path, found in read_run(run).items():
-            cell = (found.name, found.arm, found.k, found.split)
-            if cell in paths:
-                raise DataError(f"{paths[cell]} and {path} have the same place in the table: give one another `name`")
-            if found.records:
-                paths[cell] = path
-                results.append(found)
-    if not results:
-        raise DataError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
-    return results
-
-
-def refuse_mixtures(results: Sequence[Results]) -> None:
-    """Refuse results of one name that come of different models, ways of sampling or, within an arm, prompts: a row would be
-    true of neither."""
-    first = {}
-    for r in results:
-        shared = {r.name: ("weights", "api", "rollout"), (r.name, r.arm): ("prompts",)}
-        for place, keys in shared.items():
-            identity = {key: r.settings.get(key) for key in keys}
-            other, expected = first.setdefault(place, (r, identity))
-            wrong = differences(expected, identity)
-            wrong.pop("rollout.max_context", None)  # a limit, that one split may need more of
-            if r.settings.get("weights") is None:  # of a dry run's checkpoint, which is not here
-                wrong.pop("weights", None)
-            if wrong:
-                told = f"{other.split} K={other.k} {other.arm} and {r.split} K={r.k} {r.arm} differ ({'; '.join(wrong.values())})"
-                raise DataError(f"name = {r.name!r}: {told}; give one another `name` and `run`, or delete its file")
+# ------------------------------------------------------------------------------------------------ numbers
 
 
 def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, float]:
     """Return the 95 % interval of the mean, by bootstrap. The questions of one video are not independent, so videos are
     drawn, with all their questions; of one video alone nothing is known."""
     _, index = np.unique(list(videos), return_inverse=True)
-    sums, counts = np.bincount(index, values), np.bincount(index)  # [C], C videos
+    sums = np.bincount(index, values)  # [C], C videos
+    counts = np.bincount(index)  # [C]
     if len(counts) == 1:
         return np.nan, np.nan
     drawn = np.random.default_rng(0).integers(len(counts), size=(1000, len(counts)))  # [1000, C]
@@ -149,8 +52,10 @@ def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, flo
 
 def wilson(mean: float, n: int) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share of n. Of 20 right of 20 the bootstrap says [1, 1], this one [0.84, 1]."""
+    # (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     z = 1.96
-    center, spread = mean + z * z / (2 * n), z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+    center = mean + z * z / (2 * n)
+    spread = z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
     return max(0.0, center - spread) / (1 + z * z / n), (center + spread) / (1 + z * z / n)
 
 
@@ -159,40 +64,37 @@ def executed(record: dict) -> int:
     return sum(not call["error"] for call in record["calls"])
 
 
-def costs(r: Results) -> dict[str, float]:
+def costs(results: Results) -> dict[str, float]:
     """Return means per item, and rates in percent."""
     totals = Counter()
-    for x in r.records:
-        totals["calls"] += executed(x)
-        totals["failed_calls"] += len(x["calls"]) - executed(x)
+    for record in results.records:
+        totals["calls"] += executed(record)
+        totals["failed_calls"] += len(record["calls"]) - executed(record)
         for name in ("turns", "tokens", "agent_tokens", "seconds"):
-            totals[name] += x[name]
-        refused = x["error"].startswith("Refusal: ")
-        totals["error_rate"] += 100 * (bool(x["error"]) and not refused)
+            totals[name] += record[name]
+        refused = record["error"].startswith("Refusal: ")
+        totals["error_rate"] += 100 * (bool(record["error"]) and not refused)
         totals["refused_rate"] += 100 * refused
-        totals["unparsed_rate"] += 100 * (x["prediction"] is None and not x["error"])
-        totals["truncated_rate"] += 100 * x["truncated"]
-    return {name: total / len(r.records) for name, total in totals.items()}
+        totals["unparsed_rate"] += 100 * (record["prediction"] is None and not record["error"])
+        totals["truncated_rate"] += 100 * record["truncated"]
+    return {name: total / len(results.records) for name, total in totals.items()}
 
 
 # ------------------------------------------------------------------------------------------------ the tables
 
 
-def read_published() -> dict[str, Any]:
-    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
-
-
 def report(runs: Sequence[str | Path], baseline: str = "") -> str:
     """Print all tables as Markdown; returns the text."""
-    results, published = collect(runs), read_published()["table"]
-    refuse_mixtures(results)
-    names = list(dict.fromkeys(r.name for r in results))
+    all_results = read_runs(runs)
+    refuse_mixtures(all_results)
+    names = list(dict.fromkeys(results.name for results in all_results))
     baseline = baseline or names[0]
     if baseline not in names:
         near = difflib.get_close_matches(baseline, names, n=1, cutoff=0)[0]
         raise DataError(f"--baseline {baseline!r}: no results have that name; did you mean {near!r}?")
-    results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
-    text = scores_table(results, published, baseline) + "\n\n" + costs_table(results)
+    all_results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
+    published = read_published()["table"]
+    text = scores_table(all_results, published, baseline) + "\n\n" + costs_table(all_results)
     print(text)
     return text
 
@@ -219,46 +121,39 @@ def put_between_marks(path: Path, name: str, writer: str, text: str, title: str)
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
-def scores_table(results: Sequence[Results], published: dict, baseline: str) -> str:
+Row = dict[str, Results]  # what a row of the table shows: split -> results
+
+
+def scores_table(all_results: Sequence[Results], published: dict, baseline: str) -> str:
+    """Write what we measured of each model, its gains item by item, and what was published of it."""
+    columns = published["columns"]
+    # The splits in the paper's order, then others.
+    ours = dict.fromkeys(results.split for results in all_results)
+    splits = [split for split in dict.fromkeys([*columns, *ours]) if split in ours]
+
     # Group the results into rows. K is "paper" for the K of the paper's table, where Charades has its own.
-    found, columns = dict.fromkeys(r.split for r in results), published["columns"]
-    splits = sorted(found, key=[*columns, *found].index)  # in the paper's order, then others
+    rows: dict[tuple, Row] = {}
+    bases: dict[int | str, Row] = {}  # K -> the baseline's first arm, which is `parallel` if it has that
     published_k = dict(zip(columns, published["frames"]))
-    rows, bases, lines = {}, {}, []
-    for r in results:
-        k = "paper" if r.k == published_k.get(r.split) else r.k
-        row = rows.setdefault((r.name, r.arm, k), {})
-        row[r.split] = r
-        if r.name == baseline:
-            bases.setdefault(k, row)  # its first arm, which is `parallel` if it has that
+    for results in all_results:
+        k = "paper" if results.k == published_k.get(results.split) else results.k
+        row = rows.setdefault((results.name, results.arm, k), {})
+        row[results.split] = results
+        if results.name == baseline:
+            bases.setdefault(k, row)
 
-    for name in dict.fromkeys(r.name for r in results):
-        # What we measured, in both readings.
+    lines = []
+    for name in dict.fromkeys(results.name for results in all_results):
+        complete = set()
         for (model, arm, k), row in rows.items():
-            if model != name:
-                continue
-            base = bases.get(k, {})
-            ks = ", ".join(dict.fromkeys(str(r.k) for r in row.values()))
-            for reading in READINGS:
-                cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
-                summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
-                lines.append([name, arm, reading, ks, *cells, *summary])
-
-            # Item by item, where the baseline has the same ones: also of `limit=20`, and at another K if it has but one.
-            if not base:
-                base = bases.get("paper") or (next(iter(bases.values())) if len(bases) == 1 else {})
-                ks += " over " + ", ".join(dict.fromkeys(str(r.k) for r in base.values()))
-            for reading in READINGS:
-                cells = dict.fromkeys(splits, "")
-                for split in row.keys() & base.keys():
-                    cells[split] = gain_cell(row[split].read(reading), base[split].read(reading))
-                if base is not row and any(cells.values()):
-                    lines.append([name, arm, f"gain, {reading}", ks, *cells.values(), "", ""])
+            if model == name:
+                lines += measured_lines([name, arm], row, bases.get(k, {}), splits, columns)
+                lines += gain_lines([name, arm], row, k, bases, splits)
+                complete |= finished(row, "tagged").keys()
 
         # What was published of the splits that it has finished.
         scores = published_scores(name, published)
-        done = {r.split for r in results if r.name == name and r.complete()}
-        cells = [scores.get(split, "") if split in done else "" for split in splits]
+        cells = [scores.get(split, "") if split in complete else "" for split in splits]
         if any(cells):
             summary = average_and_gain(scores, published_scores(baseline, published), columns)
             lines.append([name, "published", "lenient", "", *cells, *summary])
@@ -267,9 +162,41 @@ def scores_table(results: Sequence[Results], published: dict, baseline: str) -> 
     return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
 
 
-def finished(row: dict[str, Results], reading: str) -> dict[str, float]:
+def measured_lines(model: list, row: Row, base: Row, splits: list[str], columns: list[str]) -> list[list]:
+    """Write the scores of a row, in both readings, and how they compare with the baseline's at the same K."""
+    lines = []
+    for reading in READINGS:
+        cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
+        summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
+        lines.append([*model, reading, list_ks(row), *cells, *summary])
+    return lines
+
+
+def gain_lines(model: list, row: Row, k: int | str, bases: dict[int | str, Row], splits: list[str]) -> list[list]:
+    """Write the gain on the items that the baseline has as well: also of `limit=20`, and at another K if it has but one."""
+    ks = list_ks(row)
+    base = bases.get(k)
+    if not base:
+        base = bases.get("paper") or (next(iter(bases.values())) if len(bases) == 1 else {})
+        ks += f" over {list_ks(base)}"
+    lines = []
+    for reading in READINGS:
+        cells = []
+        for split in splits:
+            shared = split in row and split in base
+            cells.append(gain_cell(row[split].read(reading), base[split].read(reading)) if shared else "")
+        if base is not row and any(cells):
+            lines.append([*model, f"gain, {reading}", ks, *cells, "", ""])
+    return lines
+
+
+def list_ks(row: Row) -> str:
+    return ", ".join(dict.fromkeys(str(results.k) for results in row.values()))
+
+
+def finished(row: Row, reading: str) -> dict[str, float]:
     """Return the scores of complete splits."""
-    return {split: r.read(reading).score() for split, r in row.items() if r.complete()}
+    return {split: results.read(reading).score() for split, results in row.items() if results.complete()}
 
 
 def average_and_gain(ours: dict[str, float], base: dict[str, float], columns: Sequence[str]) -> tuple[str, str]:
@@ -286,40 +213,42 @@ def average_and_gain(ours: dict[str, float], base: dict[str, float], columns: Se
     return average, gain
 
 
-def headline(r: Results) -> list[dict]:
+def headline(results: Results) -> list[dict]:
     """Return the records that the split's first figure is the mean of."""
-    return [x for x in r.records if r.split != "mmvu" or x["kind"] == "mcq"]
+    return [record for record in results.records if results.split != "mmvu" or record["kind"] == "mcq"]
 
 
 def mean_cell(values: Sequence[float], records: Sequence[dict], sign: str = "") -> str:
-    """Write the mean of the records' values with its interval, in percent."""
+    """Write the mean of the records' values with its interval, in percent. `sign`: "+" for a gain."""
     if not records:
         return ""
-    videos = ["/".join(x["videos"]) for x in records]
-    mean, (low, high) = sum(values) / len(values), interval(values, videos)
-    if not sign:  # a score, not a gain
+    videos = ["/".join(record["videos"]) for record in records]
+    mean = sum(values) / len(values)
+    low, high = interval(values, videos)
+    if not sign:  # a score, which is a share
         least, most = wilson(mean, len(set(videos)))
         low, high = np.minimum(low, least), np.maximum(high, most)
     text = f"{100 * mean:{sign}.1f}"
     return text if np.isnan(low) else f"{text} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
 
 
-def score_cell(r: Results) -> str:
-    records = headline(r)
-    cell = mean_cell([x["score"] for x in records], records)
-    if cell and not r.complete():
-        cell += f" ({len(r.records)} of {r.settings['total']})"
+def score_cell(results: Results) -> str:
+    records = headline(results)
+    cell = mean_cell([record["score"] for record in records], records)
+    if cell and not results.complete():
+        cell += f" ({len(results.records)} of {results.settings['total']})"
     return cell
 
 
 def gain_cell(ours: Results, base: Results) -> str:
     """Write the gain on the items that both have, its interval, and how many they are."""
-    theirs = {(x["id"], x.get("item")): x["score"] for x in headline(base)}  # an item that has changed is another one
-    gains, shared = [], []
-    for x in headline(ours):
-        if (x["id"], x.get("item")) in theirs:
-            gains.append(x["score"] - theirs[x["id"], x.get("item")])
-            shared.append(x)
+
+    def item(record: dict) -> tuple:
+        return record["id"], record.get("item")  # an item that has changed is another one
+
+    base_scores = {item(record): record["score"] for record in headline(base)}
+    shared = [record for record in headline(ours) if item(record) in base_scores]
+    gains = [record["score"] - base_scores[item(record)] for record in shared]
     return f"{mean_cell(gains, shared, '+')} ({len(gains)})" if gains else ""
 
 
@@ -331,14 +260,15 @@ def published_scores(name: str, published: dict) -> dict[str, float]:
     return {}
 
 
-def costs_table(results: Sequence[Results]) -> str:
+def costs_table(all_results: Sequence[Results]) -> str:
     """Show what a score cost, and all figures of the split."""
     rows = []
-    for r in results:
-        numbers = [f"{value:.2f}" for value in costs(r).values()]
-        further = [f"{name} {value:.1f}" for name, value in r.figures().items()]
-        rows.append([r.name, r.arm, r.k, r.split, len(r.records), *numbers, ", ".join(further)])
-    header = ["model", "arm", "K", "split", "items", *costs(results[0]), "figures"]
+    for results in all_results:
+        numbers = [f"{value:.2f}" for value in costs(results).values()]
+        figures = ", ".join(f"{name} {value:.1f}" for name, value in results.figures().items())
+        place = [results.name, results.arm, results.k, results.split]
+        rows.append([*place, len(results.records), *numbers, figures])
+    header = ["model", "arm", "K", "split", "items", *costs(all_results[0]), "figures"]
     return markdown("### Per item", header, rows)
 
 

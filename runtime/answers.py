@@ -23,8 +23,9 @@ def spoken(turn: str) -> str:
 
 def unboxed(text: str) -> str:
     """Return what the text's last \\boxed{} holds, or all of it; without \\text{} and dollar signs."""
-    text = unicodedata.normalize("NFKC", re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}|\$", r"\1", text))
-    boxes = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    text = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}|\$", r"\1", text)  # "$0.5 \text{m}$" -> "0.5 m"
+    text = unicodedata.normalize("NFKC", text)  # "１２．５" -> "12.5"
+    boxes = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)  # "\boxed{B}", with braces in it one level deep
     return (boxes[-1] if boxes else text).strip()
 
 
@@ -42,19 +43,28 @@ STATEMENTS = (
     ("It may be D. D is possible", OPEN, r"may|might|could|maybe|perhaps|possibl[ey]|plausible|seems?|tempt\w+|going to|initial\w*|first|original\w*|consider\w*|thought|(?:al)?though|while|because|since|可能|虽然|因为|起初|最初|有道理"),
     ("So it is D. D is right", AFFIRMED, r"answer|so|thus|therefore|hence|must be|choose|choice|chose|pick|select\w*|go\w* with|correct|right|true|yes|best|better|fits?|match\w*|the only|closest|remains?|lean\w*|prefer|support\w*|confirm\w*|答案|[选選](?!项|項)|正确|正解|对(?!于)|符合|支持|정답|✓|✔|✅"),
 )  # fmt: skip
+# "The answer is", "**Final answer:**": what an answer may begin with.
 LEAD = r"(?i)\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is\b|\W?:)[\s:*_]{0,5}"
-_NEXT = r"[!?;,\n。]|\.(?!\w)|\bbut\b"  # begins another statement
-_OTHER = rf"{_NEXT}|\b(?:(?:al)?though|because|since|while|so|rather|instead)\b|(?:\bnot|不?[是选]|而非)\W*\Z"  # of another letter
-# "A" and "I" are words where a word or a number follows, unless it goes on about a letter.
+# ". ", ", ", "but": begins another statement.
+_NEXT = r"[!?;,\n。]|\.(?!\w)|\bbut\b"
+# "because", "rather", "而非": begins a statement about another letter.
+_OTHER = rf"{_NEXT}|\b(?:(?:al)?though|because|since|while|so|rather|instead)\b|(?:\bnot|不?[是选]|而非)\W*\Z"
+# Not "A man", "I am": a word or a number follows, and it does not go on about a letter ("A is").
 _NO_WORD = r"(?![AIai] (?!(?i:or|and|is|as|because|since|but|not|seems|might|may|could|it)\b)(?:[a-z\d]|[A-Z][A-Za-z]))"
+# "B", "(B)", "option A", but not "B's", "D.C.", "AB".
 _LETTER = rf"(?<![\w'’.])(?:(?<=[Oo]ption )|{_NO_WORD})(?:[A-HJ]|I(?=[).:\]]))(?!\.?[\w'’])[)\]*\"]{{0,4}}"
-_SMALL = rf"\b(?i:option|choice|answer(?: is| \w+ be|:)+)[\s:*(\"'\[]{{1,5}}{_NO_WORD}[a-j](?![\w'’])"  # "option c"
-# "A, B or C", "A、B": letters that stand together.
+# "option c", "answer is (b": a small letter.
+_SMALL = rf"\b(?i:option|choice|answer(?: is| \w+ be|:)+)[\s:*(\"'\[]{{1,5}}{_NO_WORD}[a-j](?![\w'’])"
+# ", B", "、B": goes on with a list of letters.
 _COMMA = rf"\s?[,、/&][\s(\[*\"]{{0,5}}{_LETTER}"
+# " or B", ", and perhaps option B", "和B": ends a list of letters.
 _OR = rf"[.?]?,?\s?(?i:and/or|and|or|nor|和|与|或|还是)(?: maybe| perhaps)?[\s(\[*\"]{{1,5}}(?:option )?{_LETTER}"
-_LIST = re.compile(rf"({_LETTER}(?:(?:{_COMMA})*(?:{_OR})+|(?:{_COMMA}){{2,}}|{_COMMA}\s?(?=\Z|[\u3400-\u9fff])|))")
-# "B. Vitamin C", "**B.** red", "B: red", "B、red", "B - red", "B\nred": a letter first, and what it stands for.
-_MARK = r"(?:[*_]{0,3}(?:[)\]:]|、(?!\s?[A-J](?![A-Za-z]))|\.(?!\.|[A-Za-z]\b))[*_)\].:]{0,3}|\s[-–—]\s|[ \t]*\n)"  # no "D.C."
+# "A", "A, B or C", "A、B": letters that stand together.
+_GROUP = re.compile(rf"({_LETTER}(?:(?:{_COMMA})*(?:{_OR})+|(?:{_COMMA}){{2,}}|{_COMMA}\s?(?=\Z|[\u3400-\u9fff])|))")
+# ". ", ")", ":", " - ", "、", "**.**", a line break, but not "D.C.": makes a letter in front of it a label ("B. Vitamin C").
+_MARK = r"(?:[*_]{0,3}(?:[)\]:]|、(?!\s?[A-J](?![A-Za-z]))|\.(?!\.|[A-Za-z]\b))[*_)\].:]{0,3}|\s[-–—]\s|[ \t]*\n)"
+# "(A) false", "B: no", "C red - it is wrong": where the verdict on a label begins.
+_VERDICT = r"(?:^|[-–—:(])[\W_]*(?:(?:this|it) )?(?:is |was )?"
 
 
 def parse_letter(text: str, options: tuple[str, ...] = (), lenient: bool = False) -> str | None:
@@ -68,45 +78,85 @@ def parse_letter(text: str, options: tuple[str, ...] = (), lenient: bool = False
     if len(same) == 1 and not text.startswith("A."):
         return same[0]
 
-    # Mark the letters. An option's own text behind its letter says nothing.
-    text = re.sub(rf"(?<=[{_TOUCHING}])(?=[A-J])|(?<=[A-J])(?=[{_TOUCHING}])", " ", text)  # 选B
-    text = re.sub(_SMALL, lambda small: small[0][:-1] + small[0][-1].upper(), text)
-    for letter, option in zip(allowed, options):
-        text = re.sub(rf"(?i)(\b{letter}\W{{1,4}}){re.escape(option.strip(' .'))}(?!\w)", r"\1_", text)
-    counts, together, parts = {}, set(), _LIST.split(text)  # words, letters, words, letters, ..., words
-    for i in range(1, len(parts), 2):
-        # What is said before the letters and behind them. A label's own text says nothing, but a verdict may follow.
-        letters, before = re.findall(r"(?<!\w)[A-J](?!\w)", parts[i]), re.split(_NEXT, parts[i - 1])[-1]
-        begins = not re.search(r"\w", before)
-        label = begins and len(letters) == 1 and re.match("[A-J]" + _MARK, parts[i] + parts[i + 1])
-        after = (parts[i] + parts[i + 1])[label.end() if label else len(parts[i]) :]
-        behind = re.split(_OTHER, after.replace("?", " "))[0]  # "D?" is answered in the next statement
-        verdict = weigh_words(behind, r"(?:^|[-–—:(])[\W_]*(?:(?:this|it) )?(?:is |was )?" if label else "")
-        parts[i + 1] = after[len(behind) :] if verdict else parts[i + 1]  # it is not said of the next letter
-        # The weaker one of both counts; without any, how the letters stand there. Several that stand together are open.
-        plain = LABELLED if begins and (label or not re.search(r"\w", behind)) else MENTIONED
-        count = min(filter(None, (weigh_words(before), verdict)), default=plain)
-        if len(letters) > 1 and (count != AFFIRMED or re.search(r"(?i)\bor\b|或|还", parts[i])):
-            count = min(count, OPEN)
-        if len(letters) > 1 or label:
-            together.update(letters)
-        if re.search(r"(?i)\bwait\b|correction", parts[i - 1]):
-            counts = {letter: min(old, OPEN) for letter, old in counts.items()}
-        for letter in letters:  # what was denied comes back only if it is affirmed
-            if counts.get(letter) != DENIED or count == AFFIRMED:
-                counts[letter] = count if count == DENIED else max(count, counts.get(letter, OPEN))
+    text = _show_letters(text, options)
+    counts, together = _count_letters(text)
     if list(counts.values()).count(LABELLED) == 1 and counts.get(text[0]) == LABELLED:
         counts[text[0]] = AFFIRMED  # a text that begins with its only label states it
     best = [letter for letter in counts if counts[letter] == max(counts.values()) > DENIED]
-    best = best[:1] if lenient and together.isdisjoint(best) else best
+    if lenient and together.isdisjoint(best):
+        best = best[:1]
     return best[0] if len(best) == 1 and best[0] in allowed else None
 
 
+def _show_letters(text: str, options: tuple[str, ...]) -> str:
+    """Write letters so that `_LETTER` finds them, and nothing else that looks like one."""
+    # "选B" -> "选 B", "option c" -> "option C"
+    text = re.sub(rf"(?<=[{_TOUCHING}])(?=[A-J])|(?<=[A-J])(?=[{_TOUCHING}])", " ", text)
+    text = re.sub(_SMALL, lambda small: small[0][:-1] + small[0][-1].upper(), text)
+    # "D. Vitamin C" -> "D. _": an option's own text behind its letter says nothing
+    for letter, option in zip(LETTERS, options):
+        text = re.sub(rf"(?i)(\b{letter}\W{{1,4}}){re.escape(option.strip(' .'))}(?!\w)", r"\1_", text)
+    return text
+
+
+def _count_letters(text: str) -> tuple[dict[str, int], set[str]]:
+    """Return how much each letter counts, and the letters that are labels or stand together with others."""
+    counts = {}
+    together = set()
+    parts = _GROUP.split(text)  # words, letters, words, letters, ..., words
+    for i in range(1, len(parts), 2):
+        words, group, rest = parts[i - 1 : i + 2]
+        letters = re.findall(r"(?<!\w)[A-J](?!\w)", group)
+        several = len(letters) > 1
+
+        # Do they begin their statement, and is it a label's ("B. Vitamin C")?
+        before = re.split(_NEXT, words)[-1]
+        begins = not re.search(r"\w", before)
+        label = None if several or not begins else re.match("[A-J]" + _MARK, group + rest)
+
+        # What is said behind them. "D?" is answered in the next statement. A label's own text says nothing, but a verdict may
+        # follow; it is not said of the next letter.
+        after = (group + rest)[label.end() if label else len(group) :]
+        behind = re.split(_OTHER, after.replace("?", " "))[0]
+        verdict = weigh_words(behind, _VERDICT if label else "")
+        if verdict:
+            parts[i + 1] = after[len(behind) :]
+
+        # Of what is said before and behind, the weaker counts; without any, how the letters stand there.
+        said = [weight for weight in (weigh_words(before), verdict) if weight]
+        if said:
+            count = min(said)
+        elif begins and (label or not re.search(r"\w", behind)):
+            count = LABELLED
+        else:
+            count = MENTIONED
+
+        # Several that stand together are open ("A or B"), unless all are affirmed.
+        if several and (count != AFFIRMED or re.search(r"(?i)\bor\b|或|还", group)):
+            count = min(count, OPEN)
+        if several or label:
+            together.update(letters)
+
+        # "A... no wait, B": what was said before is open again. What was denied comes back only if it is affirmed.
+        if re.search(r"(?i)\bwait\b|correction", words):
+            counts = {letter: min(earlier, OPEN) for letter, earlier in counts.items()}
+        for letter in letters:
+            earlier = counts.get(letter, OPEN)
+            if count == DENIED:
+                counts[letter] = DENIED
+            elif earlier != DENIED or count == AFFIRMED:
+                counts[letter] = max(count, earlier)
+    return counts, together
+
+
 def weigh_words(words: str, start: str = "") -> int:
-    """Return how much a letter counts by the words of its statement, 0 if they say nothing of it."""
-    words = re.sub(r"n['’]t\b", " not", re.split(_NEXT, words)[-1])
-    rows = (count for _, count, form in STATEMENTS if re.search(rf"(?i){start}(?<![a-z])(?:{form})(?![a-z])", words))
-    return next(rows, 0)
+    """Return how much a letter counts by the words of its statement, 0 if they say nothing of it. `start`: a pattern of what
+    stands before these words."""
+    statement = re.sub(r"n['’]t\b", " not", re.split(_NEXT, words)[-1])
+    for _, count, form in STATEMENTS:
+        if re.search(rf"(?i){start}(?<![a-z])(?:{form})(?![a-z])", statement):
+            return count
+    return 0
 
 
 # How a question lists its options: one a line, or in one line.
@@ -121,19 +171,29 @@ def listed_options(question: str) -> tuple[str, ...]:
     for _, form in OPTION_FORMS:
         labels = list(form.finditer(question))
         letters = "".join(label[1] for label in labels)
-        runs = [LETTERS[:count] for count in range(len(LETTERS), 1, -1) if LETTERS[:count] in letters]
-        if runs:  # the longest A, B, C, ... without a gap
-            first = letters.rfind(runs[0])
-            labels = labels[first : first + len(runs[0])]
-            ends = [label.start() for label in labels[1:]] + [len(question)]
-            texts = [question[label.end() : end].strip().split("\n")[0] for label, end in zip(labels, ends)]
-            return tuple(text.strip(" \t;,") for text in texts)
+        # The longest A, B, C, ... without a gap, where it stands last.
+        for count in range(len(LETTERS), 1, -1):
+            first = letters.rfind(LETTERS[:count])
+            if first >= 0:
+                return _texts_behind(labels[first : first + count], question)
     return ()
+
+
+def _texts_behind(labels: list[re.Match], question: str) -> tuple[str, ...]:
+    """Return the first line behind each label, up to the next one."""
+    texts = []
+    ends = [label.start() for label in labels[1:]] + [len(question)]
+    for label, end in zip(labels, ends):
+        line = question[label.end() : end].strip().split("\n")[0]
+        texts.append(line.strip(" \t;,"))
+    return tuple(texts)
 
 
 # ------------------------------------------------------------------------------------------------ spans
 
+# "12.5": a number.
 _N = r"\d{1,7}(?:\.\d{1,9})?"
+# "frame", "steps": a number behind one of these is no time. Of clips, only the plural ("clip 3 - 5" may be a span).
 _THINGS = "(?:frame|image|picture|figure|option|step|question)s?|(?:clip|segment|scene|shot|part|call|turn)s"
 # Numbers that are no times, and commas: what is written instead before times are read.
 REWRITTEN = (
@@ -149,6 +209,7 @@ REWRITTEN = (
 
 # What a time looks like, and the seconds that each of its numbers counts for; 0: a bare number ("2 to 3 minutes").
 _UNITS = ("hours?|hrs?|h|小时|小時|時間|时", "minutes?|mins?|m|分钟|分鐘|分", "seconds?|secs?|s|秒钟|秒", "ms|毫秒")
+# "1 hour", ", 2 minutes", " and 5 s": a number of each unit, or none.
 _PARTS = "".join(rf"(?:[ ,]{{0,2}}(?:and )?({_N}) {{0,2}}(?:{unit})(?![a-z]))?" for unit in _UNITS)
 TIME_FORMS = (
     ("01:02:05.5", r"(?:(\d{1,3}):)?(\d{1,4})[:'′’](\d{1,2}(?:\.\d{1,9})?)(?!\.?\d|:)['’′\"″”]{0,2}", (3600, 60, 1)),
@@ -174,29 +235,47 @@ def parse_span(text: str) -> tuple[float, float] | None:
     text = unboxed(text).replace(_T, " ")
     for _, pattern, new in REWRITTEN:
         text = re.sub(pattern, new, text, flags=re.I)
-    times = []  # each one's seconds, and the unit of a lone number
-    for time in _TIME.finditer(text):
-        parts = [(float(number), factor) for number, factor in zip(time.groups(), _FACTORS) if number]
-        seconds = sum(number * (factor or 1) for number, factor in parts)
-        times.append((seconds, parts[0][1] if len(parts) == 1 else 1))
-    masked = _TIME.sub(_T, text)  # a mark for each time: a range is a pattern of words around marks
-    starts = []
-    for _, pattern in RANGE_FORMS:
-        starts += [masked.index(_T, match.start()) for match in re.finditer(pattern.replace("T", _T), masked, re.I)]
-    if len(times) == 2 and not re.search(rf"{_T} or {_T}", masked):
-        starts = [masked.index(_T)]
-    starts = sorted(start for start in starts if weigh_words(masked[:start][-80:]) != DENIED)  # "not 3 - 5"
-    if not starts or re.search(rf"{_T}\W*(?:\bor\b|或)[^{_T}.;,\n]*\Z", masked[: starts[-1]]):  # "3 - 5 or 7 - 9"
+
+    # Put a mark for each time: a range is a pattern of words around marks.
+    times = [_seconds(time) for time in _TIME.finditer(text)]
+    masked = _TIME.sub(_T, text)
+    place = _last_range(masked)
+    if place is None:
         return None
-    first = masked.count(_T, 0, starts[-1])
+
+    first = masked.count(_T, 0, place)
     (start, start_unit), (end, end_unit) = times[first : first + 2]
     if start_unit == 0 and end_unit:
         start *= end_unit  # "2 to 3 minutes"
     return min(start, end), max(start, end)
 
 
+def _seconds(time: re.Match) -> tuple[float, float]:
+    """Return the seconds of a time, and how many its unit has if it is a single number (0: a bare one), else 1."""
+    numbers = [(float(number), factor) for number, factor in zip(time.groups(), _FACTORS) if number]
+    seconds = sum(number * (factor or 1) for number, factor in numbers)
+    return seconds, numbers[0][1] if len(numbers) == 1 else 1
+
+
+def _last_range(masked: str) -> int | None:
+    """Return where the range that counts begins, in a text with marks for times; None without one, or with a choice."""
+    starts = []
+    if masked.count(_T) == 2 and not re.search(rf"{_T} or {_T}", masked):
+        starts.append(masked.index(_T))
+    else:
+        for _, pattern in RANGE_FORMS:
+            for match in re.finditer(pattern.replace("T", _T), masked, re.I):
+                starts.append(masked.index(_T, match.start()))
+    starts = [start for start in starts if weigh_words(masked[:start][-80:]) != DENIED]  # "not 3 - 5"
+    last = max(starts, default=None)
+    if last is None or re.search(rf"{_T}\W*(?:\bor\b|或)[^{_T}.;,\n]*\Z", masked[:last]):  # "3 - 5 or 7 - 9"
+        return None
+    return last
+
+
 # ------------------------------------------------------------------------------------------------ words
 
+# "->", "≤": stands between two words that it compares or joins.
 _OPERATOR = r"(?:<->|->|=>|<-|<=|>=|!=|[<>→←⇒≤≥≠])"
 _SPELLED = {"→": "->", "←": "<-", "⇒": "=>", "≤": "<=", "≥": ">=", "≠": "!=", "−": "-", "^": ""}
 # Signs that change what a text says; all others are dropped.
@@ -216,9 +295,15 @@ def normalise(text: str) -> str:
         text = text.replace(sign, spelled)
     text = re.sub(r"<([\d.]+ seconds)>", r"\1", " ".join(text.split()))  # a frame's stamp
     text = re.sub(rf"(?<=\w) ?({_OPERATOR}) ?(?=[\w-])", r"\1", text)  # "x > y" is one word, and not "y > x"
-    words = _KEPT.sub(lambda sign: sign[1] or sign[0] * (unicodedata.category(sign[0])[0] == "M") or " ", text).split()
+    words = _KEPT.sub(_keep_sign, text).split()
     text = " ".join([word for word in words if word not in ("a", "an", "the")] or words)
     return re.sub(r"\b(\d+)(?=[^\W\d_])", r"\1 ", text)  # "0.5m" says "0.5 m"
+
+
+def _keep_sign(sign: re.Match) -> str:
+    """Return what a sign becomes. A mark belongs to its letter, as the vowels of Devanagari do."""
+    is_mark = unicodedata.category(sign[0][0])[0] == "M"
+    return sign[0] if sign[1] or is_mark else " "
 
 
 def words_of(text: str) -> list[str]:

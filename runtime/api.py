@@ -1,4 +1,4 @@
-"""api.py: a model behind an OpenAI-compatible chat endpoint: asked as it is, or as an engine. For evaluation only.
+"""api.py: a model behind an OpenAI-compatible chat endpoint: asked directly, or as an engine. For evaluation only.
 
     check_api(Api(url="https://HOST/v1", model="gpt-4o"))    # one small request, before the first item
     Chat(api).ask(messages, max_tokens=8, temperature=0)     # -> (text, "stop" or "length"), or Refusal, or EngineError
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+import numpy as np
 from PIL import Image
 
 from runtime.config import ConfigError
@@ -49,7 +50,7 @@ class Api:
         if urlsplit(self.url).password:
             raise ValueError("url: it holds a password, which the run would write down; export it as the key instead")
         if self.url and not self.model:
-            raise ValueError(f"url = {self.url!r}: needs the name of a model, too")
+            raise ValueError(f"url = {self.url!r}: needs the name of a model")
         if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself: not repeated here
             raise ValueError("key: give the name of an environment variable that holds it, such as OPENAI_API_KEY")
 
@@ -65,8 +66,8 @@ def check_api(api: Api) -> None:
     except Refusal:
         pass  # it answers
     except EngineError as error:
-        cure = "correct url, model or parameters, or the key in the environment"
-        raise ConfigError(f"{api.model!r} fails a first small request: {error}; {cure}") from None
+        fix = "correct url, model or parameters, or the key in the environment"
+        raise ConfigError(f"{api.model!r} fails a first small request: {error}; {fix}") from None
 
 
 class Chat:
@@ -75,7 +76,9 @@ class Chat:
     def __init__(self, api: Api, retries: int = 6):
         import openai  # here: it takes half a second, and most runs ask no API
 
-        self.api, self.usages, self.key = api, [], os.environ.get(api.key, "").strip()
+        self.api = api
+        self.usages = []  # what each reply says that it cost
+        self.key = os.environ.get(api.key, "").strip()
         if api.key and not self.key:
             raise ConfigError(f"key = {api.key!r}: there is no such environment variable; export it, or name another")
         local = urlsplit(api.url).hostname in ("localhost", "127.0.0.1", "::1")  # nothing for a proxy
@@ -89,19 +92,24 @@ class Chat:
         """Return (text, stop or length), or raise Refusal or EngineError."""
         import openai
 
-        # A request has one of both limits.
+        # The run's parameters replace ours. A request has one of both limits.
         settings |= self.api.parameters
         if "max_completion_tokens" in settings:
             settings["max_tokens"] = None
         body = {name: value for name, value in settings.items() if value is not None}
+
+        # Send it. Whatever comes back in another form costs this request only.
         reply = ""
         try:
             # Without a key the header is left out: from openai 3 on the client insists on some key.
             headers = {} if self.key else {"Authorization": openai.Omit()}
-            asked = {"model": self.api.model, "messages": messages, "extra_body": body, "extra_headers": headers}
-            reply = self.client.chat.completions.create(**asked)
-            message, finish = reply.choices[0].message, reply.choices[0].finish_reason
-            said, refusal = message.content, message.refusal
+            reply = self.client.chat.completions.create(
+                model=self.api.model, messages=messages, extra_body=body, extra_headers=headers
+            )
+            message = reply.choices[0].message
+            finish = reply.choices[0].finish_reason
+            refusal = message.refusal
+            said = message.content
             if not isinstance(said, str | None):  # parts, of which some are thoughts
                 said = "".join(part["text"] for part in said if part["type"] == "text") or None
         except (openai.OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:  # ValueError: no JSON
@@ -111,7 +119,7 @@ class Chat:
             raise EngineError(f"{self.api.url}: {told[:300]}") from None
         self.usages.append(reply.usage)
 
-        # An answer that thoughts have cut off has no content either.
+        # A reply without content is a refusal, unless thoughts have used up its tokens.
         if refusal or finish in ("content_filter", "tool_calls") or (said is None and finish != "length"):
             raise Refusal(refusal or f"no answer, finish_reason {finish}")
         return said or "", "length" if finish == "length" else "stop"
@@ -129,7 +137,8 @@ class OpenAI(Engine):
     version = 0
 
     def __init__(self, api: Api, renderer: Renderer):
-        self.chat, self.renderer = Chat(api), renderer
+        self.chat = Chat(api)
+        self.renderer = renderer
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
         said, finish = self.chat.ask(self.messages(ids, frames), max_tokens=max_new_tokens, temperature=temperature)
@@ -144,23 +153,21 @@ class OpenAI(Engine):
         control = self.renderer.tokenizer.convert_tokens_to_ids(list(CONTROL))
         begin, end, image, *_ = control
         pictures = [pixels for clip in frames for pixels in clip.pixels]
-        messages, content, text, shown = [], [], [], 0
+        messages = []
+        content = []  # parts of the turn that is being read
+        text = []  # ids of the text that is being read
         for token in self.renderer.compact(ids):
             if token not in control:
                 text.append(token)
                 continue
+            # A control token ends the text before it.
             if text:
                 content.append({"type": "text", "text": self.renderer.decode(text)})
                 text = []
             if token == begin:
                 content = []
             elif token == image:
-                # A request has a limit of its size, and 64 PNGs come near it.
-                file = io.BytesIO()
-                Image.fromarray(pictures[shown]).save(file, "jpeg", quality=95, subsampling=0)
-                url = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
-                content.append({"type": "image_url", "image_url": {"url": url}})
-                shown += 1
+                content.append({"type": "image_url", "image_url": {"url": as_url(pictures.pop(0))}})
             elif token == end:
                 # The first line of a turn is its role.
                 role, _, content[0]["text"] = content[0]["text"].partition("\n")
@@ -173,3 +180,10 @@ class OpenAI(Engine):
             for name in ("prompt_tokens", "completion_tokens"):
                 counts[name] += getattr(usage, name, 0) or 0
         print(f"{self.chat.api.model}: {', '.join(f'{n} {name}' for name, n in counts.items())}", file=sys.stderr)
+
+
+def as_url(pixels: np.ndarray) -> str:
+    """Encode a frame as a JPEG: a request has a limit of its size, and 64 PNGs come near it."""
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "jpeg", quality=95, subsampling=0)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

@@ -25,18 +25,8 @@ from runtime.dataset import check_rows
 from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first, saved_step
 from runtime.policy import dtype_of
 from runtime.render import Renderer, load_tokenizer
-from runtime.settings import RunConfig
+from runtime.settings import MAY_CHANGE, RunConfig
 from runtime.visual import read_json
-
-# Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
-# steps and rows. A name without a dot stands for the whole section. In data.sources only the paths may change.
-MAY_CHANGE = {
-    "run", "steps", "save_every", "keep", "decoders", "plan", "grpo.train_tokens", "pack_tokens",
-    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
-    "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
-    "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
-    "report_to", "data.video_root", "data.max_bad_fraction", "optim",
-}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache, DynamicLayer, Qwen3VLForConditionalGeneration
 
 from runtime import packing
-from runtime.engine import EngineError, Sample
+from runtime.engine import Engine, EngineError, Sample
 from runtime.render import Bundle, Renderer
 from runtime.video import Frames
 
@@ -70,7 +70,7 @@ class Request:
             self.result.set_result(Sample(self.sampled, self.logprobs, finish, version))
 
 
-class InProcess:
+class InProcess(Engine):
     """transformers' model with its own copy of the weights."""
 
     def __init__(
@@ -78,8 +78,7 @@ class InProcess:
     ):
         AttentionInterface.register("packed_then_matmul", _packed_then_matmul)
         self.version = 0
-        self.renderer = renderer
-        self.max_batch_tokens = max_batch_tokens
+        self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
         attention = {"text_config": "packed_then_matmul", "vision_config": "sdpa"}
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
             checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention
@@ -107,8 +106,6 @@ class InProcess:
             self._queue.append(request)
             self._changed.notify_all()
         return request.result.result()
-
-    def wait_until_ready(self) -> None: ...
 
     def announce(self, change: int) -> None:
         with self._changed:
@@ -211,10 +208,8 @@ class _Batch:
     """Requests that are sampled together."""
 
     def __init__(self, engine: InProcess, requests: list[Request]):
-        self.engine = engine
-        self.requests = requests
-        self.model = engine.model
-        self.renderer = engine.renderer
+        self.engine, self.requests = engine, requests
+        self.model, self.renderer = engine.model, engine.renderer
         self.device = self.model.device
         self.cache = Cache(layer_class_to_replicate=_Keys)
 
@@ -272,9 +267,8 @@ class _Batch:
         visual = torch.cat(features, dim=1) if features else None  # [1 + D, M, H]
 
         # 3. Run the text model, which leaves the keys of the sequence in the cache.
-        hidden = packing.run_text_model(
-            self.model, packed, visual, kernel, past_key_values=self.cache, use_cache=True
-        )  # [N, H]
+        cache = {"past_key_values": self.cache, "use_cache": True}
+        hidden = packing.run_text_model(self.model, packed, visual, kernel, **cache)  # [N, H]
 
         # 4. Give each request a row of its own: the places of its keys in the sequence, padded on the left.
         prompts = {s.prompt_start for s in packed.segments if s.prompt_stop > s.prompt_start}

@@ -1,4 +1,4 @@
-"""ask.py: watch one agent at work, or prove that what it does is what the trainer learns.
+"""ask.py: watch one agent at work, or prove that the trainer learns what it does.
 
     python -m study.ask --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
     python -m study.ask doctor --model M --video v.mp4          # a table; exit status 1 if a check fails
@@ -72,10 +72,9 @@ def main() -> int:
             run = config.load(RLConfig, args.config)
             args.model = args.model or run.policy.checkpoint
         if doctor and args.gpu is not None:
-            its = run.rollout
-            gpus = tuple(range(args.gpu, args.gpu + its.tensor_parallel))
-            cfg = replace(cfg, server_gpus=gpus, tensor_parallel=its.tensor_parallel, server_args=its.server_args)
-            cfg = replace(cfg, max_context=its.max_context)
+            gpus = tuple(range(args.gpu, args.gpu + run.rollout.tensor_parallel))
+            same = {name: getattr(run.rollout, name) for name in ("tensor_parallel", "server_args", "max_context")}
+            cfg = replace(cfg, server_gpus=gpus, **same)
         with Videos(workers=2) as videos:
             context = context_of(args, videos, cfg)
             with contextlib.closing(context.engine):
@@ -109,7 +108,7 @@ def run_task(context: AgentContext, question: str, args: argparse.Namespace) -> 
 
 
 def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
-    """Run one episode before the user's eyes."""
+    """Show one episode while it runs."""
     screen = Screen(context.videos.info(args.video[0]).duration)
     episode = run_task(replace(context, observe=screen.show), args.question, args)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
@@ -117,10 +116,12 @@ def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
 
 
 class Screen:
-    """The terminal; reports of parallel calls arrive in any order, from threads of their own."""
+    """The terminal. Reports of parallel calls arrive in any order, from threads of their own."""
 
     def __init__(self, duration: float):
-        self.duration, self.turn, self._lock = duration, 0, threading.Lock()
+        self.duration = duration  # seconds of the video
+        self.turn = 0
+        self._lock = threading.Lock()
 
     def show(self, event: str, what: str | Call) -> None:
         with self._lock:
@@ -145,13 +146,15 @@ def _window(call: Call) -> str:
 
 
 class Witness:
-    """An engine that notes every request to the real one. It says the first turn itself, so that there are calls to
-    check whatever the model would have said."""
+    """An engine that records every request to the real one. It writes the first turn itself, so that there are calls to
+    check, whatever the model would write."""
 
     def __init__(self, engine: Engine, first: list[int]):
-        self.engine, self.first, self.version = engine, first, engine.version
-        self.asked: list[tuple[list[int], Sample]] = []
+        self.engine = engine
+        self.first = first  # tokens of the first turn
+        self.version = engine.version
         self.announce = engine.announce
+        self.asked: list[tuple[list[int], Sample]] = []  # (tokens, reply) of each request
 
     def generate(self, ids: list[int], frames: Sequence[Frames], **more) -> Sample:
         if self.asked:
@@ -163,7 +166,7 @@ class Witness:
 
 
 def run_doctor(args: argparse.Namespace, context: AgentContext) -> int:
-    """Print what holds of an episode and, with a server of our own, of two more."""
+    """Print which checks hold for one episode and, with a server of our own, for two more."""
     policy = load(PolicyConfig(args.model), context.renderer.never_sampled, train=False)
     rows = list(examine(args, context, policy))
     if context.cfg.server_gpus:
@@ -189,27 +192,30 @@ def run_witnessed(args: argparse.Namespace, context: AgentContext, temperature: 
 
 
 def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[bool, str]:
-    """Compare trainer and engine by the log-probs of what the model itself said; its reports are greedy, so unscaled. The
-    worst trajectory counts, by its mean and its 99th percentile: in bf16 a healthy pair has single tokens far apart."""
-    means, highest, tokens = [], [], 0
+    """Compare the log-probs of trainer and engine on each trajectory's last turn. The worst trajectory counts, by its mean
+    and its 99th percentile: in bf16 a healthy pair has single tokens far apart."""
+    means = []
+    highest = []
+    tokens = 0
     for trajectory in episode.trajectories:
-        start, scale = trajectory.turns[-1][0], temperature if trajectory is episode.main else 1.0
+        start = trajectory.turns[-1][0]
+        scale = temperature if trajectory is episode.main else 1.0  # reports are greedy, so unscaled
         ours = trainer_logprobs(policy, [trajectory], scale, start)
         gaps = (ours - engine_logprobs([trajectory], start)).abs().numpy()
         means.append(gaps.mean())
         highest.append(np.quantile(gaps, 0.99, method="lower"))
         tokens += len(gaps)
     low, high = (1e-3, 1e-3) if str(policy.dtype).endswith("float32") else (0.05, 0.3)
-    told = f"mean {max(means):.1e} (limit {low:g}), 99th percentile {max(highest):.1e} (limit {high:g}) over {tokens} tokens"
-    return max(means) < low and max(highest) < high, told
+    evidence = f"mean {max(means):.1e} (limit {low:g}), 99th percentile {max(highest):.1e} (limit {high:g}) over {tokens} tokens"
+    return max(means) < low and max(highest) < high, evidence
 
 
 def examine_server(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
-    """Yield the same of a server that we have started: at the temperature of training, and after its death."""
+    """Yield the same for a server that we have started: at the temperature of training, and after it was killed."""
     episode, _ = run_witnessed(args, context, 0.7)
     yield "they agree at 0.7", *agreement(policy, episode, 0.7)
 
-    # It comes back by itself, and with the weights that it was given last.
+    # The server restarts by itself, with the weights that it was given last.
     context.engine.update_weights(find_checkpoint(args.model), 1)
     kill_group(context.engine._servers[0].process)
     episode, witness = run_witnessed(args, context, 1.0)
@@ -219,12 +225,13 @@ def examine_server(args: argparse.Namespace, context: AgentContext, policy: Poli
 
 
 def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
-    """Yield (what is claimed, whether it holds, the evidence) for an episode that was run before a witness."""
+    """Yield (the claim, whether it holds, the evidence) for an episode whose requests were recorded."""
     episode, witness = run_witnessed(args, context, 1.0)
     renderer = context.renderer
-    main, trajectories = episode.main, episode.trajectories
+    main = episode.main
+    trajectories = episode.trajectories
 
-    # Every request of the engine, with its reply, is the beginning of some trajectory.
+    # Every request to the engine, with its reply, is the beginning of some trajectory.
     kept = 0
     for ids, sample in witness.asked:
         whole = ids + sample.ids
@@ -232,25 +239,23 @@ def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> 
     asked = len(witness.asked)
     yield "tokens in, tokens out", kept == asked, f"{kept} of {asked} requests are prefixes of a trajectory"
 
-    # The trajectory grew by deltas; the chat template writes the same text at once. Qwen's tokenizer normalises what it
-    # reads (NFC) and not what it says, so the two texts are compared after that.
+    # The trajectory grew by deltas; the chat template writes the same text at once.
     template = renderer.render(_messages(episode, renderer), context.cfg.schemas).ids
-    texts = [renderer.decode(renderer.compact(ids)) for ids in (main.ids, template)]
-    grown, whole = (unicodedata.normalize("NFC", text) for text in texts)
-    yield "one conversation", whole.startswith(grown), "it reads as the chat template writes it in one piece"
+    same = _normal_text(template, renderer).startswith(_normal_text(main.ids, renderer))
+    yield "one conversation", same, "it reads as the chat template writes it in one piece"
 
     # Three calls, three responses in one turn; only the second is an error.
     delta = renderer.decode(main.ids[main.turns[0][1] : main.turns[1][0]])
-    found = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", delta, re.S)
+    responses = re.findall(r"<tool_response>\n.*?\n</tool_response>", delta, re.S)
     errors = [call.error or "ok" for call in episode.calls]
-    siblings = len(found) == 3 and errors == ["ok", "bad_arguments", "ok"]
-    yield "siblings survive a bad call", siblings, f"{len(found)} responses in one turn: {', '.join(errors)}"
+    siblings = len(responses) == 3 and errors == ["ok", "bad_arguments", "ok"]
+    yield "siblings survive a bad call", siblings, f"{len(responses)} responses in one turn: {', '.join(errors)}"
 
-    # What is learned is what was sampled.
+    # The trainer learns what was sampled, and nothing else.
     sampled = sum(len(sample.ids) for _, sample in witness.asked)
     masked = sum(trajectory.n_sampled for trajectory in trajectories)
-    flaws = [flaw for flaw in (flaw_of(trajectory, policy) for trajectory in trajectories) if flaw]
-    evidence = "; ".join([f"{masked} learned tokens, {sampled} sampled", *flaws])
+    flaws = {flaw_of(trajectory, policy) for trajectory in trajectories} - {""}
+    evidence = "; ".join([f"{masked} learned tokens, {sampled} sampled", *sorted(flaws)])
     yield "mask", masked == sampled and not flaws, evidence
 
     worst = max(position_error(policy, trajectory, renderer) for trajectory in trajectories)
@@ -267,6 +272,11 @@ def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> 
         blind = trainer_logprobs(policy, [replace(trajectory, prompt_frames=black, call_frames=[])], 1.0, start)
         moved.append((blind - ours).abs().max().item())
     yield "frames are seen", min(moved) > 1e-4, f"black frames move a log-prob by {min(moved):.1e} at least"
+
+
+def _normal_text(ids: Sequence[int], renderer: Renderer) -> str:
+    """Decode ids, and normalise the text as Qwen's tokenizer does with what it reads, but not with what it writes."""
+    return unicodedata.normalize("NFC", renderer.decode(renderer.compact(ids)))
 
 
 def _messages(episode: Episode, renderer: Renderer) -> list[dict]:

@@ -6,28 +6,24 @@
 
 The sides take turns (A B A B ...). Before the clock runs, both have run once and their results were compared: gradient for
 gradient, token for token. A difference ends the program. A gain is the median over pairs of neighbours, since what else the
-machine does hits neighbours alike. (`step` has no sides: it shows what hides behind what in a step of RL, as planned.)
+machine does hits neighbours alike.
 
 Deliberately missing: memory, other frameworks, the speed of SGLang itself, several GPUs, the optimizer's step; what our
 Python adds to an episode, and decoding, which commit 73b2e4e measured.
 """
 
 import argparse
-import contextlib
 import functools
 import inspect
 import operator
 import os
 import sys
-import tempfile
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from unittest.mock import patch
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,13 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-import rl
-import runtime.run
 from data import Task
 from evals.tables import markdown
 from grpo import token_losses
 from rollout import AgentContext, RolloutConfig, render_prompt, run_all, run_episode
-from runtime import config
 from runtime.config import git_commit
 from runtime.distributed import device
 from runtime.engine import Engine, Sample
@@ -53,7 +46,8 @@ from runtime.video import Frames, Videos
 from runtime.visual import VisualContract, patchify
 from study import toy
 
-TOY, OURS = Path("toy_data"), Path("runs/bench")  # what is read, what is written
+TOY = Path("toy_data")  # read
+OURS = Path("runs/bench")  # written
 Plain = Qwen3VLForConditionalGeneration
 
 
@@ -63,15 +57,15 @@ def versus(what: str, plain: Callable, ours: Callable, repeats: int, same: Calla
     assert same(plain(), ours()), f"{what}: the sides differ"
     seconds = {plain: [], ours: []}
     for _ in range(repeats):
-        for side, found in seconds.items():
+        for side in (plain, ours):
             began = time.perf_counter()
             side()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            found.append(time.perf_counter() - began)
+            seconds[side].append(time.perf_counter() - began)
     gains = [one / other for one, other in zip(seconds[plain], seconds[ours])]
-    medians = [f"{median(found):.3g}" for found in seconds.values()]
-    return [what, *medians, f"{median(gains):.3g}x ({min(gains):.3g} - {max(gains):.3g})"]
+    gain = f"{median(gains):.3g}x ({min(gains):.3g} - {max(gains):.3g})"
+    return [what, f"{median(seconds[plain]):.3g}", f"{median(seconds[ours]):.3g}", gain]
 
 
 def plain_inputs(model: Plain, ids: Tensor, clips: list[Frames]) -> dict[str, Tensor]:
@@ -97,7 +91,8 @@ def draw_group(c: Qwen3VLConfig, frames: int, side: int, suffixes: Sequence[int]
 
 def plain_logprobs(model: Plain, group: Bundle, suffix: list[int]) -> Tensor:
     """Return the log-probs [S] of one rollout by plain transformers; as in ours, logits of the suffix only."""
-    ids, start = torch.tensor([group.prompt + suffix], device=device()), len(group.prompt)  # [1, P + S]
+    ids = torch.tensor([group.prompt + suffix], device=device())  # [1, P + S]
+    start = len(group.prompt)
     hidden = model.model(**plain_inputs(model, ids, group.frames), use_cache=False).last_hidden_state  # [1, P + S, H]
     logits = model.lm_head(hidden[0, start - 1 : -1]).float()  # [S, V]
     return -F.cross_entropy(logits, ids[0, start:], reduction="none")
@@ -105,10 +100,8 @@ def plain_logprobs(model: Plain, group: Bundle, suffix: list[int]) -> Tensor:
 
 def backward(logprobs: Tensor, ref_logprobs: Tensor) -> None:
     """Add the gradient of a first update, whose advantages are some function of the token."""
-    behaviour_logprobs = logprobs.detach()  # pi_prox's and the engine's
-    losses, _ = token_losses(
-        logprobs, behaviour_logprobs, behaviour_logprobs, ref_logprobs, behaviour_logprobs.cos(), GRPOConfig()
-    )
+    before = logprobs.detach()  # pi_prox's and the engine's
+    losses, _ = token_losses(logprobs, before, before, ref_logprobs, before.cos(), GRPOConfig())
     losses.sum().backward()
 
 
@@ -118,8 +111,8 @@ def update(repeats: int = 3, frames: int = 64, side: int = 256, suffixes=range(2
     frozen vision tower, blocks recomputed in the backward pass; the reference has the policy's weights, as in the first step.
     Gradients equal to 1e-4."""
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
-    tokenizer, folder = load_tokenizer(TOY / "model"), OURS / "update"
-    toy.write_checkpoint(folder, tokenizer, VisualContract(), **sizes)
+    folder = OURS / "update"
+    toy.write_checkpoint(folder, load_tokenizer(TOY / "model"), VisualContract(), **sizes)
     # Not with train=True: on a GPU that means fp32 master weights in FSDP2, which the plain side has not.
     policy = load(PolicyConfig(str(folder), dtype="fp32"), train=False)
     plain = Plain.from_pretrained(folder, dtype=policy.dtype, attn_implementation="sdpa").to(device())
@@ -150,7 +143,7 @@ def update(repeats: int = 3, frames: int = 64, side: int = 256, suffixes=range(2
 
 @dataclass
 class Scripted(Engine):
-    """An engine whose main agent calls, so often in a turn, and then answers, in no time; a report takes `seconds`."""
+    """An engine whose main agent makes its calls, `per_turn` at a time, and answers, all in no time; a report takes `seconds`."""
 
     renderer: Renderer
     calls: list[str]
@@ -187,34 +180,45 @@ def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterato
         yield versus(f"calls: {count}, reports: {latency} s", lambda: run(1), lambda: run(count), repeats)
 
 
+class Request(NamedTuple):
+    """What an engine is asked to continue."""
+
+    ids: list[int]
+    clips: list[Frames]
+    shared: int  # length of the prompt that it shares with other requests
+
+
 def engine(repeats: int = 3, count: int = 64, max_new_tokens: int = 32) -> Iterator[list[str]]:
     """64 requests at once: transformers' generate on one batch, padded on the left / inprocess.py. The toy's sizes, up to
     32 new tokens, fp32; prompts of 4 to 64 frames x 4 tokens, and of 8 to 64 tokens of text. Greedy tokens equal."""
-    contract, folder = VisualContract(frame_pixels=64 * 64), OURS / "engine"
+    folder = OURS / "engine"
+    contract = VisualContract(frame_pixels=64 * 64)
     renderer = Renderer(load_tokenizer(TOY / "model"), contract)
     # Greedy text of large random weights varies.
     toy.write_checkpoint(folder, renderer.tokenizer, contract, initializer_range=0.1)
     plain = Plain.from_pretrained(folder, dtype=torch.float32).to(device())
     ours = InProcess(folder, renderer, device=str(device()))
-    greedy = {
-        "max_new_tokens": max_new_tokens,
-        "do_sample": False,
-        "bad_words_ids": [[t] for t in renderer.never_sampled],
-    }
+    never = [[token] for token in renderer.never_sampled]
+    pad = plain.generation_config.pad_token_id
 
-    def padded(requests: list) -> list[list[int]]:
-        pad, longest = plain.generation_config.pad_token_id, max(len(ids) for ids, _, _ in requests)
-        rows = torch.tensor([[pad] * (longest - len(ids)) + ids for ids, _, _ in requests], device=device())
-        clips = [clip for _, shown, _ in requests for clip in shown]
-        asked = plain_inputs(plain, rows, clips) if clips else {"input_ids": rows}
-        out = plain.generate(**asked, attention_mask=(rows != pad).int(), **greedy)
-        return [row[longest:].tolist() for row in out]
+    def padded(requests: list[Request]) -> list[list[int]]:
+        longest = max(len(request.ids) for request in requests)
+        rows, clips = [], []
+        for request in requests:
+            rows.append([pad] * (longest - len(request.ids)) + request.ids)
+            clips += request.clips
+        ids = torch.tensor(rows, device=device())  # [B, P]
+        asked = plain_inputs(plain, ids, clips) if clips else {"input_ids": ids}
+        asked |= {"attention_mask": (ids != pad).int(), "bad_words_ids": never}
+        out = plain.generate(**asked, max_new_tokens=max_new_tokens, do_sample=False)  # [B, P + T]
+        return out[:, longest:].tolist()
 
-    def ragged(requests: list) -> list[list[int]]:
-        ask, found = functools.partial(ours.generate, max_new_tokens=max_new_tokens, temperature=0.0, seed=0), {}
-        jobs = [functools.partial(ask, ids, clips, shared_prefix=shared) for ids, clips, shared in requests]
-        run_all(ours, jobs, len(jobs), found.__setitem__)
-        return [found[i].ids for i in range(len(jobs))]
+    def ragged(requests: list[Request]) -> list[list[int]]:
+        ask = functools.partial(ours.generate, max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
+        jobs = [functools.partial(ask, request.ids, request.clips, shared_prefix=request.shared) for request in requests]
+        samples = [None] * len(jobs)
+        run_all(ours, jobs, len(jobs), samples.__setitem__)
+        return [sample.ids for sample in samples]
 
     def same(one: list, other: list) -> bool:  # up to what pads the rows that ended before others
         return all(row[: len(said)] == said for row, said in zip(one, other, strict=True))
@@ -223,128 +227,17 @@ def engine(repeats: int = 3, count: int = 64, max_new_tokens: int = 32) -> Itera
         requests = []
         for i in range(prompts):
             group = draw_group(plain.config, (4, 8, 16, 32, 64)[i % 5], 64, [4] * (count // prompts), seed=i)
-            requests += [(group.prompt + begun, group.frames, len(group.prompt)) for begun in group.suffixes]
+            for begun in group.suffixes:
+                requests.append(Request(group.prompt + begun, group.frames, len(group.prompt)))
         what = f"{prompts} prompts, each {count // prompts} times"
         yield versus(what, functools.partial(padded, requests), functools.partial(ragged, requests), repeats, same)
     rng = np.random.default_rng(0)
-    texts = [(rng.integers(20, 120, length).tolist(), [], 0) for length in rng.integers(8, 65, count)]
-    what = f"{count} texts"
-    yield versus(what, functools.partial(padded, texts), functools.partial(ragged, texts), 3 * repeats, same)
+    texts = [Request(rng.integers(20, 120, length).tolist(), [], 0) for length in rng.integers(8, 65, count)]
+    yield versus(f"{count} texts", lambda: padded(texts), lambda: ragged(texts), 3 * repeats, same)
     ours.close()
 
 
-# ------------------------------------------------------------------------------------------------ a step of RL, simulated
-
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-# By the table in the head of the 8B's config an episode writes 500 tokens and makes 2 calls. That is four requests here: a
-# turn that makes both calls, their two reports, and a turn that answers. The two turns write 250 each; the longest, 2,048.
-TURN, REQUESTS = 250 / 2048, 4
-PHASES = {  # who passes them, and the function that they are; the others are the engine's
-    "trainer: state": (runtime.run, "save_state"),
-    "trainer: update": (rl, "update"),
-    "trainer: export": (rl, "export"),
-    "trainer: wait": (rl.Sampler, "wait"),
-    "trainer: push": None,
-    "sampler: batch": (rl.Sampler, "sample"),
-    "sampler: overviews": (rl.Sampler, "look_ahead"),  # of the next batch
-    "sampler: reading": None,
-    "sampler: writing": None,
-    "sampler: crops": (Videos, "window"),
-}
-
-
-def planned(way: str) -> dict[str, float]:
-    """Read the seconds of a way to serve, TP-1 or TP-4, from the table in the head of the 8B's config."""
-    lines = (CONFIGS / "paragrpo_8b.yaml").read_text("utf-8").splitlines()
-    names, *rows = ([cell.strip() for cell in line.split("|")] for line in lines if line.startswith("# |"))
-    return {row[1]: float(row[names.index(way)]) for row in rows}
-
-
-class Node(Engine):
-    """An engine that takes as long as planned, on a clock that runs `speed` times as fast; and what ran when."""
-
-    def __init__(self, plan: dict[str, float], speed: float, episodes: int):
-        self.plan, self.speed, self.episodes, self.version = plan, speed, episodes, 0
-        self.renderer = Renderer(load_tokenizer(TOY / "model"), toy.CONTRACT)
-        self.spans: list[tuple[str, float, float]] = []  # phase, start, end
-        self.reading, self.answers = threading.Lock(), 0
-
-    @contextlib.contextmanager
-    def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
-        """Record when this ran, and let it last so many planned seconds."""
-        began = time.perf_counter()
-        yield
-        time.sleep(max(0.0, began + seconds / self.speed - time.perf_counter()))
-        self.spans.append((name, began * self.speed, time.perf_counter() * self.speed))
-
-    def update_weights(self, path, version, push=True) -> None:
-        with self.phase("trainer: push", self.plan["push"]):
-            self.version = version
-
-    def generate(self, ids, frames, *, temperature, shared_prefix=0, seed=0, **rest) -> Sample:
-        # Requests are read one after the other. The episode that answers last is the longest.
-        reported = "<tool_response>" in self.renderer.decode(ids[shared_prefix:])
-        with self.phase("sampler: reading"), self.reading:
-            time.sleep(self.plan["reading"] / (REQUESTS * self.episodes) / self.speed)
-            self.answers += reported
-            longest = self.answers % self.episodes == 0
-
-        # Write a report, two calls or the answer.
-        seconds = self.plan["writing"] * TURN
-        if temperature == 0:
-            said, seconds = "No flash.", self.plan["reports"]
-        elif not reported:
-            said = toy.call(0, 16) + toy.call(16, 32)
-        else:
-            said = f"<answer>{toy.NAMES[seed % 8]}</answer>"
-            if longest:
-                seconds = self.plan["writing"] - seconds
-        with self.phase("sampler: writing", seconds):
-            sampled = self.renderer.encode(f"{said}<|im_end|>")
-        return Sample(sampled, [-1.0] * len(sampled), "stop", self.version)
-
-
-def run_node(way: str, speed: float, changes: Sequence[str]) -> Node:
-    """Run rl.py on the toy for five steps, with a state saved after the second. What takes long on a node does so here."""
-    with contextlib.ExitStack() as until_done:
-        keys = [f"run={until_done.enter_context(tempfile.TemporaryDirectory())}", f"policy.checkpoint={TOY}/model"]
-        keys += [f"data.sources=[{{path: {TOY}/rl.parquet}}]", "val=null", "staleness=1", "steps=5", "save_every=2"]
-        cfg = config.load(rl.RLConfig, CONFIGS / "toy_paragrpo.yaml", [*keys, *changes])
-        node = Node(planned(way), speed, cfg.batch_tasks * cfg.grpo.group_size)
-        for name, function in PHASES.items():
-            if function:
-                timed = node.phase(name, node.plan.get(name.partition(": ")[2], 0))(getattr(*function))
-                until_done.enter_context(patch.object(*function, timed))
-        until_done.enter_context(patch.multiple(rl, start_engine=lambda *_: node, self_check=lambda *_: None))
-        until_done.enter_context(contextlib.redirect_stdout(sys.stderr))
-        rl.main(cfg)
-    return node
-
-
-def step(speed: float = 2.0, *changes: str) -> Iterator[list[str]]:
-    """A step of RL on a node, from one push of weights to the next: when each phase begins and ends, in seconds of the node.
-    rl.py on the toy, with a stand-in for the engine; times as planned in the head of configs/paragrpo_8b.yaml. TP-1: four
-    servers; TP-4: one on four GPUs. "+ state": a training state was saved just before, as after every tenth step. Not played:
-    SGLang's client, ranks that wait for each other, and pushes to single servers: here one rank pushes once."""
-    columns, means = [[*PHASES, "the step"]], ["mean of ten steps"]
-    for way in ("TP-1", "TP-4"):
-        spans = run_node(way, speed, changes).spans
-        pushed = [end for name, _, end in spans if name == "trainer: push"]
-        for start, end in zip(pushed[:2], pushed[1:]):
-            found, column = defaultdict(list), []
-            for name, *span in spans:
-                if start <= span[0] < end:
-                    found[name] += span
-            for phase in PHASES:
-                times = found[phase]
-                column.append(f"{min(times) - start:.1f} - {max(times) - start:.1f}" if times else "")
-            columns.append([*column, f"{end - start:.1f}"])
-        means += [f"{(9 * (pushed[1] - pushed[0]) + pushed[2] - pushed[1]) / 10:.1f}", ""]
-    yield from map(list, zip(*columns))
-    yield means
-
-
-BENCHES = {bench.__name__: bench for bench in (update, dispatch, engine, step)}
+BENCHES = {bench.__name__: bench for bench in (update, dispatch, engine)}
 
 
 def main() -> int:
@@ -355,10 +248,8 @@ def main() -> int:
     machine = f"{where}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
     torch.backends.cudnn.allow_tf32 = False  # the plain side's convolution would differ from our matrix product
     for name in names:
-        columns = ["what", "plain, s", "ours, s", "gain"]
-        if name == "step":
-            columns = ["phase", "TP-1", "TP-1 + state", "TP-4", "TP-4 + state"]
-        table = markdown(inspect.getdoc(BENCHES[name]), columns, list(BENCHES[name]()))
+        header = ["what", "plain, s", "ours, s", "gain"]
+        table = markdown(inspect.getdoc(BENCHES[name]), header, list(BENCHES[name]()))
         made = f"`python -m study.bench {name}` at commit {git_commit()}; {machine}; torch {torch.__version__}."
         print(f"\n#### {name}, {where}\n\n{table}\n\n{made}", flush=True)
     return 0

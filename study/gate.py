@@ -1,4 +1,4 @@
-"""gate.py: has a cold start of the toy learned what the study stands on? Seven figures, each of 256 items.
+"""gate.py: seven figures, each of 256 items, that say whether a cold start of the toy has learned what the study needs.
 
 `python -m study.gate MODEL TOY --seed 0 --output gate.json`, with the seed that the toy was built with, writes:
 
@@ -33,12 +33,14 @@ READING = RewardConfig(w_fmt=0, w_tool=0, open_answer="exact", untagged_answer=T
 
 def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: int = 256) -> dict[str, float]:
     """Return all figures of the policy that the context's engine runs; `flashes`: the toy's held-out videos."""
-    rng, figures = random.Random("gate"), {}
+    rng = random.Random("gate")
+    figures = {}
     # perception: windows that show the flash, and windows that do not
     for name, shows in (("reports_flash", True), ("reports_none", False)):
         jobs = []
         while len(jobs) < items:
-            flash, width = rng.choice(flashes), rng.choice((8, 16, 24, 32))
+            flash = rng.choice(flashes)
+            width = rng.choice((8, 16, 24, 32))
             start = rng.randrange(flash.duration - width + 1)
             if flash.visible(toy.crop_times(flash, start, start + width)) == shows:
                 jobs.append(partial(report_is_right, context, root, flash, (start, start + width)))
@@ -52,8 +54,10 @@ def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: 
             jobs.append(partial(copies, context, root, flash, toy.draw_cue(rng, flash), len(jobs)))
     figures["copied"] = share(context, jobs)
 
-    # answers, and the samples of which RL will learn
-    tasks = [task_of(root, flash, toy.draw_cue(rng, flash), i) for i, flash in enumerate(rng.choices(flashes, k=items))]
+    # answers, and the samples from which RL will learn
+    tasks = []
+    for i, flash in enumerate(rng.choices(flashes, k=items)):
+        tasks.append(task_of(root, flash, toy.draw_cue(rng, flash), i))
     figures["tools_k4"] = run_tasks(context, tasks, [4])["R_acc"]
     figures["direct_k64"] = run_tasks(context, tasks, [64], dispatch="none")["R_acc"]
     sampled = run_tasks(context, tasks, [4, 16, 64], temperature=1.0)
@@ -61,18 +65,18 @@ def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: 
 
 
 def greedy_agent(model: Path, videos: Videos, think_prefix: bool = False) -> AgentContext:
-    """Return what runs a toy model as it was trained, but greedily."""
+    """Return the context of a toy model with the limits of its training, but greedy."""
     renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
-    turns = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
-    cfg = RolloutConfig(temperature=0.0, think_prefix=think_prefix, **turns)
+    limits = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
+    cfg = RolloutConfig(temperature=0.0, think_prefix=think_prefix, **limits)
     return AgentContext(open_engine(model, renderer, cfg), renderer, videos, cfg)
 
 
 def share(context: AgentContext, jobs: list[partial]) -> float:
     """Run jobs, many at a time; return the share of True."""
-    found = []
-    rollout.run_all(context.engine, jobs, context.cfg.concurrency, lambda _, good: found.append(good))
-    return fmean(found)
+    outcomes = []
+    rollout.run_all(context.engine, jobs, context.cfg.concurrency, lambda _, good: outcomes.append(good))
+    return fmean(outcomes)
 
 
 def task_of(root: Path, flash: toy.Flash, cue: str = "", i: int = 0) -> Task:
@@ -88,11 +92,13 @@ def report_is_right(context: AgentContext, root: Path, flash: toy.Flash, window:
 
 def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int) -> bool:
     """Make the calls for the model, and invent the reports: one names the i-th color, another sees nothing."""
-    windows, color = toy.windows(flash, cue), toy.NAMES[i % len(toy.NAMES)]
+    renderer = context.renderer
+    windows = toy.windows(flash, cue)
     calls = "\n".join(toy.call(*window) for window in windows)
+    color = toy.NAMES[i % len(toy.NAMES)]
     reports = [[toy.NOTHING] for _ in windows]
     reports[i % len(windows)] = [f"A {color} flash."]
-    task, renderer = replace(task_of(root, flash, cue, i), answer=color), context.renderer
+    task = replace(task_of(root, flash, cue, i), answer=color)
     main = open_trajectory(render_prompt(task, 4, context))
     main.ids += renderer.encode(f"{THINK_PREFIX}Let me look closer.\n</think>\n{calls}")
     rollout.append_rendered(context, main, renderer.continuation(reports))
@@ -103,13 +109,17 @@ def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int
 
 
 def run_tasks(context: AgentContext, tasks: list[Task], ks: list[int], **changes) -> dict[str, float]:
-    """Run each task once, with the numbers of frames in turn; return the means of what the episodes earn, and kappa."""
-    cfg, shown = replace(context.cfg, **changes), [ks[i % len(ks)] for i in range(len(tasks))]
-    stand = {"engine": context.engine, "renderer": context.renderer, "videos": context.videos}
-    episodes = [group.episodes[0] for group in rollout.rollout(tasks, shown, 1, **stand, cfg=cfg, progress=False)]
-    scores = [score(episode, context.renderer, READING) for episode in episodes]
-    figures = {name: fmean(parts[name] for parts in scores) for name in ("R_acc", "well_formed")}
-    return figures | {"kappa": fmean(episode.executed for episode in episodes)}
+    """Run each task once, with the numbers of frames in turn; return the means of accuracy, well_formed and kappa."""
+    parts = {"engine": context.engine, "renderer": context.renderer, "videos": context.videos}
+    k_of_task = [ks[i % len(ks)] for i in range(len(tasks))]
+    groups = rollout.rollout(tasks, k_of_task, 1, **parts, cfg=replace(context.cfg, **changes), progress=False)
+    episodes = [group.episodes[0] for group in groups]
+    rewards = [score(episode, context.renderer, READING) for episode in episodes]
+    return {
+        "R_acc": fmean(earned["R_acc"] for earned in rewards),
+        "well_formed": fmean(earned["well_formed"] for earned in rewards),
+        "kappa": fmean(episode.executed for episode in episodes),
+    }
 
 
 def main() -> int:

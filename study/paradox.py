@@ -4,12 +4,12 @@
     python -m study.paradox study     # all runs; the tables and pictures of results/paradox.md
     python -m study.paradox tables    # only the tables and pictures of what has run
 
-*The gate* (gate.py) says whether a cold start is sound; *the contrast* repeats plain GRPO and PARA-GRPO with five seeds on
-two numeric paths; *the rows* take the method apart. A seed draws everything: the clips, the initial weights, the order of
+*The gate* (gate.py) says whether a cold start is sound. *The contrast* repeats plain GRPO and PARA-GRPO with five seeds on
+two numeric paths. *The rows* take the method apart. A seed draws everything: the clips, the initial weights, the order of
 the rows, the samples. All rows of a seed have the same budget, and the same cold start unless their name says otherwise.
 
-Each job is a process of its own, and one that is done is not run again: the study may be stopped at any time, and
-`--only seed0-` runs a part of it. The figures of all parts meet in results/paradox.json.
+The study may be stopped at any time (jobs.py), and `--only seed0-` runs a part of it. The figures of all parts meet in
+results/paradox.json.
 
 Deliberately missing: tuning. No row has settings of its own beyond what its name says.
 """
@@ -18,22 +18,23 @@ import argparse
 import contextlib
 import io
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from evals.tables import executed, markdown, put_between_marks, read_published, read_results
+from evals.results import read_published, read_results
+from evals.tables import executed, markdown, put_between_marks
 from rewards import final_answer, turn_texts
 from rollout import render_prompt, run_episode
-from runtime.cleanup import kill_group, start_group
-from runtime.config import git_commit, read_tree, write_whole
+from runtime.config import read_tree, write_whole
 from runtime.video import Videos
 from study import ask, gate, toy
+from study.jobs import Job, other_commits, run_jobs
 from study.report import LINE_COLORS, png_axes
 
 # A CPU rounds in its own way, and small differences grow: what holds on one path may be luck. Path -> its environment.
@@ -43,8 +44,8 @@ ALL = 0  # in place of a K: all of an evaluation together
 # What a cold start must be, or RL on it would measure nothing: the least, the most.
 GATE = {"reports_flash": (0.97, 1.0), "reports_none": (0.97, 1.0), "copied": (0.98, 1.0), "tools_k4": (0.97, 1.0)}
 GATE |= {"direct_k64": (0.97, 1.0), "well_formed": (0.15, 0.40), "kappa": (0.5, 1.0)}
-# What a training by PARA-GRPO must keep to its end, or its cure is luck: the least.
-CURE = {"lowest_accuracy": 0.85, "lowest_well_formed": 0.8, "last_f": 0.9, "reports_right": 0.98}
+# What a training by PARA-GRPO must keep to its end, or its repair is luck: the least.
+REPAIR = {"lowest_accuracy": 0.85, "lowest_well_formed": 0.8, "last_f": 0.9, "reports_right": 0.98}
 
 
 class Variant(NamedTuple):
@@ -79,63 +80,65 @@ VARIANTS = (
 )  # fmt: skip
 ROWS = {row.name: row for row in VARIANTS}
 CONTRAST = ("sft", "grpo", "paragrpo")
-DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # the curves: neither half of the method, one, the other, both
+DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # the curves: plain, with one part of the method, the other, both
 
 # ------------------------------------------------------------------------------------------------ the jobs
 
-STEPS = ("build", "start", "train", "evaluate")  # the jobs of a step run side by side, after those of the step before
-RANKS = 2  # of a cold start, which nothing runs beside; on another number of cores as well, for the same figures
-NEWS = 20  # seconds between two lines about a job
-
-
-class Job(NamedTuple):
-    """One process of the study."""
-
-    step: str
-    name: str
-    command: tuple[str, ...]
-    path: str = ""  # of PATHS
+RANKS = 2  # of a cold start, on any number of cores: its figures depend on it
 
 
 def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
     """Return the jobs that train and evaluate one row, for one seed on one numeric path."""
-    folder, jobs = root / f"seed{seed}{path}", []
+    place = f"seed{seed}{path}"
+    folder = root / place
+    jobs = []
 
-    def add(step: str, name: str, *command: str) -> None:
-        jobs.append(Job(step, f"{folder.name}-{name}", command, path))
+    def add(kind: str, name: str, command: list[str], needs: list[str], cores: int = 1) -> None:
+        needs = [f"{place}-{other}" for other in needs]
+        jobs.append(Job(kind, f"{place}-{name}", command, needs, cores, PATHS[path]))
 
-    # RL begins at a cold start; a cold start learns from a toy of its own. All RL and all evaluations use the toy of `sft`.
-    own_toy, rl_toy = folder / f"{row.name}-toy", folder / "sft-toy"
+    # Train. A cold start learns from a toy of its own. RL begins at a cold start, on the toy of `sft`.
+    own_toy = folder / f"{row.name}-toy"
+    rl_toy = folder / "sft-toy"
     changes = [f"run={folder / row.name}", f"data.seed={seed}"]
     if row.config:
         changes += [f"policy.checkpoint={folder / row.start / 'model'}", f"seed={seed}"]
         changes += [f"data.sources=[{{path: {rl_toy}/rl.parquet}}]", "val=null", *row.changes]
-        add("train", row.name, "rl.py", f"configs/{row.config}.yaml", *changes)
+        add("train", row.name, ["rl.py", f"configs/{row.config}.yaml", *changes], needs=[row.start, "sft-toy"])
     elif row.name != "base":
-        add("build", own_toy.name, "-m", "study.toy", "build", str(own_toy), "--seed", str(seed), *row.changes)
+        build = ["-m", "study.toy", "build", str(own_toy), "--seed", str(seed), *row.changes]
+        add("build", own_toy.name, build, needs=[])
         sources = read_tree(Path("configs/toy_sft.yaml"))["data"]["sources"]
         for source in sources:
             source["path"] = str(own_toy / Path(source["path"]).name)
         changes += [f"policy.checkpoint={own_toy}/model", f"data.sources={json.dumps(sources)}"]
         changes += [f"val.sources=[{{path: {own_toy}/sft_val.parquet}}]"]
-        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}")
-        add("start", row.name, *torchrun, "sft.py", "configs/toy_sft.yaml", *changes)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+        command = [*torchrun, "sft.py", "configs/toy_sft.yaml", *changes]
+        add("start", row.name, command, needs=[own_toy.name], cores=RANKS)
 
-    model = rl_toy / "model" if row.name == "base" else folder / row.name / "model"
+    # Evaluate, on the toy of `sft`. Answers are read as the accuracy-only reward reads them, whatever the row.
+    untrained = row.name == "base"
+    model = rl_toy / "model" if untrained else folder / row.name / "model"
     changes = [f"run={folder}/eval/{row.name}", f"name={row.name}", f"checkpoint={model}", f"frames={list(KS)}"]
     changes += ["arms=[parallel]", "rollout.temperature=1", f"rollout.think_prefix={str(row.prefix).lower()}"]
-    # The same reading of answers for every row: that of the accuracy-only reward.
     changes += ["grading.untagged_answer=true", f"splits.toy={rl_toy}", "limit=64"]
-    add("evaluate", f"{row.name}-eval", "eval.py", "configs/eval/toy.yaml", *changes)
+    needs = ["sft-toy"] if untrained else [row.name, "sft-toy"]
+    add("evaluate", f"{row.name}-eval", ["eval.py", "configs/eval/toy.yaml", *changes], needs)
     if row.name == "sft":
-        how = ("--seed", str(seed), "--output", f"{folder}/gate.json")
-        add("evaluate", "gate", "-m", "study.gate", str(model), str(rl_toy), *how)
+        command = ["-m", "study.gate", str(model), str(rl_toy), "--seed", str(seed), "--output", f"{folder}/gate.json"]
+        add("evaluate", "gate", command, needs)
     return jobs
 
 
 def demo_jobs(root: Path) -> list[Job]:
-    jobs = [job for name in CONTRAST for job in row_jobs(ROWS[name], root, 0)]
-    return [job for job in jobs if job.name != "seed0-gate"]
+    """Return the jobs of seed 0, without its gate, and the page of its trainings."""
+    jobs = []
+    for name in CONTRAST:
+        jobs += [job for job in row_jobs(ROWS[name], root, seed=0) if job.name != "seed0-gate"]
+    page = report_command([f"{root}/seed0/grpo", f"{root}/seed0/paragrpo"], root, root)
+    jobs.append(Job("report", "seed0-page", page, needs=["seed0-grpo", "seed0-paragrpo"]))
+    return jobs
 
 
 def study_jobs(root: Path) -> list[Job]:
@@ -147,50 +150,6 @@ def study_jobs(root: Path) -> list[Job]:
     return jobs
 
 
-def other_commits(root: Path) -> str:
-    """Say which other commits have made what is done; nothing where none have."""
-    made = {marker.read_text() for marker in (root / "done").glob("*")} - {git_commit()}
-    return f"{root} has figures of commit {', '.join(sorted(made))}, and this is {git_commit()}" if made else ""
-
-
-def run_jobs(jobs: list[Job], root: Path) -> bool:
-    """Run what is not done, step by step, a core for each process; False once a job fails. All end with this process."""
-    done, logs, cores = root / "done", root / "logs", len(os.sched_getaffinity(0))
-    done.mkdir(parents=True, exist_ok=True)
-    logs.mkdir(exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    running: dict[Job, subprocess.Popen] = {}
-    failed, told = False, time.monotonic()
-    for step in STEPS:
-        waiting = [job for job in jobs if job.step == step and not (done / job.name).exists()]
-        at_once = max(cores // RANKS, 1) if step == "start" else cores
-        while running or (waiting and not failed):
-            # Start a job on each free core, unless one has failed.
-            while waiting and not failed and len(running) < at_once:
-                job = waiting.pop(0)
-                print(f"{job.name}: runs, and writes {logs}/{job.name}.log", flush=True)
-                command, env = [sys.executable, *job.command], environment | PATHS[job.path]
-                with (logs / f"{job.name}.log").open("ab") as log:
-                    running[job] = start_group(command, stdout=log, stderr=log, env=env)
-            # Every 20 seconds, print the last line of each log.
-            time.sleep(0.2)
-            if time.monotonic() - told > NEWS:
-                told = time.monotonic()
-                for job in running:
-                    lines = (logs / f"{job.name}.log").read_text(errors="replace").splitlines()  # of progress bars, too
-                    print(f"{job.name}: {lines[-1][:100] if lines else ''}", flush=True)
-            # Mark those that have ended.
-            for job in [job for job, process in running.items() if process.poll() is not None]:
-                process = running.pop(job)
-                if process.returncode == 0:
-                    (done / job.name).write_text(git_commit())
-                else:
-                    failed = True
-                    print(f"{job.name}: failed, see {logs}/{job.name}.log", flush=True)
-                kill_group(process)
-    return not failed
-
-
 # ------------------------------------------------------------------------------------------------ the numbers
 
 BySeed = dict[int, float]  # seed -> a figure, for every seed that has got so far
@@ -198,73 +157,78 @@ Figures = dict[str, dict[str, float | str]]  # "seed0/grpo/K=4", "seed0/grpo", "
 
 
 def read_figures(root: Path) -> Figures:
-    """Read the figures of all evaluations and gates that are done."""
-    found: Figures = {}
-    for marker in sorted((root / "done").glob("seed*-gate")):
-        seed = marker.name.removesuffix("-gate")
-        found[f"{seed}/gate"] = json.loads((root / seed / "gate.json").read_text()) | {"commit": marker.read_text()}
-    for row in [row for row in VARIANTS if row.config]:
-        for marker in sorted((root / "done").glob(f"seed*-{row.name}")):
-            seed = marker.name.removesuffix(f"-{row.name}")
-            lines = (root / seed / row.name / "metrics.jsonl").read_text().splitlines()
-            found[f"{seed}/{row.name}"] = cure_of([json.loads(line) for line in lines]) | {"commit": marker.read_text()}
-    for marker in sorted((root / "done").glob("seed*-eval")):
-        seed, _, row = marker.name.removesuffix("-eval").rpartition("-")
-        drawn = int(seed.removeprefix("seed").partition("-")[0])
-        flashes = {flash.name: flash for flash in toy.draw_splits(drawn)["test"]}
+    """Read the figures of all gates, trainings and evaluations that are done."""
+    figures: Figures = {}
+    done = root / "done"
+    for marker in sorted(done.glob("seed*-gate")):
+        place = marker.name.removesuffix("-gate")
+        measured = json.loads((root / place / "gate.json").read_text())
+        figures[f"{place}/gate"] = measured | {"commit": marker.read_text()}
+
+    for name in [row.name for row in VARIANTS if row.config]:
+        for marker in sorted(done.glob(f"seed*-{name}")):
+            place = marker.name.removesuffix(f"-{name}")
+            lines = (root / place / name / "metrics.jsonl").read_text().splitlines()
+            held = last_third([json.loads(line) for line in lines])
+            figures[f"{place}/{name}"] = held | {"commit": marker.read_text()}
+
+    for marker in sorted(done.glob("seed*-eval")):
+        place, _, name = marker.name.removesuffix("-eval").rpartition("-")
+        seed = int(place.removeprefix("seed").partition("-")[0])
+        flashes = {flash.name: flash for flash in toy.draw_splits(seed)["test"]}
         by_k: dict[int, list[dict]] = {ALL: []}
-        for file in sorted((root / seed / "eval" / row).glob("*-parallel.jsonl")):
+        for file in sorted((root / place / "eval" / name).glob("*-parallel.jsonl")):
             results = read_results(file)
             by_k[results.settings["k"]] = results.records
             by_k[ALL] += results.records
         for k, records in by_k.items():
-            found[f"{seed}/{row}/K={k}"] = figures_of(records, flashes) | {"commit": marker.read_text()}
-    return found
+            figures[f"{place}/{name}/K={k}"] = means_of(records, flashes) | {"commit": marker.read_text()}
+    return figures
 
 
-def figures_of(records: list[dict], flashes: dict[str, toy.Flash]) -> dict[str, float]:
-    """Return the figures of some results: `f` is the paper's f, `calls` its kappa."""
-    columns = {
-        "f": [record["f"] for record in records],
-        "well_formed": [record["well_formed"] for record in records],
-        "calls": [executed(record) for record in records],
-        "accuracy": [record["score"] for record in records],
-        "reports_right": [],
-    }
+def means_of(records: list[dict], flashes: dict[str, toy.Flash]) -> dict[str, float]:
+    """Return the means over some episodes: `f` is the paper's f, `calls` its kappa, `reports_right` is of their reports."""
+    values = defaultdict(list)
     for record in records:
+        values["f"].append(record["f"])
+        values["well_formed"].append(record["well_formed"])
+        values["calls"].append(executed(record))
+        values["accuracy"].append(record["score"])
         flash = flashes[Path(record["videos"][0]).name]
         for call in record["calls"]:
             if not call["error"]:
-                columns["reports_right"].append(toy.report_is_right(flash, call["window"], call["text"]))
-    return {name: round(statistics.fmean(values), 4) for name, values in columns.items() if values}
+                values["reports_right"].append(toy.report_is_right(flash, call["window"], call["text"]))
+    return {name: round(statistics.fmean(column), 4) for name, column in values.items()}
 
 
-def cure_of(lines: list[dict]) -> dict[str, float]:
-    """Return how well the last third of a training holds: the lowest means over 5 steps, and f at the end."""
-    means = {}
-    for name in ("R_acc", "well_formed", "f"):
+def last_third(lines: list[dict]) -> dict[str, float]:
+    """Return how well a training holds to its end: the lowest means over 5 steps of the last 20, and the last one of f."""
+
+    def means(name: str) -> list[float]:
         values = [line[name] for line in lines]
-        means[name] = [statistics.fmean(values[i - 5 : i]) for i in range(len(values) - 19, len(values) + 1)]
-    found = {"lowest_accuracy": min(means["R_acc"]), "lowest_well_formed": min(means["well_formed"])}
-    return {name: round(value, 4) for name, value in (found | {"last_f": means["f"][-1]}).items()}
+        return [statistics.fmean(values[end - 5 : end]) for end in range(len(values) - 19, len(values) + 1)]
+
+    lowest = {"lowest_accuracy": min(means("R_acc")), "lowest_well_formed": min(means("well_formed"))}
+    return {name: round(value, 4) for name, value in (lowest | {"last_f": means("f")[-1]}).items()}
 
 
 def by_seed(figures: Figures, name: str, what: str, k: int = ALL, path: str = "") -> BySeed:
     """Return a figure of a row by seed, on one numeric path."""
-    found = {}
+    values = {}
     for seed in range(ROWS[name].seeds):
-        values = figures.get(f"seed{seed}{path}/{name}/K={k}", {})
-        if what in values:
-            found[seed] = values[what]
-    return found
+        measured = figures.get(f"seed{seed}{path}/{name}/K={k}", {})
+        if what in measured:
+            values[seed] = measured[what]
+    return values
 
 
-def show(figures: Figures, *asked) -> str:
+def show(figures: Figures, name: str, what: str, k: int = ALL) -> str:
     """Write a figure of a row as mean ± std over seeds."""
-    found = list(by_seed(figures, *asked).values())
-    if len(found) < 2:
-        return "".join(f"{value:.2f}" for value in found)
-    return f"{statistics.fmean(found):.2f} ± {statistics.stdev(found):.2f}"
+    values = list(by_seed(figures, name, what, k).values())
+    if not values:
+        return ""
+    mean = f"{statistics.fmean(values):.2f}"
+    return f"{mean} ± {statistics.stdev(values):.2f}" if len(values) > 1 else mean
 
 
 class Claim(NamedTuple):
@@ -279,17 +243,20 @@ class Claim(NamedTuple):
 
     def gains(self, figures: Figures, path: str = "") -> BySeed:
         """Return by how much the one exceeds the other, for every seed that has both."""
-        more, less = (by_seed(figures, row, self.figure, self.k, path=path) for row in (self.more, self.less))
+        more = by_seed(figures, self.more, self.figure, self.k, path)
+        less = by_seed(figures, self.less, self.figure, self.k, path)
         return {seed: more[seed] - less[seed] for seed in more if seed in less}
 
     def compare(self, figures: Figures) -> str:
         """Write `PARA-GRPO 0.94 > GRPO, accuracy only 0.34`."""
-        shown = [f"{ROWS[row].title} {show(figures, row, self.figure, self.k)}" for row in (self.more, self.less)]
-        return " > ".join(shown)
+        more = f"{ROWS[self.more].title} {show(figures, self.more, self.figure, self.k)}"
+        return f"{more} > {ROWS[self.less].title} {show(figures, self.less, self.figure, self.k)}"
 
     def tally(self, figures: Figures) -> tuple[int, int]:
         """Return in how many runs of the contrast it holds, and how many there are."""
-        gains = [gain for path in PATHS for gain in self.gains(figures, path).values()]
+        gains = []
+        for path in PATHS:
+            gains += self.gains(figures, path).values()
         return sum(gain >= self.margin for gain in gains), len(gains)
 
 
@@ -328,13 +295,14 @@ def show_episode(root: Path) -> bool:
     with Videos(workers=1) as videos:
         context = gate.greedy_agent(folder / "paragrpo" / "model", videos, think_prefix=True)
         for flash in long[:10]:
-            task, shown = gate.task_of(folder / "sft-toy", flash), io.StringIO()
-            with contextlib.redirect_stdout(shown):
+            task = gate.task_of(folder / "sft-toy", flash)
+            screen = io.StringIO()
+            with contextlib.redirect_stdout(screen):
                 observed = replace(context, observe=ask.Screen(flash.duration).show)
                 episode = run_episode(observed, task, 4, render_prompt(task, 4, context), 0)
             right = [not c.error and toy.report_is_right(flash, c.window, c.text) for c in episode.calls]
             if right == [True, True] and final_answer(turn_texts(episode.main, context.renderer)) == flash.color:
-                print(f"\n{task.question} ({task.videos[0]}, 4 overview frames){shown.getvalue()}")
+                print(f"\n{task.question} ({task.videos[0]}, 4 overview frames){screen.getvalue()}")
                 return True
     print("\nNone of ten episodes has two calls whose reports are right, and the right answer.")
     return False
@@ -343,17 +311,22 @@ def show_episode(root: Path) -> bool:
 # ------------------------------------------------------------------------------------------------ the tables
 
 
+def runs_of(name: str) -> list[tuple[str, int]]:
+    """Return path and seed of every run of a row of the contrast."""
+    return [(path, seed) for path in PATHS for seed in range(ROWS[name].seeds)]
+
+
 def gate_table(figures: Figures) -> str:
     """Return one row per cold start: its figures, and whether they are within their bounds."""
-    rows, sound = [], 0
-    for path in PATHS:
-        for seed in range(ROWS["sft"].seeds):
-            found = figures.get(f"seed{seed}{path}/gate")
-            if found:
-                good = all(low <= found[what] <= high for what, (low, high) in GATE.items())
-                sound += good
-                shown = [f"{found[what]:.3f}" for what in GATE]
-                rows.append([path[1:] or "native", f"seed{seed}", *shown, "yes" if good else "NO"])
+    rows = []
+    sound = 0
+    for path, seed in runs_of("sft"):
+        measured = figures.get(f"seed{seed}{path}/gate")
+        if measured:
+            good = all(low <= measured[what] <= high for what, (low, high) in GATE.items())
+            sound += good
+            cells = [f"{measured[what]:.3f}" for what in GATE]
+            rows.append([title_of(path), f"seed{seed}", *cells, "yes" if good else "NO"])
     bounds = [f"{what} [{low:g}, {high:g}]" for what, (low, high) in GATE.items()]
     title = f"#### The gate: {sound} of {len(rows)} cold starts are sound"
     return markdown(title, ["path", "seed", *bounds, "sound"], rows)
@@ -363,33 +336,39 @@ def contrast_table(figures: Figures) -> str:
     """By how much each claim holds in each run, seed by seed."""
     rows = []
     for claim in CLAIMS:
-        row, (true, runs) = [claim.text, claim.compare(figures), claim.margin], claim.tally(figures)
+        row = [claim.text, claim.compare(figures), claim.margin]
         for path in PATHS:
             row.append(" ".join(f"{gain:.2f}" for gain in claim.gains(figures, path).values()))
+        true, runs = claim.tally(figures)
         rows.append([*row, f"{true} of {runs}"])
-    gains = [f"gains, {path[1:] or 'native'}" for path in PATHS]
+    gains = [f"gains, {title_of(path)}" for path in PATHS]
     return markdown("#### The contrast", ["claim", "native path, mean ± std", "margin", *gains, "holds in"], rows)
 
 
-def cure_table(figures: Figures) -> str:
+def repair_table(figures: Figures) -> str:
     """Return one row per training by PARA-GRPO: whether it holds to its end, and how many claims its run shows."""
-    rows, held, shown_all = [], 0, 0
-    for path in PATHS:
-        for seed in range(ROWS["paragrpo"].seeds):
-            place = f"seed{seed}{path}"
-            found = figures.get(f"{place}/paragrpo", {}) | figures.get(f"{place}/paragrpo/K={ALL}", {})
-            if not found.keys() >= CURE.keys():
-                continue
-            good = all(found[what] >= least for what, least in CURE.items())
+    rows = []
+    held = 0
+    shown_all = 0
+    for path, seed in runs_of("paragrpo"):
+        place = f"seed{seed}{path}/paragrpo"
+        measured = figures.get(place, {}) | figures.get(f"{place}/K={ALL}", {})
+        if measured.keys() >= REPAIR.keys():
+            good = all(measured[what] >= least for what, least in REPAIR.items())
             true = sum(claim.gains(figures, path).get(seed, 0.0) >= claim.margin for claim in CLAIMS)
             held += good
             shown_all += true == len(CLAIMS)
-            shown = [f"{found[what]:.2f}" for what in CURE]
+            cells = [f"{measured[what]:.2f}" for what in REPAIR]
             claims = f"{true} of {len(CLAIMS)}"
-            rows.append([path[1:] or "native", f"seed{seed}", *shown, "yes" if good else "NO", claims])
-    bounds = [f"{what} [{least:g}]" for what, least in CURE.items()]
-    title = f"#### The cure: {held} of {len(rows)} trainings hold; {shown_all} of {len(rows)} runs show all claims"
+            rows.append([title_of(path), f"seed{seed}", *cells, "yes" if good else "NO", claims])
+    bounds = [f"{what} [{least:g}]" for what, least in REPAIR.items()]
+    runs = len(rows)
+    title = f"#### The repair: {held} of {runs} trainings hold to the end; {shown_all} of {runs} runs show all claims"
     return markdown(title, ["path", "seed", *bounds, "holds", "claims"], rows)
+
+
+def title_of(path: str) -> str:
+    return path.removeprefix("-") or "native"
 
 
 def outcome_table(figures: Figures) -> str:
@@ -397,13 +376,17 @@ def outcome_table(figures: Figures) -> str:
     published = read_published()["ablations"]
     paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
     rows = []
-    for row in [row for row in VARIANTS if by_seed(figures, row.name, "f")]:
+    for row in VARIANTS:
+        seeds = len(by_seed(figures, row.name, "f"))
+        if not seeds:
+            continue
         f, kappa = show(figures, row.name, "f"), show(figures, row.name, "calls")
         if row.paper in paper:
             f, kappa = f"{f} [{paper[row.paper][0]}]", f"{kappa} [{paper[row.paper][1]}]"
-        cells = [row.title, len(by_seed(figures, row.name, "f")), f, kappa, show(figures, row.name, "well_formed")]
-        by_k = [(what, k) for what in ("calls", "accuracy") for k in (4, 64)]
-        rows.append(cells + [show(figures, row.name, what, k) for what, k in by_k])
+        cells = [row.title, seeds, f, kappa, show(figures, row.name, "well_formed")]
+        for what in ("calls", "accuracy"):
+            cells += [show(figures, row.name, what, k) for k in (4, 64)]
+        rows.append(cells)
     header = ["row", "seeds", "f [paper]", "kappa [paper]", "well_formed"]
     return markdown("#### The rows", [*header, "kappa K=4", "kappa K=64", "acc K=4", "acc K=64"], rows)
 
@@ -416,7 +399,8 @@ def draw_outcomes(figures: Figures, path: Path) -> None:
                 by_k = [list(by_seed(figures, name, what, k).values()) for k in KS]
                 if min(map(len, by_k)) < 2:  # not every K has been evaluated, or only with one seed
                     continue
-                y, std = [statistics.fmean(values) for values in by_k], [statistics.stdev(values) for values in by_k]
+                y = [statistics.fmean(values) for values in by_k]
+                std = [statistics.stdev(values) for values in by_k]
                 form = {"color": color, "linestyle": "--" if name == "sft" else "-", "marker": "o", "capsize": 2}
                 axis.errorbar(range(len(y)), y, std, label=ROWS[name].title, **form)
             axis.set_title(title)
@@ -424,29 +408,43 @@ def draw_outcomes(figures: Figures, path: Path) -> None:
             axis.set_ylim(bottom=0)
 
 
-def draw_page(root: Path, written: Path) -> bool:
-    """Draw the curves and make ROOT/report.html of the rows that are drawn, on the CPU's own path, if they have run."""
-    runs = [str(path) for name in DRAWN for path in sorted(root.glob(f"seed?/{name}"))]
-    page = [sys.executable, "-m", "study.report", *runs, "-o", f"{root}/report.html", "--png", str(written)]
-    return not runs or subprocess.call(page) == 0
+def report_command(runs: list[str], root: Path, written: Path) -> list[str]:
+    """Return Python's arguments for ROOT/report.html, and for the runs' curves as a PNG."""
+    return ["-m", "study.report", *runs, "-o", f"{root}/report.html", "--png", str(written)]
 
 
 def write_tables(root: Path, written: Path) -> None:
     """Add the runs' figures to those of paradox.json, and make all tables and the picture from that file."""
     file = written / "paradox.json"
     try:
-        found = read_figures(root)
+        new = read_figures(root)
     except KeyError as error:
         sys.exit(f"error: {root} is of another version of this code, which wrote no {error}: remove the folder")
-    figures = dict(sorted((json.loads(file.read_text()) | found).items()))
+    figures = dict(sorted((json.loads(file.read_text()) | new).items()))
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in figures.items())
     write_whole(file, f"{{\n{lines}\n}}\n")
 
-    text = "\n\n".join(table(figures) for table in (gate_table, contrast_table, cure_table, outcome_table))
+    tables = [table(figures) for table in (gate_table, contrast_table, repair_table, outcome_table)]
     draw_outcomes(figures, written / "outcomes.png")
-    commits = sorted({str(value["commit"]) for value in figures.values()})
-    made = f"`python -m study.paradox study` at commit {', '.join(commits)}; mean ± std over seeds. All figures: [paradox.json](paradox.json)."
-    put_between_marks(written / "paradox.md", "tables", "paradox.py", f"{made}\n\n{text}", "The paradox on the toy")
+    commits = ", ".join(sorted({str(value["commit"]) for value in figures.values()}))
+    made = f"`python -m study.paradox study` at commit {commits}; mean ± std over seeds. All figures: [paradox.json](paradox.json)."
+    text = "\n\n".join([made, *tables])
+    put_between_marks(written / "paradox.md", "tables", "paradox.py", text, "The paradox on the toy")
+
+
+def demo() -> int:
+    """Run one seed; return 1 if a job, a claim or the episode fails."""
+    root = Path("runs/demo")
+    started = time.monotonic()
+    if others := other_commits(root):
+        sys.exit(f"error: {others}: remove the folder, or old figures would be judged as those of this code")
+    if not run_jobs(demo_jobs(root), root):
+        return 1
+    failed = judge(read_figures(root), json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
+    shown = show_episode(root)
+    minutes = (time.monotonic() - started) / 60
+    print(f"\nafter {minutes:.1f} minutes: curves, and episodes token by token, in {root}/report.html")
+    return 1 if failed or not shown else 0
 
 
 def main() -> int:
@@ -455,23 +453,19 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="PART", help="of the study: the jobs with this in their names, as in seed0-old")  # fmt: skip
     args = parser.parse_args()
     if args.what == "demo":
-        root, started = Path("runs/demo"), time.monotonic()
-        if others := other_commits(root):
-            sys.exit(f"error: {others}: remove the folder, or old figures would be judged as those of this code")
-        if not (run_jobs(demo_jobs(root), root) and draw_page(root, root)):
-            return 1
-        failed = judge(read_figures(root), json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
-        shown = show_episode(root)
-        print(
-            f"\nafter {(time.monotonic() - started) / 60:.1f} minutes: curves, and episodes token by token, in {root}/report.html"
-        )
-        return 1 if failed or not shown else 0
+        return demo()
+
     root = Path("runs/paradox")
     if others := other_commits(root):
         print(f"{others}: they join, and paradox.json names the commit of each")
     good = args.what == "tables" or run_jobs([job for job in study_jobs(root) if args.only in job.name], root)
     write_tables(root, Path("results"))
-    return 0 if draw_page(root, Path("results")) and good else 1
+
+    runs = []  # on the CPU's own path
+    for name in DRAWN:
+        runs += [str(folder) for folder in sorted(root.glob(f"seed?/{name}"))]
+    drawn = not runs or subprocess.call([sys.executable, *report_command(runs, root, Path("results"))]) == 0
+    return 0 if good and drawn else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""report.py: what runs did, as one HTML file: curves, a table, and the kept episodes token by token.
+"""report.py: one HTML file about runs: curves, a table, and the kept episodes token by token.
 
     python -m study.report RUN... [-o FILE] [--png DIR]             # no server, no network: the file holds everything
     python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of study.ask's --trace
@@ -59,7 +59,7 @@ SECTIONS = {
     "Seconds": "seconds *_seconds",
     "More": "*",
 }
-TITLES = {  # of the keys that do not speak for themselves
+TITLES = {  # of keys whose names do not explain them
     "R_acc": "accuracy, at the K that is drawn",
     "f": "format reward f",
     "well_formed": "exactly well-formed",
@@ -86,7 +86,7 @@ class RunData:
     config: dict[str, Any] = field(default_factory=dict)  # as the run saved it
     metrics: list[dict[str, float]] = field(default_factory=list)  # by step
     steps: dict[int, list[dict]] = field(default_factory=dict)  # step -> groups of episodes, ready for JSON
-    notes: list[str] = field(default_factory=list)  # what is missing
+    notes: list[str] = field(default_factory=list)  # what is missing, for the reader of the page
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -94,7 +94,8 @@ class RunData:
 
 def read_run(path: Path, name: str, pictures: dict[str, int], max_episodes: int, model: Path | None = None) -> RunData:
     """Read a run's folder, or a JSONL file of episodes: about `max_episodes` of them, from steps spread over the run."""
-    run, files = RunData(name, pictures), [path]
+    run = RunData(name, pictures)
+    files = [path]
     if not path.is_file():
         run.config = read_tree(path / "config.yaml")
         run.metrics = read_metrics(path / "metrics.jsonl")
@@ -113,7 +114,7 @@ def read_run(path: Path, name: str, pictures: dict[str, int], max_episodes: int,
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file. A last line that is still being written, or that a kill has torn, is left out."""
+    """Read a JSONL file without its last line if that is still being written, or was torn by a kill."""
     content = path.read_bytes()
     return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
 
@@ -155,10 +156,11 @@ def add_episodes(run: RunData, step: int, episodes: Sequence[Episode], videos: V
     """Add the episodes of one step, by the task and K that they share."""
     groups: dict[tuple[str, int], dict] = {}
     for episode in episodes:
-        task, key = episode.task, (episode.task.id, episode.k)
+        task = episode.task
+        key = (task.id, episode.k)
         if key not in groups:
             groups[key] = vars(task) | {"k": episode.k, "durations": [], "episodes": []}
-            with contextlib.suppress(VideoError):  # one is gone
+            with contextlib.suppress(VideoError):  # a video is gone
                 groups[key]["durations"] = [videos.info(path).duration for path in task.videos]
         groups[key]["episodes"].append(view_episode(episode, run))
     if groups:
@@ -197,37 +199,39 @@ def view_agent(trajectory: Trajectory, run: RunData, structural: Sequence[bool] 
     """Return an agent's tokens; the pads of an image are one token, whose picture is the next of `images`.
 
     kinds: p prompt, f forced, s sampled, t from the tools."""
-    spans, text = run.renderer.offsets(trajectory.ids), run.renderer.decode(trajectory.ids)
+    text = run.renderer.decode(trajectory.ids)
+    spans = run.renderer.offsets(trajectory.ids)
     in_turns = {i for start, end in trajectory.turns for i in range(start, end)}
-    ids, texts, kinds, logprobs, chosen = [], [], [], [], []  # log-probs: of the sampled tokens
+    view = {"ids": [], "texts": [], "kinds": "", "logprobs": [], "structural": [], "images": []}
     for i, token in enumerate(trajectory.ids):
         if token == run.renderer.image_pad and i and trajectory.ids[i - 1] == token:
             continue
         if trajectory.mask[i]:
-            kinds.append("s")
-            logprobs.append(round(trajectory.logprobs[i], 4) if math.isfinite(trajectory.logprobs[i]) else None)
+            view["kinds"] += "s"
+            view["logprobs"].append(round(trajectory.logprobs[i], 4))
         elif i in in_turns:
-            kinds.append("f")
+            view["kinds"] += "f"
         elif i < trajectory.prompt_length:
-            kinds.append("p")
+            view["kinds"] += "p"
         else:
-            kinds.append("t")
+            view["kinds"] += "t"
         if i < len(structural) and structural[i]:
-            chosen.append(len(ids))
-        end = spans[i + 1][0] if i + 1 < len(spans) else len(text)  # the last token of a shared character shows it
-        ids.append(token)
-        texts.append(text[spans[i][0] : end])
-    images = []
+            view["structural"].append(len(view["ids"]))
+        # Of tokens that share a character, the last one shows it.
+        end = spans[i + 1][0] if i + 1 < len(spans) else len(text)
+        view["ids"].append(token)
+        view["texts"].append(text[spans[i][0] : end])
     for clip in trajectory.frames:
-        images += [[time, picture(pixels, run)] for time, pixels in zip(clip.times, clip.pixels)]
-    tokens = {"ids": ids, "texts": texts, "kinds": "".join(kinds), "structural": chosen}
-    return tokens | {"logprobs": logprobs, "images": images, "finish": trajectory.finish}
+        for time, pixels in zip(clip.times, clip.pixels):
+            view["images"].append([time, picture(pixels, run)])
+    return view | {"finish": trajectory.finish}
 
 
 def picture(pixels: np.ndarray, run: RunData) -> int:
     """Return the place of a frame ([H, W, 3] uint8) among the page's thumbnails."""
-    image, file = Image.fromarray(pixels), io.BytesIO()
+    image = Image.fromarray(pixels)
     image.thumbnail((SIDE, SIDE))
+    file = io.BytesIO()
     image.save(file, "JPEG", quality=80, subsampling=0)
     uri = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
     return run.pictures.setdefault(uri, len(run.pictures))
@@ -270,18 +274,26 @@ def curves(groups: Sequence[tuple[str, list[RunData]]], key: str) -> list[dict[s
     return lines
 
 
+def keys_of(groups: Sequence[tuple[str, list[RunData]]]) -> set[str]:
+    """Return the keys that any step of any run has."""
+    keys = set()
+    for _, runs in groups:
+        for run in runs:
+            keys.update(*run.metrics)
+    return keys
+
+
 def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
     """Return the panels of the page, each with a line per group that has its key."""
-    rows = [row for _, runs in groups for run in runs for row in run.metrics]
-    keys = {key for row in rows for key in row} - {"step", "time"}
+    keys = keys_of(groups) - {"step", "time"}
     shown = []
     for section, patterns in SECTIONS.items():
         panels = []
         for pattern in patterns.split():
-            found = fnmatch.filter(keys, pattern)
-            found.sort(key=lambda key: re.sub(r"\d+", lambda digits: digits[0].zfill(6), key))  # K=8 before K=16
-            keys -= set(found)
-            for key in found:
+            matches = fnmatch.filter(keys, pattern)
+            matches.sort(key=lambda key: re.sub(r"\d+", lambda digits: digits[0].zfill(6), key))  # K=8 before K=16
+            keys -= set(matches)
+            for key in matches:
                 panels.append({"key": key, "title": TITLES.get(key, key), "lines": curves(groups, key)})
         if panels:
             shown.append({"title": section, "panels": panels})
@@ -291,9 +303,9 @@ def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
 def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
     """Return a row per group: the mean of each run's last steps, then [mean, std] of these over the runs.
     Accuracy stands by K: over all K that a run draws it is not comparable."""
-    keys = {key for _, runs in groups for run in runs for row in run.metrics for key in row}
-    by_k = [key for key in keys if re.fullmatch(r"acc/K=\d+", key)]
-    columns = [*sorted(by_k, key=lambda key: int(key.removeprefix("acc/K="))), *COLUMNS]
+    by_k = [key for key in keys_of(groups) if re.fullmatch(r"acc/K=\d+", key)]
+    by_k.sort(key=lambda key: int(key.removeprefix("acc/K=")))
+    columns = [*by_k, *COLUMNS]
     rows = []
     for g, (_, runs) in enumerate(groups):
         cells = []
@@ -351,7 +363,8 @@ def png_axes(path: Path, count: int, size: tuple[float, float]) -> Iterator[np.n
 
 def draw_png(path: Path, runs: Sequence[RunData]) -> None:
     """Draw f, well_formed, kappa and accuracy of the runs that have them."""
-    shown, groups = ("f", "well_formed", "kappa", "R_acc"), seed_groups(runs)
+    shown = ("f", "well_formed", "kappa", "R_acc")
+    groups = seed_groups(runs)
     with png_axes(path, len(shown), (11, 2.7)) as axes:
         for axis, key in zip(axes, shown):
             for line in curves(groups, key):
@@ -374,11 +387,12 @@ def main() -> int:
     paths = [path.resolve() for path in args.runs]
     parent = Path(os.path.commonpath([path.parent for path in paths]))
     out = args.out or parent / "report.html"
-    pictures, max_episodes = {}, EPISODES // len(paths)
+    pictures = {}
+    runs = []
     try:
-        runs = [
-            read_run(path, path.relative_to(parent).as_posix(), pictures, max_episodes, args.model) for path in paths
-        ]
+        for path in paths:
+            name = path.relative_to(parent).as_posix()
+            runs.append(read_run(path, name, pictures, EPISODES // len(paths), args.model))
     except ConfigError as error:
         sys.exit(f"error: {error}")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -53,8 +53,11 @@ COLORS = {
     "black": (0, 0, 0),
 }
 NAMES = list(COLORS)
-SIDE, SQUARE, FPS = 32, 24, 2  # pixels, pixels, frames per second
-DURATIONS, SHORT = (32, 48, 64), 2.5  # seconds
+SIDE = 32  # pixels, of a frame
+SQUARE = 24  # pixels, of the flash
+FPS = 2
+DURATIONS = (32, 48, 64)  # seconds
+SHORT = 2.5  # seconds of a short flash
 CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per frame
 OVERVIEWS = (4, 8, 16, 32, 64)
 LONG_SHARE = 0.15
@@ -69,7 +72,7 @@ SIZES |= {"perception": 6000, "calls": 2000, "direct": 2000, "sft": 8000, "sft_v
 
 @dataclass(frozen=True)
 class Flash:
-    """What happens in one synthetic video."""
+    """One synthetic video: what it shows, and when."""
 
     name: str
     seed: int
@@ -99,8 +102,9 @@ def draw_flash(rng: random.Random, name: str) -> Flash:
 
 
 def draw_splits(seed: int, sizes: dict[str, int] = SIZES) -> dict[str, list[Flash]]:
-    """What happens in all videos of a toy, by split."""
-    rng, splits = random.Random(seed), {}
+    """Draw all videos of a toy, by split."""
+    rng = random.Random(seed)
+    splits = {}
     for split in ("train", "rl", "val", "test"):
         splits[split] = [draw_flash(rng, f"{split}{i:05d}.mp4") for i in range(sizes[split])]
     return splits
@@ -129,7 +133,7 @@ def question(cue: str) -> str:
 
 
 def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
-    """The crops that must show the flash."""
+    """Return the crops that must show the flash."""
     middle, end = flash.duration // 2, flash.duration
     if cue:
         return [(0, middle) if cue == "first" else (middle, end)]
@@ -137,7 +141,7 @@ def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
 
 
 def told(flash: Flash, times) -> str:
-    """What a sub-agent says about the frames it saw."""
+    """Return a sub-agent's report on frames of these times."""
     return f"A {flash.color} flash." if flash.visible(times) else NOTHING
 
 
@@ -176,7 +180,7 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
     cue = draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(cue)}]}]
-    shown = told(flash, [flash.start])  # in a sub-agent's words: what is to be learned here is to read them
+    shown = told(flash, [flash.start])  # in a sub-agent's words, so that the model learns to read them
 
     def say(text: str) -> None:
         messages.append({"role": "assistant", "content": text})
@@ -192,9 +196,11 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
         answer(f"I see it.\n{shown}" if seen else "I see no flash.")
         return {"messages": json.dumps(messages), "agent": agent}
 
-    thought, crops = "Let me look closer.", windows(flash, cue)
+    thought = "Let me look closer."
+    crops = windows(flash, cue)
     calls = "\n".join(call(*window) for window in crops)
-    unclosed, bare = f"<think>\n{thought}\n{calls}", f"{thought}\n{calls}"
+    unclosed = f"<think>\n{thought}\n{calls}"
+    bare = f"{thought}\n{calls}"
     tidy = f"<think>\n{thought}\n</think>\n{calls}"
     unread = tidy.replace("tool_call>", "tool_code>")
     say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
@@ -228,7 +234,8 @@ def rl_row(rng: random.Random, flash: Flash) -> dict:
     """Return an open question, in the RL schema."""
     cue = draw_cue(rng, flash)
     info = {"id": f"{Path(flash.name).stem}-oe{cue and '-' + cue}", "answer": flash.color, "question_type": "oe"}
-    prompt, videos = [{"role": "user", "content": f"<video>\n{question(cue)}"}], [{"video": f"videos/{flash.name}"}]
+    prompt = [{"role": "user", "content": f"<video>\n{question(cue)}"}]
+    videos = [{"video": f"videos/{flash.name}"}]
     return {"prompt": prompt, "videos": videos, "extra_info": json.dumps(info)}
 
 
@@ -238,39 +245,12 @@ ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|v
 ADDED += ["<|video_pad|>"]  # special; the tags below are single tokens too, but ordinary text
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
-# Jinja drops the newline after a statement, so those that count are written out.
-CHAT_TEMPLATE = """\
-{%- macro show(content) -%}
-{%- if content is string -%}{{ content }}{%- else -%}
-{%- for part in content -%}
-{%- if part.type == 'image' -%}<|vision_start|><|image_pad|><|vision_end|>{%- else -%}{{ part.text }}{%- endif -%}
-{%- endfor -%}{%- endif -%}
-{%- endmacro -%}
-{%- set system = messages[0].role == 'system' -%}
-{%- if system or tools -%}
-{{ '<|im_start|>system\\n' }}{%- if system %}{{ show(messages[0].content) }}{% endif -%}
-{%- if tools -%}
-{{ '\\n\\n' if system }}{{ '# Tools\\n<tools>\\n' }}{%- for tool in tools %}{{ tool | tojson }}{{ '\\n' }}{% endfor -%}
-{{ '</tools>\\nTo call one, write its name and arguments as JSON:\\n<tool_call>\\n' -}}
-{{ '{"name": ..., "arguments": {...}}\\n</tool_call>' }}
-{%- endif -%}
-{{ '<|im_end|>\\n' }}
-{%- endif -%}
-{%- for message in (messages[1:] if system else messages) -%}
-{%- if message.role == 'tool' -%}
-{{ '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' -}}
-{{ '\\n<tool_response>\\n' }}{{ show(message.content) }}{{ '\\n</tool_response>' -}}
-{{ '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
-{%- else -%}
-{{ '<|im_start|>' + message.role + '\\n' }}{{ show(message.content) }}{{ '<|im_end|>\\n' }}
-{%- endif -%}
-{%- endfor -%}
-{{ '<|im_start|>assistant\\n' if add_generation_prompt }}
-"""
+# Jinja drops the newline after a statement, so the template writes out those that count.
+CHAT_TEMPLATE = Path(__file__).with_name("toy_chat.jinja").read_text(encoding="utf-8")
 
 
 def build_tokenizer(texts: list[str], vocabulary: int = 2048):
-    """A byte-level BPE whose words are whole phrases: boilerplate costs a few tokens, while numbers, colors and the
+    """Train a byte-level BPE whose words are whole phrases: boilerplate costs a few tokens, while numbers, colors and the
     pieces of `<answer>` stay apart."""
     color = rf"\b(?:{'|'.join(NAMES)})\b"
     words = [r"<\d+(?=\.\d+ seconds>)", r"\.\d+ seconds>", r"\d+", r"</?(?=answer>)", r"answer(?=>)", color, r"\n+"]
@@ -301,7 +281,7 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
 
 
 def untrained_model(text: dict, vision: dict, ids: dict[str, int], seed: int) -> Qwen3VLForConditionalGeneration:
-    """Build an untrained Qwen3-VL of the real class. `ids`: of the tokens that ADDED names."""
+    """Build an untrained Qwen3-VL of the real class. `ids`: the ids of the tokens of ADDED."""
     config = Qwen3VLConfig(
         text_config=text,
         vision_config=vision,
@@ -320,7 +300,7 @@ def untrained_model(text: dict, vision: dict, ids: dict[str, int], seed: int) ->
 def write_checkpoint(
     path: Path, tokenizer, contract: VisualContract, seed: int = 0, vision: dict | None = None, **text_sizes
 ) -> None:
-    """An untrained model, with everything that transformers and SGLang look for beside it."""
+    """Write an untrained model, with everything that transformers and SGLang look for beside it."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text = {
@@ -372,7 +352,8 @@ def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, 
         list(tqdm(written, total=len(flashes), desc="videos", unit="file"))
 
     rng = random.Random(f"rows {seed}")
-    train, held_out = splits["train"], rng.choices(splits["val"], k=sizes["sft_val"])
+    train = splits["train"]
+    held_out = rng.choices(splits["val"], k=sizes["sft_val"])
     tables = {
         "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
         "calls": [sft_row(rng, rng.choice(train), 1.0, 0.0, k=4) for _ in range(sizes["calls"])],
@@ -394,7 +375,10 @@ def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, 
     for row in tables["sft"][:2000] + tables["perception"][:200]:
         for message in json.loads(row["messages"]):
             content = message["content"]
-            texts += [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
+            if isinstance(content, str):
+                texts.append(content)
+            else:
+                texts += [part["text"] for part in content if part["type"] == "text"]
     write_checkpoint(root / "model", build_tokenizer(texts), CONTRACT, seed)
 
 

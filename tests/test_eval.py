@@ -31,11 +31,12 @@ from tiny_checkpoint import Scripted, is_subagent
 import data
 import eval as evaluation
 import tools
-from eval import EvalConfig, EvalJob, dry_run
-from evals import protocols, tables
+from eval import EvalConfig, dry_run
+from evals import protocols, results, tables
 from evals.benchmarks import Cue, load_split
 from evals.protocols import READS
-from evals.tables import interval, read_results
+from evals.results import EvalJob, read_results
+from evals.tables import interval
 from rl import RLConfig
 from rollout import derive_seed
 from runtime import checks, config
@@ -110,7 +111,7 @@ def results_file(folder: Path, arm: str = "direct", k: int = 4) -> Path:
     return folder / "run" / f"toy-K{k}-{arm}.jsonl"
 
 
-def found(path: Path) -> dict[str, tuple]:
+def outcomes(path: Path) -> dict[str, tuple]:
     """Return the outcome of a run, without its seconds and the order in which items ended."""
     names = ("answer", "prediction", "score", "judged", "turns", "tokens", "error")
     return {r["id"]: tuple(r[name] for name in names) for r in read_results(path).records}
@@ -160,9 +161,8 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
     for record in without.records:
         assert (record["turns"], record["tokens"], record["calls"]) == (1, length(unseen), [])
         assert record["f"] == pytest.approx(0.3 + 0.2 + 0.1)  # the tags and their balance; "No." is no thought
-    assert {*line("x", 1), "item", "f", "well_formed"} == set(
-        with_tools.records[0]
-    )  # the tables' tests stand on lines like these
+    # The tables' tests stand on lines like these.
+    assert {*line("x", 1), "item", "f", "well_formed"} == set(with_tools.records[0])
     assert with_tools.figures()["accuracy"] == 100 * many / 8 and without.figures()["accuracy"] == 100 * few / 8
     shown = sections(capsys.readouterr().out)
     *row, score, average, gain = shown["Scores"][2]
@@ -211,29 +211,23 @@ def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, mo
             ("rollout.temperature=1", "rollout.temperature: 0.0, now 1"),
             (f"prompting.prompt_file={tmp_path}/words.yaml", "prompts: "),
         ):
-            with pytest.raises(
-                DataError, match=f"name = 'toy': toy K=4 direct and toy K=8 direct differ .*{named}.*another `name`"
-            ):
+            told = f"name = 'toy': toy K=4 direct and toy K=8 direct differ .*{named}.*another `name`"
+            with pytest.raises(DataError, match=told):
                 work(load(path, "frames=[8]", change))
-    # Behind an API, the same model elsewhere is another one.
-    header, _, answers = results_file(tmp_path).read_text().partition("\n")
-    hosted = json.loads(header) | {"name": "hosted", "weights": "m", "api": {"url": "http://a/v1", "parameters": {}}}
-    (tmp_path / "hosted").mkdir()
-    (tmp_path / "hosted" / "toy-K4-direct.jsonl").write_text(json.dumps(hosted) + "\n" + answers)
-    there = ["name=hosted", f"run={tmp_path}/hosted"]
-    told = r"toy K=4 direct and toy K=8 direct differ \(api.url: 'http://a/v1', now 'http://b/v1'\)"
-    for work in (evaluation.main, dry_run):
-        with pytest.raises(DataError, match=told):
-            work(load(path, "frames=[8]", *there, "api={url: 'http://b/v1', model: m}"))
     assert len(engines) == 1 and not results_file(tmp_path, k=8).exists()
     run(path, "frames=[8]", "rollout.max_context=30000")
     run(path, "prompting.protocol=think")  # another arm has other prompts
-    # Two folders of one name are a row, too.
-    changed = read_results(results_file(tmp_path)).settings | {"weights": "others", "split": "mlvu"}
+    # Two folders of one name are a row, too. Behind an API, the same model elsewhere is another one.
+    settings = read_results(results_file(tmp_path)).settings | {"split": "mlvu"}
     (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "mlvu-K4-direct.jsonl").write_text(json.dumps(changed) + "\n" + json.dumps(line("0", 1)) + "\n")
-    with pytest.raises(DataError, match="toy K=4 direct and mlvu K=4 direct differ .weights: '.*', now 'others'"):
-        tables.report([tmp_path / "run", tmp_path / "b"])
+    for key, value, named in (
+        ("weights", "m", "weights: '.*', now 'm'"),
+        ("api", {"url": "b"}, "api.url: '', now 'b'"),
+    ):
+        lines = json.dumps(settings | {key: value}), json.dumps(line("0", 1))
+        (tmp_path / "b" / "mlvu-K4-direct.jsonl").write_text("\n".join(lines) + "\n")
+        with pytest.raises(DataError, match=f"toy K=4 direct and mlvu K=4 direct differ .{named}"):
+            tables.report([tmp_path / "run", tmp_path / "b"])
 
 
 def test_a_dry_run_compares_settings_before_the_checkpoint_is_here(write, model, tmp_path):
@@ -276,21 +270,23 @@ def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_
     first, *others = rows
     assert ask_rows([*others, first]) == []  # their order is no matter
     renamed = first | {"extra_info": json.dumps(json.loads(first["extra_info"]) | {"id": "another"})}
-    assert len(ask_rows([*others, renamed])) == 1 and len(found(results_file(tmp_path))) == 8  # one has left the split
+    assert (
+        len(ask_rows([*others, renamed])) == 1 and len(outcomes(results_file(tmp_path))) == 8
+    )  # one has left the split
     item = load_split("toy", str(toy_dir))[0]
     cues = [replace(item, subtitles=(Cue(0, 1, text),)) for text in ("Hello", "Goodbye")]
-    assert len({evaluation.item_digest(x) for x in (item, *cues)}) == 3  # its subtitles are part of it
+    assert len({results.item_digest(x) for x in (item, *cues)}) == 3  # its subtitles are part of it
 
 
 def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
 
-    def prompts(**contract) -> list[str]:
-        jobs = evaluation.list_jobs(cfg)
-        return [evaluation.settings(cfg, job, VisualContract(**contract), "")["prompts"] for job in jobs]
+    def prompts(cfg=cfg) -> list[str]:
+        return [job.header["prompts"] for job in evaluation.with_headers(cfg, evaluation.list_jobs(cfg), None)]
 
     before = prompts()
-    assert prompts(stamp="") == before  # a setting of its own: Charades has stamps, other splits none
+    # A setting of its own: Charades has stamps, other splits none.
+    assert prompts(replace(cfg, visual=VisualContract(stamp=""))) == before
     with monkeypatch.context() as patch:
         patch.setitem(tools.TOOLS, "crop_video", replace(tools.TOOLS["crop_video"], schema={"name": "crop_video"}))
         assert prompts()[0] != before[0] and prompts()[1] == before[1]  # without tools, none is described
@@ -328,8 +324,8 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_p
     process.communicate()
     assert 2 < lines() < 9
     run(cfg)
-    expected = found(results_file(tmp_path / "whole"))
-    assert found(file) == expected and len({r[1] for r in expected.values()}) == 8
+    expected = outcomes(results_file(tmp_path / "whole"))
+    assert outcomes(file) == expected and len({r[1] for r in expected.values()}) == 8
     assert lines() == 9  # nothing was asked twice
 
 
@@ -350,12 +346,12 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
     model(broken)
     run(path, "limit=5", "rollout.concurrency=1")  # one after another, so that it is the fifth whose lines are torn
     file.write_bytes(file.read_bytes()[:-30])
-    assert len(found(file)) == 4 and found(file)[items[0]] == (None, None, 0.0, False, 0, 0, "EngineError: gone")
+    assert len(outcomes(file)) == 4 and outcomes(file)[items[0]] == (None, None, 0.0, False, 0, 0, "EngineError: gone")
     engines = model(reply)
     run(path)
     run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # where is no setting
     assert len(engines) == 1  # not even opened
-    assert asked(engines) == 3 * 5 and len(found(file)) == 8  # two turns and a report of all but three items
+    assert asked(engines) == 3 * 5 and len(outcomes(file)) == 8  # two turns and a report of all but three items
 
 
 # ------------------------------------------------------------------------------------------------ what fails
@@ -369,7 +365,7 @@ def test_a_run_in_which_every_item_failed_says_so_and_blocks_nothing(write, mode
     says_so = r"error: all 8 items of .*toy-K4-direct.jsonl failed; the last: .* fills max_context = 40"
     assert re.search(says_so, capsys.readouterr().err)
     assert run(path) == 0
-    assert read_results(file).settings["rollout"]["max_context"] == 32768 and len(found(file)) == 8
+    assert read_results(file).settings["rollout"]["max_context"] == 32768 and len(outcomes(file)) == 8
 
 
 def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path, monkeypatch):
@@ -379,14 +375,15 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
         run(path)
 
     def overtaken(*given):
-        monkeypatch.setattr(evaluation, "prepare", plain)
-        return plain(*given), run(path)
-
-    plain = evaluation.prepare
-    monkeypatch.setattr(evaluation, "prepare", lambda *given: overtaken(*given)[0])
-    with pytest.raises(config.ConfigError, match="another process has just answered items; start again"):
+        monkeypatch.setattr(evaluation, "refuse_what_cannot_run", plain)
+        left = plain(*given)
         run(path)
-    assert asked(engines) == 8 == len(found(results_file(tmp_path)))
+        return left
+
+    plain = evaluation.refuse_what_cannot_run
+    monkeypatch.setattr(evaluation, "refuse_what_cannot_run", overtaken)
+    run(path)
+    assert asked(engines) == 8 == len(outcomes(results_file(tmp_path)))
 
 
 def test_a_connection_that_fails_leaves_no_results(write, monkeypatch, tmp_path):
@@ -408,7 +405,7 @@ def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, m
     model(says("reddish"))
     run(path)
     there.shutdown()
-    for answer, prediction, score, judged, turns, _, error in found(results_file(tmp_path)).values():
+    for answer, prediction, score, judged, turns, _, error in outcomes(results_file(tmp_path)).values():
         assert (answer, prediction, score, judged, turns) == ("reddish", None, 0.0, False, 1)
         assert error.startswith(f"JudgeError: EngineError: {there.url}: Error code: 500")
     header, _, row = sections(capsys.readouterr().out)["Per item"]
@@ -418,7 +415,7 @@ def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, m
     there = Endpoint("Yes.")
     run(path, f"grading.judge.url={there.url}")  # where the judge runs is no setting
     there.shutdown()
-    assert {r[1:4] for r in found(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
+    assert {r[1:4] for r in outcomes(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
 
 
 @pytest.mark.parametrize("lenient", [False, True])
@@ -486,9 +483,7 @@ def test_a_score_without_a_miss_is_not_certain(tmp_path):
     """Past bug: 20 right of 20 had the interval [100.0, 100.0]. Wilson's is written out in every textbook: 83.9."""
     write_results(tmp_path / "all", "videomme", lines("1" * 20), name="all", total=2700)
     write_results(tmp_path / "none", "videomme", lines("0" * 20), name="none", total=2700)
-    half = [
-        line(str(i), i % 2, video=f"v/{i // 10}.mp4") for i in range(20)
-    ]  # two videos alike: the bootstrap's has no width
+    half = [line(str(i), i % 2, video=f"v/{i // 10}.mp4") for i in range(20)]  # alike: the bootstrap's has no width
     write_results(tmp_path / "half", "videomme", half, name="half", total=2700)
     scores = sections(tables.report([tmp_path / name for name in ("all", "none", "half")]))["Scores"][2:]
     cells = {row[0]: row[4] for row in scores if row[2] == "tagged"}
@@ -496,9 +491,7 @@ def test_a_score_without_a_miss_is_not_certain(tmp_path):
     assert cells["half"].startswith("50.0 [9.5, 90.5]")  # of two videos
     gain = next(row[4] for row in scores if row[:3] == ["none", "parallel", "gain, tagged"])
     assert gain == "-100.0 [-100.0, -100.0] (20)"  # of the same items: the bootstrap's
-    rows = [
-        line(str(i), i < 100, video="v/0.mp4" if i < 100 else f"v/{i}.mp4") for i in range(150)
-    ]  # one video has most
+    rows = [line(str(i), i < 100, video=f"v/{i if i >= 100 else 0}.mp4") for i in range(150)]  # one video has most
     low, high = interval([x["score"] for x in rows], [x["videos"][0] for x in rows])
     assert low < 0.5 and high > 0.8  # wider than Wilson's, so it stands
     assert tables.mean_cell([x["score"] for x in rows], rows) == f"66.7 [{100 * low:.1f}, {100 * high:.1f}]"
@@ -506,7 +499,7 @@ def test_a_score_without_a_miss_is_not_certain(tmp_path):
 
 def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
     """Charades has its own K, so that no row of a full run had all seven splits; other protocols had no baseline."""
-    published = tables.read_published()["table"]
+    published = results.read_published()["table"]
     expected = (
         ("ParaVT-8B", "parallel", "59.3", "+7.9 / +6.7 % (7)"),  # as on the project page
         ("Qwen3-VL-8B", "parallel", "55.6", "+0.0 / +0.0 % (7)"),
@@ -534,6 +527,10 @@ def test_a_score_says_what_is_missing_or_published(tmp_path):
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\] \(4 of 2700\)", by_split[0]["videomme"])
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\]", by_split[0]["lvbench"])
     assert (by_split[-1]["arm"], by_split[-1]["videomme"], by_split[-1]["lvbench"]) == ("published", "", "39.8")
+    # Past bug: `limit=2` printed [nan, nan]; of one video nothing is known.
+    write_results(tmp_path / "one", "videomme", [line("a", 1, video="v"), line("b", 0, video="v")], total=2700)
+    told = tables.report([tmp_path / "one"])
+    assert "nan" not in told and sections(told)["Scores"][2][4] == "50.0 (2 of 2700)"
 
 
 def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_path):
@@ -571,26 +568,11 @@ def test_a_gain_over_another_number_of_frames_says_both(tmp_path):
     assert not any(row[0] == "Conan-7B (own)" and row[2].startswith("gain") for row in found)
 
 
-def test_one_video_has_a_score_without_an_interval(tmp_path):
-    """`limit=2` printed [nan, nan]."""
-    rows = [line("a", 1, video="v"), line("b", 0, video="v")]
-    write_results(tmp_path, "videomme", rows, total=2700)
-    told = tables.report([tmp_path])
-    assert "nan" not in told and sections(told)["Scores"][2][4] == "50.0 (2 of 2700)"
-
-
 def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_path, capsys):
     write_results(tmp_path, "videomme", lines("11"))
-    unscored = (
-        json.dumps({key: value for key, value in line("0", 1).items() if key != "score"}).encode() + b"\n"
-    )  # a traceback
-    for number, damage in (
-        (2, b'{"id": "0", "sc\n'),
-        (2, unscored),
-        (1, b"\n"),
-        (1, b'{"id": "0"}\n'),
-        (1, b'{"total": 3}\n'),
-    ):
+    unscored = json.dumps({key: value for key, value in line("0", 1).items() if key != "score"}).encode() + b"\n"
+    damages = [(2, b'{"id": "0", "sc\n'), (2, unscored), (1, b"\n"), (1, b'{"id": "0"}\n'), (1, b'{"total": 3}\n')]
+    for number, damage in damages:
         path = write_results(tmp_path, "lvbench", lines("10"))
         content = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join([*content[: number - 1], damage, *content[number:]]))
@@ -676,13 +658,6 @@ def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
 ROWS = sorted(CONFIGS.glob("*/*.yaml"))  # in own/: as the authors ask; one folder up: as in the published run
 
 
-def test_every_row_of_the_published_table_has_a_config():
-    published = tables.read_published()["table"]["rows"]
-    stems = {path.stem for path in CONFIGS.glob("*.yaml")} - {"base", "published", "toy"}
-    assert {load(CONFIGS / f"{stem}.yaml").name for stem in stems} == {row["name"] for row in published}
-    assert {path.stem for path in ROWS} == stems - {"gpt4o", "gemini_15_pro", "qwen25vl_7b"}
-
-
 @pytest.mark.parametrize("path", ROWS, ids=lambda path: path.stem)
 def test_a_row_is_asked_in_both_ways(path):
     row = path.stem
@@ -694,10 +669,10 @@ def test_a_row_is_asked_in_both_ways(path):
     assert visual.stamp == READS.get(protocol, {"stamp": ""})["stamp"]
     blind = load(CONFIGS / f"{row}.yaml", "visual.stamp=''")
     job = EvalJob("toy", 64, protocol, cfg.rollout, [], 8, Path())
-    header = evaluation.settings(blind, job, blind.visual, "")["visual"]
+    header = results.make_header(blind, job, None, None)["visual"]
     assert header == dataclasses.asdict(visual) | READS.get(protocol, {})
     assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
-    assert cfg.prompting.protocol == (protocol if protocol in protocols.PROTOCOLS else "think")
+    assert cfg.prompting.protocol == (protocol if protocol in protocols.FLOWS else "think")
     if cfg.agentic:
         assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
     # As the authors ask: the same weights on the same data, in a run and a row of its own.
@@ -712,42 +687,34 @@ def two_gpus_with_sglang_and_three_cores() -> None:
     importlib.util.find_spec = lambda name: name
     from eval import EvalConfig, requests_at_once
 
-    # Published frames are large; of GPT-4o, requests under way.
-    for row, at_once in (("paravt_8b", 16), ("own/paravt_8b", 64), ("gpt4o", 8)):
+    for row in ("paravt_8b", "own/paravt_8b", "gpt4o"):
         cfg = config.load(EvalConfig, f"configs/eval/{row}.yaml")
-        found, _ = requests_at_once(cfg, cfg.visual or VisualContract())
-        print(cfg.rollout.server_gpus, found == at_once, cfg.decoders)
+        at_once, _ = requests_at_once(cfg, cfg.visual or VisualContract())
+        print(cfg.rollout.server_gpus, at_once, cfg.decoders)
 
 
 def test_a_row_takes_the_gpus_and_cores_of_its_machine():
     """A row was written for 8 GPUs; on another machine it was refused."""
     cfg = load(CONFIGS / "own" / "paravt_8b.yaml")
-    assert (cfg.rollout.server_gpus, cfg.rollout.concurrency, cfg.decoders) == (
-        (),
-        32,
-        os.cpu_count(),
-    )  # none, no SGLang
-    assert finish(Forked(two_gpus_with_sglang_and_three_cores)) == "(0, 1) True 3\n(0, 1) True 3\n() True 3\n"
+    without_sglang = (cfg.rollout.server_gpus, cfg.rollout.concurrency, cfg.decoders)
+    assert without_sglang == ((), 32, os.cpu_count())
+    # Published frames are large; of GPT-4o, requests under way.
+    assert finish(Forked(two_gpus_with_sglang_and_three_cores)) == "(0, 1) 16 3\n(0, 1) 64 3\n() 8 3\n"
     assert load(CONFIGS / "toy.yaml").rollout.server_gpus == ()
 
 
 def test_requests_whose_frames_the_machine_cannot_hold_are_refused(monkeypatch, capsys):
     """Past bug: a published row asked 32 requests a GPU at once, each with 906 MB of frames: 232 GB on eight."""
-    published = load(CONFIGS / "paravt_8b.yaml")
-    monkeypatch.setattr(checks.Path, "read_text", lambda path: "MemTotal: 1 kB\nMemAvailable: 100000000 kB\n")
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=50e9))
-    check_host_memory(64, 100 << 20)
+    row = load(CONFIGS / "paravt_8b.yaml", "rollout.server_gpus=[0, 1]", "rollout.concurrency=64")
+    monkeypatch.setattr(checks.Path, "read_text", lambda path: "MemTotal: 1 kB\nMemAvailable: 12000000 kB\n")
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=5e9))
+    check_host_memory(8, 100 << 20)
     assert not capsys.readouterr().out
-    check_host_memory(64, 10**9)
-    assert "has 50 GB free for frames that take 64: the rest travels inside requests" in capsys.readouterr().out
-    with pytest.raises(
-        config.ConfigError, match="need 256 GB of memory, 102 are free: set rollout.concurrency to at most 102"
-    ):
-        check_host_memory(256, 10**9)
-    monkeypatch.setattr(checks.Path, "read_text", lambda path: "MemAvailable: 12000000 kB\n")
+    check_host_memory(8, 10**9)
+    assert "has 5 GB free for frames that take 8: the rest travels inside requests" in capsys.readouterr().out
     monkeypatch.setattr(evaluation, "check_servers", lambda cfg: None)
-    row = replace(published, rollout=replace(published.rollout, server_gpus=(0, 1), concurrency=64))
-    with pytest.raises(config.ConfigError, match="16 requests at once need 16 GB of memory, 12 are free"):
+    rule = "16 requests at once need 16 GB of memory, 12 are free: set rollout.concurrency to at most 12"
+    with pytest.raises(config.ConfigError, match=rule):
         evaluation.check_engine(row, None)
 
 
@@ -770,18 +737,6 @@ def test_every_command_in_a_config_is_one_that_loads():
             load(REPO / file, *(word for word in words if word != "--dry-run"))
     files = {str(path.relative_to(REPO)) for path in CONFIGS.rglob("*.yaml")}
     assert set(commands) == files - {"configs/eval/base.yaml", "configs/eval/published.yaml"}
-
-
-@pytest.mark.parametrize("row", ["paravt_8b", "conan", "gpt4o"])
-def test_a_dry_run_names_all_that_is_missing_and_unlike_the_paper(row, tmp_path, monkeypatch, capsys):
-    cfg = load(CONFIGS / f"{row}.yaml", "rollout.server_gpus=[]", "api={url: '', model: ''}")
-    monkeypatch.chdir(tmp_path)
-    assert dry_run(cfg) == 1
-    told = capsys.readouterr().out
-    assert f"note    {cfg.checkpoint} is not here; the run would fetch it from the hub" in told
-    for split, root in cfg.splits.items():
-        assert f"MISSING {split}: {root}: no such folder" in told and f"--local-dir {root}`" in told
-    assert ("published run: frames are JPEGs" in told) == (row != "gpt4o")
 
 
 def test_a_model_that_is_asked_otherwise_than_it_was_trained_says_so(write, model, toy_dir, tmp_path, capsys):
@@ -870,32 +825,17 @@ def test_a_checkpoint_that_is_nowhere_is_missing(write, name, capsys):
         assert f"note    {there} is not here; the run would fetch it" in capsys.readouterr().out
 
 
-def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_dir, monkeypatch, capsys):
-    cfg, weights = load(write()), (toy_dir / "model" / "model.safetensors").stat().st_size
+def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_dir, monkeypatch):
+    """test_plan.py has what such a plan holds. Weights that are stored in 32 bits are served in 16."""
+    stored = (toy_dir / "model" / "model.safetensors").stat().st_size
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=weights))
-    text = json.loads((toy_dir / "model" / "config.json").read_text())["text_config"]
-    kv = 4 * text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"]
-    assert dry_run(cfg) == 0  # stored in 32 bits, served in 16
-    told = capsys.readouterr().out
-    cache = f"{2 * kv * cfg.rollout.max_batch_tokens / 2**30:.1f} GiB"
-    assert re.search(f"KV cache of a batch, twice while it is read +{cache}", told)
-    assert "WARNING: may run out of memory" in told
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=weights // 3))
-    for work in (dry_run, evaluation.main):
-        with pytest.raises(config.ConfigError, match="engine, each of 1 GPUs: weights.* do not fit into"):
-            work(cfg)
-    # On a GPU that serves it; and before it is fetched, if its shapes are known.
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("shutil.which", lambda name: name)  # nvcc
-    for changes, kept, size in (
-        (["rollout.server_gpus=[0]"], "KV cache of 1 x 32768 tokens .*CUDA graphs and activations +6.0 GiB", "0.0"),
-        (["checkpoint=ParaVT/ParaVT-8B"], "KV cache of a batch, twice .* 36.0 GiB", "16.3"),
-        (["checkpoint=hub:Qwen/Qwen3-VL-8B-Instruct", "rollout.server_gpus=[0]"], "1 x 32768 tokens +4.5 GiB", "16.3"),
-    ):
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+    memory = stored
+    assert dry_run(load(write())) == 0
+    memory = stored // 3
+    for override, size in ((f"checkpoint={toy_dir}/model", "0.0"), ("checkpoint=ParaVT/ParaVT-8B", "16.3")):  # not here
         with pytest.raises(config.ConfigError, match=rf"engine, each of 1 GPUs: weights.* {size} GiB, do not fit into"):
-            dry_run(load(write(), *changes))
-        assert re.search(kept, capsys.readouterr().out, re.S)
+            dry_run(load(write(), override))
 
 
 def test_another_family_is_not_answered_by_random_weights(write, toy_dir, tmp_path):

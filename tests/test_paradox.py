@@ -1,4 +1,4 @@
-"""The study: every row has the same start and budget, jobs run once and in order, and the tables hold what the runs say."""
+"""The study: every row has the same start and budget, a job runs once and after those it needs, the tables hold what ran."""
 
 import functools
 import json
@@ -13,13 +13,14 @@ from scripts import REPO, Forked, alive, wait_for
 from tiny_checkpoint import END, MemoryVideos, Scripted, turns
 
 from eval import EvalConfig
-from evals import tables
+from evals import results
 from rl import RLConfig
 from rollout import AgentContext, RolloutConfig
 from runtime import config
 from sft import SFTConfig
-from study import paradox, toy
-from study.paradox import CLAIMS, CONTRAST, PATHS, ROWS, STEPS, VARIANTS, Job, by_seed, judge, read_figures
+from study import jobs, paradox, toy
+from study.jobs import SECONDS, Job, run_jobs
+from study.paradox import CLAIMS, CONTRAST, PATHS, ROWS, VARIANTS, by_seed, judge, read_figures
 
 ROOT = Path("runs/paradox")
 # A video of the test split that shows nothing in its first 8 seconds, and a flash within 32, whatever the seed.
@@ -30,52 +31,52 @@ CLASSES = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
 
 def configs(script: str) -> dict[str, SFTConfig | RLConfig | EvalConfig]:
     """Return the configs of all jobs that run a script, by the job's name: seed0-grpo."""
-    found = {}
+    loaded = {}
     for job in JOBS:
         if script in job.command:  # after torchrun, or alone
-            where = job.command.index(script)
-            found[job.name] = config.load(CLASSES[script], str(REPO / job.command[where + 1]), job.command[where + 2 :])
-    return found
+            name, *changes = job.command[job.command.index(script) + 1 :]
+            loaded[job.name] = config.load(CLASSES[script], str(REPO / name), changes)
+    return loaded
 
 
 # ------------------------------------------------------------------------------------------------ the jobs
 
 
-def test_every_job_reads_what_an_earlier_step_makes():
+def test_every_job_needs_exactly_those_that_make_what_it_reads():
     for listed in (JOBS, paradox.demo_jobs(ROOT)):
-        made = {}  # folder -> the step that makes it
+        makers = {}  # file or folder -> the job that makes it
         for job in listed:
-            text = " ".join(job.command)
-            folder = re.search(r"run=(\S+)|toy build (\S+)|--output (\S+)", text)
-            folder = next(filter(None, folder.groups()))
-            assert folder not in made, job
-            made[folder] = STEPS.index(job.step)
+            made = re.search(r"(?:\brun=|toy build |--output |-o )(\S+)", " ".join(job.command))[1]
+            assert made not in makers, job
+            makers[made] = job
         assert len({job.name for job in listed}) == len(listed)
         for job in listed:
-            reads = re.findall(r"(?:checkpoint=|path: |path\": \"|toy=|gate )(runs/\S+?)(?:/model|/\w+\.parquet|(?=[ \]]|$))", " ".join(job.command))  # fmt: skip
-            assert bool(reads) == (job.step != "build") and all(made[read] < STEPS.index(job.step) for read in reads)
+            paths = re.findall(r"runs/[\w/.-]+", " ".join(job.command))
+            read = [maker for made, maker in makers.items() for path in paths if f"{path}/".startswith(f"{made}/")]
+            assert {maker.name for maker in read} - {job.name} == set(job.needs)
+            kinds = list(SECONDS)
+            assert all(maker is job or kinds.index(maker.kind) < kinds.index(job.kind) for maker in read)
 
 
 def test_cold_starts_have_a_toy_of_their_seed_and_a_gate_on_each_path():
     starts = {name: cfg for name, cfg in configs("sft.py").items() if name.endswith("-sft")}
     assert len(starts) == len(PATHS) * 5 == 10
-    flags = {job.name: job.command[-2:] for job in JOBS if job.step == "build"}
+    flags = {job.name: job.command[-2:] for job in JOBS if job.kind == "build"}
     for name, cfg in starts.items():
         place, seed = name.removesuffix("-sft"), name[4]
-        assert cfg.data.seed == int(seed) and flags[f"{name}-toy"] == ("--seed", seed)
+        assert cfg.data.seed == int(seed) and flags[f"{name}-toy"] == ["--seed", seed]
         assert cfg.policy.checkpoint == f"runs/paradox/{place}/sft-toy/model"
         assert f"{place}-gate" in {job.name for job in JOBS}
-    assert {job.path for job in JOBS} == set(PATHS)
+    for job in JOBS:
+        assert job.environment == PATHS[re.match(r"seed\d(-old|)-", job.name)[1]]
 
 
 def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget():
     trainings, rows = configs("rl.py"), [row for row in VARIANTS if row.config]
     assert len(trainings) == sum(row.seeds for row in rows) + 2 * 5  # and two rows on the other path
-    budgets = {
-        (c.steps, c.batch_tasks, c.grpo, c.optim, c.rollout.temperature, c.staleness) for c in trainings.values()
-    }
-    assert len(budgets) == 1
+    budgets = set()
     for job, cfg in trainings.items():
+        budgets.add((cfg.steps, cfg.batch_tasks, cfg.grpo, cfg.optim, cfg.rollout.temperature, cfg.staleness))
         place, _, name = job.rpartition("-")
         seed = place.removeprefix("seed").partition("-")[0]
         assert cfg.seed == cfg.data.seed == int(seed)
@@ -83,6 +84,7 @@ def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget():
         assert cfg.policy.checkpoint == f"runs/paradox/{place}/{ROWS[name].start}/model"
         assert ROWS[name].prefix == cfg.rollout.think_prefix
         assert [source.path for source in cfg.data.sources] == [f"runs/paradox/{place}/sft-toy/rl.parquet"]
+    assert len(budgets) == 1
 
 
 def test_a_row_and_its_control_differ_in_what_the_name_says():
@@ -102,34 +104,35 @@ def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
         place, _, name = job.removesuffix("-eval").rpartition("-")
         toy = f"runs/paradox/{place}/sft-toy"
         assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": toy}
-        assert (
-            cfg.rollout.temperature == 1 and cfg.rollout.think_prefix == ROWS[name].prefix and cfg.arms == ("parallel",)
-        )
+        assert (cfg.rollout.temperature, cfg.rollout.think_prefix, cfg.arms) == (1, ROWS[name].prefix, ("parallel",))
         assert cfg.checkpoint == (f"{toy}/model" if cfg.name == "base" else f"runs/paradox/{place}/{cfg.name}/model")
 
 
 # ------------------------------------------------------------------------------------------------ the work
 
 
-def python(tmp_path, name: str, then: str = "") -> tuple[str, str]:
+def python(tmp_path, name: str, then: str = "") -> list[str]:
     """A command that notes its name in the file `order`."""
-    return "-c", f"import sys, time\nwith open({str(tmp_path / 'order')!r}, 'a') as f: f.write('{name}')\n{then}"
+    return ["-c", f"import sys, time\nwith open({str(tmp_path / 'order')!r}, 'a') as f: f.write('{name}')\n{then}"]
 
 
-def test_steps_run_in_order_until_one_fails_and_no_job_twice(tmp_path, capsys):
-    jobs = [Job(step, step[0], python(tmp_path, step[0])) for step in reversed(STEPS)]
-    fails = jobs[1]._replace(command=python(tmp_path, "t", "sys.exit(1)"))
-    assert not paradox.run_jobs([jobs[0], fails, *jobs[2:]], tmp_path)
-    assert (tmp_path / "order").read_text() == "bst" and "t: failed, see" in capsys.readouterr().out
-    assert paradox.run_jobs(jobs, tmp_path)
-    assert (tmp_path / "order").read_text() == "bst" + "te"
-    assert {path.name for path in (tmp_path / "done").iterdir()} == set("bste")
+def test_a_job_runs_after_those_it_needs_until_one_fails_and_never_twice(tmp_path, capsys):
+    """Listed are the last ones first, and all may start by their kind."""
+    listed = [
+        Job("train", name, python(tmp_path, name), needs) for name, needs in (("c", ["b"]), ("b", ["a"]), ("a", []))
+    ]
+    fails = replace(listed[1], command=python(tmp_path, "b", "sys.exit(1)"))
+    assert not run_jobs([listed[0], fails, listed[2]], tmp_path)
+    assert (tmp_path / "order").read_text() == "ab" and "b: failed, see" in capsys.readouterr().out
+    assert run_jobs(listed, tmp_path)
+    assert (tmp_path / "order").read_text() == "ab" + "bc"
+    assert {path.name for path in (tmp_path / "done").iterdir()} == set("abc")
 
 
 def test_a_job_ends_with_the_study_even_if_it_is_killed(tmp_path):
     """Past bug: after a SIGTERM the jobs went on, and the next study started them a second time."""
     job = Job("train", "slow", python(tmp_path, "s", "import os\nprint(os.getpid(), flush=True)\ntime.sleep(60)"))
-    study = Forked(functools.partial(paradox.run_jobs, [job], tmp_path))
+    study = Forked(functools.partial(run_jobs, [job], tmp_path))
     log = tmp_path / "logs" / "slow.log"
     wait_for(lambda: log.exists() and log.read_text())
     study.kill()
@@ -138,20 +141,30 @@ def test_a_job_ends_with_the_study_even_if_it_is_killed(tmp_path):
 
 
 def test_a_core_that_is_free_gets_the_next_job_at_once(tmp_path, monkeypatch):
-    """Past bug: jobs ran in batches, so a core was idle while the longer one of two ran."""
-    monkeypatch.setattr(paradox.os, "sched_getaffinity", lambda pid: {0, 1})
+    """An evaluation runs beside another row's training. Past bug: jobs ran in batches, so a core was idle while the longer
+    one of two ran."""
+    monkeypatch.setattr(jobs.os, "sched_getaffinity", lambda pid: {0, 1})
     read = f"open({str(tmp_path / 'order')!r}).read()"
     waits = f"for _ in range(100):\n    time.sleep(0.2)\n    if 'c' in {read}: sys.exit()"
-    jobs = [Job("train", "a", python(tmp_path, "a", f"{waits}\nsys.exit('c never came')"))]
-    jobs += [Job("train", name, python(tmp_path, name)) for name in "bc"]
-    assert paradox.run_jobs(jobs, tmp_path)
+    listed = [Job("evaluate", "c", python(tmp_path, "c"), needs=["b"])]
+    listed += [Job("train", "a", python(tmp_path, "a", f"{waits}\nsys.exit('c never came')"))]
+    listed += [Job("train", "b", python(tmp_path, "b"))]
+    assert run_jobs(listed, tmp_path)
 
 
-def test_a_job_that_takes_long_says_how_far_it_is(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(paradox, "NEWS", 0.3)
+def test_a_job_of_two_cores_has_both_or_the_only_one_to_itself():
+    start, other = Job("start", "s", [], cores=2), Job("train", "t", [])
+    busy = [Job("build", "b", [])]
+    assert jobs.next_job([start, other], busy, 2) is None and jobs.next_job([start, other], busy, 3) == start
+    assert jobs.next_job([start, other], [], 1) == start
+
+
+def test_a_job_that_takes_long_says_how_far_it_is_and_what_is_left(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jobs, "NEWS", 0.3)
     job = Job("train", "slow", python(tmp_path, "s", "print('step 1\\rstep 2', flush=True)\ntime.sleep(1)"))
-    assert paradox.run_jobs([job], tmp_path)
-    assert "slow: step 2\n" in capsys.readouterr().out
+    assert run_jobs([job], tmp_path)
+    left = "0 of 1 jobs are done; the others take about 0.6 minutes of two quiet cores"  # 75 s of one core
+    assert f"{left}\nslow: step 2\n" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------ the tables
@@ -164,12 +177,9 @@ def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> N
         lines = [{"name": name, "split": "toy", "k": 4, "arm": "parallel", "items": len(values), "total": 128}]
         for i, score in enumerate(values):
             calls = 2 if i >= 4 else i % 2
-            made = [
-                {"error": "", "window": [0, 8], "text": toy.NOTHING},
-                {"error": "", "window": [8, 16], "text": toy.NOTHING},
-            ]
+            made = [{"error": "", "window": window, "text": toy.NOTHING} for window in ([0, 8], [8, 16])]
             line = {"id": str(i), "score": score, "calls": made[:calls], "f": 0.25, "well_formed": 1.0}
-            lines.append(dict.fromkeys(tables.RECORD) | line | {"videos": [f"videos/{LATE.name}"]})
+            lines.append(dict.fromkeys(results.RECORD) | line | {"videos": [f"videos/{LATE.name}"]})
         folder = root / f"seed{seed}" / "eval" / name
         folder.mkdir(parents=True)
         (folder / "toy-K4-parallel.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -210,8 +220,8 @@ def test_a_collapse_that_recovers_before_the_end_is_seen(tmp_path):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "seed1-old-paragrpo").write_text("abc")
-    found = {"lowest_accuracy": 0.5, "lowest_well_formed": 0.5, "last_f": 0.95}
-    assert read_figures(tmp_path) == {"seed1-old/paragrpo": found | {"commit": "abc"}}
+    held = {"lowest_accuracy": 0.5, "lowest_well_formed": 0.5, "last_f": 0.95}
+    assert read_figures(tmp_path) == {"seed1-old/paragrpo": held | {"commit": "abc"}}
 
 
 def run_command(monkeypatch, what: str = "tables") -> list:
@@ -260,7 +270,7 @@ def test_figures_outlive_their_runs_and_newer_ones_replace_them(studied, monkeyp
 
 def test_figures_of_another_commit_are_refused_by_the_demo_and_told_of_by_the_study(studied, monkeypatch, capsys):
     """Past bug: of runs that had been made before a renaming, both ended with a KeyError."""
-    monkeypatch.setattr(paradox, "git_commit", lambda: "def")
+    monkeypatch.setattr(jobs, "git_commit", lambda: "def")
     run_command(monkeypatch)
     assert "runs/paradox has figures of commit abc, and this is def: they join" in capsys.readouterr().out
     shutil.copytree(ROOT, "runs/demo")
@@ -281,8 +291,7 @@ def figures_of_claims(seed: str, **by_figure: dict[str, float]) -> dict:
     figures = {}
     for name in CONTRAST:
         for k in (0, 4):
-            found = {what: by_row[name] for what, by_row in by_figure.items()}
-            figures[f"{seed}/{name}/K={k}"] = found
+            figures[f"{seed}/{name}/K={k}"] = {what: by_row[name] for what, by_row in by_figure.items()}
     return figures
 
 
@@ -309,7 +318,7 @@ def test_the_demo_fails_where_every_recorded_run_succeeds_and_names_what(capsys)
     assert judge({}, recorded) == [claim.text for claim in CLAIMS]
 
 
-def test_the_cure_needs_the_whole_last_third_and_right_reports_and_claims_are_counted_beside_it():
+def test_the_repair_needs_the_whole_last_third_and_right_reports_and_claims_are_counted_beside_it():
     bad = {1: {"lowest_accuracy": 0.84}, 2: {"reports_right": 0.97}, 3: {}}
     figures = {}
     for seed in range(4):
@@ -317,16 +326,14 @@ def test_the_cure_needs_the_whole_last_third_and_right_reports_and_claims_are_co
         figures |= figures_of_claims(f"seed{seed}-old", **claims)
         held = {"lowest_accuracy": 0.85, "lowest_well_formed": 0.8, "last_f": 0.9, "reports_right": 0.98}
         figures[f"seed{seed}-old/paragrpo"] = held | bad.get(seed, {})
-    table = paradox.cure_table(figures)
-    assert "2 of 4 trainings hold; 3 of 4 runs show all claims" in table and table.count("NO") == 2
+    table = paradox.repair_table(figures)
+    assert "2 of 4 trainings hold to the end; 3 of 4 runs show all claims" in table and table.count("NO") == 2
     assert re.search(r"seed0 .* yes +\| 7 of 7", table) and re.search(r"seed3 .* yes +\| 6 of 7", table)
 
 
 @pytest.mark.parametrize("honest", [True, False])
-def test_the_demo_ends_with_an_episode_whose_two_reports_and_answer_are_right(
-    toy_renderer, monkeypatch, capsys, honest
-):
-    """The flash lies in the second half. The first video is too short for two windows."""
+def test_the_demo_ends_with_an_episode_that_is_all_right(toy_renderer, monkeypatch, capsys, honest):
+    """Two reports and the answer. The flash lies in the second half. The first video is too short for two windows."""
     long = replace(LATE, name="test00001.mp4", duration=64, start=40.0, length=24.0)
     monkeypatch.setattr(toy, "draw_splits", lambda seed: {"test": [LATE, long]})
 

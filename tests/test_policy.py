@@ -416,16 +416,6 @@ def test_the_learning_rate_rises_then_stays_or_falls_to_zero():
     assert {learning_rate(OptimConfig(lr=0.5), step, 10) for step in range(10)} == {0.5}
 
 
-def test_a_step_is_taken_at_the_rate_of_its_place_in_the_schedule():
-    cfg, model = OptimConfig(lr=0.1, warmup=0.5, weight_decay=0.0), torch.nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
-    for step, rate in ((0, 0.1 / 6), (3, 0.4 / 6), (9, 0.1)):
-        before = model.weight.item()
-        model.weight.grad = torch.ones(1, 1)
-        optimizer_step(model, optimizer, cfg, step, 10)
-        assert before - model.weight.item() == pytest.approx(rate, rel=1e-3)  # AdamW's step, under an even gradient
-
-
 def test_the_betas_of_the_config_are_those_of_the_moments():
     """Past mutant: AdamW had its own default."""
     model = torch.nn.Linear(3, 2)

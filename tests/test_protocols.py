@@ -31,7 +31,7 @@ TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "s
 END = "<|im_end|>"
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 PROTOCOLS = get_args(Protocol)
-ONE_TURN = [name for name in PROTOCOLS if name not in protocols.PROTOCOLS]
+ONE_TURN = [name for name in PROTOCOLS if name not in protocols.FLOWS]
 # Short texts, so that whole prompts can be written down here. Past bug: Conan's second prompt said `{question}`.
 SHORT = {"user": "{frames}|{question}|{request}", "mcq": "M"}
 TERSE = {

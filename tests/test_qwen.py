@@ -10,7 +10,7 @@ import pytest
 import qwen
 import yaml
 from scripts import Forked, finish, metrics, start
-from test_contract import as_transformers_parts, conversation
+from test_contract import as_transformers_parts
 from tiny_checkpoint import noise, play, turns
 
 from data import Episode, Task, Trajectory, encode_dialogue
@@ -166,9 +166,14 @@ def test_every_token_that_carries_the_answer_is_of_the_kind_answer(renderer, ans
     "question", ["Which color flashes?", "红伞在哪里？", "e\u0301t\u00e9 🙂\r\n\r\nB) \ufffd", " a\n\n"]
 )
 def test_ids_are_those_of_the_chat_template(renderer, schemas, question):
-    messages = conversation(noise(3), noise(2, width=96, height=64))
-    messages[1]["content"] = [messages[1]["content"][0], question]
-    messages[3]["content"] = question
+    messages = [
+        {"role": "system", "content": "Answer with <answer>."},
+        {"role": "user", "content": [noise(3), question]},
+        {"role": "assistant", "content": f"<think>\n{THOUGHT}{CALLS}"},
+        {"role": "tool", "content": question},
+        {"role": "tool", "content": ["Look: ", noise(2, width=96, height=64)]},
+        {"role": "assistant", "content": f"<think>\n{ANSWER}"},
+    ]
     for part in (messages[:2], messages):
         ours = renderer.render(part, schemas, generate=True)
         theirs = renderer.tokenizer.apply_chat_template(

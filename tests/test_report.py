@@ -119,8 +119,8 @@ def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoi
     assert report.read_metrics(run / "metrics.jsonl") == [{"step": 0, "R_acc": 0.5}, {"step": 1, "R_acc": 0.25}]
     file = run / "episodes" / "step-000000.jsonl"
     file.write_text(file.read_text()[:-2000])
-    found = read_run(run, "run", {}, 200, checkpoint)
-    assert [len(group["episodes"]) for group in found.steps[0]] == [1]
+    read = read_run(run, "run", {}, 200, checkpoint)
+    assert [len(group["episodes"]) for group in read.steps[0]] == [1]
     begun = write_run(tmp_path / "b", [])
     (begun / "metrics.jsonl").unlink()
     report.write_page(tmp_path / "page.html", [read_run(begun, "begun", {}, 200)])
@@ -254,9 +254,9 @@ def test_the_page_needs_nothing_but_itself_and_has_a_picture_beside_it(page):
     assert not re.search(r"""https?:|//\w+\.|@import|\burl\(|<link|\bsrc=|href="[^#]""", template)
     assert text.count("</script>") == template.count("</script>")  # what a model wrote ends no element
     assert "<img" not in text
-    found = content(page)
-    assert found["groups"] == ["para (2 seeds)", "grpo"]
-    assert found["runs"][0]["steps"][0][1][0]["question"] == HOSTILE
+    shown = content(page)
+    assert shown["groups"] == ["para (2 seeds)", "grpo"]
+    assert shown["runs"][0]["steps"][0][1][0]["question"] == HOSTILE
     colors = {color for _, color in Image.open(page.parent / "png" / "curves.png").convert("RGB").getcolors(1 << 24)}
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colors  # of the curves for a README: both groups have a line
 
@@ -279,7 +279,7 @@ def test_a_browser_draws_the_curves_opens_an_episode_and_finds_others(page):
     const select = document.querySelector("select.kind");
     select.value = "wrong";
     select.dispatchEvent(new Event("change"));
-    seen.found = text("#found");
+    seen.found = text("#matches");
     """
     report_back = f"<script>const seen = {{}}; {script}; document.title = JSON.stringify(seen);</script>"
     acted = page.with_name("acted.html")

@@ -453,7 +453,8 @@ def held_out(toy_dir: Path) -> dict:
 
 def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch):
     """Batch s ends when weights s are being written, and batch s + 2 begins before step s is saved. An evaluation has the
-    engine to itself. A server that restarts while the new weights are loaded finds the old ones."""
+    engine to itself. A server that restarts while the new weights are loaded finds the old ones. Past bug: weights were
+    written after sampling had ended, and the next batch began after a state was saved."""
     begun, writing, told, there = defaultdict(threading.Event), defaultdict(threading.Event), [], []
 
     def note(owner, name, before=lambda *_: None):

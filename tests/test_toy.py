@@ -36,28 +36,25 @@ def test_the_same_seed_builds_the_same_bytes(tmp_path):
     assert a == b and a.keys() == c.keys() and a["sft.parquet"] != c["sft.parquet"]
 
 
-def test_the_crops_of_a_task_show_its_flash_and_small_overviews_miss_it():
+def test_the_crops_of_a_task_vary_and_show_its_flash_and_small_overviews_miss_it():
     seen = {k: [] for k in toy.OVERVIEWS}
+    windows = []
     caught = []
     for flash in flashes(2000):
         for cue in {"", flash.half}:
-            crops = toy.windows(flash, cue)
-            caught.append(any(flash.visible(toy.crop_times(flash, *window)) for window in crops))
+            windows.append(tuple(toy.windows(flash, cue)))
+            caught.append(any(flash.visible(toy.crop_times(flash, *window)) for window in windows[-1]))
         if flash.length == toy.SHORT:
             for k in toy.OVERVIEWS:
                 seen[k].append(flash.visible(toy.overview_times(flash, k)))
         else:
             assert flash.visible(toy.overview_times(flash, 4))
     assert np.mean(caught) > 0.99
+    assert len(set(windows)) == 8  # 3 durations x (anywhere, first half, second half), of which one coincides
+    assert 0.15 < np.mean([len(crops) == 2 for crops in windows]) < 0.6  # tasks that need two at once
     chance = {k: round(float(np.mean(v)), 2) for k, v in seen.items()}
     assert chance[4] < 0.3 and chance[8] < 0.5 and chance[64] > 0.99
     assert sorted(chance.values()) == list(chance.values())
-
-
-def test_windows_vary_and_some_tasks_need_two_at_once():
-    windows = [tuple(toy.windows(flash, cue)) for flash in flashes(500) for cue in {"", flash.half}]
-    assert len(set(windows)) == 8  # 3 durations x (anywhere, first half, second half), of which one coincides
-    assert 0.15 < np.mean([len(w) == 2 for w in windows]) < 0.6
 
 
 def test_a_decoded_flash_has_its_color_and_the_rest_is_grey(toy_dir, videos):
@@ -122,16 +119,8 @@ def blind(prompt: str, seed: int) -> str:
 def test_the_gate_tells_the_circuits_apart(toy_dir, tokenizer, videos):
     """A policy without eyes that can copy: its clips without a flash are right, those with one wrong, and so on."""
     renderer = Renderer(tokenizer, toy.CONTRACT)
-    context = AgentContext(
-        Scripted(renderer, blind), renderer, videos, RolloutConfig(temperature=0.0, think_prefix=False)
-    )
+    cfg = RolloutConfig(temperature=0.0, think_prefix=False)
+    context = AgentContext(Scripted(renderer, blind), renderer, videos, cfg)
     figures = gate.measure(context, toy_dir, toy.draw_splits(0, conftest.SMALL)["test"], items=6)
-    assert figures == {
-        "reports_flash": 0,
-        "reports_none": 1,
-        "copied": 1,
-        "tools_k4": 0,
-        "direct_k64": 0,
-        "well_formed": 1,
-        "kappa": 1,
-    }
+    right = {"reports_none": 1, "copied": 1, "well_formed": 1, "kappa": 1}
+    assert figures == right | {"reports_flash": 0, "tools_k4": 0, "direct_k64": 0}

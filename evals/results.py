@@ -1,0 +1,280 @@
+"""results.py: the files of results that eval.py writes, and which of them may be continued or compared.
+
+    lines, items = resume(job)          # the lines of job.path that stay, and the items that must be asked
+    results = read_results(path)        # one file: settings (its first line), records (a line per item)
+    refuse_mixtures(all_results)        # a row of a table is one model, sampled in one way
+
+`cfg` is an EvalConfig, `folder` its checkpoint. A dry run may not have that here (None): what only it tells is not compared.
+"""
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import data
+from evals.benchmarks import Item, figures
+from evals.protocols import READS
+from rollout import RolloutConfig
+from runtime import config
+from runtime.dataset import DataError
+from runtime.settings import MAY_CHANGE
+from runtime.visual import VisualContract
+
+PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
+HEADER = ("name", "arm", "k", "split", "total")  # fields of every file's first line that tables read
+RECORD = (  # and of every other line
+    "id", "videos", "kind", "prediction", "score", "judged", "lenient", "calls", "turns", "tokens", "agent_tokens",
+    "truncated", "seconds", "error",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EvalJob:
+    """One file of results: a split, asked in one way."""
+
+    split: str
+    k: int
+    arm: str  # of other models, the protocol
+    rollout: RolloutConfig  # with the arm as its dispatch
+    items: list[Item]  # as many as `limit` says
+    total: int  # items of the whole split
+    path: Path
+    header: dict[str, Any] = field(default_factory=dict)  # what shapes its results
+
+
+@dataclass
+class Results:
+    """One file of results."""
+
+    settings: dict[str, Any]  # its header
+    records: list[dict[str, Any]]  # one per item
+
+    def __post_init__(self):
+        self.name = self.settings["name"]
+        self.arm = self.settings["arm"]
+        self.k = self.settings["k"]
+        self.split = self.settings["split"]
+
+    def read(self, reading: str) -> "Results":
+        """Return the results with the scores of that reading."""
+        if reading == "tagged":
+            return self
+        return Results(self.settings, [record | record["lenient"] for record in self.records])
+
+    def figures(self) -> dict[str, float]:
+        return figures(self.split, self.records)
+
+    def score(self) -> float:
+        """The split's first figure, in percent."""
+        return next(iter(self.figures().values()))
+
+    def complete(self) -> bool:
+        return len(self.records) == self.settings["total"]
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def read_results(path: Path) -> Results:
+    """Read a file of results. A last line that a kill has torn is ignored; any other damage raises DataError."""
+    content = path.read_bytes()
+    whole_lines = content[: content.rfind(b"\n") + 1].splitlines() or [b""]
+    parsed = []
+    for number, line in enumerate(whole_lines, start=1):
+        try:
+            parsed.append(json.loads(line))
+            for name in HEADER if number == 1 else RECORD:
+                parsed[-1][name]
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f"{path}: line {number} is damaged; delete it (line 1: the file), to ask again") from None
+    return Results(parsed[0], parsed[1:])
+
+
+def read_run(run: str | Path) -> dict[Path, Results]:
+    """Read the results in a run's folder. A damaged file is named and left out."""
+    by_path = {}
+    for path in sorted(Path(run).glob("*-K*-*.jsonl")):
+        try:
+            by_path[path] = read_results(path)
+        except DataError as error:
+            print(f"left out: {error}", file=sys.stderr)
+    return by_path
+
+
+# ------------------------------------------------------------------------------------------------ resuming
+
+
+def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
+    """Return the lines that stay in a job's file, the header first, and the items that are still to be asked. An earlier
+    file of other settings is refused."""
+    if not job.path.exists():
+        return [job.header], job.items
+    earlier = read_results(job.path)
+    answered = [record for record in earlier.records if not record["error"]]
+    if answered:
+        refuse_other_settings(job.path, earlier.settings, job.header)
+
+    # An answer stays if its item has not changed, or if it lies beyond the limit of this call.
+    digests = {item.task.id: item_digest(item) for item in job.items}
+    limited = len(job.items) < job.total
+    kept = {}
+    for record in answered:
+        now = digests.get(record["id"])
+        if record["item"] == now or (limited and now is None):
+            kept[record["id"]] = record
+    return [job.header, *kept.values()], [item for item in job.items if item.task.id not in kept]
+
+
+def refuse_other_settings(path: Path, before: dict, header: dict) -> None:
+    changed = config.differences(before, header)
+    changed.pop("unlike_training", None)  # a note; the checkpoint may have been copied away from its run
+    for name in ("weights", "visual"):
+        if header[name] is None:
+            changed.pop(name, None)
+    if changed:
+        fix = "choose another `run`, or delete the file"
+        raise config.ConfigError(f"{path} was made under other settings ({'; '.join(changed.values())}): {fix}")
+
+
+def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None) -> dict[str, Any]:
+    """Collect what shapes a result. Where and how fast it is computed does not. Not seen here: what a fork's tool asks its
+    sub-agents (`ClipForSubagent.request`), which weights a server at `rollout.urls` holds, and what `rollout.server_args`
+    do to them, such as quantization."""
+    # The prompts for stamped frames and reports. Other forms follow from the settings below.
+    prompts = [cfg.prompting.texts]
+    if cfg.agentic:
+        prompts += [data.system_prompt(with_tools=False), data.system_prompt(with_tools=True)]
+        prompts += [data.subagent_system_prompt(), data.SUBAGENT_REQUEST, job.rollout.schemas]
+
+    rollout = {}
+    for name, value in dataclasses.asdict(job.rollout).items():
+        if f"rollout.{name}" not in MAY_CHANGE and name != "dispatch":  # the arm
+            rollout[name] = value
+
+    # Some protocols read frames in their own way.
+    contract = contract_of(cfg, folder)
+    if contract:
+        contract = dataclasses.asdict(replace(contract, **READS.get(cfg.prompting.protocol, {})))
+
+    header = {
+        "name": cfg.name,
+        "split": job.split,
+        "k": job.k,
+        "arm": job.arm,
+        "total": job.total,
+        "weights": weights,  # their digest, or their name at an API
+        "api": {"url": cfg.api.url, "parameters": cfg.api.parameters},
+        "prompts": digest(prompts),
+        "prompting": dataclasses.asdict(cfg.prompting),
+        "rollout": rollout,
+        "visual": contract,
+        "grading": {"open_answer": cfg.grading.open_answer, "untagged_answer": cfg.grading.untagged_answer},
+        "judge": cfg.grading.judge.model,
+        "seed": cfg.seed,
+        "unlike_training": unlike_training(cfg, job, folder),
+    }
+    return json.loads(json.dumps(header))  # tuples become lists, as in a file
+
+
+def contract_of(cfg: Any, folder: Path | None) -> VisualContract | None:
+    """Return how frames are read; `visual: null` stands for the checkpoint's own contract."""
+    return cfg.visual or (VisualContract.load(folder) if folder else None)
+
+
+def item_digest(item: Item) -> str:
+    return digest((item.task.question, item.task.options, item.task.answer, item.subtitles))
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------ comparing
+
+
+def read_runs(runs: Sequence[str | Path]) -> list[Results]:
+    """Read the results in the folders of all runs, for one table."""
+    all_results = []
+    paths = {}  # cell of the table -> the file whose it is
+    for run in runs:
+        for path, results in read_run(run).items():
+            cell = (results.name, results.arm, results.k, results.split)
+            if cell in paths:
+                raise DataError(f"{paths[cell]} and {path} have the same place in the table: give one another `name`")
+            if results.records:
+                paths[cell] = path
+                all_results.append(results)
+    if not all_results:
+        raise DataError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
+    return all_results
+
+
+def refuse_mixtures(all_results: Sequence[Results]) -> None:
+    """Refuse results of one name that come of different models, ways of sampling or, within an arm, prompts: a row would be
+    true of neither."""
+    first = {}  # name, or name and arm -> its first results
+    for results in all_results:
+        row = (results.name, results.arm)
+        for place, shared in ((results.name, ("weights", "api", "rollout")), (row, ("prompts",))):
+            other = first.setdefault(place, results)
+            unlike = []
+            for key, text in config.differences(other.settings, results.settings).items():
+                may_differ = key == "rollout.max_context"  # a limit, that one split may need more of
+                unknown = key == "weights" and results.settings.get("weights") is None
+                if key.partition(".")[0] in shared and not may_differ and not unknown:
+                    unlike.append(text)
+            if unlike:
+                places = " and ".join(f"{r.split} K={r.k} {r.arm}" for r in (other, results))
+                told = f"{places} differ ({'; '.join(unlike)})"
+                raise DataError(
+                    f"name = {results.name!r}: {told}; give one another `name` and `run`, or delete its file"
+                )
+
+
+def unlike_training(cfg: Any, job: EvalJob, folder: Path | None) -> list[str]:
+    """List how a model of rl.py is asked otherwise than it was trained. RUN/config.yaml, beside RUN/model, says how."""
+    run = folder.resolve().parent if folder else None
+    trained = config.read_tree(run / "config.yaml") if run and (run / "run.json").exists() else {}
+    if "rollout" not in trained or cfg.api.url:  # sft.py learns from trajectories that were written elsewhere
+        return []
+    frames = trained.get("gating") or [trained["visual"]["overview_frames"]]
+    was = {}
+    now = {}
+    for name in ("tools", "dispatch", "tool_return", "think_prefix", "temperature"):
+        value = getattr(job.rollout, name)
+        was[name] = trained["rollout"].get(name)
+        now[name] = list(value) if isinstance(value, tuple) else value  # a YAML file has lists
+    was |= {"protocol": "agent", "frames": frames}
+    now |= {"protocol": cfg.prompting.protocol, "frames": frames if job.k in frames else [job.k]}
+    return [f"unlike its training: {text}" for text in config.differences(was, now).values()]
+
+
+def unlike_published(cfg: Any, folder: Path | None) -> list[str]:
+    """List how this run differs from its row in configs/eval, and that row from the published run."""
+    notes = []
+    row = cfg.name.partition(" (")[0]
+    own = VisualContract.load(folder) if folder else VisualContract()  # what `visual: null` stands for
+    ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or own))
+    for path in sorted(PUBLISHED.parent.glob("*.yaml")):
+        if config.read_tree(path).get("name") != row:
+            continue
+        theirs = config.load(type(cfg), path)
+        theirs = dataclasses.asdict(replace(theirs, visual=theirs.visual or own))
+        for key, text in config.differences(theirs, ours).items():
+            shapes_results = key.startswith(("frames", "arms", "prompting", "rollout", "visual"))
+            if shapes_results and key not in MAY_CHANGE:
+                notes.append(f"unlike {path.name}: {text}")
+    for group in read_published()["differs"].get(row, ()):
+        notes += [f"the published run: {text}" for text in group]
+    return notes
+
+
+def read_published() -> dict[str, Any]:
+    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
