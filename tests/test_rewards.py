@@ -82,7 +82,7 @@ CASES = {
     "a thought of ten letters": ([DONE.replace("The clip shows it.", "It is so blue")], 0, 1, 0.8, 0, 0.7),
     "a thought of ten syllables": ([DONE.replace("The clip shows it.", "영상에서파란색이보임")], 0, 1, 0.8, 0, 0.7),
     "a thought of dots": ([DONE.replace("The clip shows it.", 10 * "." + 10 * "\u200b")], 0, 1, 0.5 + 0.1, 0, 0.0),
-    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<think><think></think>")], 0, 1, 0.5, 0, -0.3),
+    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<answer></answer></think>")], 0, 1, 0.5 + 0.1, 0, 0.0),
     "an empty thought before the call": ([EMPTY_LOOK, DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
     "an empty thought before the answer": ([LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.3 + 0.1, 0.8, 0.0),
     "an empty thought before the second call": ([LOOK, EMPTY_LOOK, DONE], 2, 1, 0.5 + 0.1, 0.8, 0.0),
