@@ -78,12 +78,14 @@ class RewardConfig:
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
     """Return all parts by name, or raise JudgeError. `R_fmt` and f = R_fmt + lambda * R_anchor (at most 1) are the paper's,
     under every credit. `R_fmt_paid` is the one that enters R: f under credit `sequence`, otherwise R_fmt."""
+    # Split the turns into tags and text. Tag spam scores 0.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
     tags = tag_metrics(turns)
     if any(tags[f"spam_{name}"] for name in TAG_LIMITS):
         return score_of_spam(cfg) | tags
 
+    # Score the answer, the calls and the format.
     acc = accuracy(final_answer(texts, cfg.untagged_answer), episode.task, cfg, judge)
     tool = tool_reward(episode, acc)
     anchor = anchor_reward(turns, cfg.anchor)
