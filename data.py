@@ -52,7 +52,7 @@ class Trajectory:
     versions: list[int] = field(default_factory=list)  # version of the weights that sampled it; -1 where mask is 0
     prompt_frames: list[Frames] = field(default_factory=list)  # clips in the prompt, in the order of their pads
     prompt_length: int = 0  # ids before the first assistant turn's content
-    turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end), with a forced <think>
+    turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end), forced <think> included
     finish: str = ""  # why the last turn ended: stop | length
     call_frames: list[Frames] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
 
@@ -95,7 +95,7 @@ class Episode:
     task: Task
     k: int  # requested overview frames; a shorter video has fewer
     main: Trajectory
-    calls: list[Call] = field(default_factory=list)  # whose results the main agent read, in call order
+    calls: list[Call] = field(default_factory=list)  # calls whose results the main agent read, in call order
     seed: int = 0
     seconds: float = 0.0  # wall-clock
     error: str = ""  # why it failed (row, video, engine, judge); a failed episode is not rewarded or trained on

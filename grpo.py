@@ -177,7 +177,7 @@ def token_losses(
     }
     if ref_logprobs is not None:
         # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
-        # pi_behaviour sampled the tokens. With the weight w * r = pi / pi_behaviour, the mean and its gradient are right for pi.
+        # pi_behaviour sampled the tokens. Weighted by w * r = pi / pi_behaviour, this is an unbiased KL(pi || pi_ref).
         d = ref_logprobs - logprobs
         kl = weight * ratio * (d.exp() - d - 1)
         losses = losses + cfg.kl_coef * kl

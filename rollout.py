@@ -43,7 +43,7 @@ from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
 
-# Texts that the main agent reads about calls that did not finish, or cannot follow.
+# Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."
 OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
@@ -208,7 +208,7 @@ def open_trajectory(prompt: Rendered) -> Trajectory:
 
 
 def _extend(trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
-    """Append tokens, and log-probs if they were sampled. Trajectories of a rollout grow only here."""
+    """Append tokens, and log-probs if they were sampled. A rollout appends in no other way."""
     trajectory.ids += ids
     trajectory.mask += [mask] * len(ids)
     trajectory.logprobs += logprobs or [0.0] * len(ids)
@@ -359,7 +359,7 @@ def rollout(
     prompt_futures = []  # by task
 
     def prepare(group: Group) -> Rendered:
-        with row_errors():  # any exception here is the row's
+        with row_errors():  # any exception becomes a RowError
             return render_prompt(group.task, group.k, context)
 
     def run_one(i: int, g: int) -> Episode:
@@ -462,7 +462,7 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
     fields = record["task"]
     task = Task(**fields | {"videos": tuple(fields["videos"]), "options": tuple(fields["options"])})
     prompt_frames = []
-    if videos and record["main"]["prompt_frames"]:  # none if the task's video could not be read
+    if videos and record["main"]["prompt_frames"]:  # empty if the task's video could not be read
         prompt_frames = data.overview(task, record["k"], videos, contract)
     calls, call_frames = [], []
     for fields in record["calls"]:

@@ -258,8 +258,8 @@ def character_kinds(text: str) -> list[str]:
 
 
 def token_kind(kinds: list[str]) -> str:
-    """Return the kind of the token with these characters. In a token of tag and content, the content decides, unlike in
-    rewards.structural_mask: `>B` and `]</` hold a piece of a tag and of an answer, and count as answer."""
+    """Return the kind of the token with these characters. In a token of tag and content, the last content decides, unlike
+    in rewards.structural_mask: `>B` and `]</` hold a piece of a tag and of an answer, and count as answer."""
     content = [kind for kind in kinds if kind != "structure"]
     if not content:
         return "structure"  # `</think>`, `</`

@@ -174,6 +174,9 @@ def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str 
     }
 
 
+# ------------------------------------------------------------------------------------------------ an attempt
+
+
 @dataclass
 class Attempt:
     """One item that is being asked: what every flow below speaks with."""

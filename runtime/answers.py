@@ -10,7 +10,7 @@ What is read stands in tables: each row is an example of a form and its pattern.
 import re
 import unicodedata
 
-# Scripts without spaces between words: Thai to Khmer, kana, Han. In Hangul, too, a particle touches a letter.
+# Scripts without spaces between words: Thai to Khmer, kana, Han. In Hangul, a particle also touches a letter.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _TOUCHING = _UNSPACED + "\u1100-\u11ff\u3130-\u318f\uac00-\ud7af"
 
@@ -35,7 +35,7 @@ LETTERS = "ABCDEFGHIJ"
 # The rule: a text is a sequence of statements about letters. Each affirms its letter, leaves it open or denies it. The
 # letter that counts most is the answer, so a decision replaces an earlier hedge. Two that count alike are no answer.
 AFFIRMED, LABELLED, MENTIONED, OPEN, DENIED = 5, 4, 3, 2, 1
-# Examples, how much D counts in them, and the words beside it that say so. The first row that is found counts.
+# Examples, how much D counts in them, and the words beside it that say so. The first row that matches counts.
 STATEMENTS = (
     ("Nothing fits except D", AFFIRMED, r"(?:none|nothing|wrong|incorrect|false)\b.*\b(?:except|other than)"),
     ("D cannot be excluded", OPEN, r"(?:can)?not be (?:\w+ )?(?:excluded|ruled out|eliminated)"),

@@ -149,7 +149,7 @@ def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_an
 def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
-    reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # tags in a report get no anchor advantage
+    reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # its tags are not structural
     one.episodes[0].calls = [Call(0, "crop_video", {}, subagent=reporter)]
     examples, total_tokens = make_examples([one], toy_renderer, cfg, subagents=True)
     (report,) = [example for example in examples if example.bundle.prompt == [50, 51]]

@@ -227,7 +227,7 @@ def test_an_answer_inside_a_tool_response_scores_nothing():
 @pytest.mark.parametrize(
     "turns, weights, expected",
     [
-        ([LOOK, DONE], {"w_fmt": 0, "w_tool": 0}, {"R": 1, "f": 1, "R_tool": 0.8}),  # accuracy only; the other parts are still logged
+        ([LOOK, DONE], {"w_fmt": 0, "w_tool": 0}, {"R": 1, "f": 1, "R_tool": 0.8}),  # accuracy only; all is logged
         ([DONE], {"answer_suffix": False}, {"R": 1 + 0.3 + 0.2 + 0.1 + 0.1}),
     ],
 )

@@ -317,7 +317,7 @@ def test_no_thread_outlives_a_run_that_ctrl_c_ends_while_the_thread_starts(rende
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", interrupted_start)
-    with pytest.raises(KeyboardInterrupt) as held:  # hold the traceback, and with it the pool, as an ending process does
+    with pytest.raises(KeyboardInterrupt) as held:  # holds the pool, as a process that ends does
         play(renderer, turns("x</think>" + END), tasks=tasks_named(3))
     [thread] = caught
     thread.join(5)

@@ -76,6 +76,7 @@ def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
         ("<|answer|>(|B|)</|answer|>", "structure structure answer answer answer structure structure"),
         ("The answer is |dark| red|.|\n", "prose untagged_answer untagged_answer prose prose"),
         ("<answer>|The answer is |red|</answer>", "structure answer answer structure"),  # the tags take precedence
+        ("The answer| is red|.", "prose untagged_answer prose"),  # of two kinds of content, the last
     ],
 )
 def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(said, expected):

@@ -58,7 +58,7 @@ def test_each_call_parses_or_fails_alone():
     assert errors(text) == ["", "unparseable", "", "unparseable", "", "unparseable"]
     assert errors(f"<tool_call>\n{good}\n</tool_call>") == ["unparseable", ""]  # the outer one ends
     assert errors("so</think><tool_call>{") == ["unparseable"] and errors("no call </tool_call> here") == []
-    assert errors(good.replace("</tool_call>", " " * 5000 + "</tool_call>")) == ["unparseable"]  # longer than MAX_CALL_CHARS
+    assert errors(good.replace("</tool_call>", " " * 5000 + "</tool_call>")) == ["unparseable"]  # too long
     assert errors(good.replace("<tool_call>", "<tool_code>")) == ["unparseable"]  # the other tag does not close it
     assert all(call.turn == 2 and (not call.error or "could not be read" in call.text) for call in parse_calls(text, 2))
 
@@ -143,7 +143,7 @@ def test_what_is_no_time_is_a_text_for_the_model(written):
 def test_windows_are_clamped_and_an_impossible_one_names_the_range():
     assert crop(start_time=-10, end_time=5).window == (0, 5)
     assert crop(start_time=50, end_time=1e308).window == (50, 60)
-    assert read_window({"start_time": "-1", "end_time": "0:45"}, 37.3) == (0, 37.3)  # as a fork's tool can call it
+    assert read_window({"start_time": "-1", "end_time": "0:45"}, 37.3) == (0, 37.3)  # as other tools call it
     for start, end in ((10, 10), (20, 10), (60, 70), (-9, -1)):
         with pytest.raises(ToolError, match="from 0 to 60.0 seconds"):
             crop(start_time=start, end_time=end)
