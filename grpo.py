@@ -177,7 +177,8 @@ def token_losses(
     }
     if ref_logprobs is not None:
         # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
-        # pi_behaviour sampled the tokens. Weighted by w * r = pi / pi_behaviour, this is an unbiased KL(pi || pi_ref).
+        # pi_behaviour sampled the tokens, so weight each by w * r = pi / pi_behaviour. Value and gradient are then those of
+        # KL(pi || pi_ref).
         d = ref_logprobs - logprobs
         kl = weight * ratio * (d.exp() - d - 1)
         losses = losses + cfg.kl_coef * kl
