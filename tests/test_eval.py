@@ -371,7 +371,10 @@ def test_a_run_in_which_every_item_failed_says_so_and_blocks_nothing(write, mode
 def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path, monkeypatch):
     """Past bug: both asked (and paid) every item, and one of them printed a wrong figure."""
     path, engines = write(), model(says("red"))
-    with only_run_in(tmp_path / "run"), pytest.raises(config.ConfigError, match="is using this folder; wait, or choose another"):
+    with (
+        only_run_in(tmp_path / "run"),
+        pytest.raises(config.ConfigError, match="is using this folder; wait, or choose another"),
+    ):
         run(path)
 
     def overtaken(*given):

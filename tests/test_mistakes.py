@@ -148,7 +148,10 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
         assert not typed(base)[0] and (desk / "once" / "model").is_dir()
         assert "finished; the model of step 1 is exported again" in typed(base)[1]
         status, told = typed(f"{base} batch_rows=4")
-        assert status == 1 and "once belongs to a run with other settings (batch_rows: 2, now 4), so it cannot resume" in told
+        assert (
+            status == 1
+            and "once belongs to a run with other settings (batch_rows: 2, now 4), so it cannot resume" in told
+        )
         # A setting that is younger than the run had its default there; one that is gone makes it another version's.
         saved = desk / "once" / "config.yaml"
         tree = yaml.safe_load(saved.read_text())
@@ -179,7 +182,9 @@ def test_a_resumed_run_may_find_its_data_elsewhere_but_not_mix_them_anew(tmp_pat
         "seed=1",
     ):
         key = change.partition("=")[0]
-        with pytest.raises(ConfigError, match=rf"belongs to a run with other settings \({key}: .*, so it cannot resume"):
+        with pytest.raises(
+            ConfigError, match=rf"belongs to a run with other settings \({key}: .*, so it cannot resume"
+        ):
             checks.check_run(cfg(change))
 
 
