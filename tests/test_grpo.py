@@ -311,7 +311,7 @@ def test_the_first_batch_is_checked_against_the_trainer(exact_group, policy, mon
         self_check(policy, [exact_group], 0.3)
     main = exact_group.episodes[0].main
     main.logprobs = [2 * p for p in main.logprobs]
-    with pytest.raises(EngineError, match="its images, its weights, its temperature or its banned tokens are others"):
+    with pytest.raises(EngineError, match="the engine's images, weights, temperature or banned tokens differ"):
         self_check(policy, [exact_group], 1.0)
 
 

@@ -85,7 +85,7 @@ MISTAKES = [  # and those of the page
     ("a folder that is no run's, tried out", f"{RL} policy.checkpoint=qwen25 run=same --dry-run", "same has a model or states, but no config.yaml"),
     ("its own start, elsewhere in the run", f"{RL} policy.checkpoint=qwen25 run=.", "'qwen25' is in the folder of run = '.'"),
     ("a folder that is no run's", f"{RL} policy.checkpoint=qwen25 run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
-    ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl', this code runs dense Qwen3-VL"),
+    ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl' model; this code needs dense Qwen3-VL"),
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python -m study.prepare materialize`"),
     ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "an RL row needs the field `prompt`; rows with `messages` are for sft.py"),
