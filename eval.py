@@ -64,7 +64,7 @@ class EvalConfig:
     run: str
     """Folder of the results."""
     name: str
-    """The model's row in the table. A name from published.yaml, such as "ParaVT-8B (own)", adds the published numbers."""
+    """The model's row in the table. A name of published.yaml, such as "ParaVT-8B (own)", adds its published numbers."""
     checkpoint: str
     """A Hugging Face folder, a model on the hub that a file in configs/ names, or hub:OWNER/MODEL."""
     splits: dict[str, str]
@@ -204,8 +204,8 @@ def dry_run(cfg: EvalConfig) -> int:
 
 
 def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
-    """Return the checkpoint's folder, and download it from the hub if needed. Without `fetch`, return None if it is not here.
-    For a model behind an API, only the tokenizer is needed."""
+    """Return the checkpoint's folder. Download it from the hub if needed; without `fetch`, return None instead. A model
+    behind an API needs only the tokenizer."""
     name = cfg.checkpoint.removeprefix("hub:")
     if not Path(name).is_dir():
         # Without the prefix hub:, a name that no config has is taken for a path.
@@ -283,8 +283,8 @@ def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
 
 
 def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> tuple[int, int]:
-    """Return how many items to ask at the same time, and the host memory of one item's overview in bytes: 24 per pixel in
-    SGLang plus 3 in our file. Servers that we start get at most FRAME_BYTES per GPU."""
+    """Return how many items to ask at the same time, and the host memory of one item's overview in bytes: 24 per pixel
+    in SGLang plus 3 in our file. Servers that we start get at most FRAME_BYTES per GPU."""
     width, height = contract.frame_size(1280, 720)
     size = 27 * max(cfg.frames) * width * height
     most = cfg.rollout.concurrency

@@ -2,7 +2,7 @@
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # videomme_wsub: adds the cues of the sampled frames
-    grade(item, answer, cfg, judge)                       # uses the rewards' parser; no answer or an unparsed one scores 0
+    grade(item, answer, cfg, judge)                       # uses the rewards' parser; an unparsed answer scores 0
     grade_leniently(item, verdict, turn, cfg, judge)      # reads prose where `grade` could read nothing
     figures("videomme", records)                          # in percent, the headline figure first
 
@@ -180,7 +180,7 @@ def _without_fillers(options: list[str | None]) -> list[str]:
 
 
 def ask_with_subtitles(item: Item, times: Sequence[float]) -> Task:
-    """Put the cues of the sampled frames before the question, in order and each once. This is Video-MME's official rule."""
+    """Put the cues of the sampled frames before the question, in order, each once: Video-MME's official rule."""
     shown = [cue.text for cue in item.subtitles if any(cue.start <= t <= cue.end for t in times)]
     if not shown:
         return item.task
@@ -240,8 +240,8 @@ def count_items(name: str, root: str) -> int:
 
 
 def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
-    """Read the items of a split in the dataset's order. With a limit, read the first ones and look for their videos only.
-    Raise DataError if the dataset is incomplete."""
+    """Read the items of a split in the dataset's order. With a limit, read only the first ones, which need no other
+    videos. Raise DataError if the dataset is incomplete."""
     split = SPLITS[name]
     hint = _hint(name, root)
     places = []  # (file, index in it) of every row
@@ -324,7 +324,7 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None
 
 def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, judge: Judge | None = None) -> dict:
     """Read prose and open tags in the last turn if `verdict`, from `grade`, has no prediction. The splits' own scorers
-    take the first letter there, even one that is denied or an article, or guess. We accept one option's text instead."""
+    take the first letter there, even a denied one or an article, or guess. We accept one option's text instead."""
     if verdict["prediction"] is None:
         # Drop earlier thoughts, calls and the tags themselves. A thought that never ends may hold the answer.
         said = spoken(turn.replace(END_OF_TURN, "").replace("<think>", ""))

@@ -142,7 +142,7 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
 
 
 def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
-    """Choose the overview: every n-th frame at the protocol's rate, or K uniform frames if that is fewer or there is no rate."""
+    """Choose the overview: frames at the protocol's rate, or K uniform ones if it has no rate or would exceed K."""
     fps = OVERVIEW_FPS.get(protocol)
     if fps:
         every = max(1, round(info.n_frames / max(info.duration, 1e-9) / fps))
@@ -188,8 +188,8 @@ class Attempt:
         return self.context.videos.info(self.episode.task.videos[0])
 
     def fill(self, name: str, **more: str | list) -> list:
-        """Return the text of this name as parts of a message. The values of its {places} may come from outside, so they are
-        inert: they cannot become control tokens."""
+        """Return the text of this name as parts of a message. The values of its {places} may come from outside, so they
+        are inert: they cannot become control tokens."""
         text = self.cfg.texts[name]
         values = self.values | more
         parts = []
@@ -206,15 +206,15 @@ class Attempt:
         return [*parts, Live(text[done:])]
 
     def begin(self, user="user", system="system", tools=None, **more: str | list) -> Trajectory:
-        """Open a conversation with the texts of these names. A protocol without that system text sends no system message."""
+        """Open a conversation with the texts of these names. The system message is left out if the protocol has none."""
         messages = [{"role": "user", "content": self.fill(user, **more)}]
         if system in self.cfg.texts:
             messages.insert(0, {"role": "system", "content": self.fill(system, **more)})
         return rollout.open_trajectory(self.context.renderer.render(messages, tools, generate=True))
 
     def speak(self, trajectory: Trajectory, *seed: Any, closing: str = "", **limits: Any) -> str:
-        """Sample one turn, append it and return its text. Its seed derives from `seed`. If the text contains `closing`, the
-        turn ends there and its later tokens are dropped."""
+        """Sample one turn, append it and return its text. Its seed derives from `seed`. If the text contains `closing`,
+        the turn ends there and its later tokens are dropped."""
         renderer = self.context.renderer
         cfg = replace(self.context.cfg, **limits)
         start = len(trajectory.ids)

@@ -113,8 +113,8 @@ def read_run(run: str | Path) -> dict[Path, Results]:
 
 
 def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
-    """Return the lines of a job's file to keep, header first, and the items still to ask. Refuse a file with answers under
-    other settings."""
+    """Return the lines of a job's file to keep, header first, and the items still to ask. Refuse a file with answers
+    under other settings."""
     if not job.path.exists():
         return [job.header], job.items
     earlier = read_results(job.path)
@@ -218,8 +218,8 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
 
 
 def refuse_mixtures(all_results: Sequence[Results]) -> None:
-    """Refuse results under one name that come from different models or sampling settings or, within an arm, prompts. Such a
-    table row would describe neither."""
+    """Refuse results under one name that come from different models or sampling settings or, within an arm, prompts.
+    Such a table row would describe neither."""
     first = {}  # name, or name and arm -> its first results
     for results in all_results:
         row = (results.name, results.arm)

@@ -855,7 +855,7 @@ def test_what_cannot_run_says_so(write):
     for changes, rule in (
         ({"arms": ["none"]}, "only the protocol 'agent' has arms; leave the default"),
         ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none': set `arms` instead"),
-        ({"api": {"url": "http://x"}}, "api: url = 'http://x': needs the name of a model"),
+        ({"api": {"url": "http://x"}}, "api: url = 'http://x': set `model`"),
         ({"api": api, "prompting": {}}, "an API cannot open a turn or stop at a tag"),
     ):
         with pytest.raises(config.ConfigError, match=rule):

@@ -99,7 +99,7 @@ MISTAKES = [  # and those of the page
     ("colder than greedy", f"{RL} --dry-run rollout.temperature=-1", "rollout.temperature = -1.0: must be finite and not negative"),
     ("a dry run under another contract", f"{SFT} --dry-run visual.frame_pixels=65536", "was made under another visual contract (frame_pixels: this run has 65536"),
     ("no overview in an evaluation", f"{EVAL} frames=[0]", "and each K in frames must be 1 or more"),
-    ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it holds a password, which the run would write down"),
+    ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it contains a password, which the run would save"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
