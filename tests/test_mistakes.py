@@ -98,8 +98,8 @@ MISTAKES = [  # and those of the page
     ("for ever", f"{RL} --dry-run rollout.call_timeout=.inf", "rollout.call_timeout = inf: must be finite and not negative"),
     ("colder than greedy", f"{RL} --dry-run rollout.temperature=-1", "rollout.temperature = -1.0: must be finite and not negative"),
     ("a dry run under another contract", f"{SFT} --dry-run visual.frame_pixels=65536", "was made under another visual contract (frame_pixels: this run has 65536"),
-    ("no overview in an evaluation", f"{EVAL} frames=[0]", "and frames at least 1"),
-    ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it holds a password, which the run would write down"),
+    ("no overview in an evaluation", f"{EVAL} frames=[0]", "and each K in frames must be 1 or more"),
+    ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it contains a password, which the run would save"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
@@ -107,7 +107,7 @@ MISTAKES = [  # and those of the page
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge' needs judge.url and judge.model"),
     ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 grpo.group_size=2", "step 1: none of its 2 episodes ran; the last error: EngineError: a prompt of"),
     # evaluation, report, asking
-    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: there is only videomme"),
+    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: unknown; the splits are videomme"),
     ("a report on no run", "study/report.py holiday", "holiday/config.yaml: not a readable YAML file"),
     ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
@@ -139,7 +139,7 @@ def test_a_mistake_is_told_once_on_each_node(typed, monkeypatch, local_rank, spe
 def test_the_exit_status_reaches_the_shell():
     ended = subprocess.run([sys.executable, "eval.py", "table", "nowhere"], cwd=REPO, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert ended.stderr == "error: no results in nowhere: `python eval.py CONFIG` makes them\n"
+    assert ended.stderr == "error: no results in nowhere: run `python eval.py CONFIG` first\n"
 
 
 def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
