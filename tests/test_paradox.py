@@ -163,7 +163,7 @@ def test_a_job_that_takes_long_says_how_far_it_is_and_what_is_left(tmp_path, cap
     monkeypatch.setattr(jobs, "NEWS", 0.3)
     job = Job("train", "slow", python(tmp_path, "s", "print('step 1\\rstep 2', flush=True)\ntime.sleep(1)"))
     assert run_jobs([job], tmp_path)
-    left = "0 of 1 jobs are done; the others take about 0.6 minutes of two quiet cores"  # 75 s of one core
+    left = "0 of 1 jobs are done; the rest takes about 0.6 minutes on two quiet cores"  # 75 s of one core
     assert f"{left}\nslow: step 2\n" in capsys.readouterr().out
 
 
@@ -272,14 +272,14 @@ def test_figures_of_another_commit_are_refused_by_the_demo_and_told_of_by_the_st
     """Past bug: of runs that had been made before a renaming, both ended with a KeyError."""
     monkeypatch.setattr(jobs, "git_commit", lambda: "def")
     run_command(monkeypatch)
-    assert "runs/paradox has figures of commit abc, and this is def: they join" in capsys.readouterr().out
+    assert "runs/paradox has figures of commit abc; the code is at def: both are kept" in capsys.readouterr().out
     shutil.copytree(ROOT, "runs/demo")
-    with pytest.raises(SystemExit, match="runs/demo has figures of commit abc, and this is def: remove the folder"):
+    with pytest.raises(SystemExit, match="runs/demo has figures of commit abc; the code is at def: remove the folder"):
         run_command(monkeypatch, "demo")
     (ROOT / "seed0" / "grpo").mkdir()
     (ROOT / "seed0" / "grpo" / "metrics.jsonl").write_text('{"accuracy": 1}\n' * 20)
     (ROOT / "done" / "seed0-grpo").write_text("abc")
-    with pytest.raises(SystemExit, match="runs/paradox is of another version of this code, which wrote no 'R_acc'"):
+    with pytest.raises(SystemExit, match="runs/paradox comes from another version of this code and lacks 'R_acc'"):
         run_command(monkeypatch)
 
 
