@@ -55,8 +55,8 @@ def main() -> int:
     served = parser.add_mutually_exclusive_group()
     served.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
     if doctor:
-        served.add_argument("--gpu", type=int, help="start the config's server on this GPU and up; GPU 0 is the trainer's")
-        parser.add_argument("--config", default=CONFIG, help="config of the server, and of the model if --model is not given")
+        served.add_argument("--gpu", type=int, help="start a server on this GPU (and up); GPU 0 is the trainer's")
+        parser.add_argument("--config", default=CONFIG, help="config of the server, and of the model without --model")
     parser.add_argument("--model", required=not doctor, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
