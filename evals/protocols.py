@@ -174,6 +174,9 @@ def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str 
     }
 
 
+# ------------------------------------------------------------------------------------------------ an attempt
+
+
 @dataclass
 class Attempt:
     """An attempt at one item, which every flow below works on."""

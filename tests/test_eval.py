@@ -371,7 +371,10 @@ def test_a_run_in_which_every_item_failed_says_so_and_blocks_nothing(write, mode
 def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path, monkeypatch):
     """Past bug: both asked (and paid for) every item, and one of them printed a wrong figure."""
     path, engines = write(), model(says("red"))
-    with only_run_in(tmp_path / "run"), pytest.raises(config.ConfigError, match="works here; wait, or choose another"):
+    with (
+        only_run_in(tmp_path / "run"),
+        pytest.raises(config.ConfigError, match="is using this folder; wait, or choose another"),
+    ):
         run(path)
 
     def overtaken(*given):
@@ -805,7 +808,7 @@ def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys):
     for override, rule in (
         ("visual={frame_pixels: 4096}", "this run has 4096, the checkpoint 1024"),
         ("rollout.urls=[localhost:9]", "no server answers at localhost:9"),
-        ("run=/dev/null/here", "/dev/null is no folder that can be written"),
+        ("run=/dev/null/here", "/dev/null is not a writable folder"),
     ):
         for work in (dry_run, evaluation.main):
             with pytest.raises((config.ConfigError, ContractError), match=rule):
