@@ -91,7 +91,7 @@ def report_is_right(context: AgentContext, root: Path, flash: toy.Flash, window:
 
 
 def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int) -> bool:
-    """Write the model's calls, and invent one report of a color among empty ones. Return whether the answer is the color."""
+    """Write the model's calls, and invent the reports: one names a color. Return whether the answer is it."""
     renderer = context.renderer
     windows = toy.windows(flash, cue)
     calls = "\n".join(toy.call(*window) for window in windows)
