@@ -204,8 +204,7 @@ def dry_run(cfg: EvalConfig) -> int:
 
 
 def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
-    """Return the checkpoint's folder. Download it from the hub if needed; without `fetch`, return None instead. A model
-    behind an API needs only the tokenizer."""
+    """Return the checkpoint's folder, downloaded if needed (None without `fetch`). An API needs only the tokenizer."""
     name = cfg.checkpoint.removeprefix("hub:")
     if not Path(name).is_dir():
         # Without the prefix hub:, a name that no config has is taken for a path.

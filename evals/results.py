@@ -4,8 +4,7 @@
     results = read_results(path)        # one file: settings (its first line), records (one line per item)
     refuse_mixtures(all_results)        # one row of a table is one model, sampled in one way
 
-`cfg` is an EvalConfig and `folder` its checkpoint. In a dry run `folder` may be None. Settings that come from the
-checkpoint are then not compared.
+`cfg` is an EvalConfig, `folder` its checkpoint. In a dry run it can be None. Settings that need it are then not compared.
 """
 
 import dataclasses

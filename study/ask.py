@@ -1,14 +1,14 @@
-"""ask.py: watch one agent at work, or prove that the trainer learns what it does.
+"""ask.py: watch one agent at work, or check that the trainer sees exactly what the agent did.
 
     python -m study.ask --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
     python -m study.ask doctor --model M --video v.mp4          # a table; exit status 1 if a check fails
-    python -m study.ask doctor --gpu 7 --video v.mp4            # of an SGLang server as configs/paragrpo_8b.yaml starts it
+    python -m study.ask doctor --gpu 7 --video v.mp4            # checks an SGLang server of configs/paragrpo_8b.yaml
 
-The first prints the agent's thoughts turn by turn, its parallel calls on a timeline, and their reports as they arrive.
-The *token doctor* makes the model's own engine continue after two parallel calls that work and one that does not, and
-checks the episode against independent witnesses: the chat template, transformers' position ids, and the trainer's
-log-probs. Run it on every new checkpoint, SGLang version or contract: it finds what training would only show as noise.
-With --gpu it starts a server there, checks it at two temperatures, kills it, and checks what comes back.
+The first command prints the agent's thoughts turn by turn, its parallel calls on a timeline, and their reports.
+The *token doctor* lets the model's own engine continue after two parallel calls that work and one that fails. It checks
+the episode against independent sources: the chat template, transformers' position ids, and the trainer's log-probs. Run
+it on every new checkpoint, SGLang version or contract: it finds errors that training would only show as noise. With
+--gpu it starts a server there, checks it at two temperatures, kills it, and checks the server that restarts.
 """
 
 import argparse
@@ -51,12 +51,12 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m study.ask", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("doctor" if doctor else "question")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the episode as JSON, for study.report")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the episode as JSON, for study.report")
     served = parser.add_mutually_exclusive_group()
     served.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
     if doctor:
-        served.add_argument("--gpu", type=int, help="start a server there, or from there on; GPU 0 is the trainer's")
-        parser.add_argument("--config", default=CONFIG, help="whose server, and whose model without --model")
+        served.add_argument("--gpu", type=int, help="start a server on this GPU (and up); GPU 0 is the trainer's")
+        parser.add_argument("--config", default=CONFIG, help="config of the server, and of the model without --model")
     parser.add_argument("--model", required=not doctor, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> AgentContext:
-    """Return everything an agent needs, from the checkpoint's own contract."""
+    """Return everything that an agent needs, with the checkpoint's own contract."""
     source = find_checkpoint(args.model, weights=not cfg.urls)
     check_servers(cfg, ranks=1)
     contract = VisualContract.load(source)
@@ -94,7 +94,7 @@ def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> 
 
 
 def run_task(context: AgentContext, question: str, args: argparse.Namespace) -> Episode:
-    """Run one episode about the videos of the command line, and keep it if that was asked for."""
+    """Run one episode about the videos of the command line, and write it to --trace if given."""
     task = Task("ask", question, tuple(map(os.path.abspath, args.video)), "oe", "")
     k = args.k or context.renderer.contract.overview_frames
     episode = run_episode(context, task, k, render_prompt(task, k, context), 0)
@@ -116,7 +116,7 @@ def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
 
 
 class Screen:
-    """The terminal. Reports of parallel calls arrive in any order, from threads of their own."""
+    """The terminal. Reports of parallel calls arrive in any order, each from its own thread."""
 
     def __init__(self, duration: float):
         self.duration = duration  # seconds of the video
@@ -147,7 +147,7 @@ def _window(call: Call) -> str:
 
 class Witness:
     """An engine that records every request to the real one. It writes the first turn itself, so that there are calls to
-    check, whatever the model would write."""
+    check for every model."""
 
     def __init__(self, engine: Engine, first: list[int]):
         self.engine = engine
@@ -166,7 +166,7 @@ class Witness:
 
 
 def run_doctor(args: argparse.Namespace, context: AgentContext) -> int:
-    """Print which checks hold for one episode and, with a server of our own, for two more."""
+    """Print the checks of one episode and, with a server of our own, of two more. Return 1 if one fails."""
     policy = load(PolicyConfig(args.model), context.renderer.never_sampled, train=False)
     rows = list(examine(args, context, policy))
     if context.cfg.server_gpus:
@@ -177,7 +177,7 @@ def run_doctor(args: argparse.Namespace, context: AgentContext) -> int:
 
 
 def run_witnessed(args: argparse.Namespace, context: AgentContext, temperature: float) -> tuple[Episode, Witness]:
-    """Run an episode with two calls that work and one that does not."""
+    """Run an episode with two calls that work and one that fails, and record its requests."""
     middle = context.videos.info(args.video[0]).duration / 2
     said = "Let me look.\n</think>"
     for start, end in ((0, middle), (middle, 0), (middle, 2 * middle)):
@@ -192,8 +192,8 @@ def run_witnessed(args: argparse.Namespace, context: AgentContext, temperature: 
 
 
 def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[bool, str]:
-    """Compare the log-probs of trainer and engine on each trajectory's last turn. The worst trajectory counts, by its mean
-    and its 99th percentile: in bf16 a healthy pair has single tokens far apart."""
+    """Compare the log-probs of trainer and engine on each trajectory's last turn. Judge the worst trajectory by its mean
+    and its 99th percentile: in bf16, single tokens can differ widely even if all is well."""
     means = []
     highest = []
     tokens = 0
@@ -211,11 +211,11 @@ def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[boo
 
 
 def examine_server(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
-    """Yield the same for a server that we have started: at the temperature of training, and after it was killed."""
+    """Yield the agreement for a server that we started: at the temperature of training, and after a kill."""
     episode, _ = run_witnessed(args, context, 0.7)
     yield "they agree at 0.7", *agreement(policy, episode, 0.7)
 
-    # The server restarts by itself, with the weights that it was given last.
+    # The engine restarts the server with the newest weights.
     context.engine.update_weights(find_checkpoint(args.model), 1)
     kill_group(context.engine._servers[0].process)
     episode, witness = run_witnessed(args, context, 1.0)
@@ -225,13 +225,13 @@ def examine_server(args: argparse.Namespace, context: AgentContext, policy: Poli
 
 
 def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
-    """Yield (the claim, whether it holds, the evidence) for an episode whose requests were recorded."""
+    """Yield (claim, whether it holds, evidence) for an episode with recorded requests."""
     episode, witness = run_witnessed(args, context, 1.0)
     renderer = context.renderer
     main = episode.main
     trajectories = episode.trajectories
 
-    # Every request to the engine, with its reply, is the beginning of some trajectory.
+    # Each request to the engine plus its reply must be a prefix of some trajectory.
     kept = 0
     for ids, sample in witness.asked:
         whole = ids + sample.ids
@@ -239,19 +239,19 @@ def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> 
     asked = len(witness.asked)
     yield "tokens in, tokens out", kept == asked, f"{kept} of {asked} requests are prefixes of a trajectory"
 
-    # The trajectory grew by deltas; the chat template writes the same text at once.
+    # The trajectory grew by deltas. The chat template must render the same text at once.
     template = renderer.render(_messages(episode, renderer), context.cfg.schemas).ids
     same = _normal_text(template, renderer).startswith(_normal_text(main.ids, renderer))
-    yield "one conversation", same, "it reads as the chat template writes it in one piece"
+    yield "one conversation", same, "same text as the chat template renders at once"
 
-    # Three calls, three responses in one turn; only the second is an error.
+    # Three calls must get three responses in one turn. Only the second is an error.
     delta = renderer.decode(main.ids[main.turns[0][1] : main.turns[1][0]])
     responses = re.findall(r"<tool_response>\n.*?\n</tool_response>", delta, re.S)
     errors = [call.error or "ok" for call in episode.calls]
     siblings = len(responses) == 3 and errors == ["ok", "bad_arguments", "ok"]
     yield "siblings survive a bad call", siblings, f"{len(responses)} responses in one turn: {', '.join(errors)}"
 
-    # The trainer learns what was sampled, and nothing else.
+    # The trainer must learn all sampled tokens and no others.
     sampled = sum(len(sample.ids) for _, sample in witness.asked)
     masked = sum(trajectory.n_sampled for trajectory in trajectories)
     flaws = {flaw_of(trajectory, policy) for trajectory in trajectories} - {""}
@@ -263,7 +263,7 @@ def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> 
 
     yield "engine and trainer agree", *agreement(policy, episode, 1.0)
 
-    # Log-probs of the same tokens, but of black frames.
+    # Compute the log-probs of the same tokens with black frames.
     moved = []
     for trajectory in trajectories:
         start = trajectory.turns[-1][0]
@@ -271,16 +271,16 @@ def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> 
         black = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in trajectory.frames]
         blind = trainer_logprobs(policy, [replace(trajectory, prompt_frames=black, call_frames=[])], 1.0, start)
         moved.append((blind - ours).abs().max().item())
-    yield "frames are seen", min(moved) > 1e-4, f"black frames move a log-prob by {min(moved):.1e} at least"
+    yield "frames are seen", min(moved) > 1e-4, f"black frames change log-probs by {min(moved):.1e} or more"
 
 
 def _normal_text(ids: Sequence[int], renderer: Renderer) -> str:
-    """Decode ids, and normalise the text as Qwen's tokenizer does with what it reads, but not with what it writes."""
+    """Decode ids, and apply the normalisation that Qwen's tokenizer applies to its input but not to its output."""
     return unicodedata.normalize("NFC", renderer.decode(renderer.compact(ids)))
 
 
 def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
-    """Return the episode as the messages that it came from."""
+    """Return the episode as chat messages."""
     messages = data.main_messages(episode.task, episode.main.prompt_frames, True, renderer.contract.stamped)
     said = [renderer.decode(episode.main.ids[start:end]).removesuffix(END_OF_TURN) for start, end in episode.main.turns]
     messages.append({"role": "assistant", "content": said[0]})

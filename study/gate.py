@@ -1,11 +1,11 @@
-"""gate.py: seven figures, each of 256 items, that say whether a cold start of the toy has learned what the study needs.
+"""gate.py: seven figures, over 256 items each, that show whether a cold start of the toy has learned what RL needs.
 
-`python -m study.gate MODEL TOY --seed 0 --output gate.json`, with the seed that the toy was built with, writes:
+`python -m study.gate MODEL TOY --seed 0 --output gate.json` needs the seed that the toy was built with. It writes:
 
-    reports_flash, reports_none    a sub-agent says what a clip shows: its color, or that there is none
-    copied                         a report names a color, and the answer is it (the overview shows nothing)
-    tools_k4                       greedy answers with tools, of 4 overview frames
-    direct_k64                     greedy answers without tools, of 64
+    reports_flash, reports_none    report accuracy on clips with a flash, and on clips without
+    copied                         share of answers that repeat a report's color (the overview shows no flash)
+    tools_k4                       accuracy of greedy answers with tools, at K = 4
+    direct_k64                     accuracy of greedy answers without tools, at K = 64
     well_formed, kappa             the injected fragility: samples at tau = 1, a third each at K = 4, 16 and 64
 """
 
@@ -32,10 +32,10 @@ READING = RewardConfig(w_fmt=0, w_tool=0, open_answer="exact", untagged_answer=T
 
 
 def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: int = 256) -> dict[str, float]:
-    """Return all figures of the policy that the context's engine runs; `flashes`: the toy's held-out videos."""
+    """Return all figures of the policy in the context's engine. `flashes`: the toy's held-out videos."""
     rng = random.Random("gate")
     figures = {}
-    # perception: windows that show the flash, and windows that do not
+    # Perception: draw windows that show the flash, and windows that do not.
     for name, shows in (("reports_flash", True), ("reports_none", False)):
         jobs = []
         while len(jobs) < items:
@@ -46,7 +46,7 @@ def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: 
                 jobs.append(partial(report_is_right, context, root, flash, (start, start + width)))
         figures[name] = share(context, jobs)
 
-    # copying: the overview shows nothing, and a report names some color
+    # Copying: the overview shows nothing, and a report names some color.
     jobs = []
     while len(jobs) < items:
         flash = rng.choice(flashes)
@@ -54,7 +54,7 @@ def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: 
             jobs.append(partial(copies, context, root, flash, toy.draw_cue(rng, flash), len(jobs)))
     figures["copied"] = share(context, jobs)
 
-    # answers, and the samples from which RL will learn
+    # Answers, and samples like those that RL will learn from.
     tasks = []
     for i, flash in enumerate(rng.choices(flashes, k=items)):
         tasks.append(task_of(root, flash, toy.draw_cue(rng, flash), i))
@@ -65,7 +65,7 @@ def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: 
 
 
 def greedy_agent(model: Path, videos: Videos, think_prefix: bool = False) -> AgentContext:
-    """Return the context of a toy model with the limits of its training, but greedy."""
+    """Return the context of a toy model. It samples greedily, with the limits of its training."""
     renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
     limits = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
     cfg = RolloutConfig(temperature=0.0, think_prefix=think_prefix, **limits)
@@ -73,7 +73,7 @@ def greedy_agent(model: Path, videos: Videos, think_prefix: bool = False) -> Age
 
 
 def share(context: AgentContext, jobs: list[partial]) -> float:
-    """Run jobs, many at a time; return the share of True."""
+    """Run the jobs concurrently. Return the share of True."""
     outcomes = []
     rollout.run_all(context.engine, jobs, context.cfg.concurrency, lambda _, good: outcomes.append(good))
     return fmean(outcomes)
@@ -91,7 +91,7 @@ def report_is_right(context: AgentContext, root: Path, flash: toy.Flash, window:
 
 
 def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int) -> bool:
-    """Make the calls for the model, and invent the reports: one names the i-th color, another sees nothing."""
+    """Write the model's calls, and invent the reports: one names a color. Return whether the answer is it."""
     renderer = context.renderer
     windows = toy.windows(flash, cue)
     calls = "\n".join(toy.call(*window) for window in windows)
@@ -109,7 +109,7 @@ def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int
 
 
 def run_tasks(context: AgentContext, tasks: list[Task], ks: list[int], **changes) -> dict[str, float]:
-    """Run each task once, with the numbers of frames in turn; return the means of accuracy, well_formed and kappa."""
+    """Run each task once, cycling through `ks`. Return the means of accuracy, well_formed and kappa."""
     parts = {"engine": context.engine, "renderer": context.renderer, "videos": context.videos}
     k_of_task = [ks[i % len(ks)] for i in range(len(tasks))]
     groups = rollout.rollout(tasks, k_of_task, 1, **parts, cfg=replace(context.cfg, **changes), progress=False)
@@ -125,8 +125,8 @@ def run_tasks(context: AgentContext, tasks: list[Task], ks: list[int], **changes
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="a cold start")
-    parser.add_argument("toy", type=Path, help="the toy that it learned")
-    parser.add_argument("--seed", type=int, default=0, help="of the toy")
+    parser.add_argument("toy", type=Path, help="the toy that it was trained on")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the toy")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     with Videos(workers=1) as videos:

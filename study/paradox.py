@@ -1,17 +1,17 @@
-"""paradox.py: the Tool Prior Paradox on the toy: its runs, what they show, and whether that is what the paper says.
+"""paradox.py: reproduce the Tool Prior Paradox on the toy: run the trainings, and check the paper's claims on them.
 
-    python -m study.paradox demo      # one seed: cold start, plain GRPO, PARA-GRPO; exit status 1 if it misses the point
-    python -m study.paradox study     # all runs; the tables and pictures of results/paradox.md
-    python -m study.paradox tables    # only the tables and pictures of what has run
+    python -m study.paradox demo      # one seed: cold start, plain GRPO, PARA-GRPO; exit status 1 if it fails
+    python -m study.paradox study     # all runs, then the tables and pictures of results/paradox.md
+    python -m study.paradox tables    # only the tables and pictures of finished runs
 
-*The gate* (gate.py) says whether a cold start is sound. *The contrast* repeats plain GRPO and PARA-GRPO with five seeds on
-two numeric paths. *The rows* take the method apart. A seed draws everything: the clips, the initial weights, the order of
-the rows, the samples. All rows of a seed have the same budget, and the same cold start unless their name says otherwise.
+*The gate* (gate.py) checks whether a cold start is sound. *The contrast* repeats plain GRPO and PARA-GRPO with five
+seeds on two numeric paths. *The rows* are the ablations. A seed sets everything: clips, initial weights, order of the
+data, samples. All rows of a seed have the same budget, and the same cold start unless their name says otherwise.
 
-The study may be stopped at any time (jobs.py), and `--only seed0-` runs a part of it. The figures of all parts meet in
-results/paradox.json.
+The study can be stopped and resumed at any time (jobs.py). `--only seed0-` runs a part of it. The figures of all parts
+are merged into results/paradox.json.
 
-Deliberately missing: tuning. No row has settings of its own beyond what its name says.
+Deliberately missing: tuning. A row's settings differ from the others' only in what its name says.
 """
 
 import argparse
@@ -37,26 +37,26 @@ from study import ask, gate, toy
 from study.jobs import Job, other_commits, run_jobs
 from study.report import LINE_COLORS, png_axes
 
-# A CPU rounds in its own way, and small differences grow: what holds on one path may be luck. Path -> its environment.
+# CPUs round differently and small differences grow, so a result on one path can be luck. Path -> environment.
 PATHS = {"": {}, "-old": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}}
-KS = (4, 16, 64)  # K of the evaluations, which sample as training does
-ALL = 0  # in place of a K: all of an evaluation together
-# What a cold start must be, or RL on it would measure nothing: the least, the most.
+KS = (4, 16, 64)  # values of K in evaluations, which sample as training does
+ALL = 0  # in place of a K: all K of an evaluation together
+# Bounds on the figures of a cold start. Outside of them, RL from it would measure nothing.
 GATE = {"reports_flash": (0.97, 1.0), "reports_none": (0.97, 1.0), "copied": (0.98, 1.0), "tools_k4": (0.97, 1.0)}
 GATE |= {"direct_k64": (0.97, 1.0), "well_formed": (0.15, 0.40), "kappa": (0.5, 1.0)}
-# What a training by PARA-GRPO must keep to its end, or its repair is luck: the least.
+# Lower bounds that a PARA-GRPO training must hold until its end. Otherwise its repair is luck.
 REPAIR = {"lowest_accuracy": 0.85, "lowest_well_formed": 0.8, "last_f": 0.9, "reports_right": 0.98}
 
 
 class Variant(NamedTuple):
-    """One row of the tables: a training by RL; without a config, a cold start or the untrained model."""
+    """One row of the tables: an RL training or, without a config, a cold start or the untrained model."""
 
     name: str
     title: str
     config: str = ""
-    changes: tuple[str, ...] = ()  # of the config; of a cold start, the flags of `toy.py build`
+    changes: tuple[str, ...] = ()  # overrides of the config; for a cold start, flags of `toy.py build`
     start: str = "sft"
-    prefix: bool = True  # the think prefix, as trained
+    prefix: bool = True  # whether training used the think prefix
     paper: str = ""  # its row in the paper's tables
     seeds: int = 2
 
@@ -80,11 +80,11 @@ VARIANTS = (
 )  # fmt: skip
 ROWS = {row.name: row for row in VARIANTS}
 CONTRAST = ("sft", "grpo", "paragrpo")
-DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # the curves: plain, with one part of the method, the other, both
+DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # in the curves: plain GRPO, each part of the method alone, both
 
 # ------------------------------------------------------------------------------------------------ the jobs
 
-RANKS = 2  # of a cold start, on any number of cores: its figures depend on it
+RANKS = 2  # ranks that train a cold start, on any number of cores: its figures depend on them
 
 
 def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
@@ -97,7 +97,7 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
         needs = [f"{place}-{other}" for other in needs]
         jobs.append(Job(kind, f"{place}-{name}", command, needs, cores, PATHS[path]))
 
-    # Train. A cold start learns from a toy of its own. RL begins at a cold start, on the toy of `sft`.
+    # Train. Each cold start has its own toy. RL starts from a cold start, on the toy of `sft`.
     own_toy = folder / f"{row.name}-toy"
     rl_toy = folder / "sft-toy"
     changes = [f"run={folder / row.name}", f"data.seed={seed}"]
@@ -117,7 +117,7 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
         command = [*torchrun, "sft.py", "configs/toy_sft.yaml", *changes]
         add("start", row.name, command, needs=[own_toy.name], cores=RANKS)
 
-    # Evaluate, on the toy of `sft`. Answers are read as the accuracy-only reward reads them, whatever the row.
+    # Evaluate on the toy of `sft`. For every row, answers are read as in the accuracy-only reward.
     untrained = row.name == "base"
     model = rl_toy / "model" if untrained else folder / row.name / "model"
     changes = [f"run={folder}/eval/{row.name}", f"name={row.name}", f"checkpoint={model}", f"frames={list(KS)}"]
@@ -132,7 +132,7 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
 
 
 def demo_jobs(root: Path) -> list[Job]:
-    """Return the jobs of seed 0, without its gate, and the page of its trainings."""
+    """Return the jobs of seed 0 without its gate, and the job that writes the report page."""
     jobs = []
     for name in CONTRAST:
         jobs += [job for job in row_jobs(ROWS[name], root, seed=0) if job.name != "seed0-gate"]
@@ -152,12 +152,12 @@ def study_jobs(root: Path) -> list[Job]:
 
 # ------------------------------------------------------------------------------------------------ the numbers
 
-BySeed = dict[int, float]  # seed -> a figure, for every seed that has got so far
+BySeed = dict[int, float]  # seed -> a figure, for every seed that has it
 Figures = dict[str, dict[str, float | str]]  # "seed0/grpo/K=4", "seed0/grpo", "seed0/gate" -> figures by name
 
 
 def read_figures(root: Path) -> Figures:
-    """Read the figures of all gates, trainings and evaluations that are done."""
+    """Read the figures of all finished gates, trainings and evaluations."""
     figures: Figures = {}
     done = root / "done"
     for marker in sorted(done.glob("seed*-gate")):
@@ -187,7 +187,7 @@ def read_figures(root: Path) -> Figures:
 
 
 def means_of(records: list[dict], flashes: dict[str, toy.Flash]) -> dict[str, float]:
-    """Return the means over some episodes: `f` is the paper's f, `calls` its kappa, `reports_right` is of their reports."""
+    """Return means over episodes: `f` and `calls` are the paper's f and kappa, `reports_right` is the report accuracy."""
     values = defaultdict(list)
     for record in records:
         values["f"].append(record["f"])
@@ -202,7 +202,7 @@ def means_of(records: list[dict], flashes: dict[str, toy.Flash]) -> dict[str, fl
 
 
 def last_third(lines: list[dict]) -> dict[str, float]:
-    """Return how well a training holds to its end: the lowest means over 5 steps of the last 20, and the last one of f."""
+    """Return how well a training holds until its end: the lowest 5-step means of its last 20 steps, and f's last one."""
 
     def means(name: str) -> list[float]:
         values = [line[name] for line in lines]
@@ -213,7 +213,7 @@ def last_third(lines: list[dict]) -> dict[str, float]:
 
 
 def by_seed(figures: Figures, name: str, what: str, k: int = ALL, path: str = "") -> BySeed:
-    """Return a figure of a row by seed, on one numeric path."""
+    """Return a row's figure by seed, on one numeric path."""
     values = {}
     for seed in range(ROWS[name].seeds):
         measured = figures.get(f"seed{seed}{path}/{name}/K={k}", {})
@@ -223,7 +223,7 @@ def by_seed(figures: Figures, name: str, what: str, k: int = ALL, path: str = ""
 
 
 def show(figures: Figures, name: str, what: str, k: int = ALL) -> str:
-    """Write a figure of a row as mean ± std over seeds."""
+    """Write a row's figure as mean ± std over seeds."""
     values = list(by_seed(figures, name, what, k).values())
     if not values:
         return ""
@@ -232,7 +232,7 @@ def show(figures: Figures, name: str, what: str, k: int = ALL) -> str:
 
 
 class Claim(NamedTuple):
-    """One figure exceeds another by a margin, which was settled on the first two seeds."""
+    """A claim that one row's figure exceeds another's by a margin. The margins were fixed on the first two seeds."""
 
     text: str
     figure: str
@@ -242,7 +242,7 @@ class Claim(NamedTuple):
     margin: float
 
     def gains(self, figures: Figures, path: str = "") -> BySeed:
-        """Return by how much the one exceeds the other, for every seed that has both."""
+        """Return by how much `more` exceeds `less`, for every seed that has both."""
         more = by_seed(figures, self.more, self.figure, self.k, path)
         less = by_seed(figures, self.less, self.figure, self.k, path)
         return {seed: more[seed] - less[seed] for seed in more if seed in less}
@@ -253,14 +253,14 @@ class Claim(NamedTuple):
         return f"{more} > {ROWS[self.less].title} {show(figures, self.less, self.figure, self.k)}"
 
     def tally(self, figures: Figures) -> tuple[int, int]:
-        """Return in how many runs of the contrast it holds, and how many there are."""
+        """Return in how many runs of the contrast the claim holds, and the number of runs."""
         gains = []
         for path in PATHS:
             gains += self.gains(figures, path).values()
         return sum(gain >= self.margin for gain in gains), len(gains)
 
 
-# What the paper says of its 8B model. The demo is judged by what has held in every run of the contrast.
+# The paper's claims about its 8B model. The demo must show those that held in every run of the contrast.
 CLAIMS = (
     Claim("plain GRPO loses its calls (kappa)", "calls", ALL, "sft", "grpo", 0.3),
     Claim("plain GRPO loses its format (f)", "f", ALL, "sft", "grpo", 0.2),
@@ -273,7 +273,7 @@ CLAIMS = (
 
 
 def judge(figures: Figures, recorded: Figures) -> list[str]:
-    """Print each claim with the numbers of one seed. Return those that fail here and held in every recorded run."""
+    """Print each claim with the numbers of one seed. Return the claims that fail here but held in every recorded run."""
     failed = []
     print("\nWhat the paper claims, on held-out videos (kappa: calls per episode; f: format reward; K: frames seen):\n")
     for claim in CLAIMS:
@@ -289,7 +289,7 @@ def judge(figures: Figures, recorded: Figures) -> list[str]:
 
 
 def show_episode(root: Path) -> bool:
-    """Show PARA-GRPO's first episode with a call for each half of the video and all of it right; False if ten have none."""
+    """Show PARA-GRPO's first episode with two calls, right reports and a right answer. Return False if ten have none."""
     folder = root / "seed0"
     long = [flash for flash in toy.draw_splits(0)["test"] if len(toy.windows(flash, "")) == 2]
     with Videos(workers=1) as videos:
@@ -304,7 +304,7 @@ def show_episode(root: Path) -> bool:
             if right == [True, True] and final_answer(turn_texts(episode.main, context.renderer)) == flash.color:
                 print(f"\n{task.question} ({task.videos[0]}, 4 overview frames){screen.getvalue()}")
                 return True
-    print("\nNone of ten episodes has two calls whose reports are right, and the right answer.")
+    print("\nNone of ten episodes has two calls, right reports and a right answer.")
     return False
 
 
@@ -312,12 +312,12 @@ def show_episode(root: Path) -> bool:
 
 
 def runs_of(name: str) -> list[tuple[str, int]]:
-    """Return path and seed of every run of a row of the contrast."""
+    """Return (path, seed) of every run of a row of the contrast."""
     return [(path, seed) for path in PATHS for seed in range(ROWS[name].seeds)]
 
 
 def gate_table(figures: Figures) -> str:
-    """Return one row per cold start: its figures, and whether they are within their bounds."""
+    """Return one row per cold start: its figures, and whether they are within the bounds."""
     rows = []
     sound = 0
     for path, seed in runs_of("sft"):
@@ -333,7 +333,7 @@ def gate_table(figures: Figures) -> str:
 
 
 def contrast_table(figures: Figures) -> str:
-    """By how much each claim holds in each run, seed by seed."""
+    """Return one row per claim: by how much it holds in each run, seed by seed."""
     rows = []
     for claim in CLAIMS:
         row = [claim.text, claim.compare(figures), claim.margin]
@@ -346,7 +346,7 @@ def contrast_table(figures: Figures) -> str:
 
 
 def repair_table(figures: Figures) -> str:
-    """Return one row per training by PARA-GRPO: whether it holds to its end, and how many claims its run shows."""
+    """Return one row per PARA-GRPO training: whether it holds until its end, and how many claims its run shows."""
     rows = []
     held = 0
     shown_all = 0
@@ -372,7 +372,7 @@ def title_of(path: str) -> str:
 
 
 def outcome_table(figures: Figures) -> str:
-    """In samples, as in training: f, kappa (paper's values in brackets), calls and accuracy by K."""
+    """Return one row per variant, sampled as in training: f, kappa (the paper's in brackets), kappa and accuracy by K."""
     published = read_published()["ablations"]
     paper = {row["name"]: row["scores"][:2] for row in published["stages"] + published["components"]}
     rows = []
@@ -392,12 +392,12 @@ def outcome_table(figures: Figures) -> str:
 
 
 def draw_outcomes(figures: Figures, path: Path) -> None:
-    """Draw the point in two panels: accuracy and calls of sampled episodes by K, after training."""
+    """Draw two panels: accuracy and calls of sampled episodes by K, after training."""
     with png_axes(path, 2, (9, 3)) as axes:
         for axis, what, title in zip(axes, ("accuracy", "calls"), ("accuracy", "κ: calls per episode")):
             for name, color in zip((*DRAWN, "sft"), (*LINE_COLORS[: len(DRAWN)], "#777777")):
                 by_k = [list(by_seed(figures, name, what, k).values()) for k in KS]
-                if min(map(len, by_k)) < 2:  # not every K has been evaluated, or only with one seed
+                if min(map(len, by_k)) < 2:  # a K has no evaluation, or only one seed
                     continue
                 y = [statistics.fmean(values) for values in by_k]
                 std = [statistics.stdev(values) for values in by_k]
@@ -409,17 +409,17 @@ def draw_outcomes(figures: Figures, path: Path) -> None:
 
 
 def report_command(runs: list[str], root: Path, written: Path) -> list[str]:
-    """Return Python's arguments for ROOT/report.html, and for the runs' curves as a PNG."""
+    """Return Python's arguments that write ROOT/report.html and the runs' curves as a PNG."""
     return ["-m", "study.report", *runs, "-o", f"{root}/report.html", "--png", str(written)]
 
 
 def write_tables(root: Path, written: Path) -> None:
-    """Add the runs' figures to those of paradox.json, and make all tables and the picture from that file."""
+    """Merge the runs' figures into paradox.json, and write all tables and the picture from that file."""
     file = written / "paradox.json"
     try:
         new = read_figures(root)
     except KeyError as error:
-        sys.exit(f"error: {root} is of another version of this code, which wrote no {error}: remove the folder")
+        sys.exit(f"error: {root} comes from another version of this code and lacks {error}: remove the folder")
     figures = dict(sorted((json.loads(file.read_text()) | new).items()))
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in figures.items())
     write_whole(file, f"{{\n{lines}\n}}\n")
@@ -437,31 +437,31 @@ def demo() -> int:
     root = Path("runs/demo")
     started = time.monotonic()
     if others := other_commits(root):
-        sys.exit(f"error: {others}: remove the folder, or old figures would be judged as those of this code")
+        sys.exit(f"error: {others}: remove the folder, so that only figures of this code are judged")
     if not run_jobs(demo_jobs(root), root):
         return 1
     failed = judge(read_figures(root), json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
     shown = show_episode(root)
     minutes = (time.monotonic() - started) / 60
-    print(f"\nafter {minutes:.1f} minutes: curves, and episodes token by token, in {root}/report.html")
+    print(f"\ndone in {minutes:.1f} minutes; curves, and episodes token by token, are in {root}/report.html")
     return 1 if failed or not shown else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["demo", "study", "tables"])
-    parser.add_argument("--only", default="", metavar="PART", help="of the study: the jobs with this in their names, as in seed0-old")  # fmt: skip
+    parser.add_argument("--only", default="", metavar="PART", help="run only the study's jobs with PART in their names, such as seed0-old")  # fmt: skip
     args = parser.parse_args()
     if args.what == "demo":
         return demo()
 
     root = Path("runs/paradox")
     if others := other_commits(root):
-        print(f"{others}: they join, and paradox.json names the commit of each")
+        print(f"{others}: both are kept, and paradox.json names the commit of each figure")
     good = args.what == "tables" or run_jobs([job for job in study_jobs(root) if args.only in job.name], root)
     write_tables(root, Path("results"))
 
-    runs = []  # on the CPU's own path
+    runs = []  # on the native path
     for name in DRAWN:
         runs += [str(folder) for folder in sorted(root.glob(f"seed?/{name}"))]
     drawn = not runs or subprocess.call([sys.executable, *report_command(runs, root, Path("results"))]) == 0

@@ -1,10 +1,10 @@
-"""report.py: one HTML file about runs: curves, a table, and the kept episodes token by token.
+"""report.py: write one HTML file about runs: curves, a table, and the recorded episodes token by token.
 
-    python -m study.report RUN... [-o FILE] [--png DIR]             # no server, no network: the file holds everything
-    python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. of study.ask's --trace
+    python -m study.report RUN... [-o FILE] [--png DIR]             # the file needs no server and no network
+    python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. for study.ask's --trace
 
-Runs that differ in their seed alone are one line: their mean, with a band of one standard deviation. The viewer shows who
-wrote each token, its log-prob, its advantage and whether it is structure, beside the frames that the agents saw.
+Runs that differ only in their seed share one line: their mean, with a band of one standard deviation. The viewer shows
+each token's source, log-prob, advantage and whether it is structural, next to the frames that the agents saw.
 Deliberately missing: live updates, statistics beyond mean and deviation.
 """
 
@@ -39,7 +39,7 @@ from tools import ToolError, choose_video
 
 TEMPLATE = Path(__file__).with_name("report.html")
 LAST = 10  # steps that the table averages
-EPISODES = 200  # in the viewer, of all runs, about
+EPISODES = 200  # in the viewer, approximately, over all runs
 STYLE = {  # of PNGs
     "backend": "Agg", "savefig.dpi": 160, "font.size": 9, "axes.titlelocation": "left", "axes.titlesize": 10,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25,
@@ -47,7 +47,7 @@ STYLE = {  # of PNGs
 LINE_COLORS = ["#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777"]  # as on the page
 SIDE = 96  # pixels: longest side of a thumbnail
 
-# The panels: keys of metrics.jsonl or patterns of them. A panel whose key no run has is left out.
+# The panels by section: keys of metrics.jsonl, or patterns. Keys that no run has are left out.
 SECTIONS = {
     "Reward": "R R_acc R_tool",
     "Accuracy by K": "acc/K=*[0-9]",
@@ -59,41 +59,41 @@ SECTIONS = {
     "Seconds": "seconds *_seconds",
     "More": "*",
 }
-TITLES = {  # of keys whose names do not explain them
-    "R_acc": "accuracy, at the K that is drawn",
+TITLES = {  # for keys whose names do not explain themselves
+    "R_acc": "accuracy at the drawn K",
     "f": "format reward f",
     "well_formed": "exactly well-formed",
     "kappa": "κ: executed calls per episode",
-    "calls/distinct": "calls whose window no earlier one mostly covers",
+    "calls/distinct": "calls with a window that no earlier call mostly covers",
     "critical_tokens": "tokens on the critical path: the main agent's, and each turn's longest report",
     "all_tokens": "tokens of all agents",
-    "report/ended": "reports that end by themselves",
-    "report/tagged": "reports with tags in them",
+    "report/ended": "reports that were not cut off",
+    "report/tagged": "reports that contain tags",
     "kl": "KL to the reference",
     "logprob_gap": "log-prob gap between trainer and engine",
 }
-# Of the table, after the accuracy at each K.
+# Columns of the table, after accuracy by K.
 COLUMNS = ["f", "well_formed", "kappa", "acc/K=4/called", "acc/K=4/skipped", "R", "val_loss", "seconds"]
 
 
 @dataclass
 class RunData:
-    """One run, as the page needs it."""
+    """The data of one run for the page."""
 
     name: str
-    pictures: dict[str, int]  # of the page: data URI of a thumbnail -> its place
+    pictures: dict[str, int]  # thumbnails of the page: data URI -> index
     renderer: Renderer | None = None  # for the episodes
     config: dict[str, Any] = field(default_factory=dict)  # as the run saved it
     metrics: list[dict[str, float]] = field(default_factory=list)  # by step
-    steps: dict[int, list[dict]] = field(default_factory=dict)  # step -> groups of episodes, ready for JSON
-    notes: list[str] = field(default_factory=list)  # what is missing, for the reader of the page
+    steps: dict[int, list[dict]] = field(default_factory=dict)  # step -> groups of episodes, as JSON
+    notes: list[str] = field(default_factory=list)  # what is missing, to show on the page
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
 def read_run(path: Path, name: str, pictures: dict[str, int], max_episodes: int, model: Path | None = None) -> RunData:
-    """Read a run's folder, or a JSONL file of episodes: about `max_episodes` of them, from steps spread over the run."""
+    """Read a run's folder or a JSONL file: about `max_episodes` episodes, from steps that are spread over the run."""
     run = RunData(name, pictures)
     files = [path]
     if not path.is_file():
@@ -109,18 +109,18 @@ def read_run(path: Path, name: str, pictures: dict[str, int], max_episodes: int,
             run.renderer = Renderer(load_tokenizer(place), contract)
             read_episodes(run, files, max_episodes)
             return run
-    run.notes.append(f"{path}: no tokenizer is found, so its episodes are left out; pass --model CHECKPOINT")
+    run.notes.append(f"{path}: no tokenizer found, so its episodes are left out; pass --model CHECKPOINT")
     return run
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSONL file without its last line if that is still being written, or was torn by a kill."""
+    """Read a JSONL file. Skip an incomplete last line: it is still being written, or was cut off by a kill."""
     content = path.read_bytes()
     return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Read the finite numbers of each step; a run that has only begun has none."""
+    """Read the finite numbers of each step. A run that has just started has none."""
     rows = []
     for row in read_lines(path) if path.exists() else []:
         rows.append({k: v for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)})
@@ -128,7 +128,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
-    """Fill run.steps from the files of a run, or from some of them, evenly spread."""
+    """Fill run.steps from the files of a run. If there are too many, take some, evenly spread."""
     each = max(1, len(read_lines(files[0])))
     chosen = [files[i] for i in uniform_indices(len(files), max(1, max_episodes // each))]
     bare = []  # why episodes have no pictures
@@ -153,7 +153,7 @@ def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
 
 
 def add_episodes(run: RunData, step: int, episodes: Sequence[Episode], videos: Videos) -> None:
-    """Add the episodes of one step, by the task and K that they share."""
+    """Add the episodes of one step, grouped by task and K."""
     groups: dict[tuple[str, int], dict] = {}
     for episode in episodes:
         task = episode.task
@@ -176,7 +176,7 @@ def view_episode(episode: Episode, run: RunData) -> dict:
     return shown | {
         "answer": final_answer(turn_texts(episode.main, run.renderer), reward.get("untagged_answer", False)),
         "kappa": episode.executed,
-        # A_t = advantage + anchor_advantage * [t is structural]: the page adds them up.
+        # A_t = advantage + anchor_advantage * [t is structural]. The page adds them up.
         "anchor_advantage": lam * episode.anchor_advantage,
         "subagents_learn": run.config.get("rollout", {}).get("subagents", {}).get("train", False),
         "overview": [len(clip) for clip in episode.main.prompt_frames],
@@ -189,14 +189,14 @@ def view_call(call: Call, task: Task, run: RunData) -> dict:
     shown = {name: getattr(call, name) for name in ("turn", "name", "text", "error", "window", "seconds")}
     return shown | {
         "arguments": json.dumps(call.arguments, ensure_ascii=False),
-        # A call that did not look may name no video at all.
+        # A call without a window may name no video.
         "video": task.videos.index(choose_video(task, call.arguments)) if call.window else None,
         "subagent": view_agent(call.subagent, run) if call.subagent else None,
     }
 
 
 def view_agent(trajectory: Trajectory, run: RunData, structural: Sequence[bool] = ()) -> dict:
-    """Return an agent's tokens; the pads of an image are one token, whose picture is the next of `images`.
+    """Return an agent's tokens. The pads of an image become one token, whose picture is the next one in `images`.
 
     kinds: p prompt, f forced, s sampled, t from the tools."""
     text = run.renderer.decode(trajectory.ids)
@@ -217,7 +217,7 @@ def view_agent(trajectory: Trajectory, run: RunData, structural: Sequence[bool] 
             view["kinds"] += "t"
         if i < len(structural) and structural[i]:
             view["structural"].append(len(view["ids"]))
-        # Of tokens that share a character, the last one shows it.
+        # If tokens share a character, the last one shows it.
         end = spans[i + 1][0] if i + 1 < len(spans) else len(text)
         view["ids"].append(token)
         view["texts"].append(text[spans[i][0] : end])
@@ -228,7 +228,7 @@ def view_agent(trajectory: Trajectory, run: RunData, structural: Sequence[bool] 
 
 
 def picture(pixels: np.ndarray, run: RunData) -> int:
-    """Return the place of a frame ([H, W, 3] uint8) among the page's thumbnails."""
+    """Return the index of a frame ([H, W, 3] uint8) among the page's thumbnails. Add it if it is new."""
     image = Image.fromarray(pixels)
     image.thumbnail((SIDE, SIDE))
     file = io.BytesIO()
@@ -241,7 +241,7 @@ def picture(pixels: np.ndarray, run: RunData) -> int:
 
 
 def seed_groups(runs: Sequence[RunData]) -> list[tuple[str, list[RunData]]]:
-    """Gather runs whose configs are equal but for seeds and folders named after them, under the name without its seed."""
+    """Group runs whose configs differ only in seeds and in folders named after them. A group's name omits the seed."""
     groups: dict[str, list[RunData]] = {}
     for run in runs:
         config = {key: value for key, value in run.config.items() if key != "run"}
@@ -257,7 +257,7 @@ def seed_groups(runs: Sequence[RunData]) -> list[tuple[str, list[RunData]]]:
 
 
 def curves(groups: Sequence[tuple[str, list[RunData]]], key: str) -> list[dict[str, Any]]:
-    """Return a line per group that has the key: x: steps, y: mean over the runs that have it there, and std (n - 1)."""
+    """Return a line per group that has the key: steps x, the mean y over the runs with a value there, and std (n - 1)."""
     lines = []
     for g, (_, runs) in enumerate(groups):
         values: dict[int, list[float]] = {}
@@ -301,8 +301,8 @@ def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
 
 
 def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
-    """Return a row per group: the mean of each run's last steps, then [mean, std] of these over the runs.
-    Accuracy stands by K: over all K that a run draws it is not comparable."""
+    """Return a row per group: the mean of each run's last steps, then [mean, std] of these over the runs. Accuracy is
+    split by K, since runs that draw K differently do not compare."""
     by_k = [key for key in keys_of(groups) if re.fullmatch(r"acc/K=\d+", key)]
     by_k.sort(key=lambda key: int(key.removeprefix("acc/K=")))
     columns = [*by_k, *COLUMNS]
@@ -326,7 +326,7 @@ def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
 
 
 def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
-    """Write one HTML file that needs nothing else."""
+    """Write one self-contained HTML file."""
     groups = seed_groups(runs)
     shown = []  # in the viewer
     for run in runs:
@@ -341,7 +341,7 @@ def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
         "pictures": list(runs[0].pictures),
     }
     content = json.loads(json.dumps(content), parse_constant=lambda name: None)  # a browser's JSON has no NaN
-    # What models write holds tags: as < it cannot end the script element that carries it.
+    # Text of models contains tags. Escaped, they cannot end the script element that holds the data.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     page = TEMPLATE.read_text(encoding="utf-8")
     Path(path).write_text(page.replace("{{DATA}}", text), encoding="utf-8")
@@ -349,7 +349,7 @@ def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
 
 @contextlib.contextmanager
 def png_axes(path: Path, count: int, size: tuple[float, float]) -> Iterator[np.ndarray]:
-    """Give axes side by side to draw on; then write them as a PNG with one legend. `size`: inches."""
+    """Yield axes side by side to draw on, then write them as a PNG with one legend. `size`: inches."""
     from matplotlib import pyplot, rc_context
 
     with rc_context(STYLE):
@@ -382,7 +382,7 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or JSONL files of episodes")
     parser.add_argument("-o", "--out", type=Path, help="the page (default: report.html beside the runs)")
     parser.add_argument("--png", type=Path, metavar="DIR", help="also draw DIR/curves.png")
-    parser.add_argument("--model", type=Path, help="a checkpoint whose tokenizer and contract the episodes have")
+    parser.add_argument("--model", type=Path, help="checkpoint with the tokenizer and contract of the episodes")
     args = parser.parse_args()
     paths = [path.resolve() for path in args.runs]
     parent = Path(os.path.commonpath([path.parent for path in paths]))

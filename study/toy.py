@@ -1,23 +1,23 @@
-"""toy.py: the embedded default: a tiny Qwen3-VL, real mp4s, and parquets in the published schemas. CPU, under a minute.
+"""toy.py: build the toy on a CPU in under a minute: a tiny Qwen3-VL, real mp4s, and parquets in the published schemas.
 
     python -m study.toy build DIR [--seed 0] [--p-loose 0.6]
 
     DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
     DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one colored flash
-    DIR/perception.parquet, calls.parquet, direct.parquet     SFT schema (`messages`), one skill each: to see, as a sub-agent;
-                                                              to call and to read reports; to answer without tools
+    DIR/perception.parquet, calls.parquet, direct.parquet     SFT schema (`messages`), one skill each: report as a sub-agent;
+                                                              call and read reports; answer without tools
     DIR/sft.parquet, sft_val.parquet                          SFT schema: agents with tools
     DIR/rl.parquet, val.parquet, test.parquet                 RL schema (`prompt`, `videos`, `extra_info`)
 
-The task: a video of 32, 48 or 64 s shows one flash, and the question is its color (chance 1/8). A short flash (2.5 s)
-falls between the frames of a small overview, but no crop of up to 32 s misses it. Where to look varies:
+The task: a video of 32, 48 or 64 s shows one flash, and the question asks for its color (chance 1/8). A short flash
+(2.5 s) falls between the frames of a small overview, but every crop of up to 32 s around it shows it. Where to look:
 
-    the question says which half  -> one window, half the video
+    the question names the half   -> one window, half the video
     it does not                   -> both halves at once (a video of 32 s fits into one window)
     a long flash                  -> any overview shows it
 
-The *loose prior* is injected, and says so: a share `p_loose` of the turns breaks the format (unclosed think, no think,
-a call in the wrong tags, an answer without tags), as pretrained models do under sampling. `--p-loose 0` is the control.
+The *loose prior* is put there on purpose: a share `p_loose` of turns breaks the format (unclosed think, no think, a
+call in the wrong tags, an answer without tags), as pretrained models do when sampled. `--p-loose 0` is the control.
 """
 
 import argparse
@@ -53,17 +53,17 @@ COLORS = {
     "black": (0, 0, 0),
 }
 NAMES = list(COLORS)
-SIDE = 32  # pixels, of a frame
-SQUARE = 24  # pixels, of the flash
+SIDE = 32  # pixels of a frame's side
+SQUARE = 24  # pixels of the flash's side
 FPS = 2
 DURATIONS = (32, 48, 64)  # seconds
 SHORT = 2.5  # seconds of a short flash
 CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per frame
 OVERVIEWS = (4, 8, 16, 32, 64)
-LONG_SHARE = 0.15
+LONG_SHARE = 0.15  # share of long flashes
 P_TOOL = 0.75  # share of SFT rows that call tools
 NOTHING = "No flash."
-# Videos of each split, and the tasks on them; rows of each table on the training videos.
+# Videos per split (rl, val, test: one task per video), and rows per SFT table.
 SIZES = {"train": 1600, "rl": 600, "val": 64, "test": 256}
 SIZES |= {"perception": 6000, "calls": 2000, "direct": 2000, "sft": 8000, "sft_val": 200}
 
@@ -72,7 +72,7 @@ SIZES |= {"perception": 6000, "calls": 2000, "direct": 2000, "sft": 8000, "sft_v
 
 @dataclass(frozen=True)
 class Flash:
-    """One synthetic video: what it shows, and when."""
+    """One synthetic video and its flash."""
 
     name: str
     seed: int
@@ -86,7 +86,7 @@ class Flash:
 
     @property
     def half(self) -> str:
-        """The half that holds all of the flash, or ""."""
+        """The half that contains the whole flash, or ""."""
         middle = self.duration / 2
         if self.start + self.length <= middle:
             return "first"
@@ -119,7 +119,7 @@ def write_video(path: Path, flash: Flash) -> None:
     lit = [i for i in range(count) if flash.visible([i / FPS])]
     pixels[lit, y : y + SQUARE, x : x + SQUARE] += np.array(COLORS[flash.color]) - grey
     with av.open(str(path), "w") as container:
-        # `ultrafast` is repeatable to the bit; with its lookahead x264 is not, at this size.
+        # `ultrafast` is repeatable to the bit. With lookahead, x264 is not at this size.
         options = {"preset": "ultrafast", "crf": "18", "threads": "1"}
         stream = container.add_stream("libx264", rate=FPS, options=options)
         stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
@@ -133,7 +133,7 @@ def question(cue: str) -> str:
 
 
 def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
-    """Return the crops that must show the flash."""
+    """Return the windows to crop: together they must show the flash."""
     middle, end = flash.duration // 2, flash.duration
     if cue:
         return [(0, middle) if cue == "first" else (middle, end)]
@@ -141,7 +141,7 @@ def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
 
 
 def told(flash: Flash, times) -> str:
-    """Return a sub-agent's report on frames of these times."""
+    """Return a sub-agent's report on frames at these times."""
     return f"A {flash.color} flash." if flash.visible(times) else NOTHING
 
 
@@ -173,14 +173,14 @@ def call(start: float, end: float) -> str:
 
 
 def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main", k: int = 0) -> dict:
-    """A trajectory with tools, or a direct answer; each turn breaks the format with probability p_loose."""
-    # Calls prevail with few frames, where the reports must be read; direct answers with many, where they are right.
+    """Return a trajectory with tools, or a direct answer. Each turn breaks the format with probability p_loose."""
+    # Few frames: mostly calls, since only reports help there. Many frames: mostly direct answers, which are right there.
     with_tools = rng.random() < p_tool
     k = k or rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if with_tools else (1, 1, 2, 3, 3))[0]
     cue = draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(cue)}]}]
-    shown = told(flash, [flash.start])  # in a sub-agent's words, so that the model learns to read them
+    shown = told(flash, [flash.start])  # in the words of a report, so that the model learns to read them
 
     def say(text: str) -> None:
         messages.append({"role": "assistant", "content": text})
@@ -204,7 +204,7 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
     tidy = f"<think>\n{thought}\n</think>\n{calls}"
     unread = tidy.replace("tool_call>", "tool_code>")
     say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
-    if messages[-1]["content"] == unread:  # the row ends here: a rollout says only that it could not be read
+    if messages[-1]["content"] == unread:  # the row ends here: a rollout would only return an error
         return {"messages": json.dumps(messages), "agent": agent}
     reports = [told(flash, crop_times(flash, *window)) for window in crops]
     text = "\n".join(f"<tool_response>\n{report}\n</tool_response>" for report in reports)
@@ -214,7 +214,7 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
 
 
 def perception_row(rng: random.Random, flash: Flash) -> dict:
-    """Return a sub-agent's example: one window, one sentence; half of the windows hold the flash."""
+    """Return a sub-agent's example: one window and one sentence. Half of the windows show the flash."""
     width = rng.choice((2, 4, 8, 16, 24, 32, 32))
     latest = flash.duration - width
     with_flash = rng.random() < 0.5
@@ -231,7 +231,7 @@ def perception_row(rng: random.Random, flash: Flash) -> dict:
 
 
 def rl_row(rng: random.Random, flash: Flash) -> dict:
-    """Return an open question, in the RL schema."""
+    """Return an open question in the RL schema."""
     cue = draw_cue(rng, flash)
     info = {"id": f"{Path(flash.name).stem}-oe{cue and '-' + cue}", "answer": flash.color, "question_type": "oe"}
     prompt = [{"role": "user", "content": f"<video>\n{question(cue)}"}]
@@ -242,16 +242,16 @@ def rl_row(rng: random.Random, flash: Flash) -> dict:
 # ------------------------------------------------------------------------------------------------ the checkpoint
 
 ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-ADDED += ["<|video_pad|>"]  # special; the tags below are single tokens too, but ordinary text
+ADDED += ["<|video_pad|>"]  # special tokens; the tags below are also single tokens, but ordinary text
 TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
-# Jinja drops the newline after a statement, so the template writes out those that count.
+# Jinja drops the newline after a statement, so the template writes the needed ones out.
 CHAT_TEMPLATE = Path(__file__).with_name("toy_chat.jinja").read_text(encoding="utf-8")
 
 
 def build_tokenizer(texts: list[str], vocabulary: int = 2048):
-    """Train a byte-level BPE whose words are whole phrases: boilerplate costs a few tokens, while numbers, colors and the
-    pieces of `<answer>` stay apart."""
+    """Train a byte-level BPE whose words are whole phrases: boilerplate costs few tokens, while numbers, colors and the
+    pieces of `<answer>` stay separate tokens."""
     color = rf"\b(?:{'|'.join(NAMES)})\b"
     words = [r"<\d+(?=\.\d+ seconds>)", r"\.\d+ seconds>", r"\d+", r"</?(?=answer>)", r"answer(?=>)", color, r"\n+"]
     words.append(rf"(?:(?!{color}|</?answer>|answer>)[^\d\n])(?:(?!{color})[^\d\n<>])*")
@@ -281,7 +281,7 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
 
 
 def untrained_model(text: dict, vision: dict, ids: dict[str, int], seed: int) -> Qwen3VLForConditionalGeneration:
-    """Build an untrained Qwen3-VL of the real class. `ids`: the ids of the tokens of ADDED."""
+    """Build an untrained Qwen3-VL of the real class. `ids`: token of ADDED -> id."""
     config = Qwen3VLConfig(
         text_config=text,
         vision_config=vision,
@@ -300,7 +300,7 @@ def untrained_model(text: dict, vision: dict, ids: dict[str, int], seed: int) ->
 def write_checkpoint(
     path: Path, tokenizer, contract: VisualContract, seed: int = 0, vision: dict | None = None, **text_sizes
 ) -> None:
-    """Write an untrained model, with everything that transformers and SGLang look for beside it."""
+    """Write an untrained model, with all other files that transformers and SGLang need."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text = {
@@ -342,7 +342,7 @@ def write_checkpoint(
 
 
 def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, int] = SIZES) -> None:
-    """Write everything into `root`, the same bytes for the same arguments. `sizes` replaces some of SIZES."""
+    """Write the toy to `root`: the same bytes for the same arguments. `sizes` overrides entries of SIZES."""
     sizes = SIZES | sizes
     (root / "videos").mkdir(parents=True, exist_ok=True)
     splits = draw_splits(seed, sizes)
@@ -366,7 +366,7 @@ def build_toy(root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, 
     for name, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
 
-    # The tokenizer learns the prompts' boilerplate, every stamp, and the rows' own words.
+    # Train the tokenizer on the prompts' boilerplate, every stamp, and the text of the rows.
     boilerplate = [data.system_prompt(with_tools=True), data.system_prompt(with_tools=False)]
     boilerplate += [data.subagent_system_prompt(), data.SUBAGENT_REQUEST, CHAT_TEMPLATE]
     boilerplate.append(json.dumps(TOOLS["crop_video"].schema))

@@ -1,4 +1,4 @@
-"""What an answer says, in every form that models write it. The values were written by hand."""
+"""Answer parsing, for every form that models write. The expected values were written by hand."""
 
 import re
 import time
@@ -17,7 +17,7 @@ from runtime.answers import listed_options, normalise, parse_letter, parse_span,
 EXACT = RewardConfig(open_answer="exact")
 
 # fmt: off
-# Each table: what is read -> the texts that say so.
+# Each table: expected value -> texts that state it.
 OPTIONS = ("red", "blue", "a green car", "Vitamin C", "A")
 LISTED = {
     "A": ("A", "A. blue", "Option A shows the man", "The answer is a.", "The answer is A because of the light."),
@@ -28,7 +28,7 @@ LISTED = {
         "The answer is: **B**", "I think it is B", "A man holds B", "So the answer is (b), I think",
         # in scripts without spaces, a letter touches its neighbours
         "答案是B", "选B", "选项B", "正确答案为B。", "B选项", "答えはBです", "정답은 B입니다", "不是A，是B",
-        # what is denied, or only a reason, is not named
+        # letters that are denied, or are only a reason, are not named
         "not A but B", "B, not A", "B rather than C", "It isn't A or C, it is B", "It can't be A, so B", "A is wrong. It is B",
         "D) is incorrect. B) is correct.", "B. Option A is wrong", "The answer is B. Option C is wrong",
         "The answer is B because A is only seen later.", "B正确，A错误", "A不对，选B", "所以答案是B，因为A不对",
@@ -52,7 +52,7 @@ LISTED = {
         "B. Option A is better", "B、C都有可能", "B: maybe; C: maybe", "A is true. B is true.", "无法确定是A还是B。",
     ),
 }
-UNLISTED = {  # any letter from A to J, and a leading label is believed
+UNLISTED = {  # any letter from A to J; a leading label counts
     "B": ("B. Vitamin C", "B) Plan A", "B: U.S. Team A", "(B) Vitamin C", "B - Plan A", "**B.** D.C. United", "B\nVitamin C",
           "b) a red car", "Answer: B. Vitamin C", "**Final answer:** B) Plan A", "B because A moves", "B. I"),
     "C": ("Vitamin C",), "D": ("D. Both A and B",), "J": ("J",),
@@ -67,10 +67,10 @@ SPANS = {
         "12.5s - 20.1s", "12.5s -20.1s", "12.5 s to 20.1 s", "12.5 sec - 20.1 sec", "20.1–12.5s", "12 s 500 ms - 20100 ms",
         "<12.5 seconds> to <20.1 seconds>", "12.5秒到20.1秒", "从第12.5秒到第20.1秒",
         "It opens at 12.5 seconds and closes at 20.1.", "It starts at 12.5 s and ends at 20.1 s.",
-        # numbers that are no times
+        # numbers that are not times
         "In frames 2-5 it jumps, 12.5, 20.1", "Frames 1, 2 and 3: 12.5, 20.1", "In frames 2, 12.5 and 20.1", "Step 2: 12.5, 20.1",
         "2024-05-06: 12.5, 20.1", "the 2nd man, 12.5, 20.1",
-        # of more times, the last range
+        # with more times, the last range
         "9 men: 12.5 -> 20.1", "9 men from 12.5 through 20.1", "9 men, 12.5 up to 20.1", "9 men, 12.5 until about 20.1",
         "9 men between 12.5 and 20.1", "9 men: [12.5, 20.1]", "9 men from 12.5 s, when he sits down, to 20.1",
         "I looked at 0 - 60.\nAnswer: 12.5, 20.1", "It starts at 12.5 s and ends at 20.1 s, after 7.6 s.",
@@ -127,7 +127,7 @@ def test_a_span_is_read_in_every_written_form(span, text):
 
 
 def test_a_thought_and_a_call_are_no_answer():
-    """Past bug: a thought that was cut off named an option, and the arguments of a call were a span."""
+    """Past bug: a thought that was cut off counted as naming an option, and arguments of a call as a span."""
     assert spoken("<think>A or C?</think> <tool_call>1, 2</tool_call> B") == spoken("A or C?</think>B") == "B"
     assert spoken("<think>Option A says that he") == spoken("<tool_call>1 - 2") == ""
     unopened = "Option A, or rather <answer>A</answer></think> I cannot tell."
@@ -135,7 +135,7 @@ def test_a_thought_and_a_call_are_no_answer():
 
 
 def read(question, turn):
-    """Return both readings of a turn: a letter, a span or whether an open answer is right."""
+    """Return both readings of a turn: a letter, a span, or whether an open answer is right."""
     kind, gold = question["kind"], {"mcq": "?", "tvg": "[0, 1]"}
     item = Item(Task("t", "?", (), kind, gold.get(kind, question.get("gold")), tuple(question.get("options", ()))))
     strict = grade(item, final_answer([turn]) or spoken(turn), EXACT)
@@ -144,7 +144,7 @@ def read(question, turn):
 
 
 def test_answers_are_read_as_a_careful_person_reads_them():
-    """The texts are written in the manner of four models; before the rule, 101 (strict) and 100 of 150 were read so."""
+    """The texts imitate four models. Before the rule, 101 (strict) and 100 (lenient) of 150 were read correctly."""
     written, unlike = config.read_tree(Path(__file__).parent / "readings.yaml"), []
     for name, text, *readings in (row for rows in written["texts"].values() for row in rows):
         readings = [str([float(x) for x in reading]) if isinstance(reading, list) else reading for reading in readings]
@@ -184,7 +184,7 @@ def test_every_row_of_the_tables_reads_its_own_example():
 
 @pytest.mark.parametrize("unit", PIECES + RUNS)
 def test_ten_thousand_characters_are_read_at_once(unit):
-    """A pattern that tries every way to share out what repeats takes minutes."""
+    """A pattern that backtracks over every split of a repetition takes minutes."""
     text = unit * (10_000 // len(unit))
     started = time.process_time()
     for tail in ("", "!", " 7"):

@@ -27,7 +27,7 @@ CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": %s, "end_t
 
 @pytest.fixture
 def command(toy_dir, monkeypatch, capsys):
-    """command(*arguments) -> (exit status, what was printed), in this process and in the toy's folder."""
+    """command(*arguments) -> (exit status, output), run in this process and in the toy's folder."""
     monkeypatch.chdir(toy_dir)
 
     def run(*arguments: str) -> tuple[int, str]:
@@ -40,7 +40,7 @@ def command(toy_dir, monkeypatch, capsys):
 
 
 def test_ask_shows_thoughts_windows_and_reports_and_keeps_a_trace(toy_dir, videos, command, monkeypatch, tmp_path):
-    """The trace can be read from any folder."""
+    """The trace is readable from any folder."""
     said = "I look twice.</think>" + CALL % (0, 16) + CALL % (16, 32) + CALL % (9, 5)
     plain, first = inprocess.InProcess.generate, [said]
 
@@ -55,7 +55,7 @@ def test_ask_shows_thoughts_windows_and_reports_and_keeps_a_trace(toy_dir, video
     assert status == 0
     assert "I look twice." in printed and "<tool_call>" not in printed.split("turn 2")[0]
     for window in ("0.0–16.0 s", "16.0–32.0 s"):
-        assert printed.count(window) == 2  # on the timeline, and when its report arrives
+        assert printed.count(window) == 2  # on the timeline, and with its report
     assert "│█" in printed and "·█" in printed and "bad_arguments" in printed and "2 turns, 3 calls" in printed
     monkeypatch.chdir(tmp_path)
     [episode] = load_episodes("t.json", videos, VisualContract.load(toy_dir / "model"))
@@ -79,7 +79,7 @@ def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monke
 
 
 def table(printed: str) -> dict[str, bool]:
-    """What the doctor claims, and whether it holds."""
+    """Return the doctor's claims: claim -> whether it holds."""
     rows = (re.fullmatch(r"(ok  |FAIL)  (.*?)  +.*", line) for line in printed.splitlines())
     return {row[2]: row[1] == "ok  " for row in rows if row}
 
@@ -90,7 +90,7 @@ def test_the_doctor_finds_a_healthy_model_healthy(command):
 
 
 def test_the_doctor_compares_texts_as_the_tokenizer_normalises_them(toy_dir, tmp_path, command, monkeypatch):
-    """Qwen's tokenizer makes NFC of what it reads: a model that says e and an accent is no other conversation."""
+    """Qwen's tokenizer normalises its input to NFC. A model that writes e and an accent has the same conversation."""
     model = shutil.copytree(toy_dir / "model", tmp_path / "model")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
     (model / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": {"type": "NFC"}}))
@@ -121,7 +121,7 @@ def test_the_doctor_notices_an_engine_that_differs_from_the_trainer(command, mon
 
 
 def test_the_doctors_server_has_the_gpus_of_its_config(command, monkeypatch):
-    """Past bug: a config's tensor_parallel was ignored."""
+    """Past bug: the config's tensor_parallel was ignored."""
 
     def open_engine(source, renderer, cfg):
         raise EngineError(f"{cfg.tensor_parallel} of {cfg.server_gpus}")
@@ -133,7 +133,7 @@ def test_the_doctors_server_has_the_gpus_of_its_config(command, monkeypatch):
 
 
 def test_a_server_of_ones_own_and_one_at_a_url_exclude_each_other(command, capsys):
-    """Past bug: the doctor killed the server that it had not started, which ended in a traceback."""
+    """Past bug: the doctor tried to kill a server that it had not started, and ended with a traceback."""
     with pytest.raises(SystemExit) as end:
         command("doctor", "--gpu", "4", "--url", "http://127.0.0.1:9")
     assert end.value.code == 2 and "--url: not allowed with argument --gpu" in capsys.readouterr().err
@@ -141,7 +141,7 @@ def test_a_server_of_ones_own_and_one_at_a_url_exclude_each_other(command, capsy
 
 @pytest.mark.parametrize("gaps, good", [({0: 2.0}, True), ({0: 2.0, 1: 2.0, 2: 2.0}, False), (range(200), False)])
 def test_in_bf16_the_doctor_judges_the_mean_and_the_99th_percentile(monkeypatch, gaps, good):
-    """Past bug: it judged the largest gap of all tokens, which bf16 alone can take above its limit."""
+    """Past bug: it judged the largest gap of all tokens, which can exceed its limit by bf16 rounding alone."""
     far = torch.zeros(200)
     for token in gaps:
         far[token] = 0.06 if isinstance(gaps, range) else gaps[token]
@@ -154,7 +154,7 @@ def test_in_bf16_the_doctor_judges_the_mean_and_the_99th_percentile(monkeypatch,
 
 @pytest.mark.parametrize("wrong_at", [None, 0.7])
 def test_the_doctor_asks_a_server_of_its_own_at_two_temperatures_and_after_its_death(command, monkeypatch, wrong_at):
-    """The server is a stand-in, so the trainer repeats what it said; the trainer's own model sees no frames then."""
+    """The server is a fake, so the trainer repeats its log-probs. The trainer's own model then sees no frames."""
     started = []
 
     def server_command(checkpoint, renderer, port, flags):

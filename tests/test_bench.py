@@ -1,4 +1,4 @@
-"""The benches run, and compare equal work."""
+"""The benchmarks run, and both sides do the same work."""
 
 import functools
 import re
@@ -20,7 +20,7 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path, toy_dir):
-    """Folders of the test's own."""
+    """Use small sizes, and folders of this test."""
     monkeypatch.setattr(bench, "TOY", toy_dir)
     monkeypatch.setattr(bench, "OURS", tmp_path)
 
@@ -30,7 +30,7 @@ def test_every_bench_says_what_it_measures_and_measures_it(name):
     assert bench.BENCHES[name].__doc__
     for what, plain, ours, gain in SMALL[name]():
         assert what and float(ours) > 0 and float(gain.partition("x")[0]) > 0
-        if name == "dispatch":  # two reports wait together
+        if name == "dispatch":  # two reports take their time together
             assert float(plain) > 1.3 * float(ours)
 
 
@@ -55,7 +55,7 @@ def test_the_command_prints_a_section_per_bench_whose_sides_took_turns(monkeypat
     monkeypatch.setattr(bench, "BENCHES", {"sleep": sleep, "awake": None})
     monkeypatch.setattr(sys, "argv", ["bench.py", "sleep"])
     assert bench.main() == 0
-    assert order == ["a", "b"] * 3  # the first two are compared
+    assert order == ["a", "b"] * 3  # the first run of each is compared
     told = capsys.readouterr().out
     assert told.startswith("\n#### sleep, ") and "About sleep." in told and "| a nap | 0.02" in told
     gain, least, most = map(float, re.search(r"(\S+)x \((\S+) - (\S+)\)", told).groups())

@@ -1,4 +1,4 @@
-"""The evaluation splits: miniatures in the datasets' real layouts, each known trap of theirs, figures by hand."""
+"""The evaluation splits: miniatures with the real layouts and known traps of the datasets, and figures by hand."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def parquet(path, rows, **types):
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """load(split, counts...) -> its items below tmp_path. So many items (none: any number) pass as the whole split."""
+    """load(split, counts...) -> the split's items below tmp_path. `counts`: allowed numbers of items (none: any number)."""
 
     def make(name, *counts, subtitled=0, root=tmp_path, limit=0):
         monkeypatch.setitem(SPLITS, name, replace(SPLITS[name], counts=counts, subtitled=subtitled))
@@ -54,7 +54,7 @@ def verdict(prediction, score, judged=False):
 
 
 def records(items, verdicts):
-    """Return the lines of eval.py, as far as figures read them."""
+    """Return lines of eval.py with the keys that `figures` reads."""
     return [{"kind": i.task.kind} | v for i, v in zip(items, verdicts, strict=True)]
 
 
@@ -118,7 +118,7 @@ def test_subtitles_are_those_of_the_sampled_frames_in_order_each_once(tmp_path, 
 
 
 def test_subtitles_that_are_not_all_there_are_refused(tmp_path, load):
-    """One cue was enough, so that a half unpacked subtitle.zip passed."""
+    """Past bug: one cue was enough, so a partly unpacked subtitle.zip passed."""
     assert SPLITS["videomme_wsub"].subtitled == 744
     videomme(tmp_path)
     (tmp_path / "aA.srt").write_bytes(SRT.encode())
@@ -162,7 +162,7 @@ def test_lvbench_reads_both_layouts_alike(tmp_path, load):
 
 def test_mlvu_gold_is_a_letter_or_a_text_and_options_are_not_listed_twice(tmp_path, load):
     rows, asked = [], "How many?\n(A) one\n(B) two\n(C) three\n(D) four"
-    for kind, gold in (("count", "B"), ("count", "four"), ("plotQA", "A"), ("count", "eleven")):  # the last: a defect
+    for kind, gold in (("count", "B"), ("count", "four"), ("plotQA", "A"), ("count", "eleven")):  # the last is a defect
         row = {"video_name": f"{kind}_{len(rows)}.mp4", "task_type": kind, "question": asked, "answer": gold}
         rows.append(row | {"candidates": ["one", "two", "three", "four"]})
     rows[1]["question"] = "How many?"
@@ -200,7 +200,7 @@ def test_charades_restores_tenths_from_float16_and_counts_every_query(tmp_path, 
     items = load("charades", 4)
     assert [item.task.answer for item in items] == ["[24.3, 30.4]", "[0.0, 6.9]", "[10.0, 20.0]", "[0.0, 8.0]"]
     assert len({item.task.id for item in items}) == 4 and items[0].caption == "a person sits."
-    # How to answer is said by protocols.yaml: a prompt of the authors could not have been verbatim.
+    # protocols.yaml says how to answer. Otherwise a prompt of the authors could not be verbatim.
     assert items[0].task.question == "During which part of the video does this happen: a person sits?"
     verdicts = [grade(item, text, CFG) for item, text in zip(items, ("00:24.3 to 00:30.4", "soon", "15 and 20", ""))]
     assert [v["prediction"] for v in verdicts] == ["[24.3, 30.4]", None, "[15.0, 20.0]", None]
@@ -229,7 +229,7 @@ def test_missing_videos_are_one_error(tmp_path, load):
 
 
 def test_a_limit_needs_the_videos_of_its_items_only(tmp_path, load):
-    """Two items could not be tried before the whole dataset was there."""
+    """Past bug: trying two items needed the whole dataset."""
     parquet(tmp_path / "videomme/test-0.parquet", [videomme_row(f"v{i}", 1) for i in range(4)])
     parquet(tmp_path / "videomme/test-1.parquet", [videomme_row(f"v{i}", 1) for i in range(4, 7)])
     touch(tmp_path, "v0.mp4", "v1.mp4")
@@ -266,7 +266,7 @@ MCQ = Item(Task("t", "", (), "mcq", "D", ("red", "blue", "a green car", "Vitamin
 
 
 def test_what_cannot_be_read_strictly_scores_nothing():
-    """test_answers.py has the forms in which a letter is written."""
+    """test_answers.py tests the forms of a letter."""
     for text, letter in (("D", "D"), ("A. blue", "A"), ("E", None), (None, None), ("", None)):
         assert grade(MCQ, text, CFG) == verdict(letter, float(letter == "D"))
     assert grade(OPEN, " the red car ", CFG) == verdict("the red car", 1.0) and grade(OPEN, " ", CFG) == UNGRADED
@@ -276,19 +276,19 @@ def test_what_cannot_be_read_strictly_scores_nothing():
     "item, turn, prediction, score",
     [
         (MCQ, "The answer is D.<|im_end|>", "D", 1),
-        (MCQ, "<think>\nA or B?\n</think>\n(D)", "D", 1),  # thoughts are no answer
-        (MCQ, "<think>\nPerhaps A? No. D", "D", 1),  # but they are if they never end
+        (MCQ, "<think>\nA or B?\n</think>\n(D)", "D", 1),  # a thought is not an answer
+        (MCQ, "<think>\nPerhaps A? No. D", "D", 1),  # unless it never ends
         (MCQ, "<answer>D", "D", 1),  # an open tag
-        (MCQ, "A is wrong, B too. Answer: D", "D", 1),  # what is stated goes first
+        (MCQ, "A is wrong, B too. Answer: D", "D", 1),  # a stated answer comes first
         (MCQ, "The answer is A, because B is blue.", "A", 0),
-        (MCQ, "Perhaps D, perhaps B", "D", 1),  # the first of several
-        (MCQ, "D or A", None, 0),  # unless they are named together
+        (MCQ, "Perhaps D, perhaps B", "D", 1),  # the first of several letters
+        (MCQ, "D or A", None, 0),  # unless letters are named together
         (MCQ, "It is (D), (B)", None, 0),
         (MCQ, "A man gets in.", None, 0),  # the official scorers read the article
         (MCQ, "He sits in a green car.", "C", 0),  # the text of one option
         (MCQ, "It is not red, it is blue.", "B", 0),
         (MCQ, "It is red or blue.", None, 0),
-        (MCQ, "I see nothing. E", None, 0),  # no letter of its options, and never a guess
+        (MCQ, "I see nothing. E", None, 0),  # not a letter of its options; no guess
         (SPAN, "It starts at 12.0 and ends at 20.0 seconds.", "[12.0, 20.0]", 1),
         (SPAN, '<tool_call>{"name": "f", "arguments": {"start_time": 12, "end_time": 20}}</tool_call>', None, 0),
         (SPAN, '<tool_call>{"start_time": 12, "end_time": 20', None, 0),
@@ -329,7 +329,7 @@ def test_the_published_numbers_are_of_our_splits_and_first_figures():
 
 
 def test_the_dry_run_of_every_row_names_what_is_missing_and_all_that_is_unlike_the_paper(tmp_path, monkeypatch, capsys):
-    """The facts are in configs/eval/published.yaml. Past bug: one with a colon was printed as a mapping."""
+    """The facts are in configs/eval/published.yaml. Past bug: a fact with a colon was printed as a mapping."""
     published = results.read_published()
     groups = {row["name"]: row["group"] for row in published["table"]["rows"]}
     told = {}
@@ -344,11 +344,11 @@ def test_the_dry_run_of_every_row_names_what_is_missing_and_all_that_is_unlike_t
         assert f"note    {cfg.checkpoint} is not on this machine; the run would fetch it from the hub" in notes
         for split, root in cfg.splits.items():
             assert f"MISSING {split}: {root}: no such folder" in notes and f"--local-dir {root}`" in notes
-        # Its own protocol is compared with the row of the table, key by key.
+        # With its own protocol, the run is compared with the row of the table key by key.
         unlike = re.findall(r"unlike (\w+)\.yaml: (\S+):", notes)
         assert {row for row, _ in unlike} == ({path.stem} if path.parent.name == "own" else set())
         assert cfg.prompting.protocol not in READS or "visual.stamp" not in {key for _, key in unlike}
-        # What no key says is printed for both.
+        # Differences that no key shows are printed for both.
         row = cfg.name.removesuffix(" (own)")
         known = re.findall("the published run: (.*)", notes)
         assert known == [text for texts in published["differs"][row] for text in texts]

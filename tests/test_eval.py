@@ -1,4 +1,4 @@
-"""Evaluation: interrupted and failing runs end with the results of one that was neither; tables are computed by hand."""
+"""Evaluation: interrupted and failing runs end with the results of an undisturbed one. Tables are computed by hand."""
 
 import dataclasses
 import importlib.util
@@ -53,7 +53,7 @@ CONFIGS = REPO / "configs" / "eval"
 
 @pytest.fixture
 def write(toy_dir, tmp_path):
-    """write(key=value, ...) -> a config of the toy's 8 test items: each is asked once, and the answer is what is said."""
+    """write(key=value, ...) -> a config for the toy's 8 test items. Each is asked once; the whole reply is the answer."""
 
     def make(folder=tmp_path, **changes) -> Path:
         tree = {
@@ -84,7 +84,7 @@ def run(path: Path, *overrides: str) -> int:
 
 @pytest.fixture
 def model(monkeypatch):
-    """model(reply): from now on runs are given a model that says `reply(prompt, seed)`; returns the list of engines."""
+    """model(reply): give all later runs a model that says `reply(prompt, seed)`. Returns the list of engines."""
 
     def install(reply) -> list[Scripted]:
         opened = []
@@ -112,7 +112,7 @@ def results_file(folder: Path, arm: str = "direct", k: int = 4) -> Path:
 
 
 def outcomes(path: Path) -> dict[str, tuple]:
-    """Return the outcome of a run, without its seconds and the order in which items ended."""
+    """Return the outcome of a run without its seconds and the order of its lines."""
     names = ("answer", "prediction", "score", "judged", "turns", "tokens", "error")
     return {r["id"]: tuple(r[name] for name in names) for r in read_results(path).records}
 
@@ -160,15 +160,15 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
         assert (record["f"], record["well_formed"]) == (1.0, 1.0)
     for record in without.records:
         assert (record["turns"], record["tokens"], record["calls"]) == (1, length(unseen), [])
-        assert record["f"] == pytest.approx(0.3 + 0.2 + 0.1)  # the tags and their balance; "No." is no thought
-    # The tables' tests stand on lines like these.
+        assert record["f"] == pytest.approx(0.3 + 0.2 + 0.1)  # the tags and their balance; "No." is not a thought
+    # The tests of the tables use lines like these.
     assert {*line("x", 1), "item", "f", "well_formed"} == set(with_tools.records[0])
     assert with_tools.figures()["accuracy"] == 100 * many / 8 and without.figures()["accuracy"] == 100 * few / 8
     shown = sections(capsys.readouterr().out)
     *row, score, average, gain = shown["Scores"][2]
     assert row == ["toy", "parallel", "tagged", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
     lost = f"{100 * (few / many - 1):+.1f}"
-    assert shown["Scores"][4][-1] == f"{lost} / {lost} % (1)"  # over the first arm, not over its own
+    assert shown["Scores"][4][-1] == f"{lost} / {lost} % (1)"  # over the first arm, not its own
 
 
 def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, model, toy_dir, tmp_path):
@@ -197,10 +197,10 @@ def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, m
 
 
 def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, model, toy_dir, tmp_path):
-    """Past bug: retrained, and asked the splits that were left, a model shared its row with its predecessor."""
+    """Past bug: a retrained model that was asked the remaining splits shared its row with its predecessor."""
     path, engines = write(), model(says("red"))
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mlvu-K4-direct.jsonl").write_text('{"total": 3}\n')  # which blocks no other file of its folder
+    (tmp_path / "run" / "mlvu-K4-direct.jsonl").write_text('{"total": 3}\n')  # it blocks no other file here
     run(path)
     shutil.copytree(toy_dir / "model", tmp_path / "trained")
     (tmp_path / "trained" / "model.safetensors").write_bytes(bytes(10_000))
@@ -217,7 +217,7 @@ def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, mo
     assert len(engines) == 1 and not results_file(tmp_path, k=8).exists()
     run(path, "frames=[8]", "rollout.max_context=30000")
     run(path, "prompting.protocol=think")  # another arm has other prompts
-    # Two folders of one name are a row, too. Behind an API, the same model elsewhere is another one.
+    # Two folders with one name also form a row. Behind an API, the same model at another URL is a different one.
     settings = read_results(results_file(tmp_path)).settings | {"split": "mlvu"}
     (tmp_path / "b").mkdir()
     for key, value, named in (
@@ -231,12 +231,12 @@ def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, mo
 
 
 def test_a_dry_run_compares_settings_before_the_checkpoint_is_here(write, model, tmp_path):
-    """It compared none, and the run was refused after its download."""
+    """Past bug: it compared none, and the run was refused only after the download."""
     path = write(run=str(tmp_path / "run"), visual={"frame_pixels": 1024})
     model(says("red"))
     run(path)
     there = "checkpoint=hub:Somebody/Else"
-    for unknown in ([], ["visual=null"]):  # the weights are others, which is not known yet
+    for unknown in ([], ["visual=null"]):  # the weights differ, which is not known yet
         assert dry_run(load(path, there, *unknown)) == 0
     for change, named in (
         ("seed=1", "seed: 0, now 1"),
@@ -250,13 +250,13 @@ def test_a_dry_run_compares_settings_before_the_checkpoint_is_here(write, model,
 
 
 def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_dir, tmp_path):
-    """One digest over all items refused the whole file; a grown limit was another setting, too."""
+    """Past bug: one digest over all items refused the whole file, and so did a larger limit."""
     rows = pq.read_table(toy_dir / "test.parquet").to_pylist()
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "videos").symlink_to(toy_dir / "videos")
 
     def ask_rows(rows: list[dict], *overrides: str) -> list[str]:
-        """Write the dataset and run; return the prompts."""
+        """Write the dataset, run, and return the prompts."""
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "test.parquet")
         engines = model(says("red"))
         run(write(splits={"toy": str(tmp_path / "data")}), *overrides)
@@ -266,16 +266,16 @@ def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_
     rows[1]["prompt"] = [message | {"content": message["content"] + " Really?"} for message in rows[1]["prompt"]]
     assert ask_rows(rows, "limit=1") == []
     [prompt] = ask_rows(rows, "limit=3")
-    assert "Really?" in prompt and ask_rows(rows) == []  # nothing beyond the limit was thrown away
+    assert "Really?" in prompt and ask_rows(rows) == []  # answers beyond the limit were kept
     first, *others = rows
-    assert ask_rows([*others, first]) == []  # their order is no matter
+    assert ask_rows([*others, first]) == []  # their order does not matter
     renamed = first | {"extra_info": json.dumps(json.loads(first["extra_info"]) | {"id": "another"})}
     assert (
         len(ask_rows([*others, renamed])) == 1 and len(outcomes(results_file(tmp_path))) == 8
-    )  # one has left the split
+    )  # one item has left the split
     item = load_split("toy", str(toy_dir))[0]
     cues = [replace(item, subtitles=(Cue(0, 1, text),)) for text in ("Hello", "Goodbye")]
-    assert len({results.item_digest(x) for x in (item, *cues)}) == 3  # its subtitles are part of it
+    assert len({results.item_digest(x) for x in (item, *cues)}) == 3  # subtitles are part of an item
 
 
 def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
@@ -285,11 +285,11 @@ def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
         return [job.header["prompts"] for job in evaluation.with_headers(cfg, evaluation.list_jobs(cfg), None)]
 
     before = prompts()
-    # A setting of its own: Charades has stamps, other splits none.
+    # Stamps are a setting per split: Charades has them, other splits do not.
     assert prompts(replace(cfg, visual=VisualContract(stamp=""))) == before
     with monkeypatch.context() as patch:
         patch.setitem(tools.TOOLS, "crop_video", replace(tools.TOOLS["crop_video"], schema={"name": "crop_video"}))
-        assert prompts()[0] != before[0] and prompts()[1] == before[1]  # without tools, none is described
+        assert prompts()[0] != before[0] and prompts()[1] == before[1]  # without tools, no tool is described
     for name in ("system_prompt", "subagent_system_prompt"):
         with monkeypatch.context() as patch:
             patch.setattr(data, name, lambda **form: "other words")
@@ -299,7 +299,7 @@ def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
 
 
 def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, model, tmp_path):
-    """An item whose answer could not be read left no trace; separators of Unicode broke its line."""
+    """Past bug: an item whose answer could not be read left no trace, and separators of Unicode broke its line."""
     odd = "red\u2028blue\x85green\x0bend"
     model(says("I am sure. " * 300 + odd))
     path = write(prompting={"protocol": "think"}, rollout={"temperature": 0, "max_new_tokens": 4000})
@@ -311,7 +311,7 @@ def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, mo
 
 
 def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_path):
-    """With a real model in a real process. What it says is random, so that records differ and can be told apart."""
+    """A real model in a real process. Its replies are random, so that records differ."""
     rollout = {"temperature": 1.0, "max_new_tokens": 120, "concurrency": 1}
     run(write(tmp_path / "whole", rollout=rollout))
     cfg, file = write(rollout=rollout), results_file(tmp_path)
@@ -319,7 +319,7 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_p
     process = start("eval.py", cfg)
     wait_for(lambda: lines() >= 3, process)
     time.sleep(0.15 * random.random())
-    assert process.poll() is None, process.communicate()[0]  # it was not done yet
+    assert process.poll() is None, process.communicate()[0]  # it had not finished yet
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert 2 < lines() < 9
@@ -344,13 +344,13 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
         return reply(prompt, seed)
 
     model(broken)
-    run(path, "limit=5", "rollout.concurrency=1")  # one after another, so that it is the fifth whose lines are torn
+    run(path, "limit=5", "rollout.concurrency=1")  # in sequence, so that the torn line is the fifth item's
     file.write_bytes(file.read_bytes()[:-30])
     assert len(outcomes(file)) == 4 and outcomes(file)[items[0]] == (None, None, 0.0, False, 0, 0, "EngineError: gone")
     engines = model(reply)
     run(path)
-    run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # where is no setting
-    assert len(engines) == 1  # not even opened
+    run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # a place is not a setting
+    assert len(engines) == 1  # no engine was opened
     assert asked(engines) == 3 * 5 and len(outcomes(file)) == 8  # two turns and a report of all but three items
 
 
@@ -358,7 +358,7 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
 
 
 def test_a_run_in_which_every_item_failed_says_so_and_blocks_nothing(write, model, tmp_path, capsys):
-    """It exited with 0, and its file was "made under other settings" when the setting had been corrected."""
+    """Past bug: it exited with 0, and after the setting was fixed its file was "made under other settings"."""
     path, file = write(), results_file(tmp_path)
     model(says("red"))
     assert run(path, "rollout.max_context=40") == 1
@@ -369,7 +369,7 @@ def test_a_run_in_which_every_item_failed_says_so_and_blocks_nothing(write, mode
 
 
 def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path, monkeypatch):
-    """Past bug: both asked (and paid) every item, and one of them printed a wrong figure."""
+    """Past bug: both asked (and paid for) every item, and one of them printed a wrong figure."""
     path, engines = write(), model(says("red"))
     with (
         only_run_in(tmp_path / "run"),
@@ -390,7 +390,7 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
 
 
 def test_a_connection_that_fails_leaves_no_results(write, monkeypatch, tmp_path):
-    """A header was there already: the next try was told that it was "made under other settings"."""
+    """Past bug: the header was written first, so the next try was refused as "made under other settings"."""
 
     def gone(*arguments, **more):
         raise EngineError("gone")
@@ -414,9 +414,9 @@ def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, m
     header, _, row = sections(capsys.readouterr().out)["Per item"]
     assert row[header.index("error_rate")] == "100.00"
     with pytest.raises(config.ConfigError, match="'j' fails a first small request: http://127.0.0.1:1/v1"):
-        run(path, "grading.judge.url=http://127.0.0.1:1/v1")  # before an item is asked in vain
+        run(path, "grading.judge.url=http://127.0.0.1:1/v1")  # before any item is asked
     there = Endpoint("Yes.")
-    run(path, f"grading.judge.url={there.url}")  # where the judge runs is no setting
+    run(path, f"grading.judge.url={there.url}")  # the judge's URL is not a setting
     there.shutdown()
     assert {r[1:4] for r in outcomes(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
 
@@ -430,7 +430,7 @@ def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model,
     results = read_results(results_file(tmp_path, "none"))
     assert {r["prediction"] for r in results.records} == {f"{color}." if lenient else None}
     assert results.figures()["accuracy"] == (100 * count / 8 if lenient else 0)
-    assert results.read("lenient").figures()["accuracy"] == 100 * count / 8  # which every record holds
+    assert results.read("lenient").figures()["accuracy"] == 100 * count / 8  # every record has it
     assert tables.costs(results)["unparsed_rate"] == (0 if lenient else 100)
 
 
@@ -438,7 +438,7 @@ def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model,
 
 
 def line(id, score, *, video="", **more) -> dict:
-    """A line of results."""
+    """Return a line of results."""
     plain = {
         "id": id, "videos": [video or f"v/{id}.mp4"], "kind": "mcq", "gold": "A",
         "said": "A", "answer": "A", "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
@@ -449,7 +449,7 @@ def line(id, score, *, video="", **more) -> dict:
 
 
 def lines(scores: str) -> list[dict]:
-    """A digit per item."""
+    """Return lines of results, one per digit."""
     return [line(str(i), int(score)) for i, score in enumerate(scores)]
 
 
@@ -462,7 +462,7 @@ def write_results(folder, split, rows, *, name="toy", arm="parallel", k=64, tota
 
 
 def sections(text: str) -> dict[str, list[list[str]]]:
-    """Title -> the table's rows of cells, header and rule included."""
+    """Return title -> rows of cells of each table, with header and rule."""
     found = {}
     for part in re.split(r"^### ", text, flags=re.M)[1:]:
         title, _, body = part.partition("\n\n")
@@ -478,30 +478,30 @@ def test_an_interval_is_the_binomials_and_as_wide_as_there_are_videos():
     assert high - low == pytest.approx(width, rel=0.1) and (low + high) / 2 == pytest.approx(0.3, abs=0.005)
     low, high = interval(ones, [str(i // 10) for i in range(1000)])  # ten questions a video, right or wrong together
     assert high - low == pytest.approx(width * math.sqrt(10), rel=0.15)
-    assert interval([1, 0] * 50, [f"v{i // 2}" for i in range(100)]) == (0.5, 0.5)  # all videos are alike
-    assert str(interval([1, 1, 1], ["v"] * 3)) == "(nan, nan)"  # of one video nothing is known
+    assert interval([1, 0] * 50, [f"v{i // 2}" for i in range(100)]) == (0.5, 0.5)  # no spread between videos
+    assert str(interval([1, 1, 1], ["v"] * 3)) == "(nan, nan)"  # one video gives no interval
 
 
 def test_a_score_without_a_miss_is_not_certain(tmp_path):
-    """Past bug: 20 right of 20 had the interval [100.0, 100.0]. Wilson's is written out in every textbook: 83.9."""
+    """Past bug: 20 right of 20 had the interval [100.0, 100.0]. Wilson's lower bound is in every textbook: 83.9."""
     write_results(tmp_path / "all", "videomme", lines("1" * 20), name="all", total=2700)
     write_results(tmp_path / "none", "videomme", lines("0" * 20), name="none", total=2700)
-    half = [line(str(i), i % 2, video=f"v/{i // 10}.mp4") for i in range(20)]  # alike: the bootstrap's has no width
+    half = [line(str(i), i % 2, video=f"v/{i // 10}.mp4") for i in range(20)]  # alike: the bootstrap has no width
     write_results(tmp_path / "half", "videomme", half, name="half", total=2700)
     scores = sections(tables.report([tmp_path / name for name in ("all", "none", "half")]))["Scores"][2:]
     cells = {row[0]: row[4] for row in scores if row[2] == "tagged"}
     assert cells["all"].startswith("100.0 [83.9, 100.0]") and cells["none"].startswith("0.0 [0.0, 16.1]")
     assert cells["half"].startswith("50.0 [9.5, 90.5]")  # of two videos
     gain = next(row[4] for row in scores if row[:3] == ["none", "parallel", "gain, tagged"])
-    assert gain == "-100.0 [-100.0, -100.0] (20)"  # of the same items: the bootstrap's
-    rows = [line(str(i), i < 100, video=f"v/{i if i >= 100 else 0}.mp4") for i in range(150)]  # one video has most
+    assert gain == "-100.0 [-100.0, -100.0] (20)"  # a gain on the same items: the bootstrap's interval
+    rows = [line(str(i), i < 100, video=f"v/{i if i >= 100 else 0}.mp4") for i in range(150)]  # most of one video
     low, high = interval([x["score"] for x in rows], [x["videos"][0] for x in rows])
     assert low < 0.5 and high > 0.8  # wider than Wilson's, so it stands
     assert tables.mean_cell([x["score"] for x in rows], rows) == f"66.7 [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
-    """Charades has its own K, so that no row of a full run had all seven splits; other protocols had no baseline."""
+    """Past bug: Charades has its own K, so no row of a full run had all splits. Other protocols had no baseline."""
     published = results.read_published()["table"]
     expected = (
         ("ParaVT-8B", "parallel", "59.3", "+7.9 / +6.7 % (7)"),  # as on the project page
@@ -522,22 +522,22 @@ def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
 
 def test_a_score_says_what_is_missing_or_published(tmp_path):
     rows = [*lines("110"), line("3", 0, error="EngineError: gone", prediction=None)]
-    write_results(tmp_path, "lvbench", lines("1100"), name="ParaVT-8B (mine)")  # still a row of the table
+    write_results(tmp_path, "lvbench", lines("1100"), name="ParaVT-8B (mine)")  # still the row of ParaVT-8B
     write_results(tmp_path, "videomme", rows, name="ParaVT-8B (mine)", total=2700)
     header, _, *scores = sections(tables.report([tmp_path]))["Scores"]
-    assert header[4:6] == ["videomme", "lvbench"]  # in the paper's order, whichever file comes first
+    assert header[4:6] == ["videomme", "lvbench"]  # in the paper's order, not in that of the files
     by_split = [dict(zip(header, row)) for row in scores]
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\] \(4 of 2700\)", by_split[0]["videomme"])
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\]", by_split[0]["lvbench"])
     assert (by_split[-1]["arm"], by_split[-1]["videomme"], by_split[-1]["lvbench"]) == ("published", "", "39.8")
-    # Past bug: `limit=2` printed [nan, nan]; of one video nothing is known.
+    # Past bug: `limit=2` printed [nan, nan]. One video gives no interval.
     write_results(tmp_path / "one", "videomme", [line("a", 1, video="v"), line("b", 0, video="v")], total=2700)
     told = tables.report([tmp_path / "one"])
     assert "nan" not in told and sections(told)["Scores"][2][4] == "50.0 (2 of 2700)"
 
 
 def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_path):
-    """With limit=20 there was none, but the published scores of all 2700 items stood beside the 20."""
+    """Past bug: with limit=20 there was none, but the published scores of all 2700 items stood beside the 20."""
     ours = [line(f"{v}-{n}", v < 6, video=f"v/{v}.mp4", item="q") for v in range(7) for n in range(3)][:20]
     base = [row | {"score": float(i % 2), "lenient": row["lenient"] | {"score": 1.0}} for i, row in enumerate(ours)]
     base[0]["item"] = "another question"
@@ -557,14 +557,14 @@ def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_pat
 
 
 def test_a_gain_over_another_number_of_frames_says_both(tmp_path):
-    """A model that is asked with its own K had no gain at all."""
+    """Past bug: a model that is asked with its own K had no gain at all."""
     write_results(tmp_path / "a", "videomme", lines("11"), name="Conan-7B (own)", arm="conan", k=16)
     for k, named in ((64, "16 over 64"), (32, "16 over 32")):  # the paper's K, or the only one
         write_results(tmp_path / str(k), "videomme", lines("10"), name="Qwen3-VL-8B (own)", k=k)
         found = sections(tables.report([tmp_path / "a", tmp_path / str(k)], "Qwen3-VL-8B (own)"))["Scores"]
         [gain] = [row for row in found if row[2] == "gain, tagged"]
         assert gain[0] == "Conan-7B (own)" and gain[3] == named and gain[4].startswith("+50.0 [")
-        assert {row[-1] for row in found if row[:3] == ["Conan-7B (own)", "conan", "tagged"]} == {""}  # of one K only
+        assert {row[-1] for row in found if row[:3] == ["Conan-7B (own)", "conan", "tagged"]} == {""}  # only at one K
     for k in (8, 16, 32):
         write_results(tmp_path / "b", "lvbench", lines("10"), name="base", k=k)
     found = sections(tables.report([tmp_path / "a", tmp_path / "b"], "base"))["Scores"]
@@ -587,7 +587,7 @@ def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_pat
 
 
 def test_a_baseline_that_is_not_there_is_refused_with_the_nearest_name(tmp_path):
-    """The column of gains was empty, and nobody said why."""
+    """Past bug: the column of gains was empty without a message."""
     for name in ("ParaVT-8B (own)", "Qwen3-VL-8B (own)"):
         write_results(tmp_path / name, "lvbench", lines("1"), name=name)
     with pytest.raises(DataError, match=r"--baseline 'Qwen3-VL-8B': .* did you mean 'Qwen3-VL-8B \(own\)'\?"):
@@ -595,14 +595,14 @@ def test_a_baseline_that_is_not_there_is_refused_with_the_nearest_name(tmp_path)
 
 
 def test_both_readings_stand_side_by_side_each_with_its_own_gain(tmp_path):
-    """An untrained model that closes no tag scored 0, so that every gain over it was partly one of format."""
+    """Past bug: an untrained model that closes no tag scored 0, so every gain over it was partly one of format."""
     read = lambda score: {"lenient": {"prediction": "A", "score": float(score), "judged": False}}  # noqa: E731
     base = [line(str(i), 0, prediction=None, **read(i < 5)) for i in range(10)]
     base[0] |= {"prediction": "A", "score": 1.0}
     write_results(tmp_path / "base", "videomme", base, name="Qwen3-VL-8B")
     write_results(tmp_path / "ours", "videomme", lines("1111110000"), name="ParaVT-8B")
     for folder, name in (("ours", "ParaVT-8B"), ("base", "Qwen3-VL-8B")):
-        write_results(tmp_path / folder, "mlvu", lines("11"), name=name, total=2175)  # not finished, so not compared
+        write_results(tmp_path / folder, "mlvu", lines("11"), name=name, total=2175)  # unfinished, so not compared
     told = tables.report([tmp_path / "ours", tmp_path / "base"], "Qwen3-VL-8B")
     header, _, *rows = sections(told)["Scores"]
     column, gain = header.index("videomme"), len(header) - 1
@@ -646,7 +646,7 @@ def test_results_that_make_no_table_are_refused(tmp_path):
 
 
 def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
-    """`python eval.py table RUN | head` ended with the traceback of a BrokenPipeError."""
+    """Past bug: `python eval.py table RUN | head` ended with a BrokenPipeError."""
     write_results(tmp_path, "lvbench", lines("1"))
     reader, writer = os.pipe()
     os.close(reader)
@@ -658,17 +658,17 @@ def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ configs
 
-ROWS = sorted(CONFIGS.glob("*/*.yaml"))  # in own/: as the authors ask; one folder up: as in the published run
+ROWS = sorted(CONFIGS.glob("*/*.yaml"))  # in own/: with the authors' settings; one folder up: as in the published run
 
 
 @pytest.mark.parametrize("path", ROWS, ids=lambda path: path.stem)
 def test_a_row_is_asked_in_both_ways(path):
     row = path.stem
     own, cfg = load(path), load(CONFIGS / f"{row}.yaml")
-    # As in the published run: all alike.
+    # As in the published run, all models get the same settings.
     visual, agent, protocol = cfg.visual, cfg.rollout, own.prompting.protocol
     assert (visual.frame_pixels, visual.max_frame_pixels, cfg.frames) == (100352, 602112, (64,))
-    # No stamps, but where the protocol has its own: they are said in the config, and in the header whatever that says.
+    # No stamps, except a protocol's own. The config names those, and the header has them in any case.
     assert visual.stamp == READS.get(protocol, {"stamp": ""})["stamp"]
     blind = load(CONFIGS / f"{row}.yaml", "visual.stamp=''")
     job = EvalJob("toy", 64, protocol, cfg.rollout, [], 8, Path())
@@ -678,7 +678,7 @@ def test_a_row_is_asked_in_both_ways(path):
     assert cfg.prompting.protocol == (protocol if protocol in protocols.FLOWS else "think")
     if cfg.agentic:
         assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
-    # As the authors ask: the same weights on the same data, in a run and a row of its own.
+    # With the authors' settings: the same weights on the same data, in a run and a row of its own.
     assert (own.name, own.run) == (f"{cfg.name} (own)", f"runs/eval/own/{row}") and cfg.run == f"runs/eval/{row}"
     assert (own.checkpoint, own.splits) == (cfg.checkpoint, cfg.splits)
     assert (own.visual or VisualContract()).patch == visual.patch == (16 if cfg.agentic else 14)
@@ -697,17 +697,17 @@ def two_gpus_with_sglang_and_three_cores() -> None:
 
 
 def test_a_row_takes_the_gpus_and_cores_of_its_machine():
-    """A row was written for 8 GPUs; on another machine it was refused."""
+    """Past bug: rows were written for 8 GPUs and refused on other machines."""
     cfg = load(CONFIGS / "own" / "paravt_8b.yaml")
     without_sglang = (cfg.rollout.server_gpus, cfg.rollout.concurrency, cfg.decoders)
     assert without_sglang == ((), 32, os.cpu_count())
-    # Published frames are large; of GPT-4o, requests under way.
+    # Published frames are large. For GPT-4o, the number of concurrent requests counts.
     assert finish(Forked(two_gpus_with_sglang_and_three_cores)) == "(0, 1) 16 3\n(0, 1) 64 3\n() 8 3\n"
     assert load(CONFIGS / "toy.yaml").rollout.server_gpus == ()
 
 
 def test_requests_whose_frames_the_machine_cannot_hold_are_refused(monkeypatch, capsys):
-    """Past bug: a published row asked 32 requests a GPU at once, each with 906 MB of frames: 232 GB on eight."""
+    """Past bug: a published row sent 32 concurrent requests per GPU with 906 MB of frames each: 232 GB on 8 GPUs."""
     row = load(CONFIGS / "paravt_8b.yaml", "rollout.server_gpus=[0, 1]", "rollout.concurrency=64")
     monkeypatch.setattr(checks.Path, "read_text", lambda path: "MemTotal: 1 kB\nMemAvailable: 12000000 kB\n")
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda folder: SimpleNamespace(free=5e9))
@@ -722,18 +722,18 @@ def test_requests_whose_frames_the_machine_cannot_hold_are_refused(monkeypatch, 
 
 
 def test_one_split_named_is_one_split_asked():
-    """splits.charades=... asked the six others of base.yaml, too."""
+    """Past bug: splits.charades=... also asked the six other splits of base.yaml."""
     path = CONFIGS / "paravt_8b.yaml"
     assert load(path, "splits={charades: x}").splits == {"charades": "x"}
     with pytest.raises(config.ConfigError, match=r"videomme_wsub.* would stay; write 'splits=\{charades: x\}'"):
         load(path, "splits.charades=x")
-    assert load(CONFIGS / "toy.yaml", "splits.toy=x").splits == {"toy": "x"}  # there is no other
+    assert load(CONFIGS / "toy.yaml", "splits.toy=x").splits == {"toy": "x"}  # no other split
 
 
 def test_every_command_in_a_config_is_one_that_loads():
     commands = []
     for path in CONFIGS.rglob("*.yaml"):
-        text = path.read_text().replace("\\\n#", "")  # a command goes on in the next line
+        text = path.read_text().replace("\\\n#", "")  # join a command that continues on the next line
         for command in re.findall(r"^#.*python eval\.py (configs/[^`\n]*)", text, re.M):
             file, *words = shlex.split(command.replace("ROW", "sage"), comments=True)
             commands.append(file)
@@ -743,7 +743,7 @@ def test_every_command_in_a_config_is_one_that_loads():
 
 
 def test_a_model_that_is_asked_otherwise_than_it_was_trained_says_so(write, model, toy_dir, tmp_path, capsys):
-    """Past bug: plain GRPO was asked with a prefix that its training had not. Both its score and its header kept silent."""
+    """Past bug: plain GRPO was asked with a prefix that its training did not have. Neither score nor header showed it."""
     trained, source = tmp_path / "trained", tmp_path / "trained" / "model"
     shutil.copytree(toy_dir / "model", source)
     overrides = [f"policy.checkpoint={toy_dir}/model", "val=null", f"run={trained}"]
@@ -763,7 +763,7 @@ def test_a_model_that_is_asked_otherwise_than_it_was_trained_says_so(write, mode
     also = {"think_prefix: False, now True", "temperature: 1.0, now 0.7", "tool_return: 'subagent', now 'frames'"}
     assert notes(think_prefix=True, temperature=0.7, tool_return="frames") == also | {without, "frames: [64], now [4]"}
 
-    # The first line of the results keeps it; a copy of the model, away from its run, is still the same model.
+    # The first line of the results keeps the notes. A copy of the model outside its run is still the same model.
     model(says("red"))
     run(path, f"rollout={json.dumps(base | asked | {'think_prefix': True})}")
     header = read_results(results_file(tmp_path, "parallel", 64)).settings
@@ -773,7 +773,7 @@ def test_a_model_that_is_asked_otherwise_than_it_was_trained_says_so(write, mode
     run(path, f"rollout={json.dumps(base | asked | {'think_prefix': True})}", f"checkpoint={tmp_path}/copy", "limit=3")
     assert sum(len(engine.asked) for engine in engines) == 4  # one more item of each file
     assert dry_run(load(path, f"checkpoint={toy_dir}/model", f"run={tmp_path}/other")) == 0
-    assert "unlike" not in capsys.readouterr().out  # it has no training of its own
+    assert "unlike" not in capsys.readouterr().out  # an untrained model has no training to differ from
 
 
 def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained(tmp_path, toy_dir):
@@ -781,7 +781,7 @@ def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained(tmp_path
         text = path.read_text().replace("\\\n#", "")
         base = re.search(r"^base: (\S+)", text, re.M)
         if "sft" in path.name or base and "think_prefix" not in text and re.search("_(2b|4gpu|2nodes|tp4)", path.name):
-            continue  # the same training, elsewhere
+            continue  # the same training in another folder
         if path.stem == "paragrpo_8b":
             continue  # its command is in eval/own/paravt_8b.yaml
         [command] = re.findall(r"python eval\.py (configs/.*)", text)
@@ -794,7 +794,7 @@ def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained(tmp_path
 
 
 def test_a_row_is_not_unlike_itself(toy_dir, capsys):
-    """Past bug: another checkpoint alone printed "visual: None, now 65536", while the run uses the checkpoint's own 1024."""
+    """Past bug: a mere change of checkpoint printed "visual: None, now 65536", though the run uses the checkpoint's 1024."""
     cfg = load(CONFIGS / "toy.yaml", f"checkpoint={toy_dir}/model", f"splits.toy={toy_dir}", "limit=1")
     assert dry_run(cfg) == 0 and "unlike" not in capsys.readouterr().out
     assert dry_run(replace(cfg, frames=(4,))) == 0
@@ -817,7 +817,7 @@ def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys):
 
 @pytest.mark.parametrize("name", ["runs/sft_8b/model", "nowhere/model", "Somebody/Else", "hub:a/b/c"])
 def test_a_checkpoint_that_is_nowhere_is_missing(write, name, capsys):
-    """Past bug: whatever looked like owner/model was "on the hub", before and after a training left it."""
+    """Past bug: any path that looks like owner/model counted as "on the hub", whether or not a training had left it."""
     cfg = load(write(), f"checkpoint={name}")
     assert dry_run(cfg) == 1
     assert f"MISSING checkpoint = '{name}': no such folder, and no file of configs/ names" in capsys.readouterr().out
@@ -829,7 +829,7 @@ def test_a_checkpoint_that_is_nowhere_is_missing(write, name, capsys):
 
 
 def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_dir, monkeypatch):
-    """test_plan.py has what such a plan holds. Weights that are stored in 32 bits are served in 16."""
+    """test_plan.py tests the plan itself. Weights that are stored in 32 bits are served in 16."""
     stored = (toy_dir / "model" / "model.safetensors").stat().st_size
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
@@ -842,14 +842,14 @@ def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_
 
 
 def test_another_family_is_not_answered_by_random_weights(write, toy_dir, tmp_path):
-    """Past bug: without SGLang, a Qwen2.5-VL was loaded into Qwen3-VL, whose layers were "newly initialized"."""
+    """Past bug: without SGLang, a Qwen2.5-VL was loaded into a Qwen3-VL with "newly initialized" layers."""
     shutil.copytree(toy_dir / "model", tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     cfg = load(write(), f"checkpoint={tmp_path}/other")
     for work in (dry_run, evaluation.main):
         with pytest.raises(config.ConfigError, match="only runs Qwen3-VL, not 'qwen2_5_vl'; install SGLang, or set"):
             work(cfg)
-    with pytest.raises(config.ConfigError, match="no server answers at"):  # a server may know it
+    with pytest.raises(config.ConfigError, match="no server answers at"):  # a server may support it
         dry_run(replace(cfg, rollout=replace(cfg.rollout, urls=("localhost:9",))))
 
 

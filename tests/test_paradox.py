@@ -1,4 +1,4 @@
-"""The study: every row has the same start and budget, a job runs once and after those it needs, the tables hold what ran."""
+"""The study: all rows share start and budget, each job runs once after its needs, and tables show finished runs."""
 
 import functools
 import json
@@ -23,7 +23,7 @@ from study.jobs import SECONDS, Job, run_jobs
 from study.paradox import CLAIMS, CONTRAST, PATHS, ROWS, VARIANTS, by_seed, judge, read_figures
 
 ROOT = Path("runs/paradox")
-# A video of the test split that shows nothing in its first 8 seconds, and a flash within 32, whatever the seed.
+# A video of the test split, for any seed, with no flash in its first 8 seconds and one within 32.
 LATE = toy.Flash("test00000.mp4", seed=0, duration=32, color="red", start=12.0, length=2.0)
 JOBS = paradox.study_jobs(ROOT)
 CLASSES = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
@@ -33,7 +33,7 @@ def configs(script: str) -> dict[str, SFTConfig | RLConfig | EvalConfig]:
     """Return the configs of all jobs that run a script, by the job's name: seed0-grpo."""
     loaded = {}
     for job in JOBS:
-        if script in job.command:  # after torchrun, or alone
+        if script in job.command:  # after torchrun or alone
             name, *changes = job.command[job.command.index(script) + 1 :]
             loaded[job.name] = config.load(CLASSES[script], str(REPO / name), changes)
     return loaded
@@ -112,12 +112,12 @@ def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
 
 
 def python(tmp_path, name: str, then: str = "") -> list[str]:
-    """A command that notes its name in the file `order`."""
+    """Return a command that appends its name to the file `order`."""
     return ["-c", f"import sys, time\nwith open({str(tmp_path / 'order')!r}, 'a') as f: f.write('{name}')\n{then}"]
 
 
 def test_a_job_runs_after_those_it_needs_until_one_fails_and_never_twice(tmp_path, capsys):
-    """Listed are the last ones first, and all may start by their kind."""
+    """The jobs are listed last first, and have kinds that would start in that order."""
     listed = [
         Job("train", name, python(tmp_path, name), needs) for name, needs in (("c", ["b"]), ("b", ["a"]), ("a", []))
     ]
@@ -130,7 +130,7 @@ def test_a_job_runs_after_those_it_needs_until_one_fails_and_never_twice(tmp_pat
 
 
 def test_a_job_ends_with_the_study_even_if_it_is_killed(tmp_path):
-    """Past bug: after a SIGTERM the jobs went on, and the next study started them a second time."""
+    """Past bug: jobs continued after a SIGTERM, and the next study started them a second time."""
     job = Job("train", "slow", python(tmp_path, "s", "import os\nprint(os.getpid(), flush=True)\ntime.sleep(60)"))
     study = Forked(functools.partial(run_jobs, [job], tmp_path))
     log = tmp_path / "logs" / "slow.log"
@@ -142,7 +142,7 @@ def test_a_job_ends_with_the_study_even_if_it_is_killed(tmp_path):
 
 def test_a_core_that_is_free_gets_the_next_job_at_once(tmp_path, monkeypatch):
     """An evaluation runs beside another row's training. Past bug: jobs ran in batches, so a core was idle while the longer
-    one of two ran."""
+    one of two finished."""
     monkeypatch.setattr(jobs.os, "sched_getaffinity", lambda pid: {0, 1})
     read = f"open({str(tmp_path / 'order')!r}).read()"
     waits = f"for _ in range(100):\n    time.sleep(0.2)\n    if 'c' in {read}: sys.exit()"
@@ -163,7 +163,7 @@ def test_a_job_that_takes_long_says_how_far_it_is_and_what_is_left(tmp_path, cap
     monkeypatch.setattr(jobs, "NEWS", 0.3)
     job = Job("train", "slow", python(tmp_path, "s", "print('step 1\\rstep 2', flush=True)\ntime.sleep(1)"))
     assert run_jobs([job], tmp_path)
-    left = "0 of 1 jobs are done; the others take about 0.6 minutes of two quiet cores"  # 75 s of one core
+    left = "0 of 1 jobs are done; the rest takes about 0.6 minutes on two quiet cores"  # 75 s of one core
     assert f"{left}\nslow: step 2\n" in capsys.readouterr().out
 
 
@@ -171,7 +171,7 @@ def test_a_job_that_takes_long_says_how_far_it_is_and_what_is_left(tmp_path, cap
 
 
 def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> None:
-    """Evaluations of one seed at K = 4, by row: items 1 and 3 have called, and items 4 ... twice."""
+    """Write evaluations of one seed at K = 4, by row: items 1 and 3 call once, and items 4 ... call twice."""
     (root / "done").mkdir(parents=True, exist_ok=True)
     for name, values in scores.items():
         lines = [{"name": name, "split": "toy", "k": 4, "arm": "parallel", "items": len(values), "total": 128}]
@@ -188,7 +188,7 @@ def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> N
 
 @pytest.fixture
 def studied(tmp_path, monkeypatch) -> Path:
-    """A repository's root, in which some of the study has run."""
+    """Create a repository's root in which a part of the study has run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(toy, "draw_splits", lambda seed: {"test": [LATE]})
     (tmp_path / "results").mkdir()
@@ -208,7 +208,7 @@ def test_figures_are_of_each_seed_and_path(studied):
     assert by_seed(figures, "sft", "accuracy", 8) == by_seed(figures, "grpo", "calls") == {}
     assert by_seed(figures, "sft", "calls") == {0: 0.5, 1: 1.25}
     assert by_seed(figures, "sft", "f") == {0: 0.25, 1: 0.25}
-    assert by_seed(figures, "sft", "reports_right") == {0: 1.0, 1: 0.6}  # 4 of 10 say that they see nothing, and lie
+    assert by_seed(figures, "sft", "reports_right") == {0: 1.0, 1: 0.6}  # 4 of 10 wrongly report nothing
     assert paradox.show(figures, "sft", "calls") == "0.88 ± 0.53" and paradox.show(figures, "grpo", "calls") == ""
 
 
@@ -225,9 +225,9 @@ def test_a_collapse_that_recovers_before_the_end_is_seen(tmp_path):
 
 
 def run_command(monkeypatch, what: str = "tables") -> list:
-    """Return the calls of report.py."""
+    """Run a command, and return its calls of report.py."""
     called = []
-    monkeypatch.setattr(paradox, "KS", (4,))  # what there is
+    monkeypatch.setattr(paradox, "KS", (4,))  # the only K here
     monkeypatch.setattr(sys, "argv", ["paradox.py", what])
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
     assert paradox.main() == 0
@@ -235,7 +235,7 @@ def run_command(monkeypatch, what: str = "tables") -> list:
 
 
 def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypatch):
-    """`tables` runs nothing and needs no finished study; what people wrote around its tables stays."""
+    """`tables` runs nothing and needs no finished study. The text around its tables stays."""
     drawn = []
     monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda axis, x, y, std, **style: drawn.append((y, std)))
     path = studied / "results" / "paradox.md"
@@ -249,7 +249,7 @@ def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypa
     assert text.startswith("# Ours") and text.endswith("What it means.\n") and "STALE" not in text
     assert "at commit abc;" in text and "#### The rows" in text
     assert "0.25 ± 0.00 [0.13] | 0.88 ± 0.53 [2.5]" in text  # the paper's values beside ours
-    # A claim counts the runs in which it holds by its margin: natively nobody has both rows, on the other path one has.
+    # A claim counts the runs in which it holds by its margin: no native run has both rows, one of the other path has.
     assert re.search(r"raises accuracy at K=4 .*\| 0.1 +\| +\| 0.75 +\| 1 of 1", text)
     assert re.search(r"plain GRPO loses its calls .*\| 0 of 0", text)
 
@@ -269,17 +269,17 @@ def test_figures_outlive_their_runs_and_newer_ones_replace_them(studied, monkeyp
 
 
 def test_figures_of_another_commit_are_refused_by_the_demo_and_told_of_by_the_study(studied, monkeypatch, capsys):
-    """Past bug: of runs that had been made before a renaming, both ended with a KeyError."""
+    """Past bug: on runs from before a renaming, both ended with a KeyError."""
     monkeypatch.setattr(jobs, "git_commit", lambda: "def")
     run_command(monkeypatch)
-    assert "runs/paradox has figures of commit abc, and this is def: they join" in capsys.readouterr().out
+    assert "runs/paradox has figures of commit abc; the code is at def: both are kept" in capsys.readouterr().out
     shutil.copytree(ROOT, "runs/demo")
-    with pytest.raises(SystemExit, match="runs/demo has figures of commit abc, and this is def: remove the folder"):
+    with pytest.raises(SystemExit, match="runs/demo has figures of commit abc; the code is at def: remove the folder"):
         run_command(monkeypatch, "demo")
     (ROOT / "seed0" / "grpo").mkdir()
     (ROOT / "seed0" / "grpo" / "metrics.jsonl").write_text('{"accuracy": 1}\n' * 20)
     (ROOT / "done" / "seed0-grpo").write_text("abc")
-    with pytest.raises(SystemExit, match="runs/paradox is of another version of this code, which wrote no 'R_acc'"):
+    with pytest.raises(SystemExit, match="runs/paradox comes from another version of this code and lacks 'R_acc'"):
         run_command(monkeypatch)
 
 
@@ -287,7 +287,7 @@ def test_figures_of_another_commit_are_refused_by_the_demo_and_told_of_by_the_st
 
 
 def figures_of_claims(seed: str, **by_figure: dict[str, float]) -> dict:
-    """The figures that the claims compare, at every K the same."""
+    """Return the figures that the claims compare, the same at every K."""
     figures = {}
     for name in CONTRAST:
         for k in (0, 4):
@@ -303,7 +303,7 @@ GOOD = {
 
 
 def test_the_demo_fails_where_every_recorded_run_succeeds_and_names_what(capsys):
-    """A claim that misses its margin, or lacks a figure, fails the demo, unless it has missed in a recorded run, too."""
+    """A claim that misses its margin or lacks a figure fails the demo, unless it also failed in a recorded run."""
     recorded = figures_of_claims("seed0", **GOOD) | figures_of_claims("seed1-old", **GOOD)
     assert len(CLAIMS) == 7 and not judge(figures_of_claims("seed0", **GOOD), recorded)
     told = capsys.readouterr().out
@@ -333,7 +333,7 @@ def test_the_repair_needs_the_whole_last_third_and_right_reports_and_claims_are_
 
 @pytest.mark.parametrize("honest", [True, False])
 def test_the_demo_ends_with_an_episode_that_is_all_right(toy_renderer, monkeypatch, capsys, honest):
-    """Two reports and the answer. The flash lies in the second half. The first video is too short for two windows."""
+    """Two reports and the answer must be right. The flash is in the second half. The first video needs only one window."""
     long = replace(LATE, name="test00001.mp4", duration=64, start=40.0, length=24.0)
     monkeypatch.setattr(toy, "draw_splits", lambda seed: {"test": [LATE, long]})
 

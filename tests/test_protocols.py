@@ -1,4 +1,4 @@
-"""Each model of the comparison: the prompts that it reads turn by turn, and the fate of its replies."""
+"""The protocols of the comparison: the prompts that a model reads turn by turn, and how its replies are used."""
 
 import dataclasses
 import io
@@ -52,7 +52,7 @@ Outcome = namedtuple("Outcome", "episode answer")
 
 
 class Model(Scripted):
-    """Says its turns one after another."""
+    """A model that says its turns one after another."""
 
     def __init__(self, renderer, *said):
         turns = iter(said)
@@ -60,23 +60,23 @@ class Model(Scripted):
 
     @property
     def read(self) -> list[str]:
-        """Its prompts, with a # for each picture."""
+        """Return its prompts, with a # for each picture."""
         return [self.renderer.decode(self.renderer.compact(r.ids)).replace(PICTURE, "#") for r in self.asked]
 
     def told(self, said: list[str]) -> list[str]:
-        """The first prompt, and what each later turn read beyond the one before and its answer."""
+        """Return the first prompt, and what each later prompt adds to the one before and its reply."""
         return [self.read[0], *(b.removeprefix(a + s) for a, s, b in zip(self.read, said, self.read[1:]))]
 
 
 @pytest.fixture(scope="module")
 def ask(renderer, tmp_path_factory):
-    """ask(protocol, turns, ...) -> the outcome, and the model that said these turns. `words`: {}, for the authors' own."""
+    """ask(protocol, turns, ...) -> the outcome, and the model that said these turns. `words={}`: the prompts of protocols.yaml."""
     folder, numbers = tmp_path_factory.mktemp("words"), itertools.count()
 
     def play_it(protocol, said, task=TASK, k=4, videos=None, model=None, cfg=None, words=None, item=None):
         model = model or Model(renderer, *said)
         cfg = RolloutConfig(**{"temperature": 0.0, "think_prefix": False, "max_context": 100_000} | (cfg or {}))
-        file = folder / f"{next(numbers)}.yaml"  # a new one: each is read only once
+        file = folder / f"{next(numbers)}.yaml"  # a new file each time, since files are cached
         file.write_text(yaml.safe_dump(TERSE.get(protocol, {}) if words is None else words))
         context = AgentContext(model, renderer, videos or MemoryVideos(), cfg)
         outcome = Outcome(*run_protocol(context, item or Item(task), k, 7, Prompting(protocol, str(file))))
@@ -87,12 +87,12 @@ def ask(renderer, tmp_path_factory):
 
 
 def check(episode, renderer, model) -> None:
-    """Whatever is played: it can be dumped, and all of a turn is sampled, from what stands before it."""
+    """Check that an episode can be dumped, and that each turn is sampled as a whole from all tokens before it."""
     dump(episode, io.StringIO(), renderer)
     for agent in episode.trajectories:
         check_trajectory(agent, renderer)
         assert all(all(agent.mask[start:end]) for start, end in agent.turns)
-        for start, _ in agent.turns:  # every turn continues exactly what the engine was asked with
+        for start, _ in agent.turns:  # every turn continues exactly the prompt of a request
             assert any(agent.ids[:start][-len(request.ids) :] == request.ids for request in model.asked)
 
 
@@ -111,11 +111,11 @@ def test_protocols_of_one_turn_ask_once_and_grade_the_tags(ask, protocol):
         assert outcome.answer == "B" and len(model.read) == 1 and model.read[0].count("#") == 4
         assert WORDS[protocol][kind] in model.read[0] and TASK.question in model.read[0]
         assert ("<|im_start|>system" in model.read[0]) is (protocol == "think")
-        assert "{" not in model.read[0]  # every place is filled in
+        assert "{" not in model.read[0]  # every {place} is filled
     for said in ("The answer is B." + END, "<answer>B" + END, "<answer></answer>" + END):
         outcome, _ = ask(protocol, [said], words={})
         assert outcome.answer == (said.removesuffix(END) if protocol == "direct" else None)
-    assert ask(protocol, ["<think>Option A says that he"], words={})[0].answer is None  # a thought that was cut off
+    assert ask(protocol, ["<think>Option A says that he"], words={})[0].answer is None  # cut off in a thought
 
 
 def test_the_overview_has_the_protocols_rate_and_at_most_k_frames(ask):
@@ -137,7 +137,7 @@ def test_the_prompt_holds_the_cues_of_the_shown_frames_and_no_others(ask, protoc
     times = [t for clip in outcome.episode.main.frames for t in clip.times]
     expected = [cue.text for cue in cues if any(cue.start <= t <= cue.end for t in times)]
     assert re.findall(r"cue\d+\.", model.read[0]) == expected
-    assert expected and (len(expected) < len(cues) or protocol == "rewatch_r1")  # which is shown every frame
+    assert expected and (len(expected) < len(cues) or protocol == "rewatch_r1")  # rewatch_r1 sees every frame
 
 
 # ---- ours
@@ -154,7 +154,7 @@ def test_the_agents_protocol_is_an_episode_of_training(ask, renderer):
     assert outcome.episode.main.ids == episode.main.ids and outcome.answer == "B"
     assert [c.text for c in outcome.episode.calls] == ["a cat", "a cat"] == [c.text for c in episode.calls]
     _, model = ask("agent", ["x" + END], dataclasses.replace(TASK, kind="tvg", options=()))
-    assert f"\n{TASK.question} Give its start and end in seconds." in model.read[0]  # how to answer is said to it, too
+    assert f"\n{TASK.question} Give its start and end in seconds." in model.read[0]  # it is also told how to answer
 
 
 TRAINED = """You answer questions about a video. You see frames of it, each after its time.
@@ -164,7 +164,7 @@ The frames are only a sample. If they do not show enough, call tools before you 
 
 @pytest.mark.parametrize("row", ["paravt_8b", "qwen3vl_8b", "own/paravt_8b", "own/qwen3vl_8b"])
 def test_a_row_is_told_what_is_so(renderer, row):
-    """The rows of the table show bare images and return frames; they were told of times and reports."""
+    """Past bug: rows that show bare images and return frames had a prompt about times and reports."""
     cfg = config.load(EvalConfig, REPO / "configs" / "eval" / f"{row}.yaml")
     own = cfg.visual is None  # as trained: stamps and reports
     reports = ["a cat" + END] * 2 if own else []
@@ -230,7 +230,7 @@ def zoom(start, end, fps, think="x") -> str:
 
 
 def told(text: str) -> str:
-    """What follows a turn that has ended."""
+    """Return what follows a turn that has ended."""
     return "\n" + user(text)
 
 
@@ -239,7 +239,7 @@ def responses(*texts: str) -> str:
 
 
 def zoomed(text: str, then: str = "go on, v.mp4") -> str:
-    """What follows a request, behind which nothing is kept, not even the end of the turn."""
+    """Return what follows a request. Nothing after the request is kept, not even the end of the turn."""
     return END + told(f"<tool_response>{text}</tool_response>|{then}")
 
 
@@ -260,7 +260,7 @@ CONAN = user(f"00:00:00#00:00:20#00:00:39#00:00:59#|{TASK.question}|M")
 SAGE = f"<|im_start|>system\nS T{END}\n" + CONAN.replace("|M", "|M|v.mp4, 00:01:00")
 STAMPS = "<frame0_time0.00s>#<frame1_time20.00s>#<frame2_time39.50s>#<frame3_time59.50s>#"
 ZOOMER = f"<|im_start|>system\nS{END}\n" + user(f"{STAMPS}|{TASK.question}|M")
-# What the model says; what each prompt adds to the one before and its reply (...: something); error and window of each
+# The model's turns; what each prompt adds to the one before and its reply (...: anything); error and window of each
 # call; the answer.
 FLOWS = {
     "direct: one turn, with the contract's stamps": (["B" + END], [DIRECT], [], "B"),
@@ -376,7 +376,7 @@ def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, rend
     said = [plan(tool=FIND, video_context="a room"), "at 00:00:11" + END, plan(tool=FIND, verdict=False)]
     said += ["no" + END, plan("B", verdict=True)]
     outcome, model = ask("sage", said, cfg={"temperature": 0.3})
-    # Behind the tools: as sub-agents are sampled.
+    # Behind the tools: with the sampling of sub-agents.
     assert [request.temperature for request in model.asked] == [0.3, 0.0, 0.3, 0.0, 0.3]
     _, seen, first, _, second = model.read
     # 1 fps of 10 ... 12 s.
@@ -387,14 +387,14 @@ def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, rend
     assert second == head + user(f"{TASK.question}|a room|{result}\n{FIND[0]}_#2 output: no|{latest}")
     episode = outcome.episode
     assert outcome.answer == "B" and [c.window for c in episode.calls] == [(10, 12)] * 2
-    # Its own three conversations are the main trajectory, those behind the tools belong to the calls.
+    # Its own three conversations form the main trajectory. Those behind the tools belong to the calls.
     turns = [renderer.decode(episode.main.ids[a:b]) for a, b in episode.main.turns]
     assert turns == [said[0], said[2], said[4]] and len(episode.subagents) == 2
     assert sum(episode.main.mask) == sum(len(renderer.encode(t)) for t in turns)
 
 
 def test_its_own_sage_is_asked_as_its_docstring_says(renderer):
-    """The model behind its tools was cut off after 512 tokens, and the stamps were in no setting."""
+    """Past bug: the model behind its tools was cut off after 512 tokens, and no setting held the stamps."""
     cfg = config.load(EvalConfig, REPO / "configs" / "eval" / "own" / "sage.yaml")
     reader = Renderer(renderer.tokenizer, cfg.visual)
     model = Model(reader, plan(tool=FIND), "at 11" + END, *[plan("A", tool=PARTS, verdict=False)] * 20)
@@ -456,7 +456,7 @@ def test_what_a_tool_of_sage_cannot_do_is_its_result(ask):
 
 
 def test_a_turn_of_video_zoomer_ends_with_its_request_to_the_token(ask, renderer):
-    """A token more was kept without a test that noticed."""
+    """Past bug: one token too many was kept, and no test noticed."""
     said = [zoom(10, 12, 1) + "And the frames show <answer>A</answer>", "<answer>B</answer>" + END]
     outcome, model = ask("video_zoomer", said)
     main = outcome.episode.main
@@ -468,7 +468,7 @@ def test_a_turn_of_video_zoomer_ends_with_its_request_to_the_token(ask, renderer
 
 
 def test_other_models_answer_where_their_own_code_looks(ask):
-    """Our agent's answer stands in its last turn, behind its thought, as under `direct`. Theirs may stand in a thought or before a call."""
+    """Our agent's answer stands in its last turn, behind its thought, as under `direct`. Theirs can stand in a thought or before a call."""
     thought = "<think>So <answer>B</answer></think>" + END
     for protocol in ("think", "conan"):
         assert ask(protocol, [thought])[0].answer == "B"
@@ -580,11 +580,11 @@ def test_nothing_that_a_model_says_raises(ask, renderer, protocol):
 
 
 def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path):
-    """An unknown {place} was read by the model as it stood."""
+    """Past bug: the model read an unknown {place} literally."""
     for protocol, text, rule in (
         ("think", "systm: x", "'systm' must be a string and a text of 'think': .*system"),
         ("conan", "user: '{frames} {qestion}'", r"'user' of 'conan' cannot use qestion, only .*question"),
-        ("sage", "message: '{frames}'", r"cannot use frames, only"),  # the reasoner has no eyes
+        ("sage", "message: '{frames}'", r"cannot use frames, only"),  # the reasoner sees no frames
         ("video_zoomer", "last: '{error}'", r"cannot use error, .* Write \{\{word\}\} for"),
     ):
         file = tmp_path / f"{protocol}.yaml"
@@ -594,7 +594,7 @@ def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path):
 
 
 def test_a_kind_may_have_a_template_of_its_own(ask):
-    """Choices and spans needed two runs; Charades' wording stood in its question."""
+    """Past bug: choices and spans needed two runs, and Charades' questions contained an instruction."""
     templates = {"user": "{frames}{request}", "mcq": "Q: {stem}\nO:\n{options}\nA:", "tvg": "When is '{caption}'?"}
     listed = dataclasses.replace(TASK, question="Who?\n(A) he\n(B) she")
     span = dataclasses.replace(TASK, kind="tvg", question="During which part: he sits?", options=())

@@ -1,4 +1,4 @@
-"""The report's numbers against hand-computed ones, its episodes against what was said, its page in a real browser."""
+"""The report: its numbers are computed by hand, its episodes match the tokens, its page works in a real browser."""
 
 import base64
 import html
@@ -35,7 +35,7 @@ TASK = Task("t1", HOSTILE, ("/gone/v.mp4",), "oe", "red")
 
 
 def play(renderer, videos=None, task=TASK, group_size=2):
-    """Two parallel calls, then an answer; rewards and advantages as a trainer would have left them."""
+    """Return an episode with two parallel calls and an answer, with rewards and advantages as after a step."""
     said = turns(FIRST, SECOND, report="A red cube.")
     episodes = roll_out(renderer, said, (task,), group_size, videos=videos)
     for i, episode in enumerate(episodes):
@@ -45,7 +45,7 @@ def play(renderer, videos=None, task=TASK, group_size=2):
 
 
 def write_run(folder, rows, episodes=(), renderer=None, steps=(0,), **config):
-    """A run's folder, as rl.py leaves it."""
+    """Write a run's folder as rl.py does."""
     (folder / "episodes").mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": str(folder), "seed": 0, "kl": 0.0, **config}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -78,14 +78,14 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_std():
     line, _, alone = panel_sections(groups)[0]["panels"][0]["lines"]
     assert line["y"] == [3.0] and line["std"][0] == pytest.approx(math.sqrt(7))  # (4 + 1 + 9) / 2
     assert alone == {"group": 2, "x": [0], "y": [5.0]}
-    # A seed that is behind leaves the mean to the others.
+    # A seed that is behind is left out of the later means.
     runs = [run_of("a", {"R_acc": 1.0}, {"R_acc": 4.0}), run_of("b", {"R_acc": 3.0})]
     [line] = report.curves([("a", runs)], "R_acc")
     assert line == {"group": 0, "x": [0, 1], "y": [2.0, 4.0], "std": [pytest.approx(math.sqrt(2)), 0.0]}
 
 
 def test_the_table_is_the_mean_of_last_ten_steps_and_std_over_runs():
-    """Accuracy by K: with gating a run's mean is over harder questions; the table said 0.91, and 0.98 of plain GRPO."""
+    """Past bug: accuracy was not split by K. Gating asks harder questions, so it showed 0.91, and plain GRPO 0.98."""
     first = run_of("a", *({"acc/K=16": float(i), "f": 1.0, "R_acc": 0.9} for i in range(12)), lr=1.0, seed=0)
     second = run_of("b", *({"acc/K=16": 4.5} for _ in range(12)), lr=1.0, seed=1)
     sparse = run_of("c", {"acc/K=4/called": 0.2}, *({"acc/K=4": 1.0} for _ in range(7)), {"acc/K=4/called": 0.5}, {}, {}, lr=2.0)  # fmt: skip
@@ -94,7 +94,7 @@ def test_the_table_is_the_mean_of_last_ten_steps_and_std_over_runs():
     cells = [dict(zip(made["columns"], row["cells"])) for row in made["rows"]]
     assert cells[0]["acc/K=16"] == [5.5, pytest.approx(math.sqrt(2))]  # 2 ... 11 -> 6.5
     assert cells[0]["f"] == [1.0, None]
-    assert cells[1]["acc/K=4/called"] == [0.5, None]  # the 0.2 lies eleven steps back
+    assert cells[1]["acc/K=4/called"] == [0.5, None]  # the 0.2 is eleven steps back
     assert cells[1]["acc/K=16"] is None
 
 
@@ -112,7 +112,7 @@ def test_every_key_has_one_panel_and_no_key_none():
 
 
 def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoint):
-    """Last lines may be torn, and a folder may hold its config alone."""
+    """A last line can be incomplete, and a folder can hold only its config."""
     run = write_run(tmp_path / "a", [{"step": 0, "R_acc": 0.5, "loss": math.nan}, {"step": 1, "R_acc": 0.25}], play(renderer), renderer)  # fmt: skip
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "ac')
@@ -128,7 +128,7 @@ def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoi
 
 
 def test_a_page_shows_an_episode_with_numbers_that_are_none(tmp_path, renderer, checkpoint):
-    """Past bug: after one NaN the page was blank, since a browser's JSON has none."""
+    """Past bug: one NaN left the page blank, since a browser's JSON has no NaN."""
     episodes = play(renderer)
     episodes[0].rewards, episodes[0].advantage = {"R": math.nan}, math.inf
     run = write_run(tmp_path / "a", [{"step": 0}], episodes, renderer)
@@ -149,7 +149,7 @@ def test_a_note_says_that_videos_are_gone_or_which_tokenizer_to_pass(tmp_path, r
 
 
 def test_a_run_of_another_version_is_refused_by_its_name(tmp_path, renderer, checkpoint):
-    """Past bug: after a renaming, a report on an older run was a TypeError."""
+    """Past bug: after a renaming, a report on an older run ended with a TypeError."""
     file = write_run(tmp_path / "run", [], play(renderer), renderer) / "episodes" / "step-000000.jsonl"
     file.write_text(file.read_text().replace('"rewards"', '"reward"'))
     with pytest.raises(ConfigError, match="old: an episode of another version of this code, whose Episode has other"):
@@ -160,7 +160,7 @@ def test_a_run_of_another_version_is_refused_by_its_name(tmp_path, renderer, che
 
 
 def said(agent: dict, kind: str) -> str:
-    """The text of the tokens of one kind, as the page puts it together."""
+    """Return the text of the tokens of one kind, as the page joins them."""
     return "".join(text for text, k in zip(agent["texts"], agent["kinds"]) if k in kind)
 
 
@@ -176,7 +176,7 @@ def test_each_token_says_who_wrote_it_and_whether_it_is_structural(renderer):
     pads = [i for i, token in enumerate(main["ids"]) if token == renderer.image_pad]
     assert len(pads) == len(main["images"]) == 4  # each image of 4 pads is one token
 
-    # Structural are the sampled tags and ends of turn.
+    # The sampled tags and ends of turn are structural.
     painted = "".join(main["texts"][i] for i in main["structural"])
     end = "<|im_end|>"
     tags = ["</think>", *["<tool_call>", "</tool_call>"] * 2, end, "</think>", "<answer>", "</answer>", end]
@@ -185,7 +185,7 @@ def test_each_token_says_who_wrote_it_and_whether_it_is_structural(renderer):
 
 
 def test_a_call_that_named_no_video_of_several_is_shown(renderer):
-    """Past bug: the report ended with the error that the model had read."""
+    """Past bug: the report failed with the error that the model had read."""
     task = Task("t", "What?", ("/a.mp4", "/b.mp4"), "oe", "red")
     episodes, run = play(renderer, task=task), RunData("a", {}, renderer)
     lost = episodes[0].calls[1]
@@ -218,7 +218,7 @@ def test_a_file_of_episodes_shows_each_frame_of_the_video_once(tmp_path, toy_dir
     time, place = run.steps[0][0]["episodes"][2]["calls"][0]["subagent"]["images"][3]
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(list(pictures)[place].partition(",")[2]))), int)
     seen = played[0].calls[0].subagent.frames[0]
-    assert time == seen.times[3] and np.abs(shown - seen.pixels[3]).mean() < 12  # what JPEG loses of the noise
+    assert time == seen.times[3] and np.abs(shown - seen.pixels[3]).mean() < 12  # JPEG loses some of the noise
     report.write_page(tmp_path / "page.html", [run])
     assert content(tmp_path / "page.html")["sections"] == []  # the viewer alone
 
@@ -234,7 +234,7 @@ def test_the_steps_that_are_kept_are_spread_over_the_run(tmp_path, renderer, che
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory, renderer, checkpoint):
-    """Two seeds of one method and one other run; the viewer has steps 0 and 10."""
+    """Write a page of two seeds of one method and one other run. The viewer has steps 0 and 10."""
     root = tmp_path_factory.mktemp("runs")
     rows = [{"step": s, "kappa": 1.0 + s / 50, "f": s / 50, "R_acc": 0.5} for s in range(40)]
     struct = {"anchor": {"credit": "struct", "lam": 0.5}}
@@ -252,13 +252,13 @@ def test_the_page_needs_nothing_but_itself_and_has_a_picture_beside_it(page):
     text = page.read_text()
     template = report.TEMPLATE.read_text()
     assert not re.search(r"""https?:|//\w+\.|@import|\burl\(|<link|\bsrc=|href="[^#]""", template)
-    assert text.count("</script>") == template.count("</script>")  # what a model wrote ends no element
+    assert text.count("</script>") == template.count("</script>")  # no text of a model ends the element
     assert "<img" not in text
     shown = content(page)
     assert shown["groups"] == ["para (2 seeds)", "grpo"]
     assert shown["runs"][0]["steps"][0][1][0]["question"] == HOSTILE
     colors = {color for _, color in Image.open(page.parent / "png" / "curves.png").convert("RGB").getcolors(1 << 24)}
-    assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colors  # of the curves for a README: both groups have a line
+    assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colors  # in the PNG, both groups have a line
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
@@ -293,4 +293,4 @@ def test_a_browser_draws_the_curves_opens_an_episode_and_finds_others(page):
     assert seen["title"] == HOSTILE and seen["said"] == FIRST + SECOND
     assert "advantage −0.350" in seen["tag"] and "structural" in seen["tag"]  # -0.75 + 0.5 * 0.8
     assert "advantage −0.750" in seen["word"] and "log p −1.0000" in seen["word"]
-    assert seen["found"] == "2 episodes"  # the second of both steps
+    assert seen["found"] == "2 episodes"  # the second one of both steps

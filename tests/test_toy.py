@@ -1,4 +1,4 @@
-"""The toy is what its docstring says: deterministic, in the real schemas, and solvable exactly where it claims to be."""
+"""The toy keeps its docstring's promises: it is deterministic, has the real schemas, and is solvable where it says so."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ def test_the_crops_of_a_task_vary_and_show_its_flash_and_small_overviews_miss_it
             assert flash.visible(toy.overview_times(flash, 4))
     assert np.mean(caught) > 0.99
     assert len(set(windows)) == 8  # 3 durations x (anywhere, first half, second half), of which one coincides
-    assert 0.15 < np.mean([len(crops) == 2 for crops in windows]) < 0.6  # tasks that need two at once
+    assert 0.15 < np.mean([len(crops) == 2 for crops in windows]) < 0.6  # tasks that need two windows
     chance = {k: round(float(np.mean(v)), 2) for k, v in seen.items()}
     assert chance[4] < 0.3 and chance[8] < 0.5 and chance[64] > 0.99
     assert sorted(chance.values()) == list(chance.values())
@@ -90,7 +90,7 @@ def test_the_loose_prior_is_exactly_what_was_asked_for(p_loose, p_tool):
 
 
 def test_the_answer_tags_are_several_tokens_and_the_others_one(tokenizer):
-    """As in Qwen's vocabulary: anchors must be found by character spans."""
+    """This is as in Qwen's vocabulary, so anchors must be found by character spans."""
     for tag in toy.TAGS:
         assert len(tokenizer.encode(tag)) == 1
     for text in ("<answer>", "</answer>"):
@@ -103,7 +103,7 @@ def test_the_answer_tags_are_several_tokens_and_the_others_one(tokenizer):
 
 
 def blind(prompt: str, seed: int) -> str:
-    """Say what a policy without eyes would: no flash in any clip, and the color that a report names."""
+    """Reply like a policy that sees no frames: no flash in any clip, and the color that a report names."""
     named = re.findall(r"<tool_response>\nA (\w+) flash", prompt)
     if is_subagent(prompt):
         said = toy.NOTHING
@@ -117,7 +117,7 @@ def blind(prompt: str, seed: int) -> str:
 
 
 def test_the_gate_tells_the_circuits_apart(toy_dir, tokenizer, videos):
-    """A policy without eyes that can copy: its clips without a flash are right, those with one wrong, and so on."""
+    """A policy that sees no frames but can copy is right on clips without a flash, wrong on clips with one, and so on."""
     renderer = Renderer(tokenizer, toy.CONTRACT)
     cfg = RolloutConfig(temperature=0.0, think_prefix=False)
     context = AgentContext(Scripted(renderer, blind), renderer, videos, cfg)
