@@ -215,7 +215,9 @@ def engine(repeats: int = 3, count: int = 64, max_new_tokens: int = 32) -> Itera
 
     def ragged(requests: list[Request]) -> list[list[int]]:
         ask = functools.partial(ours.generate, max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
-        jobs = [functools.partial(ask, request.ids, request.clips, shared_prefix=request.shared) for request in requests]
+        jobs = [
+            functools.partial(ask, request.ids, request.clips, shared_prefix=request.shared) for request in requests
+        ]
         samples = [None] * len(jobs)
         run_all(ours, jobs, len(jobs), samples.__setitem__)
         return [sample.ids for sample in samples]
