@@ -1,13 +1,13 @@
-"""data.py: the data types of the project, the prompts, and how a row becomes a task or a training example.
+"""data.py: the data types, the prompts, and the parsers that turn rows into tasks and training examples.
 
-    Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G of them, one K)
-    render.Bundle (one prompt, the suffixes that continue it): the unit of training for SFT and RL alike
+    Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
+    render.Bundle (one prompt and the suffixes that continue it): the unit of training for both SFT and RL
 
     overview(task, k, videos, contract) -> frames; main_messages(task, frames, True) -> messages for render.Renderer
     parse_task(RL row) -> Task;  dialogue.parse_dialogue(SFT row) -> Dialogue;  encode_dialogue(dialogue, ...) -> Bundle
 
-SFT, RL, evaluation and `ask` open every agent with the functions here. runtime/dataset.py streams the rows;
-`python -m study.prepare` checks them, and makes the published ones ready. Deliberately missing: prompts per dataset.
+SFT, RL, evaluation and `ask` all build their prompts with the functions here. runtime/dataset.py streams the rows;
+`python -m study.prepare` checks them and prepares the published ones. Deliberately missing: prompts per dataset.
 """
 
 import hashlib
@@ -32,29 +32,29 @@ from runtime.visual import VisualContract
 class Task:
     """One question about one video (or several)."""
 
-    id: str  # K and all seeds are drawn by it
-    question: str  # as the user asks it, options included
-    videos: tuple[str, ...]  # absolute paths, each with a base name of its own: calls know a video by that name
+    id: str  # K and all seeds derive from it
+    question: str  # as the user asks it, including the options
+    videos: tuple[str, ...]  # absolute paths with distinct base names: a call names a video by its base name
     kind: str  # mcq (multiple choice) | tvg (a span of time) | oe (open-ended)
     answer: str  # gold: a letter, "[start, end]" in seconds, or free text
-    options: tuple[str, ...] = ()  # mcq: the option texts without their letters, where the source lists them
+    options: tuple[str, ...] = ()  # mcq: the option texts without their letters, if the source lists them
 
 
 @dataclass
 class Trajectory:
-    """One agent's exact tokens, append-only: template, sampled ids as the engine returned them, tokenised deltas.
-    The first four lists have an entry per token. A group shares the prompt: its ids, and the very arrays of its frames
-    (grpo.share_prompts compares them by identity)."""
+    """One agent's exact tokens, append-only: the prompt, sampled ids as the engine returned them, tool turns.
+    The first four lists have an entry per token. A group shares its prompt: equal ids, and the same frame arrays, which
+    grpo.share_prompts compares by identity."""
 
     ids: list[int] = field(default_factory=list)  # image pads expanded
     mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy
     logprobs: list[float] = field(default_factory=list)  # behaviour log-prob under temperature tau; 0 where mask is 0
-    versions: list[int] = field(default_factory=list)  # of the weights that sampled the token; -1 where mask is 0
+    versions: list[int] = field(default_factory=list)  # version of the weights that sampled it; -1 where mask is 0
     prompt_frames: list[Frames] = field(default_factory=list)  # clips in the prompt, in the order of their pads
     prompt_length: int = 0  # ids before the first assistant turn's content
     turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end), forced <think> included
     finish: str = ""  # why the last turn ended: stop | length
-    call_frames: list[Frames] = field(default_factory=list)  # clips that its own calls showed (`tool_return: frames`)
+    call_frames: list[Frames] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
 
     @property
     def n_sampled(self) -> int:
@@ -67,7 +67,7 @@ class Trajectory:
 
     @property
     def frames(self) -> list[Frames]:
-        """All clips that the agent saw, in the order of their pads."""
+        """All clips that the agent sees, in the order of their pads."""
         return self.prompt_frames + self.call_frames
 
 
@@ -76,32 +76,32 @@ CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "ti
 
 @dataclass
 class Call:
-    """One tool call of the main agent and what came of it."""
+    """One tool call of the main agent, and its outcome."""
 
     turn: int  # the assistant's turn that makes the call; 0 is the first
-    name: str  # as the model wrote it, as are the arguments
+    name: str  # name and arguments are as the model wrote them
     arguments: dict[str, Any]
-    text: str = ""  # what the model read: a report, an error, or which frames it was shown
-    error: str = ""  # "" = executed; else one of CALL_ERRORS, or a kind of the tool's own
+    text: str = ""  # what the model reads: a report, an error, or a line about its frames
+    error: str = ""  # "": the call ran; otherwise one of CALL_ERRORS, or a tool's own kind
     window: tuple[float, float] | None = None  # seconds, after clamping
-    seconds: float = 0.0  # wall-clock, the sub-agent's report included
+    seconds: float = 0.0  # wall-clock, including the sub-agent's report
     subagent: Trajectory | None = None  # the sub-agent that answered
 
 
 @dataclass
 class Episode:
-    """One attempt at a task. The rollout fills the fields down to `error`, rewards.py and grpo.py those below."""
+    """One attempt at a task. The rollout fills the fields down to `error`; rewards.py and grpo.py fill the rest."""
 
     task: Task
-    k: int  # overview frames that were asked for; a shorter video has fewer
+    k: int  # requested overview frames; a shorter video has fewer
     main: Trajectory
-    calls: list[Call] = field(default_factory=list)  # those whose results the main agent read, in the order written
+    calls: list[Call] = field(default_factory=list)  # calls whose results the main agent read, in call order
     seed: int = 0
     seconds: float = 0.0  # wall-clock
-    error: str = ""  # the episode could not run (video, engine): it earns nothing and is not trained on
+    error: str = ""  # why it failed (row, video, engine, judge); a failed episode is not rewarded or trained on
     rewards: dict[str, float] = field(default_factory=dict)  # R and its parts, by name
-    advantage: float = 0.0  # A_i, of every sampled token ...
-    anchor_advantage: float = 0.0  # ... and A_anchor_i, of its structural ones (credit: struct)
+    advantage: float = 0.0  # A_i, for every sampled token
+    anchor_advantage: float = 0.0  # A_anchor_i, for structural tokens only (credit: struct)
 
     @property
     def subagents(self) -> list[Trajectory]:
@@ -113,7 +113,7 @@ class Episode:
 
     @property
     def executed(self) -> int:
-        """Calls that ran; kappa is their mean per episode."""
+        """Calls that ran. The metric kappa is their mean per episode."""
         return sum(not call.error for call in self.calls)
 
     @property
@@ -123,7 +123,7 @@ class Episode:
 
     @property
     def critical_tokens(self) -> int:
-        """Sampled tokens that had to wait for each other: the main agent's, and the longest report of each turn."""
+        """Sampled tokens on the critical path: the main agent's, and the longest report of each turn."""
         longest: dict[int, int] = {}
         for call in self.calls:
             if call.subagent is not None:
@@ -133,7 +133,7 @@ class Episode:
 
 @dataclass
 class Group:
-    """G episodes of one task, which share K and thus the prompt."""
+    """G episodes of one task with the same K, so with the same prompt."""
 
     task: Task
     k: int
@@ -151,8 +151,8 @@ SUBAGENT_REQUEST = "What happens here?"
 
 
 def system_prompt(with_tools: bool, stamped: bool = True, tool_return: str = "subagent") -> str:
-    """Return the system prompt of a main agent. It claims no times where frames have no stamps, and no reports where calls
-    return frames."""
+    """Return the main agent's system prompt. It mentions times only if frames are stamped, and reports only if calls return
+    them."""
     frames = "You see frames of it, each after its time." if stamped else "You see frames of it."
     answer_format = (
         "Think between <think> and </think>, then give the final answer between <answer> and </answer>: "
@@ -169,7 +169,7 @@ def system_prompt(with_tools: bool, stamped: bool = True, tool_return: str = "su
 
 
 def subagent_system_prompt(stamped: bool = True) -> str:
-    """Return the system prompt of a sub-agent whose tool has none of its own."""
+    """Return the system prompt of a sub-agent whose tool does not bring one."""
     if not stamped:
         return "You see frames of one part of a video. Report briefly what happens in it."
     return "You see frames of one part of a video, each after its time. Report briefly what happens in it, and when."
@@ -178,21 +178,20 @@ def subagent_system_prompt(stamped: bool = True) -> str:
 def main_messages(
     task: Task, clips: Sequence[Frames], with_tools: bool, stamped: bool = True, tool_return: str = "subagent"
 ) -> list[dict]:
-    """Return the messages that open a main agent, in SFT, RL, evaluation and `ask` alike. `clips`: the overview of each
-    video."""
+    """Return the main agent's first messages, the same in SFT, RL, evaluation and `ask`. `clips`: each video's overview."""
     parts: list[str | Frames] = []
     for path, clip in zip(task.videos, clips, strict=True):
         if len(task.videos) > 1:  # tools pick a video by its name
             parts.append(f"\n{os.path.basename(path)}: ")
         parts.append(clip)
     parts.append("\n" + task.question)
-    system = Live(system_prompt(with_tools, stamped, tool_return))  # Live: the tags that it names are control tokens
+    system = Live(system_prompt(with_tools, stamped, tool_return))  # Live: its tags become control tokens
     return [{"role": "system", "content": system}, {"role": "user", "content": parts}]
 
 
 def subagent_messages(frames: Frames, stamped: bool, request="", system="", question="") -> list[dict]:
-    """Return the messages that open a sub-agent. A request and a system prompt of a tool's own are used as written. A row
-    of SFT may carry a question; a rollout never gives one."""
+    """Return a sub-agent's first messages. The tool's own request and system prompt, if any, are used verbatim. Only an SFT
+    row can add a question; a rollout never does."""
     system = system or subagent_system_prompt(stamped)
     request = request or SUBAGENT_REQUEST
     if question:
@@ -201,12 +200,12 @@ def subagent_messages(frames: Frames, stamped: bool, request="", system="", ques
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Frames]:
-    """Return K uniform frames: of one video, or shared out over several, each of which shows at least one."""
+    """Return K uniformly spaced frames, divided among the task's videos. Each video shows at least one."""
     lengths = [videos.info(path).n_frames for path in task.videos]
     shares = [0] * len(lengths)
     left = min(max(k, len(lengths)), sum(lengths))
     while left:
-        # Deal one frame to each video that has more. What a short video cannot fill, the others get.
+        # Give one more frame to each video that has one left. Longer videos get the share that a short one cannot fill.
         for i, length in enumerate(lengths):
             if left and shares[i] < length:
                 shares[i] += 1
@@ -215,7 +214,7 @@ def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> li
 
 
 def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
-    """Draw K ~ Uniform(choices) for nFrames gating: the same in every process and for all rollouts of the prompt."""
+    """Draw K ~ Uniform(choices) for nFrames gating. All processes, and all episodes of the task's group, get the same K."""
     digest = hashlib.sha256(f"{seed}/{epoch}/{task_id}".encode()).digest()
     return choices[int.from_bytes(digest[:8], "big") % len(choices)]
 
@@ -233,23 +232,23 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     if not isinstance(options, list):
         raise RowError(f"options = {options!r}: must be a list of texts")
     name = origin if info.get("id") is None else str(info["id"])
-    name.encode()  # K and all seeds are drawn by its bytes, which half a character does not have
+    name.encode()  # K and all seeds hash its bytes; this raises if it holds half a surrogate pair
     return Task(name, question, videos, kind, answer, tuple(map(str, options)))
 
 
 def _read_question(row: dict) -> str:
     """Return the text of the last user message."""
     if "prompt" not in row:
-        raise RowError("no field `prompt`, as RL rows have it; rows with `messages` are for sft.py")
+        raise RowError("an RL row needs the field `prompt`; rows with `messages` are for sft.py")
     messages = decode_json(row["prompt"], "prompt")
     contents = [m["content"] for m in messages or [] if isinstance(m, dict) and m.get("role") == "user"]
     if not contents or not isinstance(contents[-1], str):
-        raise RowError("`prompt` holds no user message with text")
+        raise RowError("`prompt` has no user message with text: add one")
     return contents[-1].replace("<video>", "").strip()
 
 
 def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
-    """Return the paths of all videos: without one of them the question may have another answer."""
+    """Return the paths of all videos. Every one must exist, because a question can have another answer without it."""
     paths = []
     for video in decode_json(row.get("videos") or [], "videos"):
         paths.append(resolve_path(video["video"] if isinstance(video, dict) else video, root))
@@ -260,12 +259,12 @@ def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
         raise RowError(f"{', '.join(missing)}: no such file")
     names = [os.path.basename(path) for path in set(paths)]
     if len(set(names)) < len(names):
-        raise RowError(f"two videos are called {max(names, key=names.count)}, and calls know a video by that name")
+        raise RowError(f"two videos are called {max(names, key=names.count)}, but calls use that name: rename one")
     return tuple(paths)
 
 
 def _read_gold(info: dict) -> tuple[str, str]:
-    """Return the question's kind and its gold, which an answer must be able to match. Parquet fills gaps with None."""
+    """Return the question's kind and gold answer. Refuse a gold that no answer can match. Parquet fills gaps with None."""
     kind = info.get("question_type") or "oe"
     if kind not in ("mcq", "tvg", "oe"):
         raise RowError(f"question_type = {kind!r}: must be mcq, tvg or oe")
@@ -285,22 +284,22 @@ def _read_gold(info: dict) -> tuple[str, str]:
 
 
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
-    """Return the tokens and frames of a row, with mask 1 on the assistant's tokens only."""
+    """Encode a dialogue as tokens and frames, with mask 1 on the assistant's tokens only."""
     contract = renderer.contract
     stamped = bool(contract.stamp)
     clips = [media.frames(videos, contract) for media in dialogue.media]
 
-    # The opening that this agent has in a rollout.
+    # Open with the prompt that this agent gets in a rollout.
     if dialogue.agent == "sub":
         if len(clips) != 1:
-            raise RowError(f"a sub-agent's row shows one video or image, this one {len(clips)}")
+            raise RowError(f"a sub-agent's row must show one video or image, and this one shows {len(clips)}")
         messages = subagent_messages(clips[0], stamped, dialogue.request, dialogue.system, dialogue.question)
     else:
         paths = tuple(media.path for media in dialogue.media)
         task = Task(dialogue.id, dialogue.question, paths, "oe", "")
         messages = main_messages(task, clips, dialogue.agent == "main", stamped)
 
-    # The turns, their media decoded.
+    # Append the turns, and decode their media.
     for turn in dialogue.turns:
         content = [part.frames(videos, contract) if isinstance(part, Media) else part for part in turn["content"]]
         messages.append({"role": turn["role"], "content": content})

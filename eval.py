@@ -1,19 +1,19 @@
-"""eval.py: ask one model, under one protocol, on any of the splits of evals/benchmarks.py.
+"""eval.py: evaluate one model, under one protocol, on the splits of evals/benchmarks.py.
 
     python eval.py configs/eval/toy.yaml                    # the toy, with tools and without, at every K
-    python eval.py configs/eval/paravt_8b.yaml              # called again, it goes on where it was stopped
-    python eval.py configs/eval/paravt_8b.yaml --dry-run    # what is missing, what differs from the paper
+    python eval.py configs/eval/paravt_8b.yaml              # called again, it resumes where it stopped
+    python eval.py configs/eval/paravt_8b.yaml --dry-run    # lists what is missing and what differs from the paper
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
 
-RUN/SPLIT-K64-parallel.jsonl holds one line per item, written as the item ends: what was said last, what was read from
-it, the score (and under `lenient` both, read in prose too), calls, costs, and the error if there was one.
-Its first line holds the settings that shape a result; a file of answers under other settings is refused.
+RUN/SPLIT-K64-parallel.jsonl gets one line per item as soon as the item ends: the end of the last turn, the answer, its
+score (under `lenient`, answer and score of a reader that accepts prose), calls, costs, and the error if there was one.
+Its first line holds the settings that shape a result. A file with answers under other settings is refused.
 
-An item is asked again if it ended in an error or an API's refusal (which count as wrong until then), or if its question,
-options, answer or subtitles have changed. `limit=2` asks two items of each split, and needs no other videos; a larger
-one goes on.
+An item is asked again if it ended in an error or an API's refusal (which count as wrong until then), or if its
+question, options, answer or subtitles have changed. `limit=2` asks two items of each split and needs only their videos.
+A later run with a larger limit asks the others.
 
-Deliberately missing: several checkpoints in a run, several machines for a run, ensembles, majority votes.
+Deliberately missing: several checkpoints per run, several machines per run, ensembles, majority votes.
 """
 
 import contextlib
@@ -47,43 +47,43 @@ from runtime.settings import PolicyConfig
 from runtime.video import Videos
 from runtime.visual import VisualContract
 
-# A server on each GPU of this machine, as torch counts them; without SGLang, the model runs in this process.
+# By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
 GPUS = ()
 if importlib.util.find_spec("sglang"):
     import torch
 
     GPUS = tuple(range(torch.cuda.device_count()))
-# Bytes of the host's memory for frames of the requests of a GPU: 8 published ones, whose tokens fill a server's cache.
+# Host memory in bytes for the frames of one GPU's requests: 8 of the published size, which fill a server's KV cache.
 FRAME_BYTES = 8e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """One model on some splits."""
+    """One evaluation: one model on some splits."""
 
     run: str
     """Folder of the results."""
     name: str
-    """The row of the table. A name of published.yaml, also "ParaVT-8B (own)", brings its published numbers along."""
+    """The model's row in the table. A name of published.yaml, such as "ParaVT-8B (own)", adds its published numbers."""
     checkpoint: str
-    """A Hugging Face folder, the name of a model on the hub that a file of configs/ uses, or hub:OWNER/MODEL."""
+    """A Hugging Face folder, a model on the hub that a file in configs/ names, or hub:OWNER/MODEL."""
     splits: dict[str, str]
-    """Split -> the folder of its dataset."""
+    """Split -> folder of its dataset."""
     frames: tuple[int, ...] = (64,)
-    """K: overview frames. Every split is asked once with each K."""
+    """Values of K, the number of overview frames. Every split is asked once per K."""
     arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
-    """How the protocol `agent` may call tools (`rollout.dispatch`). Every split is asked once in each way."""
+    """How the protocol `agent` calls tools (`rollout.dispatch`). Every split is asked once per arm."""
     prompting: Prompting = Prompting()
     rollout: RolloutConfig = RolloutConfig(temperature=0.0, server_gpus=GPUS, concurrency=32 * max(1, len(GPUS)))
     api: Api = Api()
-    """A model behind an API, asked in place of the checkpoint. The checkpoint's tokenizer and chat template still write
-    the prompts; `rollout.concurrency` bounds the requests under way."""
+    """A model behind an API, to ask instead of the checkpoint. Prompts still use the checkpoint's tokenizer and chat
+    template. `rollout.concurrency` limits the concurrent requests."""
     visual: VisualContract | None = None
-    """null: the checkpoint's own."""
+    """How frames are sampled and sized. null: the checkpoint's own contract."""
     grading: RewardConfig = RewardConfig(open_answer="exact")
-    """Only how answers are read counts here: open_answer, untagged_answer, judge."""
+    """Only the fields for reading answers are used: open_answer, untagged_answer, judge."""
     limit: int = 0
-    """Only the first so many items of each split; 0: all."""
+    """Ask only the first `limit` items of each split. 0: all."""
     seed: int = 0
     decoders: int = min(64, os.cpu_count() or 1)
 
@@ -91,20 +91,20 @@ class EvalConfig:
         config.refuse_below_1(self, "decoders")
         unknown = [name for name in self.splits if name not in SPLITS]
         if unknown:
-            raise ValueError(f"splits = {unknown}: there is only {', '.join(SPLITS)}")
+            raise ValueError(f"splits = {unknown}: unknown; the splits are {', '.join(SPLITS)}")
         if not self.agentic and self.arms != ("parallel",):
-            raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has them")
+            raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has arms; leave the default")
         if not self.frames or not self.arms or min(self.frames) < 1:
-            raise ValueError("frames and arms: each needs at least one value, and frames at least 1, to ask anything")
+            raise ValueError("frames and arms: each needs at least one value, and each K in frames must be 1 or more")
         if self.rollout.dispatch != "parallel":
-            raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: here, `arms` says how tools are called")
+            raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: set `arms` instead")
         if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):
-            rule = "set rollout.think_prefix: false, no arm sequential"
+            rule = "set rollout.think_prefix: false, and drop the arm sequential"
             raise ValueError(f"api.url: an API cannot open a turn or stop at a tag; {rule}")
 
     @property
     def agentic(self) -> bool:
-        """Say if the model is our own agent, which has arms, and the format of the rewards."""
+        """Return whether the model is our own agent. Only the agent has arms and a rewarded format."""
         return self.prompting.protocol == "agent"
 
 
@@ -126,7 +126,7 @@ from runtime.run import USER_ERRORS
 
 
 def main(cfg: EvalConfig) -> int:
-    """Ask what has not been answered yet, and print the table; exit status 1 where all items of a split failed."""
+    """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
     # Refuse what cannot run before anything is written or loaded.
     jobs = list_jobs(cfg)
     folder = find_model(cfg)
@@ -134,7 +134,7 @@ def main(cfg: EvalConfig) -> int:
     jobs = with_headers(cfg, jobs, folder)
     left = refuse_what_cannot_run(cfg, jobs, folder)
 
-    # Ask the rest. No results are written before the engine is there.
+    # Ask the remaining items. Nothing is written before the engine is up.
     if left:
         with (
             checks.only_run_in(Path(cfg.run)),
@@ -143,25 +143,25 @@ def main(cfg: EvalConfig) -> int:
         ):
             config.save_run(cfg, cfg.run)
             for job in jobs:
-                # The file is read only now: until the folder was ours, another process may have answered items.
+                # Read the file only now. Before this process held the lock, another one may have answered items.
                 lines, items = results.resume(job)
                 if items:
                     run_job(job, lines, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
 
-    # Show all results of the run.
+    # Print all results of the run.
     tables.report([cfg.run])
     failed = 0
     for job in jobs:
         errors = [record["error"] for record in read_results(job.path).records]
         if errors and all(errors):
             failed = 1
-            print(f"error: all {len(errors)} items of {job.path} failed; the last: {errors[-1]}", file=sys.stderr)
+            print(f"error: all {len(errors)} items of {job.path} failed; the last error: {errors[-1]}", file=sys.stderr)
     return failed
 
 
 def dry_run(cfg: EvalConfig) -> int:
-    """Print what is there and missing, and what the published run did otherwise; exit status 1 if something is missing.
-    Whatever else the run would refuse ends the dry run with the same sentence."""
+    """Print what is there, what is missing, and what differs from the published run. Return 1 if something is missing.
+    Any other fault that the run would refuse ends the dry run with the same error."""
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     missing = 0
 
@@ -183,12 +183,12 @@ def dry_run(cfg: EvalConfig) -> int:
     try:
         folder = find_model(cfg, fetch=False)
         if not folder:
-            print(f"  note    {cfg.checkpoint} is not here; the run would fetch it from the hub")
+            print(f"  note    {cfg.checkpoint} is not on this machine; the run would fetch it from the hub")
     except config.ConfigError as error:
         missing = 1
         print(f"  MISSING {error}")
 
-    # Settings that are not those of its training, or of the published run.
+    # Settings that differ from the training or from the published run.
     notes = []
     jobs = with_headers(cfg, jobs, folder)
     for job in jobs:
@@ -204,14 +204,15 @@ def dry_run(cfg: EvalConfig) -> int:
 
 
 def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
-    """Return the checkpoint's folder; one on the hub is fetched, or None. A model behind an API needs the tokenizer only."""
+    """Return the checkpoint's folder. Download it from the hub if needed; without `fetch`, return None instead. A model
+    behind an API needs only the tokenizer."""
     name = cfg.checkpoint.removeprefix("hub:")
     if not Path(name).is_dir():
-        # Without the prefix, a name that no config has is a path.
+        # Without the prefix hub:, a name that no config has is taken for a path.
         configs = [path.read_text("utf-8") for path in (Path(__file__).parent / "configs").rglob("*.yaml")]
         known = re.search(rf"(^checkpoint|family): {re.escape(name)}[\s,}}]", "\n".join(configs), re.M)
         if not on_the_hub(name) or not (known or name != cfg.checkpoint):
-            rule = "no such folder, and no file of configs/ names it; training leaves RUN/model, the hub has hub:OWNER/MODEL"
+            rule = "no such folder, and no file of configs/ names it; give a folder like RUN/model, or hub:OWNER/MODEL"
             raise config.ConfigError(f"checkpoint = {cfg.checkpoint!r}: {rule}")
         if not fetch:
             try:
@@ -229,17 +230,17 @@ def load_renderer(cfg: EvalConfig, folder: Path) -> Renderer:
 
 
 def refuse_what_cannot_run(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> bool:
-    """Refuse what could not run, or would mix with other results: the run and its dry run both come by here. Return whether
-    items are left to ask. A dry run may lack jobs or the checkpoint."""
+    """Refuse a run that cannot work or that would mix its results with others. The run and its dry run both call this.
+    Return whether items are left to ask. A dry run may lack jobs or the checkpoint."""
     check_run(cfg)
 
-    # What has been answered under these settings is not asked again; other settings are refused.
+    # Look for items that have no answer yet. A file of answers under other settings is refused.
     left = False
     for job in jobs:
         _, items = results.resume(job)
         left |= bool(items)
 
-    # Other files of this folder may be of another model.
+    # Other files in this folder may come from another model.
     mine = {job.path for job in jobs}
     others = [other for path, other in results.read_run(cfg.run).items() if path not in mine]
     results.refuse_mixtures([*others, *(Results(job.header, []) for job in jobs)])
@@ -262,28 +263,28 @@ def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
     if cfg.rollout.server_gpus:
         checks.check_host_memory(*requests_at_once(cfg, contract_of(cfg, folder) or VisualContract()))
 
-    # The sizes of the model are in its config.json; those of the published models are known without it.
+    # Get the model's sizes from its config.json. Those of the published models are known without it.
     name = cfg.checkpoint.removeprefix("hub:")
     if folder:
         model = AutoConfig.from_pretrained(folder)
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it computes in bf16
+        weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it runs in bf16
     elif name in PUBLISHED:
         model = Qwen3VLConfig(**PUBLISHED[name])
         weights = 2 * count(meta_policy(PolicyConfig(name)))
     else:
         return
     if not cfg.rollout.server_gpus and model.model_type != "qwen3_vl":
-        told = f"checkpoint = {cfg.checkpoint!r}: this process runs Qwen3-VL, not {model.model_type!r}"
-        raise config.ConfigError(f"{told}; install SGLang, or give rollout.urls")
+        told = f"checkpoint = {cfg.checkpoint!r}: this process only runs Qwen3-VL, not {model.model_type!r}"
+        raise config.ConfigError(f"{told}; install SGLang, or set rollout.urls")
     if torch.cuda.is_available():
-        longest = cfg.rollout.max_context  # one trajectory, at least
+        longest = cfg.rollout.max_context  # the cache holds at least one trajectory
         plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
 
 
 def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> tuple[int, int]:
-    """Return how many items are asked at the same time, and the bytes that each one's overview takes in the host's memory: 24 a
-    pixel at SGLang, 3 as our file. Servers that we start get no more than FRAME_BYTES hold."""
+    """Return how many items to ask at the same time, and the host memory of one item's overview in bytes: 24 per pixel
+    in SGLang plus 3 in our file. Servers that we start get at most FRAME_BYTES per GPU."""
     width, height = contract.frame_size(1280, 720)
     size = 27 * max(cfg.frames) * width * height
     most = cfg.rollout.concurrency
@@ -295,7 +296,7 @@ def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> tuple[int, in
 def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
     if cfg.api.url:
         return OpenAI(cfg.api, renderer)
-    gpus = () if cfg.rollout.urls else cfg.rollout.server_gpus  # all of this machine, by default
+    gpus = () if cfg.rollout.urls else cfg.rollout.server_gpus  # the default is all GPUs, so `urls` must override it
     return open_engine(folder, renderer, replace(cfg.rollout, server_gpus=gpus), logs=Path(cfg.run) / "logs")
 
 
@@ -303,7 +304,7 @@ def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
 
 
 def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
-    """List the files of a run, each with its items; their headers need the model."""
+    """List the result files of a run with their items, still without headers, which need the model."""
     jobs = []
     for split, root in cfg.splits.items():
         items = load_split(split, root, cfg.limit)
@@ -322,14 +323,14 @@ def with_headers(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) 
 
 
 def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
-    """Write the lines that stay, then ask the items, many at a time. Each leaves its line as it ends."""
+    """Write the lines to keep, then ask the items concurrently. Each item appends its line when it ends."""
     config.write_whole(job.path, "".join(json.dumps(line) + "\n" for line in lines))
     judge = Judge(cfg.grading.judge)
     bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
     with job.path.open("a", encoding="utf-8") as file, bar:
 
         def done(_: int, record: dict) -> None:
-            file.write(json.dumps(record) + "\n")  # ASCII: whatever a model says, a line stays one line
+            file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
             file.flush()
             bar.update()
 
@@ -338,11 +339,11 @@ def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentCo
             at_once, _ = requests_at_once(cfg, context.renderer.contract)
             run_all(context.engine, asked, at_once, done)
         finally:
-            context.stopped.set()  # after an error, nobody starts another turn
+            context.stopped.set()  # after an error, no episode starts another turn
 
 
 def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: Judge) -> dict[str, Any]:
-    """Ask one item; returns its line of the results, and not the episode: held, its frames would fill memory."""
+    """Ask one item and return its line of the results. The episode is dropped: its frames would fill the memory."""
     episode, answer = run_protocol(context, item, k, derive_seed(cfg.seed, item.task.id), cfg.prompting)
     turns = turn_texts(episode.main, context.renderer)
     error = episode.error
@@ -359,7 +360,7 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
         except JudgeError as problem:
             error = f"JudgeError: {problem}"
 
-    # The format of our own agent has rewards.
+    # Our own agent also gets its format rewards.
     format_rewards = {}
     if cfg.agentic and not error:
         parts = score(episode, context.renderer, RewardConfig(open_answer="exact"))
@@ -372,10 +373,10 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
     return {
         "id": item.task.id,
         "item": results.item_digest(item),
-        "videos": ["/".join(Path(path).parts[-2:]) for path in item.task.videos],  # MMVU numbers them in every folder
+        "videos": ["/".join(Path(path).parts[-2:]) for path in item.task.videos],  # MMVU numbers its videos per folder
         "kind": item.task.kind,
         "gold": item.task.answer,
-        "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: why an answer could not be read
+        "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: shows why an answer could not be read
         "answer": answer,
         **strict,
         "lenient": lenient,

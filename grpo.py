@@ -1,24 +1,23 @@
-"""grpo.py: rewards become advantages, advantages become a loss. Each equation stands above its code.
+"""grpo.py: turn rewards into advantages, and advantages into the loss. Each equation stands above its code.
 
     assign_advantages(groups, cfg, anchor)                                  # writes A_i and A_anchor_i into the episodes
-    examples, total_tokens = make_examples(groups, renderer, cfg, anchor)   # what this rank trains on; N of all ranks
-    for part in micro_batches(examples, cfg.train_tokens):                  # as many on every rank
+    examples, total_tokens = make_examples(groups, renderer, cfg, anchor)   # this rank's examples; tokens of all ranks
+    for part in micro_batches(examples, cfg.train_tokens):                  # the same number on every rank
         loss, stats = examples_loss(policy(bundles(part), tau), part, total_tokens, prox_logprobs, ref_logprobs, cfg)
         loss.backward()
 
-Symbols: i an episode of a group of G, t a token of its output o_i, R_i its reward, r the ratio, N target tokens.
+Symbols: i an episode in a group of G, t a token of its output o_i, R_i its reward, r the ratio, N target tokens.
 
-Three policies have log-probs of the same tokens: `behaviour_logprobs` are the engine's, at the moment of sampling
-(pi_behaviour); `prox_logprobs` those of the policy before the first update on this batch (pi_prox); `logprobs` those
-of the policy that learns (pi). With one minibatch per batch (the paper) pi_prox is pi itself: r = 1, and the clip is
-inert.
+Each token has log-probs from three policies. `behaviour_logprobs` come from the engine that sampled it (pi_behaviour),
+`prox_logprobs` from the policy before the first update on this batch (pi_prox), and `logprobs` from the policy in training
+(pi). With one minibatch per batch (the paper), pi_prox equals pi: r = 1, and the clip does nothing.
 
-What GRPO implementations often have, and this one leaves out:
+Deliberately missing, though GRPO implementations often have it:
 - a value model, and rewards for parts of an episode
-- a mean per episode before the mean over episodes: here each token of the batch counts the same
-- several epochs over a batch, and one ratio per sequence in place of one per token
-- new samples in place of a flat group, which is skipped and counted here
-- a KL inside the reward, an adaptive beta, a reference that moves, an entropy bonus, a penalty for length
+- a mean per episode before the mean over episodes: here every token of the batch has the same weight
+- several epochs over a batch, and one ratio per sequence instead of one per token
+- resampling of flat groups: here they are skipped and counted
+- a KL inside the reward, an adaptive beta, a moving reference, an entropy bonus, a length penalty
 """
 
 from collections.abc import Sequence
@@ -38,12 +37,12 @@ from runtime.settings import GRPOConfig
 
 # ------------------------------------------------------------------------------------------------ advantages
 
-STD_FLOOR = 1e-3  # a group whose rewards vary less is flat: fractional rewards leave a residue of rounding
+STD_FLOOR = 1e-3  # a group with a smaller std is flat; equal fractional rewards can differ by rounding
 
 
 def group_advantage(rewards: Sequence[float]) -> np.ndarray:
     """Return the advantages of one group, [G]."""
-    # A_i = (R_i - mean_group R) / std_group R, and 0 where std_group R < floor. The std is the sample's (G - 1).
+    # A_i = (R_i - mean_group R) / std_group R, and 0 where std_group R < floor. The std is the sample std (G - 1).
     rewards = np.asarray(rewards, np.float64)  # [G]
     if len(rewards) < 2 or rewards.std(ddof=1) < STD_FLOOR:
         return np.zeros(len(rewards))
@@ -51,8 +50,8 @@ def group_advantage(rewards: Sequence[float]) -> np.ndarray:
 
 
 def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) -> None:
-    """Write A_i and, under credit `struct`, A_anchor_i into the episodes. Those that failed are not compared."""
-    # A_anchor_i = (R_anchor_i - mean_group R_anchor) / std_group R_anchor, as A_i is of R
+    """Write A_i and, under credit `struct`, A_anchor_i into the episodes. Failed episodes are left out of their group."""
+    # A_anchor_i = (R_anchor_i - mean_group R_anchor) / std_group R_anchor
     for group in groups:
         advantages = group_advantage([episode.rewards["R"] for episode in group.ran])
         anchor_advantages = group_advantage([episode.rewards["R_anchor"] for episode in group.ran])
@@ -61,7 +60,7 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
             episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
 
     if cfg.normalise == "batch":
-        # A_i <- A_i / max(std_batch A, floor), the std of all episodes of all ranks; A_anchor_i stays as it is.
+        # A_i <- A_i / max(std_batch A, floor). The std is over all episodes of all ranks. A_anchor_i stays unchanged.
         mine = [episode for group in groups for episode in group.ran]
         batch = sum(gather([episode.advantage for episode in mine]), [])
         std = max(np.std(batch or [0.0]), STD_FLOOR)
@@ -74,8 +73,8 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
 
 @dataclass
 class TrainExample:
-    """A bundle, and what the loss needs to know of each of its N target tokens: those that were sampled, in the order of
-    (suffix, token). A micro-batch has them in the order of (bundle, suffix, token), as the policy returns them."""
+    """A bundle and the loss inputs of its N target tokens: the sampled ones, ordered by (suffix, token). In a micro-batch the
+    order is (bundle, suffix, token), as the policy returns them."""
 
     bundle: Bundle
     advantages: np.ndarray  # float32 [N]: A_i,t
@@ -85,20 +84,20 @@ class TrainExample:
 def make_examples(
     groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
 ) -> tuple[list[TrainExample], float]:
-    """Return the examples that this rank trains on, and the number of tokens that the loss divides by: all sampled tokens of
-    all ranks, including those of skipped groups. Episodes that failed are left out of both."""
+    """Return this rank's examples, and the number of tokens that the loss divides by: all sampled tokens on all ranks,
+    including those of skipped groups. Failed episodes are left out of both."""
     examples = []
     tokens = 0
     for group in groups:
         episodes = []
         for episode in group.ran:
             episodes.append(episode)
-            if subagents:  # a report trains as an episode of its own, with its episode's A_i and without an anchor
+            if subagents:  # a report trains like an episode, with its main agent's A_i and without an anchor
                 for report in episode.subagents:
                     episodes.append(replace(episode, main=report, anchor_advantage=0.0))
         tokens += sum(episode.main.n_sampled for episode in episodes)
 
-        # Skip a group if nothing in it can be learned: R and R_anchor are flat, and there is no KL.
+        # Skip a group that teaches nothing: R and R_anchor are flat, and there is no KL.
         varies = any(episode.advantage or episode.anchor_advantage for episode in episodes)
         if varies or cfg.kl_coef:
             for part in share_prompts(episodes, cfg.train_tokens):
@@ -107,13 +106,13 @@ def make_examples(
 
 
 def share_prompts(episodes: Sequence[Episode], budget: int) -> list[list[Episode]]:
-    """Put episodes with the same prompt together, so that it is computed once, up to `budget` tokens (a single one may be
-    longer). What does not fit opens another example, which repeats the prompt."""
+    """Group episodes by prompt, so that each prompt is computed once. A part has at most `budget` tokens, unless a single
+    episode is longer. The next episodes with that prompt start a new part, which repeats the prompt."""
     parts: list[list[Episode]] = []
-    newest, length = {}, {}  # per prompt, the part that still has room, and its tokens
+    newest, length = {}, {}  # by prompt: its newest part, and the tokens of that part
     for episode in episodes:
         main = episode.main
-        # Two clips may have the same words, stamps included, and yet other pixels.
+        # Prompts with equal tokens, stamps included, can still show different pixels.
         prompt = (tuple(main.ids[: main.prompt_length]), *(id(clip.pixels) for clip in main.prompt_frames))
         n = len(main.suffix)
         if prompt not in newest or length[prompt] + n > budget:
@@ -126,7 +125,7 @@ def share_prompts(episodes: Sequence[Episode], budget: int) -> list[list[Episode
 
 
 def example_of(episodes: Sequence[Episode], renderer: Renderer, anchor: Anchor) -> TrainExample:
-    """Return episodes of one prompt as one example."""
+    """Build one example from episodes with the same prompt."""
     first = episodes[0].main
     bundle = Bundle(first.ids[: first.prompt_length], [], [], list(first.prompt_frames))
     advantages, behaviour_logprobs = [], []
@@ -136,7 +135,7 @@ def example_of(episodes: Sequence[Episode], renderer: Renderer, anchor: Anchor) 
         bundle.masks.append(main.mask[main.prompt_length :])
         bundle.frames.extend(main.call_frames)
 
-        # Of the episode's tokens, the N that were sampled.
+        # Keep only the sampled tokens.
         sampled = np.array(main.mask, bool)
         advantages.append(token_advantages(episode, renderer, anchor)[sampled])
         behaviour_logprobs.append(np.array(main.logprobs, np.float32)[sampled])
@@ -144,7 +143,7 @@ def example_of(episodes: Sequence[Episode], renderer: Renderer, anchor: Anchor) 
 
 
 def token_advantages(episode: Episode, renderer: Renderer, anchor: Anchor) -> np.ndarray:
-    """Return A_i,t of each token of the main agent, float32 [T]."""
+    """Return A_i,t for each token of the main agent, float32 [T]."""
     # Selective Anchoring: A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]
     struct = np.array(structural_mask(episode.main, renderer), float)
     return (episode.advantage + anchor.lam * episode.anchor_advantage * struct).astype(np.float32)
@@ -157,7 +156,7 @@ def token_losses(
     logprobs: Tensor, prox_logprobs: Tensor, behaviour_logprobs: Tensor, ref_logprobs: Tensor | None, advantages: Tensor,
     cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return the loss of each token, [N], and its statistics (no gradient), each [N]."""
+    """Return the loss of each token, [N], and statistics without gradient, each [N]."""
     # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * w * r * KL
     # r = pi / pi_prox
     ratio = (logprobs - prox_logprobs).exp()
@@ -165,8 +164,8 @@ def token_losses(
     high = 1 + (cfg.clip_eps if cfg.clip_eps_high is None else cfg.clip_eps_high)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
-    # w = pi_prox / pi_behaviour, and 0 where it exceeds the cap: those tokens are left out, as in the release. The cap goes
-    # on w and not on the product, where an infinite w would give 0 * inf in the backward pass.
+    # w = pi_prox / pi_behaviour, and 0 above the cap: as in the release, such tokens add no loss. Mask w itself, not the
+    # product: there an infinite w would give 0 * inf in the backward pass.
     importance = (prox_logprobs - behaviour_logprobs).exp()
     kept = importance <= cfg.behaviour_cap
     weight = torch.where(kept, importance, 0.0)
@@ -178,7 +177,8 @@ def token_losses(
     }
     if ref_logprobs is not None:
         # KL = exp(d) - d - 1, d = log pi_ref - log pi (the k3 estimator). The release puts its KL into the reward.
-        # pi_behaviour sampled the tokens. Weighted by w * r = pi / pi_behaviour, value and gradient are those of KL(pi || pi_ref).
+        # pi_behaviour sampled the tokens, so weight each by w * r = pi / pi_behaviour. Value and gradient are then those of
+        # KL(pi || pi_ref).
         d = ref_logprobs - logprobs
         kl = weight * ratio * (d.exp() - d - 1)
         losses = losses + cfg.kl_coef * kl
@@ -190,19 +190,19 @@ def examples_loss(
     scores: TokenScores, examples: list[TrainExample], total_tokens: float, prox_logprobs: Tensor | None,
     ref_logprobs: Tensor | None, cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return the micro-batch's part of the batch's loss L, and statistics per token, each [N]. `prox_logprobs` and
-    `ref_logprobs` are log-probs [N]; without `prox_logprobs`, pi_prox is pi."""
+    """Return this micro-batch's share of the loss L of the batch, and statistics per token, each [N]. `prox_logprobs` and
+    `ref_logprobs` are [N]. Without `prox_logprobs`, pi_prox is pi."""
     logprobs = scores.logprobs  # [N]
     if prox_logprobs is None:
         prox_logprobs = logprobs.detach()
 
-    # A rank without examples of its own still runs every collective, with N = 0.
+    # A rank without examples still takes part in every collective, with N = 0.
     columns = [np.zeros((2, 0), np.float32)]
     for example in examples:
         columns.append(np.stack([example.advantages, example.behaviour_logprobs]))
     advantages, behaviour_logprobs = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
 
-    # L = sum over all sampled tokens of all ranks of l_i,t / their number
+    # L = sum of l_i,t over all sampled tokens of all ranks / total_tokens
     losses, stats = token_losses(logprobs, prox_logprobs, behaviour_logprobs, ref_logprobs, advantages, cfg)
     return losses.sum() / total_tokens, stats | {"entropy": scores.entropies}
 
@@ -212,7 +212,7 @@ def bundles(examples: list[TrainExample]) -> list[Bundle]:
 
 
 def micro_batches(examples: list[TrainExample], budget: int) -> list[list[TrainExample]]:
-    """Return the examples of each forward pass. Ranks with fewer get empty ones: all run the same collectives."""
+    """Return the examples of each forward pass. Ranks with fewer passes get empty ones, so all run the same collectives."""
     mine = []
     for members in best_fit([len(example.bundle) for example in examples], budget):
         mine.append([examples[i] for i in members])

@@ -1,14 +1,14 @@
-"""rewards.py: every term of the reward and the structural tokens, as pure functions of an episode.
+"""rewards.py: all reward terms and the structural tokens, as pure functions of an episode.
 
     score(episode, renderer, cfg) -> {part: value}           R = R_acc + w_fmt * R_fmt + w_tool * R_tool
-    structural_mask(trajectory, renderer) -> [bool]          struct(o), the tokens that Selective Anchoring credits
+    structural_mask(trajectory, renderer) -> [bool]          struct(o): the tokens that Selective Anchoring credits
 
-Rewards read only the assistant's turns, including the forced `<think>\\n`. Of a tool call they see whether it ran, never
-the text that came back. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
+Rewards read only the assistant's turns, including the forced `<think>\\n`. For a tool call they check whether it ran, and
+never read the text it returned. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
 
-    python -m study.lab TEXT --answer B                      what any text earns, term by term
+    python -m study.lab TEXT --answer B                      score any text, term by term
 
-Deliberately missing: a learned reward model, and any I/O. Open answers are judged by a judge that is handed in.
+Deliberately missing: a learned reward model, and any I/O. For open answers, the caller passes in a judge.
 """
 
 import re
@@ -26,12 +26,12 @@ from runtime.render import END_OF_TURN, Renderer
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
 TAG = re.compile("|".join(TAGS))
-BROKEN_TAG = re.compile(r"<(?![ =\d])")  # `<12.5 seconds>` and `x < 5` may be said
+BROKEN_TAG = re.compile(r"<(?![ =\d])")  # but `<12.5 seconds>` and `x < 5` are plain text
 CALL_JSON = re.compile(r"\s*\{[^<]*\}\s*")
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
 PARTS = ("R", "R_acc", "f", "R_fmt", "R_fmt_paid", "R_tool", "R_anchor", "well_formed")
 MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
-# More of one tag in a turn is spam, and the episode earns nothing.
+# The most opening or closing tags of one kind in a turn. More is spam, and the episode scores 0.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
 Turn = list[str]  # the elements of a turn, see split_turn
 
@@ -41,49 +41,51 @@ class Anchor:
     """Selective Anchoring: R_anchor = alpha * closed + beta * flow - gamma * unpaired."""
 
     credit: Literal["struct", "sequence", "off"] = "struct"
-    """struct: the advantage of R_anchor, at structural tokens only (the paper's idea). sequence: lambda * R_anchor inside
-    R_fmt, so all tokens (the released code). off: no credit."""
+    """struct: structural tokens get the advantage of R_anchor (the paper's idea). sequence: R_fmt includes lambda * R_anchor,
+    so all tokens get it (the released code). off: R_anchor is only logged."""
     alpha: float = 0.4
     beta: float = 0.3
     gamma: float = 0.3
     lam: float = 0.5
-    """lambda, which is a keyword in Python."""
+    """lambda. Python reserves the full word."""
 
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """What an episode earns."""
+    """Weights and options of the reward."""
 
     w_fmt: float = 1.0
     w_tool: float = 1.0
     """Both 0: accuracy-only GRPO."""
     answer_suffix: bool = True
-    """Exploration Anchoring's weights of the answer's tags; false: the plain weights."""
+    """true: Exploration Anchoring's higher weights for the answer's tags. false: the plain weights."""
     anchor: Anchor = Anchor()
     open_answer: Literal["f1", "exact", "judge"] = "f1"
     untagged_answer: bool = False
-    """Without an <answer>, accept what follows "the answer is". The toy's accuracy-only runs need it."""
+    """Without an <answer>, accept the text after "answer is" or "answer:". The toy's accuracy-only runs need it."""
     judge: JudgeConfig = JudgeConfig()
 
     def __post_init__(self):
         if self.open_answer == "judge" and not (self.judge.url and self.judge.model):
-            raise ValueError("open_answer = 'judge': needs judge.url and judge.model")
+            raise ValueError("open_answer = 'judge' needs judge.url and judge.model: set both")
         if self.anchor.credit == "sequence" and not self.w_fmt:
-            raise ValueError("anchor.credit = 'sequence' is paid inside R_fmt, and w_fmt = 0 pays nothing: raise w_fmt")
+            raise ValueError("anchor.credit = 'sequence' pays R_anchor in R_fmt, but w_fmt = 0 drops it: raise w_fmt")
 
 
 # ------------------------------------------------------------------------------------------------ R
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. `R_fmt` and f = R_fmt + lambda * R_anchor (1 at most) are the paper's,
-    whatever the credit. `R_fmt_paid` is the one of the two that R pays: f under credit `sequence`, else R_fmt."""
+    """Return all parts by name, or raise JudgeError. `R_fmt` and f = R_fmt + lambda * R_anchor (at most 1) are the paper's,
+    under every credit. `R_fmt_paid` is the one that enters R: f under credit `sequence`, otherwise R_fmt."""
+    # Split the turns into tags and text. Tag spam scores 0.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
     tags = tag_metrics(turns)
     if any(tags[f"spam_{name}"] for name in TAG_LIMITS):
         return score_of_spam(cfg) | tags
 
+    # Score the answer, the calls and the format.
     acc = accuracy(final_answer(texts, cfg.untagged_answer), episode.task, cfg, judge)
     tool = tool_reward(episode, acc)
     anchor = anchor_reward(turns, cfg.anchor)
@@ -106,8 +108,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
 
 
 def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
-    """Return the parts of an episode of spam: 0, and the penalty of an open think. Otherwise spamming would beat leaving a
-    think open."""
+    """Return the parts of a spam episode: 0, and the penalty for an unclosed think, so that spamming does not pay better."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["R_anchor"] = -cfg.anchor.gamma
     parts["f"] = cfg.anchor.lam * parts["R_anchor"]
@@ -118,7 +119,7 @@ def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
 
 
 def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> None:
-    """Score every episode that ran. One on which the judge failed gets an error, not a reward."""
+    """Write the rewards of every episode that ran. If the judge fails, write the episode's error instead."""
 
     def give(episode: Episode) -> None:
         try:
@@ -126,13 +127,13 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig,
         except JudgeError as error:
             episode.error = f"JudgeError: {error}"
 
-    with ThreadPoolExecutor(16) as pool:  # a judge takes seconds
+    with ThreadPoolExecutor(16) as pool:  # a judge takes seconds per answer
         list(pool.map(give, [episode for group in groups for episode in group.ran]))
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
-    """Return the assistant's turns as text, a forced <think> included. (The release leaves it out, so it earns nothing.)
-    A sampled end of turn is written `<|im_end|>`, whichever token of the checkpoint's list it was."""
+    """Return the assistant's turns as text, including a forced <think>. (The release omits it, so it earns nothing there.)
+    A sampled end of turn becomes `<|im_end|>`, whichever end token of the checkpoint it was."""
     texts = []
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
@@ -144,8 +145,8 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
 
 
 def final_answer(turns: list[str], untagged: bool = False) -> str | None:
-    """Return what is answered in the last turn, after its last </think>: the content of the last complete <answer>.
-    Without one, if `untagged`: what follows the last "answer is" or "answer:", to the end of its line."""
+    """Return the content of the last complete <answer> in the last turn, after its last </think>. If there is none and
+    `untagged` is set, return the text after the last "answer is" or "answer:", to the end of its line."""
     if not turns:
         return None
     said = turns[-1].rpartition("</think>")[2]
@@ -157,7 +158,7 @@ def final_answer(turns: list[str], untagged: bool = False) -> str | None:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the content of the last complete <answer>, wherever it stands."""
+    """Return the content of the last complete <answer> in the text."""
     answers = ANSWER.findall(text)
     return answers[-1].strip() if answers else None
 
@@ -166,7 +167,7 @@ def last_answer(text: str) -> str | None:
 
 
 def split_turn(text: str) -> Turn:
-    """Return a turn as its elements: tags, the text between two tags, and the end of the turn. White space alone is none.
+    """Split a turn into elements: tags, the texts between them, and the end of the turn. Drop texts of white space only.
 
     "<think>\\nI see it.\\n</think>\\n<answer>B</answer><|im_end|>"
     -> "<think>", "\\nI see it.\\n", "</think>", "<answer>", "B", "</answer>", "<|im_end|>" """
@@ -177,8 +178,8 @@ def split_turn(text: str) -> Turn:
 
 
 def shape_of(turn: Turn) -> str:
-    """Return the turn with a word for each text: `<think> text </think> <answer> text </answer> end`. Text with a piece of
-    a tag, such as `</think`, is `broken`; the {...} of a call is `json`."""
+    """Return the turn with each text as one word: `<think> text </think> <answer> text </answer> end`. A text that contains
+    a piece of a tag, such as `</think`, becomes `broken`. The {...} of a call becomes `json`."""
     words = []
     for i, element in enumerate(turn):
         if element in TAGS:
@@ -195,13 +196,13 @@ def shape_of(turn: Turn) -> str:
 
 
 def tags_pair(turn: Turn, name: str) -> bool:
-    """Return whether the tags of one kind open and close in turn: each one is closed before the next one opens."""
+    """Return whether every tag of this name is closed before the next one opens, and none closes unopened."""
     tags = [element for element in turn if element in (f"<{name}>", f"</{name}>")]
     return tags == [f"<{name}>", f"</{name}>"] * (len(tags) // 2)
 
 
 def thought_ends(turn: Turn) -> list[int]:
-    """Return the places of the </think> that end a thought of MIN_THOUGHT letters. An empty thought is none."""
+    """Return the index of each </think> that closes a thought of at least MIN_THOUGHT letters or digits."""
     ends = []
     thinking = False
     letters = 0
@@ -214,14 +215,14 @@ def thought_ends(turn: Turn) -> list[int]:
             thinking = False
             letters = 0
         elif thinking and element not in TAGS:
-            letters += sum(char.isalnum() for char in element)  # dots and zero-width spaces say nothing
+            letters += sum(char.isalnum() for char in element)  # dots and zero-width spaces do not count
     return ends
 
 
 def tag_metrics(turns: list[Turn]) -> dict[str, float]:
-    """Return for each tag `spam_TAG`, 1 if some turn repeats it too often; `closure/TAG`, the share of opened ones that were
-    closed in their turn, where one was opened (Format Fragility shows here first); and `surplus/TAG`, the closing ones that
-    exceed the opened ones of their turn."""
+    """Return three metrics per tag. `spam_TAG` is 1 if a turn exceeds the tag's limit. `closure/TAG` is the share of opened
+    tags that were closed in their turn, if any was opened; Format Fragility shows here first. `surplus/TAG` counts the
+    closing tags beyond the opened ones of their turn."""
     metrics = {}
     for name, limit in TAG_LIMITS.items():
         opened, closed, surplus, most = 0, 0, 0, 0
@@ -242,13 +243,13 @@ def tag_metrics(turns: list[Turn]) -> dict[str, float]:
 
 
 def accuracy(answer: str | None, task: Task, cfg: RewardConfig, judge: Judge | None = None) -> float:
-    """Return R_acc. mcq: letters equal; tvg: temporal IoU; oe: token F1, exact match or the judge. No answer: 0."""
+    """Return R_acc: equal letters (mcq), temporal IoU (tvg), or token F1, exact match or the judge (oe). No answer: 0."""
     if not answer:
         return 0.0
     if task.kind == "mcq":
         gold = task.answer.strip("() .").upper()
-        options = task.options or listed_options(task.question)  # published RL rows list them in the question alone
-        if gold not in LETTERS[: len(options)]:  # not the list that was meant
+        options = task.options or listed_options(task.question)  # published RL rows list them only in the question
+        if gold not in LETTERS[: len(options)]:  # then this is not the list of options
             options = ()
         return float(parse_letter(answer, options) == gold)
     if task.kind == "tvg":
@@ -262,7 +263,7 @@ def accuracy(answer: str | None, task: Task, cfg: RewardConfig, judge: Judge | N
 
 
 def iou(a: tuple[float, float], b: tuple[float, float]) -> float:
-    # IoU = |a n b| / |a u b|, of two intervals of seconds
+    # IoU = |a n b| / |a u b|, of two intervals in seconds
     overlap = max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
     union = (a[1] - a[0]) + (b[1] - b[0]) - overlap
     return overlap / union if union > 0 else 0.0
@@ -281,13 +282,13 @@ def token_f1(answer: str, gold: str) -> float:
 def format_rewards(
     turns: list[Turn], tagged: bool, turns_that_called: set[int], answer_suffix: bool, anchor_term: float
 ) -> tuple[float, float]:
-    """Return R_fmt and f. `tagged`: the final answer stands in its tags. `anchor_term`: lambda * R_anchor."""
+    """Return R_fmt and f. `tagged`: the final answer is in <answer> tags. `anchor_term`: lambda * R_anchor."""
     # s     = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
-    #       + 0.3 * [a thought before the calls, in every turn whose calls ran]
+    #       + 0.3 * [calls ran, and every turn with such a call thinks before its first call]
     # R_fmt = min(0.9, s)                     + 0.1 * [s > 0 and all tags balanced]
     # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [s > 0 and all tags balanced]
-    # Balanced text scores as under the release's cap at 1, which hides every broken tag of an episode that calls.
-    # w_answer: the release's weights of the opening and of the closing tag. Without a call, R_fmt is 0.8 at most.
+    # Balanced text scores as in the release, which caps the whole sum at 1. That cap hides broken tags in episodes with calls.
+    # w_answer adds the release's weights of the opening and the closing tag. Without a call, R_fmt is at most 0.8.
     w_think, w_answer = 0.3, 0.2 + 0.1
     if answer_suffix:  # the paper's Answer Suffix
         w_think, w_answer = 0.2, 0.3 + 0.2
@@ -311,8 +312,8 @@ def thinks_before_call(turn: Turn) -> bool:
 
 
 def well_formed(turns: list[Turn]) -> bool:
-    """Return whether every turn is exactly think + calls, and the last exactly think + answer, with only white space
-    between. A turn that calls may lack its end: sequential dispatch stops at the call."""
+    """Return whether every turn is exactly a thought and calls, and the last one exactly a thought and an answer, with only
+    white space between. A turn with calls needs no end of turn, because sequential dispatch stops at </tool_call>."""
     think = "<think>( text)? </think>"
     calls = re.compile(f"{think}( <tool_call> json </tool_call>)+( end)?")
     answer = re.compile(f"{think} <answer> text </answer> end")
@@ -321,9 +322,10 @@ def well_formed(turns: list[Turn]) -> bool:
 
 
 def anchor_reward(turns: list[Turn], anchor: Anchor) -> float:
-    # R_anchor = alpha * [every turn thinks and closes it] + beta * [flow] - gamma * [in some turn the think tags do not pair]
+    # R_anchor = alpha * [closed] + beta * [flow] - gamma * [in some turn the think tags do not pair]
+    # closed: all think tags pair, and every turn has a thought.
     # flow: closed, and the last turn ends with </think>, no other tag, <answer>text</answer> and the end of the turn.
-    # The paper's gamma is for a think that is never closed. Closing one twice would then cost less, and training finds that.
+    # The paper's gamma only penalises a think that is never closed. Then closing one twice costs less, and training finds it.
     paired = all(tags_pair(turn, "think") for turn in turns)
     closed = bool(turns) and paired and all(thought_ends(turn) for turn in turns)
     flow = closed and re.search(r"</think>( \w+)* <answer> text </answer> end$", shape_of(turns[-1])) is not None
@@ -331,9 +333,9 @@ def anchor_reward(turns: list[Turn], anchor: Anchor) -> float:
 
 
 def tool_reward(episode: Episode, acc: float) -> float:
-    """Return R_tool. F1 and IoU must reach 0.5 to count as scored: answering "the whole video" would score otherwise."""
-    # R_tool = 0.1 for a call that parses, or 0.3 for one that ran
-    #        + 0.5 if its report was read before the last turn, and the answer there scored
+    """Return R_tool. F1 and IoU count as correct from 0.5 on. Any value above 0 would admit the answer "the whole video"."""
+    # R_tool = 0.1 if a call parsed, or 0.3 if one ran
+    #        + 0.5 if one ran before the last turn, so its report could be read, and the answer is correct
     parsed = any(call.error != "unparseable" for call in episode.calls)
     if not episode.executed:
         return 0.1 * parsed
@@ -347,11 +349,11 @@ def tool_reward(episode: Episode, acc: float) -> float:
 
 
 def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
-    """Return, for each token of the trajectory, whether it was sampled and is structure.
+    """Return for each token of the trajectory whether it was sampled and is structural.
 
-    Three kinds of tokens are structure. The first overlaps a tag and carries no content. The second is white space right
-    after a closing tag: it is the decision not to close again. The third is every end of a turn: an early end breaks the
-    structure, and an end in time completes it, or nothing would teach the model to stop after </answer>."""
+    Three kinds of tokens are structural. The first overlaps a tag and carries no content. The second is white space right
+    after a closing tag: the model decides there not to close again. The third is every end of a turn: an early end breaks
+    the structure, and without credit for a timely one, nothing would teach the model to stop after </answer>."""
     chosen = [False] * len(trajectory.ids)
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
@@ -363,8 +365,8 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
 
 
 def character_classes(text: str) -> list[str]:
-    """Return what each character is: part of an opening or a closing tag, blank, punctuation or (all else) content. The first
-    character that a tag opens is content, even if it is a bracket or a dot."""
+    """Return the class of each character: `opening` or `closing` (part of a tag), `blank`, `punctuation`, or else `content`.
+    The first character after an opening tag and white space is content, even if it is a bracket or a dot."""
     classes = ["content"] * len(text)
     for i, char in enumerate(text):
         if char.isspace():
@@ -374,15 +376,15 @@ def character_classes(text: str) -> list[str]:
     for tag in TAG.finditer(text):
         is_closing = tag[0].startswith("</")
         classes[tag.start() : tag.end()] = ["closing" if is_closing else "opening"] * len(tag[0])
-        first = len(text) - len(text[tag.end() :].lstrip())  # behind the tag and white space
+        first = len(text) - len(text[tag.end() :].lstrip())  # after the tag and white space
         if first < len(text) and not is_closing:
             classes[first] = "content"
     return classes
 
 
 def is_structural(classes: list[str], first: int, last: int) -> bool:
-    """Return whether the token of characters [first, last) is structure. Its tag may share it with white space, and a closing
-    tag with punctuation before it: Qwen has single tokens for `.</` and `。</`, and to sample one is to decide to close."""
+    """Return whether the token of characters [first, last) is structural. Besides its part of a tag it can hold white space
+    and, before a closing tag, punctuation: Qwen has single tokens `.</` and `。</`, and sampling one decides to close."""
     token = classes[first:last]
     only_white_space = set(token) == {"blank"}
     if only_white_space:
@@ -392,6 +394,6 @@ def is_structural(classes: list[str], first: int, last: int) -> bool:
         return False  # `The`, `.`, `>B`, `>(`
     if "punctuation" not in token:
         return True  # `</think>`, `>\n`
-    # Punctuation and a tag: yes to `.</` and `]</`, no to `>,` and to the `.<` of an opening tag.
+    # With punctuation: `.</` and `]</` are structural; `>,` and the `.<` of an opening tag are not.
     tag = places_of_tag[0]
     return token[tag] == "closing" and "punctuation" not in token[tag:]

@@ -1,9 +1,9 @@
-"""rollout.py: the agent. One question in, one Episode out; hundreds of them at once, each in a thread of its own.
+"""rollout.py: run the agent. One question in, one Episode out. Hundreds run at once, each in its own thread.
 
     groups = rollout(tasks, ks, 8, engine=engine, renderer=renderer, videos=videos, cfg=cfg, seed=0, step=12)
     dump(episode, file, renderer); episodes = load_episodes("episodes.jsonl", videos, contract)
 
-An episode, and which of its tokens are learned (mask 1):
+The tokens of an episode and their mask (1: trained on):
 
     prompt     system, tools, K stamped frames, question           0
     turn       forced "<think>\\n"                                  0
@@ -11,11 +11,10 @@ An episode, and which of its tokens are learned (mask 1):
     reports    one <tool_response> per call, in order, one turn    0
     turn       ...
 
-Tokens are only ever appended: the sampled ids exactly as the engine returned them, then the tokenised delta. The calls of
-a turn run in parallel threads. Each decodes its window and asks a sub-agent: the same engine and weights, a fresh
-context. Whatever goes wrong in a call becomes a text that the model reads and an error that we count (Call.error).
-
-Deliberately missing: rewards, and what to do with an episode. If its row, its video or the engine fails, Episode.error is set.
+Tokens are only appended: sampled ids exactly as the engine returned them, and the new ids of each tool turn. The calls of
+a turn run in parallel threads. Each call decodes its window and asks a sub-agent, which has the same weights and a fresh
+context. A failed call gives the model a text to read, and metrics count its Call.error. If the row, the video or the
+engine fails, Episode.error is set. Deliberately missing: rewards, and training.
 """
 
 import dataclasses
@@ -44,24 +43,24 @@ from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
 
-# What the main agent reads of calls that did not run to their end.
+# Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."
 OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
-MIN_TURN_TOKENS = 16  # tokens that the context must still have for a turn
+MIN_TURN_TOKENS = 16  # room that the context must have left for another turn
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SubagentConfig:
-    """The agents that look at crops."""
+    """The sub-agents, which look at crops."""
 
     max_new_tokens: int = 512
-    """Longest report."""
+    """Longest report, in tokens."""
     temperature: float = 0.0
     """0: greedy."""
     train: bool = False
-    """Their trajectories join the loss with their episode's advantage (the paper: no)."""
+    """Train on their reports with the episode's advantage. The paper does not."""
 
     def __post_init__(self):
         refuse_below_1(self, "max_new_tokens")
@@ -69,42 +68,42 @@ class SubagentConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """How an agent works, and who samples its tokens."""
+    """How an agent runs, and which engine samples its tokens."""
 
     tools: tuple[str, ...] = ("crop_video",)
-    """Names from tools.py that the main agent is offered."""
+    """Tools that the main agent is offered, by their names in tools.py."""
     dispatch: Literal["parallel", "sequential", "none"] = "parallel"
-    """parallel: all calls of a turn at once; sequential: one call per turn, the same number in all; none: no tools."""
+    """parallel: all calls of a turn run at once. sequential: one call per turn, with the same total. none: no tools."""
     tool_return: Literal["subagent", "frames"] = "subagent"
-    """What a call on the video returns: a sub-agent's report, or its frames."""
+    """What the main agent gets from a video tool: a sub-agent's report, or the frames themselves."""
     think_prefix: bool = True
-    """Open every turn of the main agent with `<think>`."""
+    """Force `<think>` at the start of each turn of the main agent."""
     max_turns: int = 3
-    """Turns that may call tools. One more follows, in which the agent must answer."""
+    """Turns with tool calls. One more turn follows, in which the agent must answer."""
     max_calls: int = 5
-    """Calls that run in one turn; the rest get an error text."""
+    """Calls that run in one turn. Further calls get an error text."""
     max_new_tokens: int = 2048
-    """Per turn. A turn that is cut off ends the episode."""
+    """Longest turn, in tokens. A turn that is cut off ends the episode."""
     max_context: int = 32_768
-    """Tokens of the longest trajectory."""
+    """Longest trajectory, in tokens."""
     temperature: float = 0.7
-    """Of the main agent; 0: greedy."""
+    """Sampling temperature of the main agent. 0: greedy."""
     call_timeout: float = 600.0
-    """Seconds after which a call is given up; long enough for a server's restart, but not for its first start."""
+    """Seconds until a call is given up: enough for a server to restart, but not for its first start."""
     concurrency: int = 256
-    """Episodes that run at the same time, on each rank."""
+    """Episodes that run at once on each rank."""
     subagents: SubagentConfig = field(default_factory=SubagentConfig)
     server_gpus: tuple[int, ...] = ()
-    """SGLang servers are started and supervised on them: one on each, or on every `tensor_parallel` of them."""
+    """GPUs on which this run starts and supervises SGLang servers, one server per `tensor_parallel` GPUs."""
     tensor_parallel: int = 1
-    """GPUs of one server. `server_gpus` are cut in order: [4, 5, 6, 7] and 2 are a server on 4 and 5, and one on 6 and 7."""
+    """GPUs per server, taken in order: with 2, `server_gpus: [4, 5, 6, 7]` starts a server on 4 and 5 and one on 6 and 7."""
     urls: tuple[str, ...] = ()
-    """SGLang servers that already run (with SGLANG_VLM_CACHE_SIZE_MB=0 if the vision tower trains: their cache of image
-    embeddings outlives a weight update). Neither server_gpus nor urls: the model runs in this process."""
+    """Running SGLang servers. If the vision tower trains, start them with SGLANG_VLM_CACHE_SIZE_MB=0: their cache of image
+    embeddings survives a weight update. Without server_gpus and urls, the model runs in this process."""
     server_args: tuple[str, ...] = ()
-    """More flags for `sglang.launch_server`; all servers get those of `runtime.servers.server_flags`."""
+    """Extra flags for `sglang.launch_server`, after those of `runtime.servers.server_flags`."""
     max_batch_tokens: int = 131_072
-    """In this process: rows times length of the largest batch, which bounds the memory of its keys."""
+    """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
 
     def __post_init__(self):
         unknown = [name for name in self.tools if name not in TOOLS]
@@ -117,15 +116,15 @@ class RolloutConfig:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         gpus, size = list(self.server_gpus), self.tensor_parallel
         if size < 1 or len(gpus) % size:
-            told = f"server_gpus = {gpus} cannot be cut into servers of tensor_parallel = {size}"
-            raise ValueError(f"{told}: give a multiple")
+            told = f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}"
+            raise ValueError(f"{told}: give a multiple of it")
         for flag in self.server_args:
             if flag.startswith(("--tp", "--tensor-parallel")):
                 raise ValueError(f"server_args: {flag}: a server sees only its own GPUs; set `tensor_parallel` instead")
 
     @property
     def rounds(self) -> tuple[int, int]:
-        """(rounds of calls, calls per round)."""
+        """The number of turns with calls, and of calls per turn."""
         if self.dispatch == "none":
             return 0, 0
         if self.dispatch == "sequential":
@@ -139,25 +138,25 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class AgentContext:
-    """The surroundings that all agents of a run share."""
+    """The objects that all agents of a rollout share."""
 
     engine: Engine
     renderer: Renderer
     videos: Videos
     cfg: RolloutConfig
     observe: Callable[[str, Any], None] = lambda event, what: None
-    """Called with ("turn", its text), ("clip", the Call) and ("report", the Call) as they happen; `ask` prints them."""
+    """Receives each event as it happens: ("turn", its text), ("clip", the Call), ("report", the Call). `ask` prints them."""
     stopped: threading.Event = field(default_factory=threading.Event)
     callers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1_000_000, "call"))
-    """Threads of calls. One that is idle takes the next call; if none is, a new one starts, so no call waits for another."""
+    """Threads for calls. A call takes an idle thread or starts a new one, so it never waits for another call."""
 
 
 class Stopped(Exception):
-    """The run is being ended; this episode is not finished."""
+    """The run is ending, so this episode was not finished."""
 
 
 def derive_seed(*parts: Any) -> int:
-    """Return a seed that is the same in every process."""
+    """Hash the parts to a seed, the same in every process."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
 
@@ -165,7 +164,7 @@ def derive_seed(*parts: Any) -> int:
 
 
 def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
-    """Render the prompt of a task, which all rollouts of its group share."""
+    """Render a task's prompt, which all episodes of its group share."""
     cfg, contract = context.cfg, context.renderer.contract
     frames = data.overview(task, k, context.videos, contract)
     messages = data.main_messages(task, frames, cfg.dispatch != "none", contract.stamped, cfg.tool_return)
@@ -173,7 +172,7 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
 
 
 def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
-    """Run one episode: turns of the main agent and reports of its calls, until it answers."""
+    """Run one episode: the main agent calls tools and reads their results until it answers."""
     started = time.perf_counter()
     main = open_trajectory(prompt)
     episode = Episode(task, k, main, seed=seed)
@@ -184,16 +183,16 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
             text = sample_main_turn(context, main, derive_seed(seed, turn))
             context.observe("turn", text)
             calls = parse_calls(text, turn)
-            # Without calls this is the answer. After the last round, and in a turn that was cut off, calls are not run.
+            # A turn without calls is the answer. Calls in the last turn, or in a turn that was cut off, do not run.
             if not calls or turn == rounds or main.finish == "length":
                 break
             # All calls of the turn run at the same time.
             calls, contents = run_calls(context, task, calls, calls_per_round, derive_seed(seed, turn, "calls"))
-            # The agent reads their results in one turn, in call order.
+            # The agent reads all results in one turn, in call order.
             if turn == rounds - 1:
                 contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
             if not append_rendered(context, main, context.renderer.continuation(contents)):
-                break  # it never read them, so they do not count
+                break  # it never reads these results, so the calls do not count
             episode.calls += calls
     except (EngineError, VideoError, Stopped) as error:
         episode.error = f"{type(error).__name__}: {error}"
@@ -202,14 +201,14 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
 
 
 def open_trajectory(prompt: Rendered) -> Trajectory:
-    """Return a trajectory that holds the prompt alone."""
+    """Return a trajectory that holds only the prompt."""
     trajectory = Trajectory(prompt_frames=list(prompt.frames), prompt_length=len(prompt.ids))
     _extend(trajectory, prompt.ids)
     return trajectory
 
 
 def _extend(trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
-    """Append tokens, sampled ones with their log-probs. A rollout lets a trajectory grow in no other way."""
+    """Append tokens, and log-probs if they were sampled. A rollout appends in no other way."""
     trajectory.ids += ids
     trajectory.mask += [mask] * len(ids)
     trajectory.logprobs += logprobs or [0.0] * len(ids)
@@ -217,10 +216,10 @@ def _extend(trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Seq
 
 
 def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Rendered) -> bool:
-    """Append what the agent reads next. If its context has no room, append nothing and return False: the turn before
-    counts as cut off."""
+    """Append what the agent reads next. If the context has no room, append nothing, mark the previous turn as cut off and
+    return False."""
     ids = delta.ids
-    # A turn that stopped at another token, such as <|endoftext|> or </tool_call>, still lacks the template's own end.
+    # A turn that stopped at another token, such as <|endoftext|> or </tool_call>, still needs the template's end of turn.
     if trajectory.ids[-1] != context.renderer.end_of_turn:
         ids = [context.renderer.end_of_turn, *ids]
     if len(trajectory.ids) + len(ids) + MIN_TURN_TOKENS > context.cfg.max_context:
@@ -232,7 +231,7 @@ def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Render
 
 
 def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
-    """Append one sampled turn to the main agent's trajectory and return its text, forced opening included."""
+    """Append one sampled turn to the main agent's trajectory. Return its text, including a forced <think>."""
     cfg, renderer = context.cfg, context.renderer
     start = len(main.ids)
     if cfg.think_prefix:
@@ -248,7 +247,7 @@ def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
 def sample_turn(
     context: AgentContext, trajectory: Trajectory, max_new_tokens: int, temperature: float, seed: int, stop: tuple
 ) -> None:
-    """Let the engine continue the trajectory by at most `max_new_tokens`, and append the very ids that it sampled."""
+    """Sample at most `max_new_tokens` tokens, and append exactly the ids that the engine returned."""
     if context.stopped.is_set():
         raise Stopped("the run was ended")
     n, max_context = len(trajectory.ids), context.cfg.max_context
@@ -271,9 +270,9 @@ def sample_turn(
 def run_calls(
     context: AgentContext, task: Task, calls: list[Call], allowed: int, seed: int
 ) -> tuple[list[Call], list[list]]:
-    """Run the calls of one turn at the same time. Return them with their outcomes, and what the main agent reads of each,
-    both in call order."""
-    # Calls that could not be read have their error already. Of the others, the first `allowed` run.
+    """Run the calls of one turn in parallel. Return them with their outcomes, and the content that the main agent reads for
+    each, both in call order."""
+    # Calls that could not be parsed already have their error. Of the others, run the first `allowed`.
     jobs = {}
     for i, call in enumerate(calls):
         if not call.error and len(jobs) < allowed:
@@ -293,7 +292,7 @@ def run_calls(
         context.observe("report", call)
         outcomes.append((call, []))
 
-    # The main agent reads the frames that it is shown, then the text.
+    # For each call, the main agent reads frames, if it gets any, and then the text.
     contents = []
     for call, frames in outcomes:
         contents.append([*frames, call.text])
@@ -301,10 +300,10 @@ def run_calls(
 
 
 def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[Frames]]:
-    """Run one call in its thread. Whatever the model, the video or the tool can cause becomes a text. Return the call with
-    its outcome, and the frames that the main agent is shown (`tool_return: frames`)."""
+    """Run one call in its thread. Failures of the model, the video or the tool become the call's text. Return the call with
+    its outcome, and the frames that the main agent gets (`tool_return: frames`)."""
     started = time.perf_counter()
-    call = dataclasses.replace(call)  # a thread that is given up must not write into what the model has read
+    call = dataclasses.replace(call)  # after a timeout this thread must not change the call that the episode keeps
     shown = []
     try:
         result = run_tool(call, task, context.cfg.tools, context.videos, context.renderer.contract)
@@ -321,7 +320,7 @@ def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[
                 call.subagent, call.text = ask_subagent(context, result, seed)
     except ToolError as error:
         call.error, call.text = error.kind, str(error)
-    except EngineError as error:  # the servers are tried for minutes, so this is rare; the main agent goes on without
+    except EngineError as error:  # rare: requests are retried for minutes. The main agent goes on without this report.
         log.warning("a sub-agent could not answer: %s", error)
         call.error, call.text = "engine", "The sub-agent could not answer."
     call.seconds = time.perf_counter() - started
@@ -330,8 +329,8 @@ def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[
 
 
 def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tuple[Trajectory, str]:
-    """Ask a sub-agent: the same weights, a fresh context, and only these frames and the tool's request (the paper: not even
-    the question)."""
+    """Ask a sub-agent for a report: same weights, fresh context. It reads only these frames and the tool's request, not the
+    question (as in the paper)."""
     cfg = context.cfg.subagents
     messages = data.subagent_messages(clip.frames, context.renderer.contract.stamped, clip.request, clip.system)
     trajectory = open_trajectory(context.renderer.render(messages, generate=True))
@@ -339,7 +338,7 @@ def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tup
     start, end = trajectory.prompt_length, len(trajectory.ids)
     trajectory.turns.append((start, end))
     if trajectory.finish == "stop":
-        end -= 1  # without the end of the turn
+        end -= 1  # drop the end of turn
     return trajectory, context.renderer.decode(trajectory.ids[start:end]).strip() or NO_REPORT
 
 
@@ -350,9 +349,9 @@ def rollout(
     tasks: Sequence[Task], ks: Sequence[int], group_size: int, *, engine: Engine, renderer: Renderer, videos: Videos,
     cfg: RolloutConfig, seed: int = 0, step: int = 0, progress: bool = True, stopped: threading.Event | None = None,
 ) -> list[Group]:  # fmt: skip
-    """Run G episodes of every task, at most `cfg.concurrency` at a time. In this process, the same seed and step draw the
-    same tokens (SGLang without --enable-deterministic-inference heeds no seeds). Once `stopped` is set, no agent starts
-    another turn."""
+    """Run G episodes per task, at most `cfg.concurrency` at once. With the model in this process, the same seed and step
+    give the same tokens. (SGLang ignores seeds without --enable-deterministic-inference.) Once `stopped` is set, no agent
+    starts another turn."""
     context = AgentContext(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
@@ -360,16 +359,16 @@ def rollout(
     prompt_futures = []  # by task
 
     def prepare(group: Group) -> Rendered:
-        with row_errors():  # whatever a row makes of it
+        with row_errors():  # any exception becomes a RowError
             return render_prompt(group.task, group.k, context)
 
     def run_one(i: int, g: int) -> Episode:
-        """Run rollout g of task i."""
+        """Run episode g of task i."""
         task, k = tasks[i], ks[i]
         episode_seed = derive_seed(seed, step, task.id, g)
         try:
             prompt = prompt_futures[i].result()
-        except RowError as error:  # no prompt: each episode of the group pays for it
+        except RowError as error:  # without a prompt, every episode of the group fails
             kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
             return Episode(task, k, Trajectory(), seed=episode_seed, error=f"{kind}: {error}")
         return run_episode(context, task, k, prompt, episode_seed)
@@ -380,11 +379,11 @@ def rollout(
 
     jobs = [functools.partial(run_one, i, g) for i in range(len(tasks)) for g in range(group_size)]
     try:
-        for group in groups:  # prompts are prepared ahead, each once for its group
+        for group in groups:  # render each group's prompt once, ahead of its episodes
             prompt_futures.append(preparing.submit(prepare, group))
         run_all(engine, jobs, cfg.concurrency, on_done)
     except BaseException:
-        context.stopped.set()  # nobody starts another turn
+        context.stopped.set()  # no agent starts another turn
         raise
     finally:
         bar.close()
@@ -399,8 +398,8 @@ def rollout(
 def open_engine(
     checkpoint: str | Path, renderer: Renderer, cfg: RolloutConfig, logs: Path | None = None, wait: bool = True
 ) -> Engine:
-    """Open the engine that the config describes: SGLang at `server_gpus` or `urls`, else this process, with its GPU if it has
-    one. With `wait=False` servers may still be starting: call `wait_until_ready`."""
+    """Open the engine of the config: SGLang on `server_gpus` or at `urls`, otherwise the model in this process, on a GPU if
+    there is one. With `wait=False`, servers can still be starting: call `wait_until_ready` before you sample."""
     if cfg.server_gpus or cfg.urls:
         flags = cfg.server_args
         if cfg.server_gpus:
@@ -412,7 +411,7 @@ def open_engine(
         if wait:
             engine.wait_until_ready()
         return engine
-    import torch  # which a client of servers does not need
+    import torch  # a client of servers does not need it
 
     from runtime.inprocess import InProcess
 
@@ -424,7 +423,7 @@ def open_engine(
 
 
 def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
-    """Write one line of JSON: exact ids, the text for people, and the frames' times (their pixels stay in the video)."""
+    """Write an episode as one line of JSON: exact ids, readable text, and the times of its frames, but no pixels."""
 
     def record_of(trajectory: Trajectory) -> dict:
         times = {name: times_of(getattr(trajectory, name)) for name in ("prompt_frames", "call_frames")}
@@ -443,7 +442,7 @@ def times_of(clips: Sequence[Frames]) -> list[list[float]]:
 
 
 def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> None:
-    """Write all episodes of the groups into a file of their own."""
+    """Write all episodes of the groups to a new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
         for group in groups:
@@ -452,30 +451,30 @@ def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> No
 
 
 def load_episodes(path: str | Path, videos: Videos | None = None, contract=None) -> list[Episode]:
-    """Read the episodes of a file. With videos, their frames are decoded again; without, there are none."""
+    """Read the episodes of a file. With `videos`, decode their frames again; otherwise they have none."""
     return [episode_of(json.loads(line), videos, contract) for line in Path(path).read_text("utf-8").splitlines()]
 
 
 def episode_of(record: dict, videos: Videos | None, contract: VisualContract | None) -> Episode:
-    """Rebuild the episode of a record that `dump` wrote."""
+    """Rebuild an episode from a record of `dump`."""
     _check_fields(record, Episode)
     _check_fields(record["main"].keys() - {"text"}, Trajectory)
     fields = record["task"]
     task = Task(**fields | {"videos": tuple(fields["videos"]), "options": tuple(fields["options"])})
     prompt_frames = []
-    if videos and record["main"]["prompt_frames"]:  # it has none if its own video could not be read
+    if videos and record["main"]["prompt_frames"]:  # empty if the task's video could not be read
         prompt_frames = data.overview(task, record["k"], videos, contract)
     calls, call_frames = [], []
     for fields in record["calls"]:
         _check_fields(fields, Call)
         call = Call(**fields | {"window": fields["window"] and tuple(fields["window"]), "subagent": None})
-        # The recorded call runs again, for its frames.
+        # Run the recorded call again to get its frames.
         clips = []
         if videos and not call.error:
             result = run_tool(call, task, tuple(TOOLS), videos, contract)
             if isinstance(result, ClipForSubagent):
                 clips = [result.frames]
-        # They were shown to a sub-agent, or else to the main agent itself.
+        # They belong to the call's sub-agent, or without one to the main agent.
         if fields["subagent"]:
             call.subagent = _trajectory_of(fields["subagent"], clips, [], videos)
         else:
@@ -488,7 +487,7 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
 def _trajectory_of(record: dict, prompt_frames: list, call_frames: list, videos: Videos | None) -> Trajectory:
     recorded = record["prompt_frames"] + record["call_frames"]
     if videos and times_of(prompt_frames + call_frames) != recorded:
-        raise ContractError(f"the video's frames now have other times than the {recorded} that were recorded")
+        raise ContractError(f"the video's frame times differ from the recorded {recorded}: restore the original video")
     turns = [tuple(turn) for turn in record["turns"]]
     fields = record | {"prompt_frames": prompt_frames, "call_frames": call_frames, "turns": turns}
     del fields["text"]
@@ -496,7 +495,7 @@ def _trajectory_of(record: dict, prompt_frames: list, call_frames: list, videos:
 
 
 def _check_fields(names: Iterable[str], kind: type) -> None:
-    """Refuse the record of a version in which the type had other fields."""
+    """Refuse a record from a version of this code in which the type had other fields."""
     differ = set(names) ^ kind.__dataclass_fields__.keys()
     if differ:
         told = f"whose {kind.__name__} has other fields ({', '.join(sorted(differ))})"

@@ -1,18 +1,18 @@
-"""sft.py: the cold start. Teaches the policy the tools, the tags and the sub-agent's reports from trajectories.
+"""sft.py: the cold start. Train the policy on written trajectories: tool calls, tags and sub-agent reports.
 
     torchrun --standalone --nproc_per_node=8 sft.py configs/sft_8b.yaml    # one 8x80 GB node
     python sft.py configs/toy_sft.yaml                                     # the same code on a CPU
     python sft.py configs/sft_8b.yaml --dry-run                            # config, data and memory plan; loads no weights
 
-It reads rows (parquet in the published schema) and leaves RUN/metrics.jsonl, RUN/state/ (to resume from) and RUN/model/
-(Hugging Face format). A step reads `batch_rows` rows, whatever the number of ranks; each rank packs its share into
-micro-batches of at most `pack_tokens` tokens. The loss of a step is one formula over the target tokens of all ranks,
+It reads rows (parquet in the published schema) and writes RUN/metrics.jsonl, RUN/state/ (to resume from) and RUN/model/
+(Hugging Face format). A step reads `batch_rows` rows in total. Each rank packs its share into micro-batches of at most
+`pack_tokens` tokens. The loss of a step is a weighted mean over the target tokens of all ranks,
 
     L = sum_t w_t * (-log pi(o_t | o_<t)) / sum_t w_t
 
-so neither packing, nor the number of micro-batches, nor the number of ranks changes it.
+so it does not depend on the packing, the number of micro-batches or the number of ranks.
 
-Deliberately missing: gradient accumulation as a knob (it is what packing leaves over), loss on prompts, early stopping.
+Deliberately missing: a setting for gradient accumulation (packing decides it), loss on prompts, early stopping.
 """
 
 import re
@@ -34,7 +34,7 @@ from runtime.settings import OptimConfig, RunConfig
 from runtime.video import Videos
 from tools import TOOLS
 
-# A character of the assistant's text is of the last kind whose group 1 covers it. All others are prose.
+# A character of the assistant's text has the last kind here whose group 1 covers it. All others are prose.
 KIND_PATTERNS = {
     "arguments": re.compile(r"<tool_call>(.*?)</tool_call>", re.S),
     "untagged_answer": re.compile(r"answer is ([^\n<.]+)", re.I),
@@ -49,23 +49,23 @@ class SFTConfig(RunConfig):
     """One SFT run."""
 
     tools: tuple[str, ...] = ("crop_video",)
-    """Names of tools.TOOLS that the prompt offers."""
+    """Tools that the prompt offers, by their names in tools.TOOLS."""
     optim: OptimConfig = OptimConfig(lr=2e-5, schedule="cosine", warmup=0.05)
     kind_weights: dict[str, float] = field(default_factory=dict)
-    """w_t by kind of target token (prose, arguments, untagged_answer, answer, structure); 1 for kinds that are not named."""
+    """w_t by kind of target token (prose, arguments, untagged_answer, answer, structure); 1 for all other kinds."""
     steps: int = 500
     batch_rows: int = 64
-    """Rows of a step, over all ranks. Also the number of rows of `val` whose loss is measured."""
+    """Rows per step, over all ranks. Also the number of `val` rows whose loss is measured."""
     pack_tokens: int = 8192
-    """Tokens of a micro-batch; a longer row is skipped and counted."""
+    """Most tokens of a micro-batch. A longer row is skipped and counted."""
 
     def __post_init__(self):
         super().__post_init__()
         refuse_below_1(self, "batch_rows", "pack_tokens")
         if unknown := set(self.tools) - set(TOOLS):
-            raise ValueError(f"tools = {sorted(unknown)}: not among tools.TOOLS: {', '.join(TOOLS)}")
+            raise ValueError(f"tools = {sorted(unknown)}: not in tools.TOOLS, choose from {', '.join(TOOLS)}")
         if unknown := set(self.kind_weights) - set(KINDS):
-            raise ValueError(f"kind_weights = {sorted(unknown)}: no kinds of token; there are {', '.join(KINDS)}")
+            raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token, choose from {', '.join(KINDS)}")
 
 
 # Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
@@ -83,7 +83,7 @@ from runtime.run import USER_ERRORS, Run, check_room, dry_run
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
-    """Plan a micro-batch that is full, and full of frames."""
+    """Plan the memory of the largest micro-batch: full, and with nothing but frames."""
     return [plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)]
 
 
@@ -115,7 +115,7 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
     with ThreadPoolExecutor(1, "batch") as ahead:
         upcoming = ahead.submit(batches.make, run.done)
         for step in range(run.done, cfg.steps):
-            # Wait for this step's batch, and have the next one made while this one trains.
+            # Wait for this step's batch. The next one is made in a thread while this one trains.
             clock = time.perf_counter()
             batch = upcoming.result()
             if step + 1 < cfg.steps:
@@ -146,8 +146,7 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
 
 @dataclass
 class MicroBatch:
-    """Bundles that share a forward pass, and what the loss needs of each of their N target tokens, in the order of (bundle,
-    token)."""
+    """Bundles that share a forward pass, and the loss inputs of their N target tokens, ordered by (bundle, token)."""
 
     bundles: list[Bundle]
     weights: np.ndarray  # float32 [N]: w_t
@@ -155,9 +154,9 @@ class MicroBatch:
 
 
 def accumulate(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
-    """Return the loss L over the micro-batches of all ranks, and the mean loss by kind of token. Where gradients are on,
+    """Return the loss L over the micro-batches of all ranks, and the mean loss by kind of token. If gradients are enabled,
     accumulate the gradient of L."""
-    # Every rank runs as many micro-batches as the longest: all ranks run the same collectives.
+    # Pad with empty micro-batches: all ranks must run the same collectives.
     padding = max(gather(len(batch))) - len(batch)
     batch = batch + [MicroBatch([], np.zeros(0, np.float32), np.zeros(0, str))] * padding
 
@@ -179,7 +178,7 @@ def accumulate(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
             sums[f"nll_{kind}"] += float(nll[chosen].sum())
             sums[f"targets_{kind}"] += int(chosen.sum())
 
-    # A batch without targets has no loss. Neither has a kind without targets.
+    # A batch or a kind without targets has no loss.
     sums = Counter(sum_over_ranks(sums))
     measured = {"tokens": sums["tokens"]}
     if total:
@@ -194,7 +193,7 @@ def accumulate(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
 
 
 class Batches:
-    """This rank's batches of a data source, by step number."""
+    """This rank's batches from a data source, by step number."""
 
     def __init__(self, source: DataConfig, cfg: SFTConfig, videos: Videos, renderer: Renderer):
         self.dataset = Dataset(source, parse_dialogue)
@@ -202,7 +201,7 @@ class Batches:
         self.schemas = [TOOLS[name].schema for name in cfg.tools]
 
     def make(self, step: int, size: int | None = None) -> list[MicroBatch]:
-        """Read this rank's share of a step's rows and pack it. Rows that cannot be used are counted and left out."""
+        """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
             encoded = [readers.submit(self.encode, draw.item) for draw in draws]
@@ -237,7 +236,7 @@ def target_kinds(bundle: Bundle, renderer: Renderer) -> list[str]:
     """Return the kind of each target token, one of KINDS."""
     [ids], [mask] = bundle.suffixes, bundle.masks
     kinds = []
-    edges = np.flatnonzero(np.diff([0, *mask, 0]))  # where a turn of the assistant begins, where it ends, and so on
+    edges = np.flatnonzero(np.diff([0, *mask, 0]))  # start, end, start, end, ... of the assistant's turns
     for start, stop in zip(edges[::2], edges[1::2]):
         turn = ids[start:stop]
         kind_at = character_kinds(renderer.decode(turn))
@@ -250,7 +249,7 @@ def target_kinds(bundle: Bundle, renderer: Renderer) -> list[str]:
 
 
 def character_kinds(text: str) -> list[str]:
-    """Return the kind of each character, and prose for a token without any at the end of the text."""
+    """Return the kind of each character, and one more `prose` for a token without characters at the end of the text."""
     kinds = ["prose"] * (len(text) + 1)
     for kind, pattern in KIND_PATTERNS.items():
         for match in pattern.finditer(text):
@@ -259,8 +258,8 @@ def character_kinds(text: str) -> list[str]:
 
 
 def token_kind(kinds: list[str]) -> str:
-    """Return the kind of the token of these characters. Unlike in rewards.structural_mask, a token that a tag shares belongs
-    to its content: `>B` and `]</` hold a piece of a tag and of an answer, and count as answer."""
+    """Return the kind of the token with these characters. In a token of tag and content, the last content decides, unlike
+    in rewards.structural_mask: `>B` and `]</` hold a piece of a tag and of an answer, and count as answer."""
     content = [kind for kind in kinds if kind != "structure"]
     if not content:
         return "structure"  # `</think>`, `</`

@@ -1,15 +1,15 @@
-"""tools.py: what the main agent can call, and how its calls are read.
+"""tools.py: the tools that the main agent can call, and the parser of its calls.
 
-    parse_calls(text, turn) -> [Call]                # each call of a turn parses or fails alone; nothing the model writes raises
-    run_tool(call, task, names, videos, contract)    # run one call: a ClipForSubagent, a str, or a ToolError
+    parse_calls(text, turn) -> [Call]                # a bad call becomes a Call with an error; no text of the model raises
+    run_tool(call, task, names, videos, contract)    # return a ClipForSubagent or a str, or raise ToolError
 
-A `Tool` is a schema and a function; docs/add_a_tool.md adds one. The frames of a ClipForSubagent go to a sub-agent, whose
-report the main agent reads (or, with `tool_return: frames`, to the main agent itself). It reads other results unchanged.
+A `Tool` is a schema and a function; docs/add_a_tool.md adds one. The frames of a ClipForSubagent go to a sub-agent, and the
+main agent reads its report. With `tool_return: frames`, they go to the main agent itself. It reads a str unchanged.
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
-`<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`, which is read as well (as literals, never evaluated).
+`<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`. We parse its literals, and never evaluate it.
 
-Deliberately missing: tools that run code or reach the network, and a check of arguments against the schema.
+Deliberately missing: tools that run code or use the network, and a check of arguments against the schema.
 """
 
 import ast
@@ -28,13 +28,13 @@ from runtime.video import Frames, VideoError, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
-MAX_TEXT_CHARS = 4000  # of a tool's text: 15 calls of 1000 tokens each fit into a context of 32,768
-MAX_CALL_CHARS = 4096  # a call has about 100; a longer one is unreadable
-MAX_BRACKETS = 64  # a call has 2; parsers recurse into nested ones
+MAX_TEXT_CHARS = 4000  # longest text of a tool, about 1000 tokens: 15 of them fit into a context of 32,768
+MAX_CALL_CHARS = 4096  # a typical call has 100; a longer one is unparseable
+MAX_BRACKETS = 64  # a typical call has 2; parsers recurse into nested brackets
 
 
 class ToolError(Exception):
-    """A call that cannot run. The model reads the text; `kind`, any word, is counted (Call.error)."""
+    """A call that cannot run. The model reads the text. Metrics count `kind`, which can be any word (Call.error)."""
 
     def __init__(self, kind: str, text: str):
         super().__init__(text)
@@ -43,11 +43,11 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class ClipForSubagent:
-    """Frames for a sub-agent, or for the main agent itself, to look at."""
+    """Frames for a sub-agent to look at, or for the main agent itself."""
 
     frames: Frames
     window: tuple[float, float]  # seconds
-    request: str = ""  # what the sub-agent is asked about them; empty: data.SUBAGENT_REQUEST
+    request: str = ""  # the sub-agent's instruction; empty: data.SUBAGENT_REQUEST
     system: str = ""  # its system prompt; empty: data.subagent_system_prompt
 
 
@@ -60,14 +60,14 @@ class Tool:
 # ------------------------------------------------------------------------------------------------ the tools
 
 # Add your tool here: a function like crop_video and an entry in TOOLS. choose_video, read_window, read_time, read_times and
-# read_number (below) read its arguments. It raises ToolError for whatever else the model can get wrong.
+# read_number (below) read and check arguments. For any other mistake of the model, raise ToolError.
 
 
 def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> ClipForSubagent:
-    """Show dense frames of one window."""
+    """Return densely sampled frames of one window."""
     path = choose_video(task, arguments)
     start, end = read_window(arguments, videos.info(path).duration)
-    # The model may ask for a number of frames; otherwise the contract's rate gives it.
+    # Use the number of frames that the model asks for, if any. Otherwise the contract's rate decides.
     fps, max_frames = contract.crop_fps, contract.crop_max_frames
     if arguments.get("num_frames") is not None:
         wanted = read_number(arguments["num_frames"], "num_frames")
@@ -78,8 +78,8 @@ def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualCont
 
 
 def make_tool(run: Callable, description: str, required: list[str], properties: dict[str, str | tuple | dict]) -> Tool:
-    """Make a tool that the model calls by the function's name. `properties`: the JSON type of each argument, alone or with
-    its description, or any JSON schema."""
+    """Make a tool that the model calls by the function's name. `properties` maps each argument to its JSON type, to a pair
+    (type, description), or to any JSON schema."""
     arguments = {}
     for name, kind in properties.items():
         if isinstance(kind, tuple):
@@ -104,8 +104,8 @@ TOOLS = {
 
 
 def choose_video(task: Task, arguments: dict) -> str:
-    """Pick one of the task's own videos by the base name of the model's path, which is never opened. Without a name, or
-    where there is but one video: the first."""
+    """Return the task's video with the base name that the model wrote, or the first if it wrote none or the task has only one.
+    The model's own path is never opened."""
     names = [os.path.basename(path) for path in task.videos]
     wanted = os.path.basename(str(arguments.get("video_path") or "").strip())
     if wanted in names:
@@ -130,7 +130,7 @@ def read_time(arguments: dict, name: str) -> float:
 
 
 def read_times(arguments: dict, name: str) -> list[float]:
-    """Read a list of times, at least one, each as `read_time` does. A single time is a list of one."""
+    """Read a list of at least one time, each by `read_time`. A single time becomes a list of one."""
     values = arguments.get(name)
     if not isinstance(values, list) or not values:
         values = [values]
@@ -138,7 +138,7 @@ def read_times(arguments: dict, name: str) -> list[float]:
 
 
 def read_window(arguments: dict, duration: float) -> tuple[float, float]:
-    """Read start_time and end_time. An impossible window is an error; one that reaches beyond the video is clamped to it."""
+    """Read start_time and end_time. Refuse an impossible window, and clamp one that reaches beyond the video."""
     start, end = read_time(arguments, "start_time"), read_time(arguments, "end_time")
     whole = f"the video lasts from 0 to {duration:.1f} seconds"
     if start >= end:
@@ -154,7 +154,7 @@ def read_number(value: Any, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        # ascii(): what the model wrote may be no valid Unicode.
+        # ascii(): the model can write invalid Unicode.
         raise ToolError("bad_arguments", f"{name} must be a number, not {ascii(value)[:40]}.")
     return number
 
@@ -166,11 +166,11 @@ UNPARSEABLE = 'This call could not be read. Write <tool_call>{"name": ..., "argu
 
 
 def parse_calls(text: str, turn: int = 0) -> list[Call]:
-    """Read the calls of one assistant turn, in order. A bad one is a Call with an error; its siblings are untouched.
+    """Read the calls of one assistant turn, in order. A bad one becomes a Call with an error, and the others still parse.
 
-    One pass over the tags takes linear time: an opening tag inside an open call ends that call as unreadable."""
+    One pass over the tags takes linear time: an opening tag inside an open call ends that call as unparseable."""
     calls = []
-    opened = None  # the tag whose call is being read
+    opened = None  # the opening tag of the current call
     for tag in _TAG.finditer(text):
         closing, name = tag[1], tag[2]
         if not closing:
@@ -200,7 +200,7 @@ def _read_json(body: str, turn: int) -> list[Call]:
         if not isinstance(call, dict):
             return [_unparseable(turn)]
         arguments = call.get("arguments")
-        if isinstance(arguments, str) and _is_parser_safe(arguments):  # some models write them as a string of JSON
+        if isinstance(arguments, str) and _is_parser_safe(arguments):  # some models write a JSON string
             arguments = json.loads(arguments)
     except (ValueError, RecursionError):
         return [_unparseable(turn)]
@@ -209,7 +209,7 @@ def _read_json(body: str, turn: int) -> list[Call]:
     return [Call(turn, call["name"], arguments)]
 
 
-# CPython's parser keeps its depth per interpreter, not per thread: two at once may raise a SystemError.
+# CPython's parser counts its depth per interpreter, not per thread, so two at once can raise a SystemError.
 _PARSING = threading.Lock()
 
 
@@ -227,7 +227,7 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
         case ast.Expr(ast.Call(ast.Name(name), [], keywords)) if all(k.arg for k in keywords):
             try:
                 arguments = {k.arg: ast.literal_eval(k.value) for k in keywords}
-                return Call(turn, name, json.loads(json.dumps(arguments)))  # the types that the JSON form has
+                return Call(turn, name, json.loads(json.dumps(arguments)))  # the same types as from JSON
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 pass
     return _unparseable(turn)
@@ -239,8 +239,8 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
 def run_tool(
     call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
 ) -> ClipForSubagent | str:
-    """Run one parsed call. Whatever the model or the file can do wrong becomes a ToolError, and so does an exception in the
-    tool's own code or a result that no agent can be shown. Those two are logged."""
+    """Run one parsed call. Mistakes of the model and unreadable files become a ToolError. So do exceptions in the tool's own
+    code and invalid results, but those are logged with a traceback."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:
@@ -259,7 +259,7 @@ def _clip_text(text: str) -> str:
 
 
 def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | str:
-    """Return a tool's result, its text clipped and its times as floats. Raise if no agent could be shown it."""
+    """Return a tool's result with clipped text, or with times as floats. Raise if an agent cannot read it."""
     if isinstance(result, str):
         return _clip_text(result)
     if not isinstance(result, ClipForSubagent) or not isinstance(result.request + result.system, str):
@@ -269,12 +269,12 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
     if pixels.dtype != "uint8" or pixels.ndim != 4 or pixels.shape[3] != 3 or not 1 <= len(pixels) == len(times):
         told = f"it returned {pixels.dtype} {pixels.shape} and {len(times)} times"
         raise ValueError(f"{told}: return uint8 [n, height, width, 3], at least one frame, and a time for each")
-    # A server would resize other frames, and the trainer would see other pixels.
+    # A server would resize frames of another size, and the trainer would see other pixels than the server.
     height, width = pixels.shape[1:3]
     area = contract.processor_size()
     fits = area["shortest_edge"] <= height * width <= area["longest_edge"]
     if height % contract.cell or width % contract.cell or not fits:
         raise ValueError(f"it returned frames of {width} x {height}: decode them at contract.crop_size of the video")
-    # As Python's floats: others, such as np.float32, cannot be recorded as JSON. None is the time of an image.
+    # Convert times to Python floats: JSON cannot hold np.float32 and the like. None is the time of an image.
     times = tuple(None if time is None else float(time) for time in times)
     return replace(result, frames=Frames(pixels, times), window=(float(start), float(end)))

@@ -1,15 +1,15 @@
-"""benchmarks.py: the evaluation splits: how a dataset's folder becomes items, an answer a grade, and grades figures.
+"""benchmarks.py: the evaluation splits: read a dataset's folder into items, grade answers, and compute the figures.
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
-    task = ask_with_subtitles(item, times)                # videomme_wsub: the cues of the sampled frames, no others
-    grade(item, answer, cfg, judge)                       # read by the rewards' parser; unparsed or no answer scores 0
-    grade_leniently(item, verdict, turn, cfg, judge)      # where that read nothing: in prose
+    task = ask_with_subtitles(item, times)                # videomme_wsub: adds the cues of the sampled frames
+    grade(item, answer, cfg, judge)                       # uses the rewards' parser; an unparsed answer scores 0
+    grade_leniently(item, verdict, turn, cfg, judge)      # reads prose where `grade` could read nothing
     figures("videomme", records)                          # in percent, the headline figure first
 
-A dataset's folder is what `hf download` leaves, with its archives unpacked anywhere below it. A question reads as its
-authors wrote it, its options lettered exactly once; instructions belong to the protocols.
+A dataset's folder is what `hf download` leaves, with its archives unpacked anywhere below it. Questions keep their
+authors' words, and their options are lettered exactly once. Instructions come from the protocols.
 
-Deliberately missing: downloads, splits with hidden answers, guesses in place of answers that cannot be read.
+Deliberately missing: downloads, splits with hidden answers, guesses where an answer cannot be read.
 """
 
 import functools
@@ -51,15 +51,15 @@ class Item:
 
     task: Task
     subtitles: tuple[Cue, ...] = ()  # in order
-    caption: str = ""  # the event that a span is asked of, where the dataset has it
+    caption: str = ""  # the event to locate, in a dataset of spans
 
 
-# What `grade` returns. The prediction is a letter, "[start, end]" in seconds, or text; None: nothing could be read.
+# What `grade` returns. A prediction is a letter, "[start, end]" in seconds, or text. None: nothing could be read.
 UNGRADED = {"prediction": None, "score": 0.0, "judged": False}
 
 
 class Files:
-    """All files below a root (links are followed), by name or folder/name, wherever an archive was unpacked."""
+    """An index of all files below a root, by name and by folder/name. Links are followed."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -82,7 +82,7 @@ class Files:
 
 
 def _key(name: str) -> str:
-    """Return the same for every container of a video, and for folders with spaces or underscores."""
+    """Return a key that ignores the container of a video, and that takes spaces for underscores."""
     stem, suffix = os.path.splitext(name.replace(" ", "_"))
     return f"{stem}.mp4" if suffix.lower() in VIDEO_SUFFIXES else stem + suffix
 
@@ -92,7 +92,7 @@ def _key(name: str) -> str:
 
 def _videomme(row: dict, _: int, files: Files) -> Item:
     video = files.video(row["videoID"])
-    return _choice(row["question_id"], row["question"], row["options"], row["answer"], video)  # videoID repeats
+    return _choice(row["question_id"], row["question"], row["options"], row["answer"], video)  # videoIDs repeat
 
 
 def _videomme_wsub(row: dict, i: int, files: Files) -> Item:
@@ -116,23 +116,23 @@ def _mlvu(row: dict, i: int, files: Files) -> Item:
     options = [option.strip() for option in row["candidates"]]
     gold = row["answer"].strip()
     letter = gold.strip("() .").upper()
-    if letter not in LETTERS[: len(options)]:  # the original's answers are texts
+    if letter not in LETTERS[: len(options)]:  # in the original dataset, the answer is an option's text
         letter = LETTERS[options.index(gold)] if gold in options else UNANSWERABLE
     return _choice(f"{row['task_type']}-{i}", row["question"], options, letter, files.video(row["video_name"]))
 
 
 def _mmvu(row: dict, _: int, files: Files) -> Item:
-    # A URL that ends in videos/SUBJECT/NUMBER.mp4; the numbers start anew in every subject.
+    # The URL ends in videos/SUBJECT/NUMBER.mp4. Numbers repeat across subjects.
     url = urllib.parse.unquote(row["video"])
     video = files.video("/".join(url.split("/")[-2:]))
-    if row["question_type"] == "open-ended":  # its choices are empty texts
+    if row["question_type"] == "open-ended":  # its choices are empty strings
         return Item(Task(row["id"], row["question"].strip(), (video,), "oe", row["answer"]))
     options = _without_fillers([row["choices"][letter] for letter in sorted(row["choices"])])
     return _choice(row["id"], row["question"], options, row["answer"], video)
 
 
 def _charades(row: dict, i: int, files: Files) -> Item:
-    # Stored as float16; the annotators wrote tenths of a second, which rounding restores.
+    # Times are stored as float16. Rounding restores the annotators' tenths of a second.
     start, end = (round(float(t), 1) for t in row["timestamp"])
     caption = row["caption"].strip()
     question = f"During which part of the video does this happen: {caption.rstrip('.')}?"
@@ -145,7 +145,7 @@ def _toy(row: dict, i: int, files: Files) -> Item:
 
 
 def _choice(id: str, question: str, options: Sequence[str], gold: str, video: str) -> Item:
-    """Make a multiple-choice item, whether the options are bare, already lettered, or part of the question."""
+    """Make a multiple-choice item. Its options may be bare, already lettered, or part of the question."""
     question = question.strip()
     options = _bare(options)
     gold = gold.strip("() .").upper()
@@ -154,12 +154,12 @@ def _choice(id: str, question: str, options: Sequence[str], gold: str, video: st
         question += "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options))
     options = options or listed
     if gold != UNANSWERABLE and gold not in LETTERS[: len(options) or None]:
-        raise RowError(f"its answer {gold!r} is none of its {len(options)} options; splits with hidden answers are out")
+        raise RowError(f"its answer {gold!r} is none of its {len(options)} options; hidden answers cannot be graded")
     return Item(Task(id, question, (video,), "mcq", gold, options))
 
 
 def _bare(options: Sequence[str]) -> tuple[str, ...]:
-    """Strip the options' letters, where each one has its own."""
+    """Strip the letters from the options if every option has its own."""
     bare = []
     for letter, option in zip(LETTERS, options):
         lettered = re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", option.strip(), re.S)  # "(A) red", "A. red"
@@ -170,7 +170,7 @@ def _bare(options: Sequence[str]) -> tuple[str, ...]:
 
 
 def _without_fillers(options: list[str | None]) -> list[str]:
-    """Drop the fillers at the end only: every option keeps its position, and so its letter."""
+    """Drop fillers at the end only, so that every option keeps its position and its letter."""
     while options and options[-1] in ("N/A", "", None):
         options.pop()
     return options
@@ -180,7 +180,7 @@ def _without_fillers(options: list[str | None]) -> list[str]:
 
 
 def ask_with_subtitles(item: Item, times: Sequence[float]) -> Task:
-    """Put the cues shown at the sampled frames before the question, in order, each once: Video-MME's official rule."""
+    """Put the cues of the sampled frames before the question, in order, each once: Video-MME's official rule."""
     shown = [cue.text for cue in item.subtitles if any(cue.start <= t <= cue.end for t in times)]
     if not shown:
         return item.task
@@ -188,11 +188,11 @@ def ask_with_subtitles(item: Item, times: Sequence[float]) -> Task:
 
 
 def seconds_of(time: str) -> float:
-    """Return the seconds of 12.5, 00:12.5 or 00:00:12.5."""
+    """Return the seconds of a time like 12.5, 00:12.5 or 00:00:12.5."""
     return sum(float(part) * 60**i for i, part in enumerate(reversed(time.split(":"))))
 
 
-@functools.lru_cache(maxsize=1)  # the questions of a video stand together and share its cues
+@functools.lru_cache(maxsize=1)  # questions about one video are neighbours and share its cues
 def _srt(path: str) -> tuple[Cue, ...]:
     """Read the cues of an .srt file, without font tags."""
     cues = []
@@ -212,12 +212,12 @@ def _srt(path: str) -> tuple[Cue, ...]:
 
 @dataclass(frozen=True)
 class Split:
-    """Where a split lies in its dataset, and how large it is."""
+    """The place of a split in its dataset, and its size."""
 
-    hub: str  # the dataset's name on the hub; empty: toy.py makes it
+    hub: str  # the dataset's name on the hub; empty: study/toy.py builds it
     parse: Callable[[dict, int, Files], Item]  # (row, its index, files)
     tables: str  # glob of the files with the questions, in the root or one folder down
-    counts: tuple[int, ...] = ()  # numbers of items that it may have
+    counts: tuple[int, ...] = ()  # allowed numbers of items; (): any
     subtitled: int = 0  # how many of its videos have an .srt file
 
 
@@ -225,10 +225,10 @@ _VIDEOMME = Split("lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,))
 SPLITS = {
     "videomme": _VIDEOMME,
     "videomme_wsub": replace(_VIDEOMME, parse=_videomme_wsub, subtitled=744),
-    # Gated: its terms are accepted on its page.
+    # Gated: accept its terms on its page first.
     "longvideobench": Split("longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,)),
     "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,)),  # its only split is called train
-    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175)),  # quoted with either number
+    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175)),  # papers quote either number
     "mmvu": Split("yale-nlp/MMVU", _mmvu, "validation.json", (1000,)),
     "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,)),
     "toy": Split("", _toy, "test.parquet"),
@@ -240,8 +240,8 @@ def count_items(name: str, root: str) -> int:
 
 
 def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
-    """Read the items of a split, in the dataset's order; with a limit, the first ones, which need no other videos. An
-    incomplete dataset raises DataError."""
+    """Read the items of a split in the dataset's order. With a limit, read only the first ones, which need no other
+    videos. Raise DataError if the dataset is incomplete."""
     split = SPLITS[name]
     hint = _hint(name, root)
     places = []  # (file, index in it) of every row
@@ -251,7 +251,7 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
 
     files = Files(Path(root).expanduser())
     items = []
-    missing = []  # videos
+    missing = []  # names of videos
     for i, (rows, n) in enumerate(places[: limit or None]):
         try:
             items.append(split.parse(rows[n], i, files))
@@ -260,7 +260,7 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
         except (KeyError, RowError) as error:
             raise DataError(f"{rows.path}: row {n}: {error!r}. Another revision of the dataset? {hint}") from None
 
-    # Nothing may be missing: a score over fewer items is another score.
+    # Refuse an incomplete dataset: a score over fewer items does not compare.
     if split.counts and len(places) not in split.counts:
         wanted = " or ".join(map(str, split.counts))
         raise DataError(f"{root}: {name} has {wanted} items, found {len(places)}: are shards missing? {hint}")
@@ -271,7 +271,7 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     if not limit and len(subtitled) < split.subtitled:
         raise DataError(f"{root}: {split.subtitled} videos of {name} have an .srt file, found {len(subtitled)}. {hint}")
     repeated = len(items) - len({item.task.id for item in items})
-    if repeated:  # records are known by their ids
+    if repeated:  # results are stored by id
         raise DataError(f"{root}: {repeated} items of {name} have the id of another one. {hint}")
     return items
 
@@ -304,7 +304,7 @@ def _hint(name: str, root: str) -> str:
 
 
 def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None = None, lenient: bool = False) -> dict:
-    """Grade the text that the protocol extracted (None: there was none). The judge, if asked, may raise JudgeError."""
+    """Grade the answer that the protocol extracted (None: no answer). A judge can raise JudgeError."""
     task = item.task
     text = (answer or "").strip()
     if task.kind == "mcq":
@@ -323,10 +323,10 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None
 
 
 def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, judge: Judge | None = None) -> dict:
-    """Grade the last turn in prose and open tags, where the splits' own scorers look; `verdict` is what `grade` said. They
-    take the first letter, even one that is denied or an article, or guess. Here the text of one option counts instead."""
+    """Read prose and open tags in the last turn if `verdict`, from `grade`, has no prediction. The splits' own scorers
+    take the first letter there, even a denied one or an article, or guess. We accept one option's text instead."""
     if verdict["prediction"] is None:
-        # What was thought before, calls, and the tags themselves are no answer. A thought that never ends may hold one.
+        # Drop earlier thoughts, calls and the tags themselves. A thought that never ends may hold the answer.
         said = spoken(turn.replace(END_OF_TURN, "").replace("<think>", ""))
         said = said.rpartition("<answer>")[2].partition("</answer>")[0]
         stated = final_answer([said], untagged=True) or ""
@@ -342,7 +342,7 @@ def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, jud
 
 
 def affirms(text: str, words: str) -> bool:
-    """Return whether the text says these words, and not only where its statement denies them. "Four" is 4."""
+    """Return whether the text contains these words anywhere that its statement does not deny them. "Four" equals 4."""
     if f" {_in_digits(words)} " not in f" {_in_digits(text)} ":
         return False
     places = list(re.finditer(r"\W*".join(map(re.escape, words_of(words))), text, re.I))
@@ -351,12 +351,12 @@ def affirms(text: str, words: str) -> bool:
 
 
 def _in_digits(text: str) -> str:
-    """Return the words of a text, numbers in digits."""
+    """Return the words of a text, with numbers as digits."""
     return " ".join(str(NUMBERS.index(word)) if word in NUMBERS else word for word in words_of(text))
 
 
 def figures(name: str, records: Sequence[dict]) -> dict[str, float]:
-    """Return a split's figures in percent, the headline first, from the lines of eval.py. An error has scored 0."""
+    """Return a split's figures in percent, headline first, from the records of eval.py. An error scores 0."""
     scores = [record["score"] for record in records]
     if name == "charades":
         shares = {f"r@{least}": _percent([score >= least for score in scores]) for least in (0.3, 0.5, 0.7)}

@@ -1,19 +1,19 @@
-"""protocols.py: how each model of the comparison is asked. The protocol is part of what a score measures.
+"""protocols.py: ask each model of the comparison in its own way. The protocol is part of what a score measures.
 
     episode, answer = run_protocol(context, item, k, seed, Prompting("video_zoomer"))
 
     agent                   our agent, as in training: rollout.run_episode
-    direct, think, ...      one turn, no tools; seven of them, which differ in their words (VideoRFT: video_r1)
-    conan                   names clips, and gets unseen frames of them in a user's turn
-    longvt                  calls crop_video, and gets the frames themselves in the tool's turn
-    sage                    reads the video once; then a reasoner without eyes sends one tool at a time
-    video_zoomer            asks for one segment a turn, at a rate of its choice
+    direct, think, ...      one turn without tools; seven protocols that differ in their prompts (VideoRFT: video_r1)
+    conan                   names clips, and gets their unseen frames in a user turn
+    longvt                  calls crop_video, and gets the frames themselves in the tool turn
+    sage                    watches the video once; then a text-only reasoner makes one tool call per step
+    video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-All leave an Episode, with exact tokens. Flows, limits and formats are those of the models' own code; the words, in
-protocols.yaml, are **ours**. Other words give other scores: a `prompt_file` brings the authors'.
+Each protocol returns an Episode with exact tokens. Flows, limits and formats follow the models' own code. The prompts
+in protocols.yaml are **ours**. Other words give other scores; a `prompt_file` supplies the words of a model's authors.
 
-Deliberately missing: top-p, repetition penalties, SAGE's tools that need a network or speech recognition, the video
-channel (what a model knew from the positions of a video, it reads as stamps).
+Deliberately missing: top-p, repetition penalties, SAGE's tools that need a network or speech recognition, and the video
+channel: a model that was trained on a video's positions reads stamps instead.
 """
 
 import contextlib
@@ -52,12 +52,12 @@ PLACE = re.compile(r"\{\{\w+\}\}|\{(\w+)\}")  # {{word}} is the word in braces
 
 @dataclass(frozen=True)
 class Prompting:
-    """The way in which one model is asked."""
+    """How one model is asked."""
 
     protocol: Protocol = "agent"
-    """agent: our own, and the only one that heeds the rollout's tools, dispatch, turns and think_prefix."""
+    """agent: our own. Only agent uses the rollout's tools, dispatch, turns and think_prefix."""
     prompt_file: str = ""
-    """A YAML file of `name: text`, names as in protocols.yaml: the words of the model's authors, in place of ours."""
+    """A YAML file of `name: text`, with names as in protocols.yaml. Texts of the model's authors replace ours."""
 
     def __post_init__(self):
         read_words(self.protocol, self.prompt_file)  # refuses a file that cannot be used
@@ -67,42 +67,42 @@ class Prompting:
         return read_words(self.protocol, self.prompt_file)
 
 
-# What every text may speak of, beside the {places} that our own text of that name has.
+# The {places} that every text may use, in addition to those in our own text of that name.
 PLACES = {"question", "stem", "options", "caption", "path", "duration", "minutes", "clock"}
 
 
 @functools.cache
 def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
-    """Return the texts of a protocol by name; those of the prompt file replace ours."""
+    """Return the texts of a protocol by name. Those of the prompt file replace ours."""
     known, own = WORDS[protocol], read_tree(Path(prompt_file)) if prompt_file else {}
     for name, text in own.items():
         if name not in known or not isinstance(text, str):
-            raise ValueError(f"{prompt_file}: {name!r} must be a text that {protocol!r} has: {', '.join(known)}")
+            raise ValueError(f"{prompt_file}: {name!r} must be a string and a text of {protocol!r}: {', '.join(known)}")
         places = PLACES | set(PLACE.findall(known[name]))
         if name == "message":
             places.add("tools")
         unknown = sorted(set(PLACE.findall(text)) - places - {""})
         if unknown:
-            rule = f"only of {', '.join(sorted(places))}. Write {{{{word}}}} for a word in braces"
-            raise ValueError(f"{prompt_file}: {name!r} of {protocol!r} cannot speak of {', '.join(unknown)}, {rule}")
+            rule = f"only {', '.join(sorted(places))}. Write {{{{word}}}} for a word in braces"
+            raise ValueError(f"{prompt_file}: {name!r} of {protocol!r} cannot use {', '.join(unknown)}, {rule}")
     return known | own
 
 
-# The numbers of the models' own code. A _FPS is in frames per second; the number of frames is that of one call or round.
-OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "sage": 1.0, "video_zoomer": 0.5}  # at most K of them; others: K
-CROP_FPS = 1.0  # of longvt's crops, and of what sage's tools see of a window
+# Limits from the models' own code. *_FPS: frames per second. *_FRAMES: frames per call or round.
+OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "sage": 1.0, "video_zoomer": 0.5}  # up to K frames; all others: K
+CROP_FPS = 1.0  # rate of longvt's crops, and of the frames that sage's tools see of a window
 CONAN_TURNS = 3
 CONAN_FRAMES = 8
-LONGVT_ROUNDS = 5  # of calls; one more turn answers
+LONGVT_ROUNDS = 5  # rounds of calls, before one turn that answers
 LONGVT_FRAMES = 128
 SAGE_STEPS = 10
 SAGE_STILLS = 10
-SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # seconds of a window, at most
-SAGE_ATTEMPTS = 5  # to write JSON
+SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # longest window in seconds
+SAGE_ATTEMPTS = 5  # attempts to write JSON
 SAGE_RETRY_TEMPERATURE = 0.7
 ZOOM_TURNS = 5
 ZOOM_FRAMES = 16
-# How these read frames, whatever the run's contract says.
+# How these protocols read frames. They override the run's visual contract.
 READS = {
     "conan": {"stamp": "{clock}"},
     "longvt": {"stamp": "", "crop_fps": CROP_FPS, "crop_max_frames": LONGVT_FRAMES},
@@ -112,11 +112,11 @@ READS = {
 
 
 def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
-    """Make one attempt; returns it with the text that is graded (None: there is none). An error that a model or a file
-    can cause becomes `episode.error`, and the turns until then are kept."""
+    """Make one attempt. Return the episode and the text to grade (None: no answer). An error that a model or a file can
+    cause becomes `episode.error`, and the turns before it are kept."""
     task = item.task
     if len(task.videos) != 1 and cfg.protocol != "agent":
-        raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} asks about one")
+        raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} takes only one")
     if cfg.protocol in READS:
         renderer = context.renderer
         contract = replace(renderer.contract, **READS[cfg.protocol])
@@ -126,7 +126,7 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
     started = time.perf_counter()
     try:
         frames = []
-        if item.subtitles or cfg.protocol != "agent":  # the agent's overview is part of its episode
+        if item.subtitles or cfg.protocol != "agent":  # run_episode samples the agent's overview itself
             info = context.videos.info(task.videos[0])
             size = context.renderer.contract.frame_size(info.width, info.height)
             frames = [context.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
@@ -142,7 +142,7 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
 
 
 def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
-    """Choose the overview: every n-th frame at the protocol's rate; K uniform ones if it has none or would show more."""
+    """Choose the overview: frames at the protocol's rate, or K uniform ones if it has no rate or would exceed K."""
     fps = OVERVIEW_FPS.get(protocol)
     if fps:
         every = max(1, round(info.n_frames / max(info.duration, 1e-9) / fps))
@@ -153,43 +153,46 @@ def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[in
 
 
 def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str | list]:
-    """Return what every text may speak of; `request`, the text of the task's kind, is filled with these."""
+    """Return the values of the {places} in every text. They also fill `request`, the text of the task's kind."""
     path = task.videos[0]
     duration = context.videos.info(path).duration
     minutes, seconds = divmod(int(duration), 60)
     stem = task.question
-    if task.options:  # without the list that they begin with an A
+    if task.options:  # drop the list of options, which begins with A
         lists = list(re.finditer(r"^[ \t]*\(?A\)?[.:)]", stem, re.M))
         if lists:
             stem = stem[: lists[-1].start()].rstrip()
     return {
-        "question": task.question,  # its lettered options included
+        "question": task.question,  # with its lettered options
         "stem": stem,
         "options": "\n".join(f"{letter}. {option}" for letter, option in zip("ABCDEFGHIJ", task.options)),
-        "caption": caption or task.question,  # the event that a span is asked of
-        "path": os.path.basename(path),  # authors write the whole path: prompts would depend on the machine
+        "caption": caption or task.question,  # the event to locate
+        "path": os.path.basename(path),  # not the whole path, as authors write it: prompts would depend on the machine
         "duration": f"{duration:.1f}",
         "minutes": f"{minutes:02d}:{seconds:02d}",
         "clock": clock(duration),
     }
 
 
+# ------------------------------------------------------------------------------------------------ an attempt
+
+
 @dataclass
 class Attempt:
-    """One item that is being asked: what every flow below speaks with."""
+    """An attempt at one item, which every flow below works on."""
 
     context: AgentContext
-    episode: Episode  # grows
+    episode: Episode  # grows turn by turn
     cfg: Prompting
-    values: dict[str, str | list]  # what the {places} of the texts stand for
+    values: dict[str, str | list]  # {place} -> what replaces it
 
     @property
     def info(self) -> VideoInfo:
         return self.context.videos.info(self.episode.task.videos[0])
 
     def fill(self, name: str, **more: str | list) -> list:
-        """Return the text of that name as the parts of a message. What fills its {places} may come from outside, and is
-        inert."""
+        """Return the text of this name as parts of a message. The values of its {places} may come from outside, so they
+        are inert: they cannot become control tokens."""
         text = self.cfg.texts[name]
         values = self.values | more
         parts = []
@@ -206,15 +209,15 @@ class Attempt:
         return [*parts, Live(text[done:])]
 
     def begin(self, user="user", system="system", tools=None, **more: str | list) -> Trajectory:
-        """Open a conversation with the texts of these names; a protocol without that system text has none."""
+        """Open a conversation with the texts of these names. The system message is left out if the protocol has none."""
         messages = [{"role": "user", "content": self.fill(user, **more)}]
         if system in self.cfg.texts:
             messages.insert(0, {"role": "system", "content": self.fill(system, **more)})
         return rollout.open_trajectory(self.context.renderer.render(messages, tools, generate=True))
 
     def speak(self, trajectory: Trajectory, *seed: Any, closing: str = "", **limits: Any) -> str:
-        """Append one turn, of a seed that follows from these parts; returns its text. It ends after the text `closing`, if
-        it says that: what follows is dropped."""
+        """Sample one turn, append it and return its text. Its seed derives from `seed`. If the text contains `closing`,
+        the turn ends there and its later tokens are dropped."""
         renderer = self.context.renderer
         cfg = replace(self.context.cfg, **limits)
         start = len(trajectory.ids)
@@ -234,12 +237,12 @@ class Attempt:
         return text
 
     def tell(self, contents: list[list], role: str) -> bool:
-        """Append what is read between two turns; False if the context has no room for it."""
+        """Append a message between two turns. Return False if the context has no room for it."""
         delta = self.context.renderer.continuation(contents, role)
         return rollout.append_rendered(self.context, self.episode.main, delta)
 
     def run(self, call: Call, work: Callable[..., list], *more: Any) -> list:
-        """Run and record one call; returns what the model reads: what `work` returns, or the text of an error."""
+        """Run and record one call. Return what the model reads: the parts from `work`, or the text of an error."""
         started = time.perf_counter()
         parts = []
         try:
@@ -254,7 +257,7 @@ class Attempt:
         return [call.text] if call.error else parts
 
     def show(self, indices: Sequence[int]) -> Frames:
-        """Return what a tool shows."""
+        """Return the frames that a tool shows."""
         info = self.info
         size = self.context.renderer.contract.crop_size(info.width, info.height)
         return self.context.videos.frames(info.path, indices, size)
@@ -283,7 +286,7 @@ def _one_turn(attempt: Attempt) -> str | None:
     main = attempt.episode.main = attempt.begin()
     text = attempt.speak(main, attempt.episode.seed, 0)
     if attempt.cfg.protocol == "direct":
-        return final_answer([text]) or spoken(text)  # none that stands in a thought
+        return final_answer([text]) or spoken(text)  # not from inside a thought
     return last_answer(text)
 
 
@@ -302,7 +305,7 @@ def _conan(attempt: Attempt) -> str | None:
 
 
 def _retrieve(attempt: Attempt, call: Call) -> list:
-    """Show frames of the clips, evenly out of those not seen yet."""
+    """Show frames of the clips, evenly spread over those not seen yet."""
     spans = [parse_span(clip) for clip in re.split(r"[,;\n]", call.arguments["clips"])]
     if None in spans:
         raise ToolError("unparseable", "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:MM:SS.")
@@ -310,20 +313,20 @@ def _retrieve(attempt: Attempt, call: Call) -> list:
     seen = {t for clip in attempt.episode.main.frames for t in clip.times}
     new = []
     for i, t in enumerate(info.times.tolist()):
-        # In whole seconds, as the stamps are: 00:00:07 is any frame from 7.0 to 7.9 seconds.
+        # Count in whole seconds, like the stamps: 00:00:07 is any frame from 7.0 to 7.9 seconds.
         inside = any(start - 1 < int(t) <= end for start, end in spans)
         if inside and t not in seen:
             new.append(i)
     if not new:
         raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
-    call.window = within(info, min(start for start, _ in spans), max(end for _, end in spans))  # the hull of all clips
+    call.window = within(info, min(start for start, _ in spans), max(end for _, end in spans))  # spans all clips
     return [attempt.show([new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
 
 
 def _longvt(attempt: Attempt) -> str | None:
     main = attempt.episode.main = attempt.begin(tools=[json.loads(attempt.cfg.texts["tool"])])
     if main.ids == attempt.begin().ids:
-        raise ContractError("the chat template shows no tools: write that of its authors into chat_template.jinja")
+        raise ContractError("the chat template renders no tools: put its authors' template into chat_template.jinja")
     said = []
     for turn in range(LONGVT_ROUNDS + 1):
         said.append(attempt.speak(main, attempt.episode.seed, turn))
@@ -332,7 +335,7 @@ def _longvt(attempt: Attempt) -> str | None:
             break
         if not attempt.tell([attempt.run(call, _crop) for call in calls], "tool"):
             break
-    # As its authors read it: the first <answer> of all turns, else the last box, else a number at the end.
+    # Read the answer as its authors do: the first <answer> of all turns, else the last box, else a number at the end.
     whole = "\n".join(said)
     answers = ANSWER.findall(whole)
     if answers:
@@ -354,13 +357,13 @@ def _crop(attempt: Attempt, call: Call) -> list:
 
 
 def _sage(attempt: Attempt) -> str | None:
-    """Watch once, then reason in text. The conversations stand one after another in Episode.main, each with its prompt."""
+    """Watch once, then reason in text. Episode.main holds the conversations in a row, each with its prompt."""
     values = attempt.values
     values |= {"tools": Live(attempt.cfg.texts["tools"]), "latest": "none"}
     results = []
-    media = {}  # handles that tools gave out -> frame indices; none is opened as a path
+    media = {}  # handles from tools -> frame indices; never opened as paths
     for step in range(SAGE_STEPS + 1):
-        # Step 0 watches the video, the others reason about what it and the tools have told.
+        # Step 0 watches the video. Later steps reason about the reports of step 0 and of the tools.
         if step == 0:
             reply = _reply(attempt, step, "user", "system")
             values["context"] = str(_at(reply, "video_context"))
@@ -384,13 +387,13 @@ def _sage(attempt: Attempt) -> str | None:
             results.append(f"{call.name}_#{number} output: {result}")
             values["latest"] = json.dumps({"name": call.name, "arguments": call.arguments})
         elif step:
-            return None  # without a call, nothing would change
+            return None  # without a call, the next prompt would be the same
         values["results"] = "\n".join(results[-10:]) or "none"
     return None
 
 
 def _reply(attempt: Attempt, step: int, user: str, system: str) -> dict | None:
-    """Hold one conversation of two messages; returns its JSON, or None if no attempt gives any."""
+    """Hold one conversation of two messages. Return the JSON of its reply, or None if no attempt gives any."""
     main = attempt.episode.main
     seed = derive_seed(attempt.episode.seed, step)
     temperature = attempt.context.cfg.temperature
@@ -412,7 +415,7 @@ def _reply(attempt: Attempt, step: int, user: str, system: str) -> dict | None:
 
 
 def read_json(text: str) -> dict | None:
-    """Read the object in <json></json>, or in the whole text; trailing commas and bare line breaks are forgiven."""
+    """Read the object in <json></json>, or in the whole text. Trailing commas and raw line breaks are accepted."""
     body = text.partition("<json>")[2] or text
     body = body[body.find("{") : body.rfind("}") + 1]
     for repaired in (body, re.sub(r",\s*([}\]])", r"\1", body)):
@@ -422,14 +425,14 @@ def read_json(text: str) -> dict | None:
 
 
 def _at(value: Any, *keys: str) -> Any:
-    """Follow keys into a reply; None where there is nothing of that name."""
+    """Follow keys into a reply. Return None if a key is missing."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
 def _use_sage(attempt: Attempt, call: Call, media: dict[str, Sequence[int]]) -> list[str]:
-    """Run a tool: choose the frames, then give out handles of them, or let the model look at them."""
+    """Run a tool: choose frames, then return handles to them, or let the model look at them."""
     info = attempt.info
     if call.name in SAGE_SPANS:
         start, end = (read_time(call.arguments, name) for name in ("timestamp_start", "timestamp_end"))
@@ -460,7 +463,7 @@ def _use_sage(attempt: Attempt, call: Call, media: dict[str, Sequence[int]]) -> 
         call.text = json.dumps({"media_paths": list(made)})
         return [call.text]
 
-    # The same weights are the model behind the tool, in a fresh context.
+    # The model behind the tool has the same weights, in a fresh context.
     asked = {name: str(call.arguments.get(name)) for name in ("event", "query")}
     call.subagent = attempt.begin(user=call.name, system="", frames=[attempt.show(indices)], **asked)
     limits = {name: getattr(attempt.context.cfg.subagents, name) for name in ("temperature", "max_new_tokens")}
@@ -487,7 +490,7 @@ def _video_zoomer(attempt: Attempt) -> str | None:
 
 
 def _zoom(attempt: Attempt, call: Call, text: str) -> list:
-    """Show the segment of a request, at the rate that it asks for."""
+    """Show the requested segment at the requested rate."""
     try:
         [call.arguments] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
         start, end = call.arguments["segment"]
@@ -506,5 +509,5 @@ def _zoom(attempt: Attempt, call: Call, text: str) -> list:
     return [attempt.show(np.linspace(first, last, int(wanted)).round().astype(int).tolist())]
 
 
-# Each plays its turns into the episode, and returns the text that is graded. Every other protocol is one turn.
+# Each flow adds its turns to the episode and returns the text to grade. Every other protocol is one turn.
 FLOWS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "sage": _sage, "video_zoomer": _video_zoomer}

@@ -1,10 +1,11 @@
-"""results.py: the files of results that eval.py writes, and which of them may be continued or compared.
+"""results.py: read and resume the result files of eval.py, and refuse to mix results that do not compare.
 
-    lines, items = resume(job)          # the lines of job.path that stay, and the items that must be asked
-    results = read_results(path)        # one file: settings (its first line), records (a line per item)
-    refuse_mixtures(all_results)        # a row of a table is one model, sampled in one way
+    lines, items = resume(job)          # the lines of job.path to keep, and the items to ask
+    results = read_results(path)        # one file: settings (its first line), records (one line per item)
+    refuse_mixtures(all_results)        # one row of a table is one model, sampled in one way
 
-`cfg` is an EvalConfig, `folder` its checkpoint. A dry run may not have that here (None): what only it tells is not compared.
+`cfg` is an EvalConfig and `folder` its checkpoint. In a dry run `folder` may be None. Settings that come from the
+checkpoint are then not compared.
 """
 
 import dataclasses
@@ -28,8 +29,8 @@ from runtime.settings import MAY_CHANGE
 from runtime.visual import VisualContract
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
-HEADER = ("name", "arm", "k", "split", "total")  # fields of every file's first line that tables read
-RECORD = (  # and of every other line
+HEADER = ("name", "arm", "k", "split", "total")  # fields of a file's first line that the tables read
+RECORD = (  # fields of each other line
     "id", "videos", "kind", "prediction", "score", "judged", "lenient", "calls", "turns", "tokens", "agent_tokens",
     "truncated", "seconds", "error",
 )  # fmt: skip
@@ -37,16 +38,16 @@ RECORD = (  # and of every other line
 
 @dataclass(frozen=True)
 class EvalJob:
-    """One file of results: a split, asked in one way."""
+    """One file of results: a split at one K under one arm."""
 
     split: str
     k: int
-    arm: str  # of other models, the protocol
+    arm: str  # of our agent, its dispatch; of other models, the protocol
     rollout: RolloutConfig  # with the arm as its dispatch
-    items: list[Item]  # as many as `limit` says
+    items: list[Item]  # the first `limit` of the split, or all
     total: int  # items of the whole split
     path: Path
-    header: dict[str, Any] = field(default_factory=dict)  # what shapes its results
+    header: dict[str, Any] = field(default_factory=dict)  # the settings that shape its results
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Results:
         self.split = self.settings["split"]
 
     def read(self, reading: str) -> "Results":
-        """Return the results with the scores of that reading."""
+        """Return the results with the scores of one reading, "tagged" or "lenient"."""
         if reading == "tagged":
             return self
         return Results(self.settings, [record | record["lenient"] for record in self.records])
@@ -72,7 +73,7 @@ class Results:
         return figures(self.split, self.records)
 
     def score(self) -> float:
-        """The split's first figure, in percent."""
+        """Return the split's headline figure, in percent."""
         return next(iter(self.figures().values()))
 
     def complete(self) -> bool:
@@ -83,7 +84,7 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """Read a file of results. A last line that a kill has torn is ignored; any other damage raises DataError."""
+    """Read a file of results. Ignore a last line that a kill cut off. Any other damage raises DataError."""
     content = path.read_bytes()
     whole_lines = content[: content.rfind(b"\n") + 1].splitlines() or [b""]
     parsed = []
@@ -93,18 +94,18 @@ def read_results(path: Path) -> Results:
             for name in HEADER if number == 1 else RECORD:
                 parsed[-1][name]
         except (ValueError, TypeError, KeyError):
-            raise DataError(f"{path}: line {number} is damaged; delete it (line 1: the file), to ask again") from None
+            raise DataError(f"{path}: line {number} is damaged; delete it (line 1: the file) and run again") from None
     return Results(parsed[0], parsed[1:])
 
 
 def read_run(run: str | Path) -> dict[Path, Results]:
-    """Read the results in a run's folder. A damaged file is named and left out."""
+    """Read the results in a run's folder. Damaged files are reported and skipped."""
     by_path = {}
     for path in sorted(Path(run).glob("*-K*-*.jsonl")):
         try:
             by_path[path] = read_results(path)
         except DataError as error:
-            print(f"left out: {error}", file=sys.stderr)
+            print(f"skipped: {error}", file=sys.stderr)
     return by_path
 
 
@@ -112,8 +113,8 @@ def read_run(run: str | Path) -> dict[Path, Results]:
 
 
 def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
-    """Return the lines that stay in a job's file, the header first, and the items that are still to be asked. An earlier
-    file of other settings is refused."""
+    """Return the lines of a job's file to keep, header first, and the items still to ask. Refuse a file with answers
+    under other settings."""
     if not job.path.exists():
         return [job.header], job.items
     earlier = read_results(job.path)
@@ -121,7 +122,7 @@ def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
     if answered:
         refuse_other_settings(job.path, earlier.settings, job.header)
 
-    # An answer stays if its item has not changed, or if it lies beyond the limit of this call.
+    # Keep an answer if its item has not changed, or if its item lies beyond this run's limit.
     digests = {item.task.id: item_digest(item) for item in job.items}
     limited = len(job.items) < job.total
     kept = {}
@@ -134,9 +135,9 @@ def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
 
 def refuse_other_settings(path: Path, before: dict, header: dict) -> None:
     changed = config.differences(before, header)
-    changed.pop("unlike_training", None)  # a note; the checkpoint may have been copied away from its run
+    changed.pop("unlike_training", None)  # only a note; it disappears if the checkpoint is copied away from its run
     for name in ("weights", "visual"):
-        if header[name] is None:
+        if header[name] is None:  # a dry run without the checkpoint
             changed.pop(name, None)
     if changed:
         fix = "choose another `run`, or delete the file"
@@ -144,10 +145,10 @@ def refuse_other_settings(path: Path, before: dict, header: dict) -> None:
 
 
 def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None) -> dict[str, Any]:
-    """Collect what shapes a result. Where and how fast it is computed does not. Not seen here: what a fork's tool asks its
-    sub-agents (`ClipForSubagent.request`), which weights a server at `rollout.urls` holds, and what `rollout.server_args`
-    do to them, such as quantization."""
-    # The prompts for stamped frames and reports. Other forms follow from the settings below.
+    """Collect the settings that shape a result, but not where or how fast it is computed. Not covered are a fork's
+    requests to sub-agents (`ClipForSubagent.request`), the weights of a server at `rollout.urls`, and flags in
+    `rollout.server_args` that change weights, such as quantization."""
+    # The prompts in their default form. Their other forms follow from the settings below.
     prompts = [cfg.prompting.texts]
     if cfg.agentic:
         prompts += [data.system_prompt(with_tools=False), data.system_prompt(with_tools=True)]
@@ -155,10 +156,10 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None
 
     rollout = {}
     for name, value in dataclasses.asdict(job.rollout).items():
-        if f"rollout.{name}" not in MAY_CHANGE and name != "dispatch":  # the arm
+        if f"rollout.{name}" not in MAY_CHANGE and name != "dispatch":  # the dispatch is the arm
             rollout[name] = value
 
-    # Some protocols read frames in their own way.
+    # Some protocols override how frames are read.
     contract = contract_of(cfg, folder)
     if contract:
         contract = dataclasses.asdict(replace(contract, **READS.get(cfg.prompting.protocol, {})))
@@ -169,7 +170,7 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None
         "k": job.k,
         "arm": job.arm,
         "total": job.total,
-        "weights": weights,  # their digest, or their name at an API
+        "weights": weights,  # a digest, or the model's name at an API
         "api": {"url": cfg.api.url, "parameters": cfg.api.parameters},
         "prompts": digest(prompts),
         "prompting": dataclasses.asdict(cfg.prompting),
@@ -184,7 +185,7 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None
 
 
 def contract_of(cfg: Any, folder: Path | None) -> VisualContract | None:
-    """Return how frames are read; `visual: null` stands for the checkpoint's own contract."""
+    """Return how frames are read. `visual: null` means the checkpoint's own contract."""
     return cfg.visual or (VisualContract.load(folder) if folder else None)
 
 
@@ -202,23 +203,23 @@ def digest(value: Any) -> str:
 def read_runs(runs: Sequence[str | Path]) -> list[Results]:
     """Read the results in the folders of all runs, for one table."""
     all_results = []
-    paths = {}  # cell of the table -> the file whose it is
+    paths = {}  # cell of the table -> its file
     for run in runs:
         for path, results in read_run(run).items():
             cell = (results.name, results.arm, results.k, results.split)
             if cell in paths:
-                raise DataError(f"{paths[cell]} and {path} have the same place in the table: give one another `name`")
+                raise DataError(f"{paths[cell]} and {path} fill the same cell of the table: change the `name` of one")
             if results.records:
                 paths[cell] = path
                 all_results.append(results)
     if not all_results:
-        raise DataError(f"no results in {', '.join(map(str, runs))}: `python eval.py CONFIG` makes them")
+        raise DataError(f"no results in {', '.join(map(str, runs))}: run `python eval.py CONFIG` first")
     return all_results
 
 
 def refuse_mixtures(all_results: Sequence[Results]) -> None:
-    """Refuse results of one name that come of different models, ways of sampling or, within an arm, prompts: a row would be
-    true of neither."""
+    """Refuse results under one name that come from different models or sampling settings or, within an arm, prompts.
+    Such a table row would describe neither."""
     first = {}  # name, or name and arm -> its first results
     for results in all_results:
         row = (results.name, results.arm)
@@ -226,7 +227,7 @@ def refuse_mixtures(all_results: Sequence[Results]) -> None:
             other = first.setdefault(place, results)
             unlike = []
             for key, text in config.differences(other.settings, results.settings).items():
-                may_differ = key == "rollout.max_context"  # a limit, that one split may need more of
+                may_differ = key == "rollout.max_context"  # a limit, which one split may need higher than another
                 unknown = key == "weights" and results.settings.get("weights") is None
                 if key.partition(".")[0] in shared and not may_differ and not unknown:
                     unlike.append(text)
@@ -234,15 +235,15 @@ def refuse_mixtures(all_results: Sequence[Results]) -> None:
                 places = " and ".join(f"{r.split} K={r.k} {r.arm}" for r in (other, results))
                 told = f"{places} differ ({'; '.join(unlike)})"
                 raise DataError(
-                    f"name = {results.name!r}: {told}; give one another `name` and `run`, or delete its file"
+                    f"name = {results.name!r}: {told}; give one of them another `name` and `run`, or delete its file"
                 )
 
 
 def unlike_training(cfg: Any, job: EvalJob, folder: Path | None) -> list[str]:
-    """List how a model of rl.py is asked otherwise than it was trained. RUN/config.yaml, beside RUN/model, says how."""
+    """List how this evaluation differs from the training of a model of rl.py, which RUN/config.yaml describes."""
     run = folder.resolve().parent if folder else None
     trained = config.read_tree(run / "config.yaml") if run and (run / "run.json").exists() else {}
-    if "rollout" not in trained or cfg.api.url:  # sft.py learns from trajectories that were written elsewhere
+    if "rollout" not in trained or cfg.api.url:  # sft.py samples nothing
         return []
     frames = trained.get("gating") or [trained["visual"]["overview_frames"]]
     was = {}
@@ -257,10 +258,10 @@ def unlike_training(cfg: Any, job: EvalJob, folder: Path | None) -> list[str]:
 
 
 def unlike_published(cfg: Any, folder: Path | None) -> list[str]:
-    """List how this run differs from its row in configs/eval, and that row from the published run."""
+    """List how this run differs from its row in configs/eval, and how that row differs from the published run."""
     notes = []
     row = cfg.name.partition(" (")[0]
-    own = VisualContract.load(folder) if folder else VisualContract()  # what `visual: null` stands for
+    own = VisualContract.load(folder) if folder else VisualContract()  # what `visual: null` means
     ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or own))
     for path in sorted(PUBLISHED.parent.glob("*.yaml")):
         if config.read_tree(path).get("name") != row:

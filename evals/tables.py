@@ -1,11 +1,11 @@
-"""tables.py: results of eval.py -> tables. (The command `python eval.py table`.)
+"""tables.py: turn results of eval.py into Markdown tables.
 
     python eval.py table runs/eval/* [--baseline NAME]
 
-1. Scores with 95 % intervals: one row per model, arm and reading of the answers (READINGS), each split at the K of the
-   paper's table, with the average of its columns and the gain over the baseline's first arm; other K in rows of their
-   own; its gain item by item; what was published of finished splits. Others say `n of N`; errors count as wrong.
-2. What a score cost, and how clean it is: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
+1. Scores with 95 % intervals: one row per model, arm and reading of the answers (READINGS), at the K of the paper's
+   table, with the average and the gain over the baseline's first arm. Other K have their own rows. Further rows give
+   the gain on shared items and the published scores of finished splits; the others say `n of N`. Errors count as wrong.
+2. The cost and quality per item: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
 
 Deliberately missing: significance tests, breakdowns.
 """
@@ -26,20 +26,20 @@ from runtime.dataset import DataError
 READINGS = ("tagged", "lenient")
 LEGEND = """
 
-tagged: an answer counts where its protocol asks for it: all of `direct`'s, the agent's in closed tags (or behind "the
-answer is", if the run has grading.untagged_answer).
-lenient: read where the splits' own scorers look, in prose too. The published numbers are lenient.
-gain: points over the baseline on the items of both, and how many they are. Intervals: bootstrap over videos; that of a
-score is never narrower than Wilson's on the number of videos.
-Models of other authors are asked in our words, unless their run names a prompt_file."""
+tagged: an answer counts only where its protocol asks for it: anywhere for `direct`, in closed tags for the agent (or
+after "the answer is", if the run has grading.untagged_answer).
+lenient: prose also counts, as in the splits' own scorers. The published numbers are lenient.
+gain: points over the baseline on the items of both, and their number. Intervals: bootstrap over videos; the interval of
+a score is never narrower than Wilson's on the number of videos.
+Models of other authors are asked with our prompts, unless their run names a prompt_file."""
 
 
 # ------------------------------------------------------------------------------------------------ numbers
 
 
 def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean, by bootstrap. The questions of one video are not independent, so videos are
-    drawn, with all their questions; of one video alone nothing is known."""
+    """Return the 95 % interval of the mean, by bootstrap. Questions about one video are not independent, so whole videos
+    are drawn. With a single video, the interval is unknown (NaN)."""
     _, index = np.unique(list(videos), return_inverse=True)
     sums = np.bincount(index, values)  # [C], C videos
     counts = np.bincount(index)  # [C]
@@ -51,7 +51,7 @@ def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, flo
 
 
 def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of n. Of 20 right of 20 the bootstrap says [1, 1], this one [0.84, 1]."""
+    """Return Wilson's 95 % interval of a share of n. For 20 right of 20, the bootstrap gives [1, 1], Wilson [0.84, 1]."""
     # (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
     z = 1.96
     center = mean + z * z / (2 * n)
@@ -60,7 +60,7 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
 
 
 def executed(record: dict) -> int:
-    """Count the calls that ran, as `data.Episode.executed`."""
+    """Count the calls that ran, like `data.Episode.executed`."""
     return sum(not call["error"] for call in record["calls"])
 
 
@@ -84,7 +84,7 @@ def costs(results: Results) -> dict[str, float]:
 
 
 def report(runs: Sequence[str | Path], baseline: str = "") -> str:
-    """Print all tables as Markdown; returns the text."""
+    """Print all tables as Markdown, and return the text."""
     all_results = read_runs(runs)
     refuse_mixtures(all_results)
     names = list(dict.fromkeys(results.name for results in all_results))
@@ -111,7 +111,7 @@ def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -
 
 
 def put_between_marks(path: Path, name: str, writer: str, text: str, title: str) -> None:
-    """Replace a script's part of a file, or append it; what people wrote around it stays."""
+    """Replace a script's section of a file, or append it. The text around it stays."""
     begin, end = f"<!-- {name}: written by {writer} -->", f"<!-- end of {name} -->"
     old = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n"
     if begin not in old:
@@ -121,19 +121,19 @@ def put_between_marks(path: Path, name: str, writer: str, text: str, title: str)
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
-Row = dict[str, Results]  # what a row of the table shows: split -> results
+Row = dict[str, Results]  # one row of the table: split -> results
 
 
 def scores_table(all_results: Sequence[Results], published: dict, baseline: str) -> str:
-    """Write what we measured of each model, its gains item by item, and what was published of it."""
+    """Write each model's measured scores, its gains on shared items, and its published scores."""
     columns = published["columns"]
-    # The splits in the paper's order, then others.
+    # List the splits in the paper's order, then others.
     ours = dict.fromkeys(results.split for results in all_results)
     splits = [split for split in dict.fromkeys([*columns, *ours]) if split in ours]
 
     # Group the results into rows. K is "paper" for the K of the paper's table, where Charades has its own.
     rows: dict[tuple, Row] = {}
-    bases: dict[int | str, Row] = {}  # K -> the baseline's first arm, which is `parallel` if it has that
+    bases: dict[int | str, Row] = {}  # K -> the baseline's first arm (`parallel` comes first)
     published_k = dict(zip(columns, published["frames"]))
     for results in all_results:
         k = "paper" if results.k == published_k.get(results.split) else results.k
@@ -151,7 +151,7 @@ def scores_table(all_results: Sequence[Results], published: dict, baseline: str)
                 lines += gain_lines([name, arm], row, k, bases, splits)
                 complete |= finished(row, "tagged").keys()
 
-        # What was published of the splits that it has finished.
+        # Add the published scores of the splits that the model has finished.
         scores = published_scores(name, published)
         cells = [scores.get(split, "") if split in complete else "" for split in splits]
         if any(cells):
@@ -163,7 +163,7 @@ def scores_table(all_results: Sequence[Results], published: dict, baseline: str)
 
 
 def measured_lines(model: list, row: Row, base: Row, splits: list[str], columns: list[str]) -> list[list]:
-    """Write the scores of a row, in both readings, and how they compare with the baseline's at the same K."""
+    """Write the scores of a row in both readings, with the gain over the baseline at the same K."""
     lines = []
     for reading in READINGS:
         cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
@@ -173,7 +173,7 @@ def measured_lines(model: list, row: Row, base: Row, splits: list[str], columns:
 
 
 def gain_lines(model: list, row: Row, k: int | str, bases: dict[int | str, Row], splits: list[str]) -> list[list]:
-    """Write the gain on the items that the baseline has as well: also of `limit=20`, and at another K if it has but one."""
+    """Write the gain on items shared with the baseline: at the same K, else at its K of the paper or its only K."""
     ks = list_ks(row)
     base = bases.get(k)
     if not base:
@@ -200,8 +200,8 @@ def finished(row: Row, reading: str) -> dict[str, float]:
 
 
 def average_and_gain(ours: dict[str, float], base: dict[str, float], columns: Sequence[str]) -> tuple[str, str]:
-    """Write the average of the paper's columns, if all are there; and both gains that the paper mixes, with the number of
-    splits that they are over."""
+    """Write the average of the paper's columns if all are there. Write both gains that the paper mixes, with their number
+    of splits."""
     average = gain = ""
     if set(columns) <= set(ours):
         average = f"{sum(ours[c] for c in columns) / len(columns):.1f}"
@@ -214,12 +214,12 @@ def average_and_gain(ours: dict[str, float], base: dict[str, float], columns: Se
 
 
 def headline(results: Results) -> list[dict]:
-    """Return the records that the split's first figure is the mean of."""
+    """Return the records whose mean is the split's headline figure."""
     return [record for record in results.records if results.split != "mmvu" or record["kind"] == "mcq"]
 
 
 def mean_cell(values: Sequence[float], records: Sequence[dict], sign: str = "") -> str:
-    """Write the mean of the records' values with its interval, in percent. `sign`: "+" for a gain."""
+    """Write the mean of the records' values and its interval, in percent. `sign`: "+" for a gain."""
     if not records:
         return ""
     videos = ["/".join(record["videos"]) for record in records]
@@ -241,10 +241,10 @@ def score_cell(results: Results) -> str:
 
 
 def gain_cell(ours: Results, base: Results) -> str:
-    """Write the gain on the items that both have, its interval, and how many they are."""
+    """Write the gain on the items that both have, its interval, and the number of items."""
 
     def item(record: dict) -> tuple:
-        return record["id"], record.get("item")  # an item that has changed is another one
+        return record["id"], record.get("item")  # an item that has changed counts as a new one
 
     base_scores = {item(record): record["score"] for record in headline(base)}
     shared = [record for record in headline(ours) if item(record) in base_scores]
@@ -253,7 +253,7 @@ def gain_cell(ours: Results, base: Results) -> str:
 
 
 def published_scores(name: str, published: dict) -> dict[str, float]:
-    """Return the published scores of a model; "ParaVT-8B (own)" is still ParaVT-8B."""
+    """Return the published scores of a model. "ParaVT-8B (own)" has those of ParaVT-8B."""
     for row in published["rows"]:
         if row["name"] == name.partition(" (")[0]:
             return {c: score for c, score in zip(published["columns"], row["scores"]) if score is not None}
@@ -261,7 +261,7 @@ def published_scores(name: str, published: dict) -> dict[str, float]:
 
 
 def costs_table(all_results: Sequence[Results]) -> str:
-    """Show what a score cost, and all figures of the split."""
+    """Write the cost per item, and all figures of the split."""
     rows = []
     for results in all_results:
         numbers = [f"{value:.2f}" for value in costs(results).values()]
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", help="folders of results")
     parser.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
     args = parser.parse_args(arguments)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process, as it ends any other command
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     try:
         report(args.runs, args.baseline)
     except DataError as error:

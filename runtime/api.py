@@ -1,12 +1,12 @@
-"""api.py: a model behind an OpenAI-compatible chat endpoint: asked directly, or as an engine. For evaluation only.
+"""api.py: ask a model behind an OpenAI-compatible chat endpoint, directly or as an engine. For evaluation only.
 
     check_api(Api(url="https://HOST/v1", model="gpt-4o"))    # one small request, before the first item
     Chat(api).ask(messages, max_tokens=8, temperature=0)     # -> (text, "stop" or "length"), or Refusal, or EngineError
     engine = OpenAI(api, renderer)                           # engine.generate(ids, frames, ...), as engine.py says
 
-The openai package sends requests, again where that can help. The engine's prompts go out as the messages that their ids
-spell. The renderer's tokenizer cuts a reply into ids; what the API itself counted is printed at the end. Log-probs are
-unknown (0), so nothing that is sampled here can be trained on.
+The openai package sends the requests, and retries those that may succeed later. The engine decodes a prompt's ids into
+chat messages, and encodes the reply with the renderer's tokenizer. It prints the API's own token counts at the end.
+Log-probs are unknown (set to 0), so these samples cannot be used for training.
 
 Deliberately missing: forced openings of a turn, seeds, stop tokens, streaming.
 """
@@ -28,7 +28,7 @@ from runtime.engine import Engine, EngineError, Sample
 from runtime.render import END_OF_TURN, IMAGE_PAD, VISION_END, VISION_START, Renderer
 from runtime.video import Frames
 
-CONTROL = ("<|im_start|>", END_OF_TURN, IMAGE_PAD, VISION_START, VISION_END)  # what divides a prompt
+CONTROL = ("<|im_start|>", END_OF_TURN, IMAGE_PAD, VISION_START, VISION_END)  # the tokens that structure a prompt
 
 
 @dataclass(frozen=True)
@@ -36,52 +36,52 @@ class Api:
     """An OpenAI-compatible chat endpoint."""
 
     url: str = ""
-    """Such as https://api.openai.com/v1; empty: none."""
+    """Such as https://api.openai.com/v1. Empty: no API."""
     model: str = ""
     key: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key, which is written nowhere; empty: no key is sent."""
+    """Name of the environment variable with the key. The key itself is never written down. Empty: send no key."""
     timeout: float = 180.0
-    """Seconds of an attempt. A busy API gets seven."""
+    """Seconds per attempt. A busy API gets seven attempts."""
     parameters: dict[str, object] = field(default_factory=dict)
-    """Replaces what a request says beside its messages; null drops it. OpenAI's o-series and gpt-5 need
-    {max_completion_tokens: N, temperature: null}, where N includes their thoughts."""
+    """Override the fields of a request other than its messages. null drops a field. OpenAI's o-series and gpt-5 need
+    {max_completion_tokens: N, temperature: null}, where N includes thinking tokens."""
 
     def __post_init__(self):
         if urlsplit(self.url).password:
-            raise ValueError("url: it holds a password, which the run would write down; export it as the key instead")
+            raise ValueError("url: it contains a password, which the run would save; export it as the key instead")
         if self.url and not self.model:
-            raise ValueError(f"url = {self.url!r}: needs the name of a model")
-        if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself: not repeated here
-            raise ValueError("key: give the name of an environment variable that holds it, such as OPENAI_API_KEY")
+            raise ValueError(f"url = {self.url!r}: set `model` to the name of a model there")
+        if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself, so it is not printed
+            raise ValueError("key: give the name of an environment variable with the key, such as OPENAI_API_KEY")
 
 
 class Refusal(EngineError):
-    """The model refused, or a filter did; the text is the reason."""
+    """The model or a filter refused. The text is the reason."""
 
 
 def check_api(api: Api) -> None:
-    """Refuse an API that fails a small request: before the first item, a wrong key or model costs nothing."""
+    """Refuse an API that fails one small request. Before the first item, a wrong key or model costs nothing."""
     try:
         Chat(api, retries=1).ask([{"role": "user", "content": "Say yes."}], max_tokens=16, temperature=0)
     except Refusal:
-        pass  # it answers
+        pass  # a refusal is an answer
     except EngineError as error:
-        fix = "correct url, model or parameters, or the key in the environment"
+        fix = "check url, model, parameters, and the key in the environment"
         raise ConfigError(f"{api.model!r} fails a first small request: {error}; {fix}") from None
 
 
 class Chat:
-    """Client of one endpoint, for many threads at once."""
+    """A client of one endpoint, shared by many threads."""
 
     def __init__(self, api: Api, retries: int = 6):
-        import openai  # here: it takes half a second, and most runs ask no API
+        import openai  # imported here: it takes half a second, and most runs use no API
 
         self.api = api
-        self.usages = []  # what each reply says that it cost
+        self.usages = []  # token counts of each reply
         self.key = os.environ.get(api.key, "").strip()
         if api.key and not self.key:
-            raise ConfigError(f"key = {api.key!r}: there is no such environment variable; export it, or name another")
-        local = urlsplit(api.url).hostname in ("localhost", "127.0.0.1", "::1")  # nothing for a proxy
+            raise ConfigError(f"key = {api.key!r}: this environment variable is not set; export it, or name another")
+        local = urlsplit(api.url).hostname in ("localhost", "127.0.0.1", "::1")  # ask it without a proxy
         http = openai.DefaultHttpxClient(trust_env=not local, event_hooks={"response": [give_up_without_quota]})
         self.client = openai.OpenAI(
             base_url=api.url, api_key=self.key or "none", max_retries=retries, http_client=http,
@@ -89,19 +89,19 @@ class Chat:
         )  # fmt: skip
 
     def ask(self, messages: list[dict], **settings) -> tuple[str, str]:
-        """Return (text, stop or length), or raise Refusal or EngineError."""
+        """Return the reply's text and "stop" or "length". Raise Refusal or EngineError."""
         import openai
 
-        # The run's parameters replace ours. A request has one of both limits.
+        # The run's parameters override ours. A request has one of the two token limits.
         settings |= self.api.parameters
         if "max_completion_tokens" in settings:
             settings["max_tokens"] = None
         body = {name: value for name, value in settings.items() if value is not None}
 
-        # Send it. Whatever comes back in another form costs this request only.
+        # Send it. A malformed reply fails this request only.
         reply = ""
         try:
-            # Without a key the header is left out: from openai 3 on the client insists on some key.
+            # Without a key, drop its header. The client itself needs some key since openai 3.
             headers = {} if self.key else {"Authorization": openai.Omit()}
             reply = self.client.chat.completions.create(
                 model=self.api.model, messages=messages, extra_body=body, extra_headers=headers
@@ -110,7 +110,7 @@ class Chat:
             finish = reply.choices[0].finish_reason
             refusal = message.refusal
             said = message.content
-            if not isinstance(said, str | None):  # parts, of which some are thoughts
+            if not isinstance(said, str | None):  # a list of parts, some of them thoughts
                 said = "".join(part["text"] for part in said if part["type"] == "text") or None
         except (openai.OpenAIError, AttributeError, LookupError, TypeError, ValueError) as error:  # ValueError: no JSON
             told = f"{error} {error.__cause__ or reply}".strip()
@@ -119,20 +119,20 @@ class Chat:
             raise EngineError(f"{self.api.url}: {told[:300]}") from None
         self.usages.append(reply.usage)
 
-        # A reply without content is a refusal, unless thoughts have used up its tokens.
+        # A reply without content is a refusal, unless thinking used up its tokens.
         if refusal or finish in ("content_filter", "tool_calls") or (said is None and finish != "length"):
             raise Refusal(refusal or f"no answer, finish_reason {finish}")
         return said or "", "length" if finish == "length" else "stop"
 
 
 def give_up_without_quota(response) -> None:
-    """Let the client ask again after 429 only where the API is busy, not where no money is left."""
+    """Stop the client from retrying a 429 that means that no quota is left. A busy API is retried."""
     if response.status_code == 429 and b"insufficient_quota" in response.read():
         response.headers["x-should-retry"] = "false"
 
 
 class OpenAI(Engine):
-    """The engine."""
+    """An engine that samples from an API."""
 
     version = 0
 
@@ -142,20 +142,20 @@ class OpenAI(Engine):
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
         said, finish = self.chat.ask(self.messages(ids, frames), max_tokens=max_new_tokens, temperature=temperature)
-        # It may spell control tokens, as text from outside; they stay text.
+        # The reply may spell control tokens. It comes from outside, so they stay text.
         sampled = self.renderer.encode(self.renderer.inert(said, "assistant"))
         if finish == "stop":
             sampled.append(self.renderer.end_of_turn)
         return Sample(sampled, [0.0] * len(sampled), finish, self.version)
 
     def messages(self, ids: list[int], frames: Sequence[Frames]) -> list[dict]:
-        """Return the chat that the ids spell. The last turn, which is only opened, is the one that is asked for."""
+        """Return the chat messages that the ids spell. The last turn is only opened: the API writes it."""
         control = self.renderer.tokenizer.convert_tokens_to_ids(list(CONTROL))
         begin, end, image, *_ = control
         pictures = [pixels for clip in frames for pixels in clip.pixels]
         messages = []
-        content = []  # parts of the turn that is being read
-        text = []  # ids of the text that is being read
+        content = []  # parts of the current turn
+        text = []  # ids of the current text
         for token in self.renderer.compact(ids):
             if token not in control:
                 text.append(token)
@@ -183,7 +183,7 @@ class OpenAI(Engine):
 
 
 def as_url(pixels: np.ndarray) -> str:
-    """Encode a frame as a JPEG: a request has a limit of its size, and 64 PNGs come near it."""
+    """Encode a frame as a JPEG. Requests have a size limit, and 64 PNGs come near it."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "jpeg", quality=95, subsampling=0)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

@@ -60,7 +60,9 @@ def only_run_in(run: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise ConfigError(f"run = {str(run)!r}: {lock.read()} works here; wait, or choose another `run`") from None
+            raise ConfigError(
+                f"run = {str(run)!r}: {lock.read()} is using this folder; wait, or choose another `run`"
+            ) from None
         except OSError as error:  # some shared file systems have no locks
             print(f"{run}/.lock: {error}; make sure that no other run uses this folder")
         lock.truncate(0)
@@ -88,7 +90,7 @@ def check_checkpoint(cfg: RunConfig) -> tuple[Path, Renderer]:
     cfg.visual.check(source)
     began = (read_json(run / "run.json") or {}).get("checkpoint")  # a run from before this check has none
     if began and saved_step(run / "state") and began != weights_digest(source):
-        told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {run} began with it"
+        told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {run} started from it"
         raise ConfigError(f"{told}: restore it, or choose another `run`")
     return source, Renderer(load_tokenizer(source), cfg.visual)
 
@@ -103,7 +105,9 @@ def check_nodes(cfg: Any, start: Path) -> None:
     for number, settings_there in enumerate(others, 1):
         other = differences(first, settings_there)
         if "lock" in other:
-            leave(f"error: run = {cfg.run!r}: rank {number} sees another; run must be a folder that all nodes share")
+            leave(
+                f"error: run = {cfg.run!r}: rank {number} sees another folder; run must be a folder that all nodes share"
+            )
         if other:
             leave(f"error: rank {number} differs from rank 0 ({'; '.join(other.values())}): start all nodes alike")
 
@@ -113,12 +117,14 @@ def check_run(cfg: Any) -> None:
     run = Path(cfg.run)
     there = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"run = {cfg.run!r}: {there} is no folder that can be written; choose another `run`")
+        raise ConfigError(f"run = {cfg.run!r}: {there} is not a writable folder; choose another `run`")
     left = any((run / "state").glob("step-*")) or (run / "model").exists()  # otherwise nothing can be overwritten
     if not left:
         return
     if not (run / "config.yaml").exists():
-        raise ConfigError(f"{run} has a model or states, but no config.yaml to say of which run: choose another `run`")
+        raise ConfigError(
+            f"{run} has a model or states, but no config.yaml, so its run is unknown: choose another `run`"
+        )
     advice = "choose another `run`, or delete the folder"
     try:  # a setting that is newer than the run had its default value there
         before = load(type(cfg), run / "config.yaml")
@@ -131,7 +137,9 @@ def check_run(cfg: Any) -> None:
         if not {key, key.partition(".")[0]} & MAY_CHANGE:
             changed.append(text)
     if changed:
-        raise ConfigError(f"{run} is of a run with other settings ({'; '.join(changed)}), so it cannot go on: {advice}")
+        raise ConfigError(
+            f"{run} belongs to a run with other settings ({'; '.join(changed)}), so it cannot resume: {advice}"
+        )
 
 
 def settings(cfg: Any) -> dict:

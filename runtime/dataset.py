@@ -1,13 +1,13 @@
-"""dataset.py: the rows of every dataset, as a stream of tasks or dialogues.
+"""dataset.py: read the rows of every dataset as a stream of tasks or dialogues.
 
     Dataset(cfg, dialogue.parse_dialogue).batch(step, size)    # SFT rows -> Dialogue, then data.encode_dialogue -> Bundle
     Dataset(cfg, data.parse_task).batch(step, size)            # RL rows -> Task
 
-A batch is a pure function of (seed, step): a run resumes at its step number, and every rank takes its slice of the same
-batch, whatever the number of ranks. A bad row is reported once, skipped and counted; any exception while it is read, parsed or
-encoded makes it bad (`row_errors`).
+A batch is a pure function of (seed, step), so a run resumes at its step number. Any number of ranks share the same batch:
+each takes its slice. A row is bad if reading, parsing or encoding it raises any exception (`row_errors`). A bad row is
+reported once, skipped and counted.
 
-Deliberately missing: epochs as a concept of the trainers, worker processes that load data (video.py has its own).
+Deliberately missing: epochs in the trainers, worker processes that load data (video.py has its own).
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import numpy as np
 from runtime.video import VideoError
 
 log = logging.getLogger(__name__)
-_logged: set[type] = set()  # types of exceptions whose traceback this process has shown
+_logged: set[type] = set()  # exception types whose traceback this process has logged
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Source:
 
     path: str
     weight: float = 1.0
-    """Copies of each row in an epoch; 0.5 is another random half in every epoch."""
+    """Copies of each row per epoch. 0.5: a new random half in every epoch."""
     first: bool = False
-    """Read once, before the mixture of all other sources begins: a curriculum."""
+    """A curriculum: read this source once, before the mixture of all other sources."""
     loss_weight: float = 1.0
     """Factor on the loss of its target tokens (SFT)."""
 
@@ -52,25 +52,25 @@ class DataConfig:
 
     sources: tuple[Source, ...]
     video_root: str = ""
-    """Where relative paths of the rows start; empty: at the data file's own folder."""
+    """Folder at which the rows' relative paths start. Empty: the data file's own folder."""
     seed: int = 0
     max_bad_fraction: float = 0.01
-    """The run stops when more than this share of the rows that a rank meets is unusable. In RL, a video that cannot be
-    shown also counts as one."""
+    """The run stops if more than this share of the rows that a rank reads is unusable. In RL, an unreadable video counts
+    as one row."""
 
 
 class DataError(ValueError):
-    """Data that a run cannot use; the text says what to do."""
+    """Data that a run cannot use. The message says what to do."""
 
 
 class RowError(DataError):
-    """A row that cannot be used; the text is the reason. What parses rows raises it (docs/add_a_dataset.md)."""
+    """A row that cannot be used. The message is the reason. Parsers of rows raise it (docs/add_a_dataset.md)."""
 
 
 @contextlib.contextmanager
 def row_errors(where: str = "") -> Iterator[None]:
-    """Turn any exception while one row is read, parsed or encoded into a RowError: rows come from outside, and nobody foresees
-    them all. The first of each type that nobody raised on purpose logs its traceback, since it may be a bug of ours."""
+    """Turn any exception while one row is read, parsed or encoded into a RowError: rows come from outside and hold anything.
+    Log the first traceback of each type other than RowError and VideoError, since it can be a bug of ours."""
     try:
         yield
     except Exception as error:
@@ -80,7 +80,7 @@ def row_errors(where: str = "") -> Iterator[None]:
             if type(error) not in _logged:
                 _logged.add(type(error))
                 log.exception("a row raised %s, for the first time:", type(error).__name__)
-        # What a row says may be a megabyte, and hold what no terminal takes: half a character, line breaks, commands.
+        # The reason can quote a megabyte of a row, with half characters, line breaks or terminal commands: cut and escape it.
         raise RowError(where + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:1000])) from error
 
 
@@ -92,7 +92,7 @@ class Rows:
         if not self.path.is_file():
             raise FileNotFoundError(f"{path}: no such data file; `python -m study.prepare materialize` makes some")
         if self.path.suffix == ".parquet":
-            import pyarrow.parquet as pq  # 0.3 s that `--help` does not need
+            import pyarrow.parquet as pq  # takes 0.3 s, and `--help` does not need it
 
             try:
                 self._rows = pq.read_table(self.path, memory_map=True)
@@ -120,9 +120,9 @@ class Rows:
 class Draw(NamedTuple):
     """A row of a batch."""
 
-    item: Any  # what `parse` made of it: a Task or a Dialogue
+    item: Any  # the parsed row: a Task or a Dialogue
     epoch: int
-    repeat: int  # with `count_ids`: rows of the same id before it in the batch of all ranks; else of this rank
+    repeat: int  # earlier rows of the batch with the same id: on all ranks with `count_ids`, otherwise on this rank
 
 
 class Dataset:
@@ -138,27 +138,27 @@ class Dataset:
         opened = [rows for _, rows in self._first + self._mixture]
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
-        self._rows_met = 0  # rows that this rank is expected to have met by this step
-        # A row is named after its file and not after the file's place, since K and all seeds are drawn by that name;
-        # but after the whole path where two files have one name.
+        self._rows_met = 0  # different rows that this rank has read by this step, as computed from the step
+        # A row's name has the file's name without its folder, since K and all seeds depend on it and files can move. If two
+        # files have the same name, it has the whole path.
         paths = {rows.path for rows in opened}
         files_called = Counter(path.name for path in paths)
         self._names = {path: path.name if files_called[path.name] == 1 else path for path in paths}
-        self._epoch = None  # the epoch whose shuffled rows are in memory
+        self._epoch = None  # the epoch whose order is in memory
         self._order = np.zeros((2, 0), int)
         if not len(self):
             raise DataError("data.sources have no rows, apart from those read `first`")
 
     def __len__(self) -> int:
-        """Rows of an epoch of the mixture."""
+        """Return the number of rows in an epoch of the mixture."""
         return sum(_draws(self._mixture))
 
     def batch(self, step: int, size: int, rank: int = 0, world: int = 1, count_ids: bool = False) -> list[Draw]:
-        """Return this rank's share of a step's batch. Bad rows leave it shorter. To count rows of the same id, the other
-        ranks' rows are also parsed: only a parsed row tells its id."""
+        """Return this rank's share of a step's batch. It is shorter if rows are bad. `count_ids` also parses the other ranks'
+        rows, to count rows with the same id on all ranks: only a parsed row has an id."""
         draws = []
         rows_of_id = Counter()
-        # A rank meets its share of the rows in the first epoch, and then others in every further one.
+        # In the first epoch a rank reads its share of the rows. In each later epoch it reads others.
         self._rows_met = min(self.total, max(self.total, (step + 1) * size) // world)
         for i in range(size):
             mine = i % world == rank
@@ -182,7 +182,7 @@ class Dataset:
         return draws
 
     def reject(self, origin: str, reason: str) -> None:
-        """Count a row, or a video of rows, as bad: named once; a row is skipped from now on. Too many stop the run."""
+        """Count a row or a video as bad, and print it once. A bad row is skipped from now on. Too many stop the run."""
         if origin in self.bad:
             return
         self.bad[origin] = reason
@@ -193,7 +193,7 @@ class Dataset:
             raise RowError(f"{told}; the last: {origin}: {reason}. `python -m study.prepare check` lists them all.")
 
     def _row(self, position: int) -> tuple[Source, Rows, int, int]:
-        """Find the row at a position of the endless order: the `first` rows, then epoch after epoch of the mixture."""
+        """Find the row at a position of the endless order: the `first` rows, then the mixture, epoch after epoch."""
         opening = sum(_draws(self._first))
         if position < opening:
             pool, epoch, offset = self._first, -1, position
@@ -207,24 +207,24 @@ class Dataset:
         return source, rows, int(row), max(epoch, 0)
 
     def _shuffle(self, pool: list[tuple[Source, Rows]], epoch: int) -> np.ndarray:
-        """Return the epoch's rows in their order: [2, rows] = (place of the source in the pool, row)."""
+        """Return the order of an epoch's rows: [2, rows] = (index of the source in the pool, row)."""
         rng = np.random.default_rng([self.cfg.seed, epoch + 1])
         columns = []
         for place, ((_, rows), count) in enumerate(zip(pool, _draws(pool))):
             copies, rest = divmod(count, max(1, len(rows)))
-            some = rng.permutation(len(rows))[:rest]  # weight 0.5: a random half
+            some = rng.permutation(len(rows))[:rest]  # for weight 0.5, a random half
             drawn = np.concatenate([*[np.arange(len(rows))] * copies, some])
             columns.append(np.stack([np.full(len(drawn), place), drawn]))
         return rng.permutation(np.concatenate(columns, axis=1), axis=1).astype(int)
 
 
 def check_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
-    """Raise if none of the first rows can be used: before weights are loaded, and anything is written."""
+    """Raise DataError if none of the first 16 rows can be used, before weights are loaded or anything is written."""
     for cfg in filter(None, cfgs):
         dataset = Dataset(replace(cfg, max_bad_fraction=1.0), parse)
         if not any(dataset.batch(position, 1) for position in range(min(16, len(dataset)))):
             origin, reason = next(iter(dataset.bad.items()))
-            told = f"{origin}: {reason}; of the rows that are read first, none can be used. Relative paths start at"
+            told = f"{origin}: {reason}; none of the first rows can be used. Relative paths start at"
             home = f"data.video_root = {cfg.video_root!r} (empty: the data file's folder)"
             raise DataError(f"{told} {home}; `python -m study.prepare check` lists all")
 
@@ -235,15 +235,15 @@ def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
 
 
 def resolve_path(url: str, root: Path) -> str:
-    """Return an absolute path: file:// and absolute ones stay unchanged, others start at the root."""
+    """Return an absolute path without file://. A relative path starts at `root`."""
     return os.path.abspath(os.path.join(root, url.removeprefix("file://")))
 
 
 def decode_json(value: Any, what: str) -> Any:
-    """Return the value of a column, which may be a JSON string."""
+    """Return the value of a column. Parse it if it is a JSON string."""
     if not isinstance(value, str | bytes):
         return value
     try:
         return json.loads(value)
-    except (ValueError, RecursionError) as error:  # brackets within brackets, a hundred thousand deep
+    except (ValueError, RecursionError) as error:  # RecursionError: a hundred thousand nested brackets
         raise RowError(f"{what} is not JSON: {error!r}") from None

@@ -1,8 +1,8 @@
-"""dialogue.py: an SFT row becomes a Dialogue; data.encode_dialogue makes its tokens.
+"""dialogue.py: parse an SFT row into a Dialogue. data.encode_dialogue then makes its tokens.
 
-Published rows write the same turns in many ways. A Dialogue has the one form that a rollout writes: a turn per tool response,
-`<think>` and a line break, no white space at a report's edges. Deliberately missing: prompts. A row's system prompt is
-dropped, since SFT, RL and evaluation share those of data.py.
+Published rows write the same turns in many ways. A Dialogue has the form that a rollout produces: one turn per tool response,
+a line break after `<think>`, no white space around a report. Deliberately missing: prompts. A row's system prompt is dropped,
+because SFT, RL and evaluation share the prompts of data.py.
 """
 
 import itertools
@@ -20,16 +20,16 @@ from runtime.visual import VisualContract
 
 @dataclass(frozen=True)
 class Media:
-    """A video or an image of a row. The keys are qwen-vl-utils': nframes, video_start, video_end."""
+    """A video or an image of a row. The row's keys are those of qwen-vl-utils: nframes, video_start, video_end."""
 
     path: str
-    nframes: int | None = None  # frames of the overview; None: the contract's
-    start: float | None = None  # seconds; with `end` a window, sampled like a crop
+    nframes: int | None = None  # frames of the overview; None: the contract's number
+    start: float | None = None  # seconds; with `end`, a window that is sampled like a crop
     end: float | None = None
     still: bool = False  # an image
 
     def frames(self, videos: Videos, contract: VisualContract) -> Frames:
-        """Decode what is shown."""
+        """Decode the frames."""
         if self.still:
             return videos.image(self.path, contract.frame_size)
         if self.start is None:
@@ -43,22 +43,22 @@ class Dialogue:
     """An SFT row: the opening question and the turns that follow it."""
 
     id: str
-    agent: str  # whose prompt opens it: main | direct (a main agent without tools) | sub
+    agent: str  # the agent to teach: main | direct (a main agent without tools) | sub
     question: str
-    media: tuple[Media, ...]  # of the opening
+    media: tuple[Media, ...]  # videos and images beside the question
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
-    weight: float = 1.0  # of its target tokens in the loss
-    request: str = ""  # of a sub-agent, as in a tool's ClipForSubagent; empty: data.SUBAGENT_REQUEST
-    system: str = ""  # likewise; empty: data.subagent_system_prompt
+    weight: float = 1.0  # weight of its target tokens in the loss
+    request: str = ""  # the sub-agent's instruction, as in tools.ClipForSubagent; empty: data.SUBAGENT_REQUEST
+    system: str = ""  # the sub-agent's system prompt; empty: data.subagent_system_prompt
 
 
 def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> Dialogue:
-    """Read `messages` (a JSON string or a list); tool results are `tool` messages, or user text in <tool_response> tags.
+    """Read `messages` (a JSON string or a list). Tool results are `tool` messages, or user text in <tool_response> tags.
 
-    The optional column `agent` marks rows that teach another agent than the main one; `request` and `system` are a
-    sub-agent's prompts, if its tool has its own."""
+    Three columns are optional. `agent` marks rows that teach another agent than the main one. `request` and `system` are a
+    sub-agent's prompts, if its tool brings its own."""
     if "messages" not in row:
-        raise RowError("no field `messages`, as SFT rows have it; rows with `prompt` are for rl.py")
+        raise RowError("an SFT row needs the field `messages`; rows with `prompt` are for rl.py")
     messages = decode_json(row["messages"], "messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError("`messages` is not a list of messages")
@@ -66,13 +66,13 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
     for message in messages:
         turns += _read_turns(message, root)
 
-    # The user opens, the assistant closes, and answers every user.
+    # The user comes first, the assistant last, and every user turn is followed by the assistant.
     roles = [turn["role"] for turn in turns]
     if not roles or roles[0] != "user" or roles[-1] != "assistant":
-        raise RowError(f"turns {roles}: must open with the user and close with the assistant")
+        raise RowError(f"turns {roles}: must start with the user and end with the assistant")
     for before, after in itertools.pairwise(roles):
         if before == after == "assistant" or (before == "user" and after != "assistant"):
-            raise RowError(f"turns {roles}: the assistant must follow each user, and never itself")
+            raise RowError(f"turns {roles}: the assistant must follow each user turn, and never its own")
 
     agent = row.get("agent") or "main"
     if agent not in ("main", "direct", "sub"):
@@ -92,7 +92,7 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
 
 
 def _read_turns(message: dict, root: Path) -> list[dict]:
-    """Return the turns of a message: none of a system prompt, one per tool response, else one."""
+    """Return a message's turns: none for a system prompt, one per tool response, otherwise one."""
     role = message.get("role")
     parts = _read_parts(message, root)
     if role == "system":
@@ -105,7 +105,7 @@ def _read_turns(message: dict, root: Path) -> list[dict]:
         return [{"role": "tool", "content": _strip_report(parts)}]
     if role == "assistant":
         if not all(isinstance(part, str) for part in parts):
-            raise RowError("the assistant's turn shows a video or an image: put it into the user's, or a report")
+            raise RowError("the assistant's turn shows a video or an image: move it to a user's turn or a report")
         return [{"role": "assistant", "content": [_open_turn("".join(parts))]}]
     raise RowError(f"role {role!r}: must be system, user, assistant or tool")
 
@@ -113,7 +113,7 @@ def _read_turns(message: dict, root: Path) -> list[dict]:
 def _read_parts(message: dict, root: Path) -> list[str | Media]:
     """Return a message's texts and media."""
     if message.get("tool_calls"):
-        raise RowError("calls in a field `tool_calls`: write them into the content, as <tool_call>...</tool_call>")
+        raise RowError("a message has `tool_calls`: write calls into its content, as <tool_call>...</tool_call>")
     content = message.get("content")
     if isinstance(content, str):
         content = [content]
@@ -129,13 +129,13 @@ def _read_parts(message: dict, root: Path) -> list[str | Media]:
 
 
 def _read_media(part: dict, root: Path) -> Media:
-    """Read a part of a message that shows something: {"video": path} or {"video_url": {"url": path}}, or an image."""
+    """Read a part with media: {"video": path}, {"video_url": {"url": path}}, or the same keys with `image`."""
     keys = [key for key in ("video_url", "image_url", "video", "image") if part.get(key)]
     if not keys:
         raise RowError(f"a part of type {part.get('type')!r} is neither text, video nor image")
     url = part[keys[0]]
     options = part
-    if isinstance(url, dict):  # its options may stand beside the URL
+    if isinstance(url, dict):  # options can be in it, beside the URL
         options = url | part
         url = url["url"]
     path = resolve_path(url, root)
@@ -143,15 +143,15 @@ def _read_media(part: dict, root: Path) -> Media:
         raise RowError(f"{path}: no such file")
     nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
     if (start, end) != (None, None) and not -math.inf < start < end < math.inf:
-        raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, the start before the end")
+        raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, with start before end")
     if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
         raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
     return Media(path, nframes, start, end, still=keys[0].startswith("image"))
 
 
 def _open_turn(text: str) -> str:
-    """Let an assistant's turn begin as in a rollout, where `<think>\\n` is forced: published rows have `<think>Thought` or
-    `<think>\\n\\n`, which would teach another first token than the one that the model is asked for."""
+    """Make an assistant's turn begin as in a rollout, where `<think>\\n` is forced. Published rows begin with `<think>Thought`
+    or `<think>\\n\\n`, which would teach another first token than the model needs there."""
     text = text.lstrip()
     if text.startswith("<think>"):
         text = THINK_PREFIX + text.removeprefix("<think>").lstrip()
@@ -159,13 +159,13 @@ def _open_turn(text: str) -> str:
 
 
 def _strip_report(parts: list[str | Media]) -> list[str | Media]:
-    """Take the white space from a report's edges, as a rollout does."""
+    """Strip white space around a report, as a rollout does."""
     stripped = [part.strip() if isinstance(part, str) else part for part in parts]
     return [part for part in stripped if part != ""] or [NO_REPORT]
 
 
 def _split_responses(parts: list[str | Media]) -> list[list[str | Media]]:
-    """Split a user turn of <tool_response> blocks into their contents. Media between two blocks belong to the second."""
+    """Return the content of each <tool_response> block of a user turn. Media between two blocks belong to the second."""
     responses: list[list[str | Media]] = []
     current: list[str | Media] = []
     for part in parts:
@@ -177,5 +177,5 @@ def _split_responses(parts: list[str | Media]) -> list[list[str | Media]]:
             elif isinstance(piece, Media) or (piece != "<tool_response>" and piece.strip()):
                 current.append(piece)
     if current:
-        raise RowError("text or media after the last </tool_response>")
+        raise RowError("text or media after the last </tool_response>: move it into a block")
     return responses

@@ -1,17 +1,17 @@
-"""distributed.py: what the processes of a run do together: start, talk, save and resume, publish weights.
+"""distributed.py: what the ranks of a run do together: start, exchange values, save and resume, write weights.
 
     init_distributed()                                        # under torchrun, or as a single process
-    means = mean_over_ranks({"turns": [2, 3, 2]})             # over all values of all ranks; a rank may lack names
-    save_state(run / "state", policy, optimizer, step)        # everything that training needs to go on
+    means = mean_over_ranks({"turns": [2, 3, 2]})             # over all values of all ranks; ranks can lack names
+    save_state(run / "state", policy, optimizer, step)        # everything that training needs to resume
     step, extra = load_state(run / "state", policy, optimizer)      # (0, {}) at the start of a run
     export(policy, run / "model", source, contract)           # Hugging Face format: a result, or the engine's snapshot
 
-*Training state* is fp32 shards of weights and moments, in torch's distributed checkpoint format; any number of ranks
-resumes it. Its metadata is a pickle, so it is read from the run's own folder only. *Exports* are safetensors that plain
-transformers and SGLang load. Both are written under another name and renamed when they are whole, so a process may be
-killed at any moment, and a full disk costs nothing that was complete before.
+*Training state* is fp32 shards of weights and AdamW moments in torch's distributed checkpoint format. Any number of ranks
+can resume it. Its metadata is a pickle, so read it only from the run's own folder. *Exports* are safetensors that plain
+transformers and SGLang load. Both are written under a temporary name and renamed when they are complete. A kill at any
+moment, or a full disk, therefore loses nothing that was complete before.
 
-Deliberately missing: saving on SIGTERM (torchrun kills 30 s later, an 8B state takes longer), asynchronous saving.
+Deliberately missing: saving on SIGTERM (torchrun kills after 30 s, an 8B state takes longer), asynchronous saving.
 """
 
 import contextlib
@@ -45,13 +45,13 @@ from runtime.visual import VisualContract
 
 # ------------------------------------------------------------------------------------------------ ranks
 
-TIMEOUT = datetime.timedelta(hours=2)  # of barrier() and gather(), where ranks wait for episodes, judges, a download
-NCCL_TIMEOUT = datetime.timedelta(minutes=30)  # the ranks have just met in gloo: a long wait means that one is lost
+TIMEOUT = datetime.timedelta(hours=2)  # for barrier() and gather(): ranks wait there for episodes, judges, a download
+NCCL_TIMEOUT = datetime.timedelta(minutes=30)  # gloo has just synchronised the ranks: a long wait means one is lost
 
 
 def init_distributed() -> None:
-    """Join torchrun's ranks. A lone GPU makes a group of one, since mixed precision needs FSDP2; a lone CPU makes none."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # said when one process saves a state
+    """Join torchrun's ranks. A lone process makes a group of one on a GPU, which FSDP2 needs, and no group on a CPU."""
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # printed when a single process saves a state
     cuda = torch.cuda.is_available()
     if dist.is_initialized() or not (cuda or "RANK" in os.environ):
         return
@@ -59,7 +59,7 @@ def init_distributed() -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     alone = {}
     if "RANK" in os.environ:
-        end_with_parent()  # torchrun's ranks have their own sessions, and would outlive its kill -9
+        end_with_parent()  # torchrun's ranks have their own sessions, so they would survive a kill -9 of torchrun
     else:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=NCCL_TIMEOUT, **alone)
@@ -67,7 +67,7 @@ def init_distributed() -> None:
 
 @functools.cache
 def _gloo() -> dist.ProcessGroup:
-    """Make the group for Python objects and barriers, once: no GPU waits for it."""
+    """Return the group for Python objects and barriers, made once. It runs on the CPU, so no GPU waits for it."""
     return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
@@ -80,7 +80,7 @@ def world_size() -> int:
 
 
 def local_size() -> int:
-    """Return how many ranks a node has: all of them, except under torchrun --nnodes."""
+    """Return the number of ranks on each node. It is less than world_size() only under torchrun --nnodes."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
 
 
@@ -89,7 +89,7 @@ def local_rank() -> int:
 
 
 def place(per_node: bool) -> tuple[int, int]:
-    """Return this rank's number and how many there are: on its node, or in all."""
+    """Return this rank's number and the number of ranks, on its node or in total."""
     if per_node:
         return local_rank(), local_size()
     return rank(), world_size()
@@ -107,7 +107,7 @@ def print0(*values: Any) -> None:
 
 
 def barrier() -> None:
-    """Wait for all ranks; rank 0's error names those that did not come."""
+    """Wait for all ranks. After the timeout, rank 0's error names the missing ranks."""
     if world_size() > 1:
         dist.monitored_barrier(_gloo(), TIMEOUT, wait_all_ranks=True)
 
@@ -122,7 +122,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def rank0_first(work: Callable[[], Any]) -> Any:
-    """Return work(), which rank 0 does before the others. If it fails there, the others end without a word."""
+    """Return work(). Rank 0 calls it before the others. If it fails there, the other ranks exit without a message."""
     if rank() == 0:
         try:
             result = work()
@@ -137,7 +137,7 @@ def rank0_first(work: Callable[[], Any]) -> Any:
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Sum by name; a rank may lack names."""
+    """Return the sum by name. Ranks can lack names."""
     sums = Counter()
     for values_of_rank in gather(values):
         sums.update(values_of_rank)
@@ -145,7 +145,7 @@ def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
 
 
 def mean_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
-    """Return the mean by name, over all values that all ranks have of it."""
+    """Return the mean by name, over all values of all ranks. Ranks can lack names."""
     pooled = defaultdict(list)
     for values_of_rank in gather(values):
         for name, some in values_of_rank.items():
@@ -154,7 +154,7 @@ def mean_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
 
 
 def peak_memory() -> float:
-    """Return the GiB that the most loaded GPU has held so far; 0 where there is none."""
+    """Return the peak memory so far, in GiB, of the most loaded GPU; 0 without a GPU."""
     return max(gather(torch.cuda.max_memory_allocated())) / 2**30
 
 
@@ -163,7 +163,7 @@ def peak_memory() -> float:
 
 @contextlib.contextmanager
 def _writing(unfinished: Path) -> Iterator[None]:
-    """Turn what the libraries raise when the disk is full into an OSError, and remove the torn files."""
+    """If the disk is full, turn the library's error into an OSError and remove the incomplete files."""
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -177,7 +177,7 @@ def _writing(unfinished: Path) -> Iterator[None]:
 
 
 def refuse_not_finite(weights: dict[str, torch.Tensor], where: str) -> None:
-    """Raise on every rank, by name, if one of the weights is not finite on any."""
+    """Raise ConfigError on every rank if any rank holds a weight that is not finite. The error names the weight."""
     broken = []
     for name, weight in weights.items():
         mine = weight.to_local() if isinstance(weight, DTensor) else weight
@@ -190,8 +190,8 @@ def refuse_not_finite(weights: dict[str, torch.Tensor], where: str) -> None:
 
 
 def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict | None = None) -> None:
-    """Save weights that train, AdamW's moments, the step (data, learning rate and random draws are functions of it) and
-    `extra` (JSON). The `keep` newest states stay."""
+    """Save the trainable weights, AdamW's moments, the step and `extra` (JSON). Data, learning rate and random draws need no
+    state: they are functions of the step. Keep the `keep` newest states."""
     folder = Path(folder)
     state = _state(policy, optimizer)
     refuse_not_finite(state["weights"], f"{folder}: no state of step {step} is saved")
@@ -199,24 +199,24 @@ def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, 
     unfinished = target.with_suffix(".tmp")
     with _writing(unfinished):
         if rank() == 0:
-            for left_over in folder.glob("step-*.*"):  # of a process that was killed
+            for left_over in folder.glob("step-*.*"):  # from a process that was killed
                 shutil.rmtree(left_over)
             unfinished.mkdir(parents=True)
         barrier()
         dcp.save(state, checkpoint_id=unfinished, **_group())
-        if rank() == 0:  # whose call returns when all ranks have written
+        if rank() == 0:  # here, dcp.save returns once all ranks have written
             write_whole(unfinished / "run.json", json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
         unfinished.rename(target)
         for old in _states(folder)[:-keep]:
-            doomed = old.with_suffix(".old")  # first no longer complete by name, then gone
+            doomed = old.with_suffix(".old")  # rename first: only a complete state has a name without suffix
             old.rename(doomed)
             shutil.rmtree(doomed)
     barrier()
 
 
 def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, Any]]:
-    """Continue from the newest complete state; return (step, extra), or (0, {}) where there is none."""
+    """Load the newest complete state. Return its (step, extra), or (0, {}) if there is none."""
     states = _states(Path(folder))
     if not states:
         return 0, {}
@@ -224,39 +224,39 @@ def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, An
         run = json.loads((states[-1] / "run.json").read_text())
         dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
         return run["step"], run["extra"]
-    except (Exception, CheckpointException) as error:  # a torn file of torch's is a pickle, which may raise anything
+    except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
         cause = error
-        if isinstance(error, CheckpointException):  # it has the exception of each rank that failed
+        if isinstance(error, CheckpointException):  # it holds the exception of each rank that failed
             cause, _ = next(iter(error.failures.values()))
         if not isinstance(cause, Exception):  # Ctrl-C
             raise
-        then = f"go on from {states[-2].name}" if states[1:] else "start anew"
+        then = f"resume from {states[-2].name}" if states[1:] else "start again"
         raise ConfigError(f"{states[-1]} is damaged ({cause!r:.200}); delete it to {then}") from None
 
 
 def _group() -> dict[str, Any]:
-    """Return torch's options for the ranks that save or load together: in gloo, whose time-out allows for slow disks."""
+    """Return dcp's options: all ranks save or load together, over gloo, whose timeout allows for slow disks."""
     return {"process_group": _gloo()} if world_size() > 1 else {"no_dist": True}
 
 
 def saved_step(folder: str | Path) -> int:
-    """Return the step of the newest complete state, or 0 where there is none."""
+    """Return the step of the newest complete state, or 0 if there is none."""
     states = _states(Path(folder))
     return int(states[-1].name.removeprefix("step-")) if states else 0
 
 
 def _states(folder: Path) -> list[Path]:
-    """List the complete states, the oldest first. A state gets its name without suffix once it is whole."""
+    """List the complete states, oldest first. A state's name has a suffix until it is complete."""
     return sorted(path for path in folder.glob("step-*") if not path.suffix)
 
 
 def _state(policy, optimizer) -> dict[str, dict[str, Any]]:
-    """Return weights that train and AdamW's state, by name. dcp.load fills these very tensors."""
+    """Return the trainable weights and AdamW's state, by name. dcp.load writes into these tensors."""
     weights, adamw = {}, {}
     for name, p in policy.named_parameters():
         if not p.requires_grad:
             continue
-        if not optimizer.state[p]:  # AdamW fills it at its first step; until then it stands for zeros
+        if not optimizer.state[p]:  # AdamW creates it at its first step; before that, create zeros
             step = torch.zeros((), device=p.device if optimizer.defaults["fused"] else "cpu")  # AdamW's own choice
             optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         weights[name] = p.detach()
@@ -270,12 +270,12 @@ NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) -> Path:
-    """Return a checkpoint's folder; of a model on the Hugging Face hub, fetch the files that fit the patterns `only`."""
+    """Return a checkpoint's folder. Download a model from the Hugging Face hub, or only its files that match `only`."""
     if Path(checkpoint).is_dir():
         return Path(checkpoint)
-    try:  # by all ranks: the hub's cache locks each file, so it is downloaded once
+    try:  # all ranks call it: the hub's cache locks each file, so each file is downloaded once
         return Path(snapshot_download(str(checkpoint), allow_patterns=only))
-    except (HFValidationError, OSError) as error:  # OSError: all that the hub answers
+    except (HFValidationError, OSError) as error:  # OSError: every error of the hub
         raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
 
 
@@ -283,11 +283,11 @@ def export(
     policy, folder: str | Path, source: str | Path, contract: VisualContract, file_bytes: int = 2 << 30, per_node=False,
     frozen=True,
 ) -> None:  # fmt: skip
-    """Write the policy as a Hugging Face checkpoint: its weights, in the dtype it computes in, and all else as in
-    `source`. A folder of that name is replaced. `per_node`: every node writes one, into its own folder. Without `frozen`
-    the weights that do not train are left out.
+    """Write the policy as a Hugging Face checkpoint: its weights in the dtype of computation, and copies of the other files of
+    `source`. Replace an existing folder. `per_node`: each node writes its own folder. `frozen=False`: leave out the weights
+    that do not train.
 
-    A rank holds one file of about `file_bytes`, and one gathered weight, at a time."""
+    A rank holds at most one file of about `file_bytes` and one gathered weight at a time."""
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + ".tmp")
     me, ranks = place(per_node)
@@ -302,8 +302,8 @@ def export(
         unfinished.mkdir(parents=True)
     barrier()
 
-    # 2. Write the files in rounds of one per rank. All ranks gather each weight of a round, and the one whose file it is keeps
-    #    it. Then all copy to the host and write at the same time.
+    # 2. Write the files in rounds, one file per rank. All ranks gather each weight of a round, and the rank that writes it
+    #    keeps it. Then all ranks copy their weights to the host and write at the same time.
     files = _deal_into_files(weights, ranks, file_bytes // policy.dtype.itemsize)
     for first in range(0, len(files), ranks):
         mine = {}
@@ -321,7 +321,7 @@ def export(
                 save_file(on_host, unfinished / my_file, metadata={"format": "pt"})
     barrier()
 
-    # 3. One rank adds what stands beside the weights, and gives the folder its name.
+    # 3. One rank adds the index, the config and the other files, and renames the folder.
     if me == 0:
         if len(files) > 1:
             total = policy.dtype.itemsize * sum(weight.numel() for weight in weights.values())
@@ -336,7 +336,7 @@ def export(
             part["dtype"] = str(policy.dtype).removeprefix("torch.")
         (unfinished / "config.json").write_text(json.dumps(config, indent=2))
         contract.save(unfinished)
-        for path in unfinished.glob("*.safetensors"):  # safetensors makes them readable for the owner alone
+        for path in unfinished.glob("*.safetensors"):  # safetensors makes them readable only for the owner
             shutil.copymode(unfinished / "config.json", path)
         replaced = folder.with_name(folder.name + ".old")
         if folder.exists():
@@ -348,13 +348,13 @@ def export(
 
 
 def _deal_into_files(weights: dict[str, torch.Tensor], ranks: int, file_size: int) -> list[tuple[str, list[str]]]:
-    """Return files, and the names of the weights in each: about `file_size` numbers a file, as many files for each rank."""
+    """Deal the weights into files of about `file_size` numbers, equally many files per rank. Return (file, weight names)."""
     total = sum(weight.numel() for weight in weights.values())
     count = ranks * math.ceil(total / (ranks * file_size))
     names: list[list[str]] = [[] for _ in range(count)]
     sizes = [0] * count
     for name in sorted(weights, key=lambda name: -weights[name].numel()):
-        smallest = sizes.index(min(sizes))  # the largest weight that is left goes into the smallest file
+        smallest = sizes.index(min(sizes))  # put the largest remaining weight into the smallest file
         names[smallest].append(name)
         sizes[smallest] += weights[name].numel()
     if count == 1:
@@ -364,20 +364,20 @@ def _deal_into_files(weights: dict[str, torch.Tensor], ranks: int, file_size: in
 
 @contextlib.contextmanager
 def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images: float = 0.0) -> Iterator[Path]:
-    """Choose this node's folder of snapshots: in memory if two fit there (the old one, and the one being written) beside
-    so many bytes of images; else in the run. Without `per_node` there is one folder for all nodes, in the run."""
+    """Choose this node's folder for snapshots. It is in memory if two snapshots (the old one and the one being written) fit
+    there beside `images` bytes; otherwise it is in the run's folder. Without `per_node`, all nodes share one folder there."""
     me, _ = place(per_node)
     if me > 0:
         yield gather(None)[rank() - me]
         return
-    folder = Path(run).absolute() / "snapshot"  # servers may stand in another directory
+    folder = Path(run).absolute() / "snapshot"  # absolute: servers can run in another directory
     if per_node:
         folder = folder.with_name(f"snapshot-{rank() // local_size()}")
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # from a run that was killed
     needed = images + 2.2 * sum(file.stat().st_size for file in source.glob("*.safetensors"))
     if not per_node:
         print(f"servers elsewhere read the weights from {folder}: all machines must see it")
-    elif shutil.disk_usage(memory_folder()).free > needed:  # memory_folder has removed what dead runs left
+    elif shutil.disk_usage(memory_folder()).free > needed:  # memory_folder has removed the folders of dead runs
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
     else:
         print(f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB: weights go through {run}")

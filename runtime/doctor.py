@@ -1,10 +1,10 @@
-"""doctor.py: check trajectories and the engine against the trainer: what was sampled must be what will be learned.
+"""doctor.py: check that the trainer learns exactly the tokens that the engine sampled, with the same log-probs.
 
     self_check(policy, groups, temperature)     # rl.py, on every rank before its first update; raises EngineError
-    refuse_empty(groups, step); check_gap(mean, largest, step)      # likewise, in every step
-    flaw_of, trainer_logprobs, ...              # `python -m study.ask doctor` makes a table of them
+    refuse_empty(groups, step); check_gap(mean, largest, step)      # rl.py, in every step
+    flaw_of, trainer_logprobs, ...              # `python -m study.ask doctor` prints them as a table
 
-A `trajectory` is a data.Trajectory and a `group` a data.Group; this file stands below data.py and only reads their fields.
+A `trajectory` is a data.Trajectory, a `group` a data.Group. This file cannot import data.py, so it only reads their fields.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from runtime.policy import Policy
 from runtime.render import Bundle, Renderer
 from runtime.visual import patchify
 
-GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding is far below it, a wrong image above
-GAP_WARNING = 0.2  # other projects report poor convergence from this mean on, and 0.04 for bf16's rounding
+GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding stays far below, a wrong image is above
+GAP_WARNING = 0.2  # other projects report poor convergence above this mean, and 0.04 from bf16 rounding
 _warned: list[str] = []  # warnings that this process has printed
 
 
 def refuse_empty(groups: Sequence, step: int) -> None:
-    """Refuse a step in which no episode ran on any rank. Such a run would save its states over the good ones."""
+    """Refuse a step in which no episode ran on any rank. The run would go on and replace its good states."""
     errors = sum(gather([episode.error for group in groups for episode in group.episodes]), [])
     if all(errors):
         reason = errors[-1] if errors else "no row of the batch can be used"
@@ -34,30 +34,30 @@ def refuse_empty(groups: Sequence, step: int) -> None:
 
 
 def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_temperature: float = 0.0) -> None:
-    """Refuse a first batch with broken trajectories, or with log-probs that the trainer does not compute."""
+    """Refuse a first batch with broken trajectories, or with log-probs that the trainer does not reproduce."""
     ran = [episode for group in groups for episode in group.episodes if not episode.error]
     trajectories = [trajectory for episode in ran for trajectory in episode.trajectories]
     refuse_flaws([flaw for flaw in (flaw_of(trajectory, policy) for trajectory in trajectories) if flaw])
 
-    # One episode is enough: the shortest with a call, whose crops have another size than the overview, or the shortest.
+    # Check one episode: the shortest with a call, since crops differ in size from the overview; else the shortest.
     main, subagent = [], []
     if ran:
         episode = min(ran, key=lambda episode: (not episode.executed, len(episode.main.ids)))
         main = [episode.main]
         subagent = episode.subagents[:1]
-    gap = logprob_gap(policy, main, temperature)  # also called by a rank that has no episode
-    # A greedy sub-agent's log-probs are unscaled. np.max is NaN if one of them is, where max() may drop it.
+    gap = logprob_gap(policy, main, temperature)  # all ranks must call it, even without an episode
+    # A greedy sub-agent's log-probs are those of temperature 1. np.max keeps a NaN, which max() can drop.
     largest = float(np.max([gap, logprob_gap(policy, subagent, subagent_temperature or 1.0)]))
     flaws = []
     if not largest <= GAP_LIMIT:  # or NaN
-        reason = "its images, its weights, its temperature or its banned tokens are others than the trainer's"
+        reason = "the engine's images, weights, temperature or banned tokens differ from the trainer's"
         flaws = [f"trainer and engine disagree: their log-probs differ by {largest:.3f} on average; {reason}"]
     refuse_flaws(flaws)
     print0(f"trainer and engine agree: their log-probs differ by {max(gather(largest)):.4f} on average")
 
 
 def check_gap(mean: float, largest: float, step: int) -> None:
-    """Refuse a step whose log-prob gaps are not finite, and warn once of a large mean. All ranks have the same values."""
+    """Refuse a step whose log-prob gaps are not finite. Warn once about a large mean. All ranks pass the same values."""
     told = f"step {step + 1}: log-probs of trainer and engine differ by {mean:.2f} on average, {largest:.2f} at most"
     if not np.isfinite([mean, largest]).all():
         raise EngineError(f"{told}: one of the two has broken weights; lower optim.lr")
@@ -67,10 +67,10 @@ def check_gap(mean: float, largest: float, step: int) -> None:
 
 
 def refuse_flaws(flaws: list[str]) -> None:
-    """Raise on every rank if any has found a flaw."""
+    """Raise EngineError on every rank if any rank has found a flaw."""
     flaws = sum(gather(flaws[:3]), [])
     if flaws:
-        raise EngineError("; ".join(flaws) + ". `python -m study.ask doctor` looks closer")
+        raise EngineError("; ".join(flaws) + ". Run `python -m study.ask doctor` for details")
 
 
 def flaw_of(trajectory, policy: Policy) -> str:
@@ -109,7 +109,7 @@ def engine_logprobs(trajectories: Sequence, start: int = 0) -> Tensor:
 
 
 def position_error(policy: Policy, trajectory, renderer: Renderer) -> int:
-    """Return by how much our M-RoPE positions differ from transformers' own."""
+    """Return the largest difference between our M-RoPE positions and transformers' own."""
     merge = renderer.contract.merge
     _, grid = patchify(trajectory.frames, renderer.contract.patch, merge)
     sizes = [(rows // merge, columns // merge) for _, rows, columns in grid.tolist()]

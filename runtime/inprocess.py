@@ -1,18 +1,18 @@
-"""inprocess.py: an engine in this process: transformers' model, a thread, and batches. For the toy, tests, one GPU.
+"""inprocess.py: an engine in this process: a transformers model that samples batches in a thread. For the toy, tests, one GPU.
 
-    engine = InProcess(checkpoint, renderer)                     # see engine.py for the verbs
+    engine = InProcess(checkpoint, renderer)                     # see engine.py for the methods
 
-A batch starts when all callers that were announced wait for their tokens (engine.py):
+A batch starts when every announced caller waits for its tokens (engine.py):
 
-    read      all prompts as one packed sequence, in which a prompt that several requests share stands once (packing.py)
-    rows      copy the keys to one row per request, padded on the left
-    sample    a token per row and step, until all rows have ended; rows that have ended leave
+    prefill   run all prompts as one packed sequence; a prompt that several requests share appears once (packing.py)
+    rows      copy the keys and values to one row per request, padded on the left
+    decode    sample one token per row and step until all rows have ended; drop rows that have ended
 
-Batches are sorted, and each row draws from its own seed. So on a CPU a run can be repeated bit for bit, unless a call
-outlasts `call_timeout`.
+Requests are sorted before they are batched, and each row has its own random seed. On a CPU a run is therefore repeatable
+bit for bit, unless a call takes longer than `call_timeout`.
 
-Deliberately missing: requests that join a running batch, paged keys, tensor parallelism, and a CUDA stream of its own: on
-one GPU, sampling and training take turns whatever `staleness` says.
+Deliberately missing: requests that join a running batch, paged keys, tensor parallelism, and a CUDA stream of its own. On
+one GPU, sampling and training therefore take turns, even with `staleness: 1`.
 
 Shapes: B rows, N tokens of the packed prompts, L keys of the longest row, H hidden, V vocabulary, M visual tokens,
 D DeepStack levels.
@@ -40,7 +40,7 @@ from runtime.video import Frames
 
 @dataclass
 class Request:
-    """One call of `generate`, and the tokens that were sampled for it so far."""
+    """One call of `generate`, and the tokens sampled for it so far."""
 
     ids: list[int]
     frames: tuple[Frames, ...]
@@ -48,15 +48,15 @@ class Request:
     temperature: float
     seed: int
     stop: frozenset[int]
-    shared_prefix: int  # leading ids that are read once for all requests that begin with them
-    result: Future = field(default_factory=Future)  # of the Sample
-    position: int = 0  # M-RoPE's, of the first sampled token
+    shared_prefix: int  # number of leading ids that are prefilled once for all requests that share them
+    result: Future = field(default_factory=Future)  # will hold the Sample
+    position: int = 0  # M-RoPE position of the first sampled token
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     ended: bool = False
 
     def __post_init__(self):
-        # Two prompts are the same if they have the same ids and show the same frames in memory.
+        # Two prompts are equal if their ids are equal and their frames are the same arrays in memory.
         self.prompt = (tuple(self.ids[: self.shared_prefix]), tuple(id(clip.pixels) for clip in self.frames))
         self.random = np.random.Generator(np.random.Philox(self.seed))
 
@@ -71,7 +71,7 @@ class Request:
 
 
 class InProcess(Engine):
-    """transformers' model with its own copy of the weights."""
+    """A transformers model with its own copy of the weights."""
 
     def __init__(
         self, checkpoint: str | Path, renderer: Renderer, device="cpu", dtype="float32", max_batch_tokens=131_072
@@ -88,7 +88,7 @@ class InProcess(Engine):
         self.kernel = packing.pick_kernel(self.model.device, self.model.dtype)
         self.closed = False
         self._queue: list[Request] = []
-        self._announced = 0  # callers that will wait for a sample before they do anything else
+        self._announced = 0  # threads that are about to call `generate`; a batch waits for all of them
         self._changed = threading.Condition()  # guards the three above
         self._weights = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
@@ -96,7 +96,7 @@ class InProcess(Engine):
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
-        # The last id is never in the shared part: the first token is drawn from its logits.
+        # Keep the last id out of the shared prefix: the first token is sampled from its logits.
         shared_prefix = min(shared_prefix or len(ids), len(ids) - 1)
         stops = frozenset(self.renderer.ends_of_turn) | frozenset(stop)
         request = Request(list(ids), tuple(frames), max_new_tokens, temperature, seed, stops, shared_prefix)
@@ -119,7 +119,7 @@ class InProcess(Engine):
         with self._weights:
             missing, unknown = self.model.load_state_dict(state, strict=False)
             if unknown or set(missing) - set(self.model.all_tied_weights_keys):
-                raise EngineError(f"{path} is no snapshot of this model: missing {missing[:3]}, unknown {unknown[:3]}")
+                raise EngineError(f"{path} does not fit this model: missing {missing[:3]}, unknown {unknown[:3]}")
             self.version = version
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class InProcess(Engine):
         atexit.unregister(self.close)
 
     def _serve(self) -> None:
-        """Sample one batch after the other, in the engine's thread."""
+        """Sample batches one after another, in the engine's thread."""
         closed = False
         while not closed:
             with self._changed:
@@ -144,15 +144,15 @@ class InProcess(Engine):
                         raise EngineError("the engine was closed")
                     with self._weights:
                         _Batch(self, batch).sample()
-                except Exception as error:  # whatever it is, it belongs to the threads that wait for it
+                except Exception as error:  # the waiting threads raise it, even if it is a bug of ours
                     for request in batch:
                         if not request.result.done():
                             request.result.set_exception(error)
 
 
 def cut_into_batches(requests: Sequence[Request], max_tokens: int) -> list[list[Request]]:
-    """Sort requests and cut them into batches whose rows have at most `max_tokens` keys, padding and tokens to come included.
-    A quarter of that may be padding: a smaller share would need more batches, and each reads the weights once per token."""
+    """Sort requests and cut them into batches of at most `max_tokens` keys, including padding and tokens still to be sampled.
+    Up to a quarter can be padding: a tighter limit needs more batches, and each batch reads the weights once per token."""
     batches: list[list[Request]] = []
     for request in sorted(requests, key=lambda r: (r.shared_prefix, len(r.ids), r.seed)):
         if batches:
@@ -168,15 +168,15 @@ def cut_into_batches(requests: Sequence[Request], max_tokens: int) -> list[list[
 
 
 def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout=None, **_):
-    """Answer transformers' attention interface: [B, heads, L, size] -> [B, L, heads, size]. A packed sequence is read by its
-    layout. After it comes one token per row, by plain matrix products: with a mask, SDPA computes all scores in fp32 on a
-    GPU, or, by cuDNN, plans each new length of the keys anew. `attention_mask`: a row's real keys, [B, 1, 1, L]."""
+    """Implement transformers' attention interface: [B, heads, L, size] -> [B, L, heads, size]. The prefill has a `key_layout`.
+    Decoding has one token per row and uses plain matrix products. On a GPU, SDPA with a mask computes all scores in fp32, or
+    through cuDNN makes a new plan for each key length. `attention_mask` [B, 1, 1, L] marks the real keys."""
     if key_layout:
         return packing.group_packed_attention(module, query, key, value, None, scaling, key_layout)
-    # The query heads that share a key head stand beside each other: one product for them, and no copy of the keys.
+    # Query heads that share a key head are adjacent, so one product serves them without a copy of the keys.
     groups = query.shape[1] // key.shape[1]
     query = query[:, :, 0].unflatten(1, (-1, groups))  # [B, key heads, groups, size]
-    if key.is_cuda:  # products of bf16 stay in fp32 until the softmax, as in the trainer's kernel
+    if key.is_cuda:  # keep bf16 products in fp32 until the softmax, as the trainer's kernel does
         flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
         scores = flat.unflatten(0, query.shape[:2])
     else:
@@ -188,8 +188,8 @@ def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_
 
 
 class _Keys(DynamicLayer):
-    """A block's keys and values: of the packed prompts, then of one row per request. `keys` and `values` have room behind
-    `length`, where a new token's are written in place. All are copied only when the room is used up."""
+    """One block's keys and values: first of the packed prompts, then of one row per request. `keys` and `values` have spare
+    room after `length`, so a new token is written in place. They are copied only when that room is used up."""
 
     def update(self, key_states, value_states, *_, **__):
         if not self.is_initialized:
@@ -215,7 +215,7 @@ class _Batch:
 
     @torch.inference_mode()
     def sample(self) -> None:
-        """Sample one token per row at a time, until all rows have ended."""
+        """Sample one token per row and step until all rows have ended."""
         hidden = self._read()
         rows = self.requests
         while not self.engine.closed:
@@ -227,14 +227,14 @@ class _Batch:
             if not alive:
                 return
 
-            # Dropping rows copies all keys, so it waits until an eighth of them have ended.
+            # Dropping rows copies all keys, so drop them only once an eighth of the rows have ended.
             if len(alive) <= 7 * len(rows) // 8:
                 kept = torch.tensor(alive, device=self.device)
                 self.cache.batch_select_indices(kept)
                 self.real = self.real[kept]
                 rows = [rows[i] for i in alive]
 
-            # Read the new tokens.
+            # Run the model on the new tokens.
             ids = torch.tensor([[row.sampled[-1]] for row in rows], device=self.device)  # [B, 1]
             positions = torch.tensor([[row.position + len(row.sampled) - 1] for row in rows], device=self.device)
             self.real = F.pad(self.real, (0, 1), value=True)
@@ -248,14 +248,14 @@ class _Batch:
         raise EngineError("the engine was closed")
 
     def _read(self) -> Tensor:
-        """Read all prompts, and return the hidden state [B, H] from which each row's first token is drawn."""
+        """Prefill all prompts. Return the hidden states [B, H] that predict each row's first token."""
         contract = self.renderer.contract
 
-        # 1. Lay the prompts out as one sequence. From here on the requests are in its order.
+        # 1. Pack the prompts into one sequence. From here on, the requests are in the order of that sequence.
         bundles, self.requests = self._bundles()
         packed = packing.pack_bundles(bundles, self.renderer.image_pad, contract.cell)
 
-        # 2. Encode the frames. Short clips go together, up to the frames of an overview, which bounds the memory.
+        # 2. Encode the frames. Short clips share a call of at most `overview_frames` frames, which bounds the memory.
         parts: list[list[Frames]] = []
         for bundle in bundles:
             for clip in bundle.frames:
@@ -266,16 +266,16 @@ class _Batch:
         features = [packing.encode_frames(tower, part, contract.patch, contract.merge, kernel) for part in parts]
         visual = torch.cat(features, dim=1) if features else None  # [1 + D, M, H]
 
-        # 3. Run the text model, which leaves the keys of the sequence in the cache.
+        # 3. Run the text model. It leaves the keys and values of the sequence in the cache.
         cache = {"past_key_values": self.cache, "use_cache": True}
         hidden = packing.run_text_model(self.model, packed, visual, kernel, **cache)  # [N, H]
 
-        # 4. Give each request a row of its own: the places of its keys in the sequence, padded on the left.
+        # 4. Give each request its own row: the indices of its keys in the sequence, padded on the left.
         prompts = {s.prompt_start for s in packed.segments if s.prompt_stop > s.prompt_start}
         suffixes = [s for s in packed.segments if s.start not in prompts]
         longest = max(len(s.key_positions()) for s in suffixes)  # L
         places = np.zeros((len(suffixes), longest), np.int64)
-        real = np.zeros((len(suffixes), longest), bool)  # no padding
+        real = np.zeros((len(suffixes), longest), bool)  # False: padding
         for i, s in enumerate(suffixes):
             keys = s.key_positions()
             places[i, -len(keys) :] = keys
@@ -290,7 +290,7 @@ class _Batch:
         return hidden[places[:, -1]]
 
     def _bundles(self) -> tuple[list[Bundle], list[Request]]:
-        """Return a bundle per prompt, whose suffixes are the rests of its requests' ids; and the requests in that order."""
+        """Return one bundle per prompt, with one suffix per request, and the requests in the order of the suffixes."""
         by_prompt: dict[tuple, list[Request]] = {}
         for request in self.requests:
             by_prompt.setdefault(request.prompt, []).append(request)
@@ -298,9 +298,9 @@ class _Batch:
         bundles = []
         for requests in by_prompt.values():
             first = requests[0]
-            length = first.shared_prefix if len(requests) > 1 else 0  # a request alone is read in one piece
+            length = first.shared_prefix if len(requests) > 1 else 0  # a lone request is one suffix of an empty prompt
             prompt = first.ids[:length]
-            # The clips whose pads stand in the prompt; the others follow it in each request.
+            # Count the clips whose pads are in the prompt. The remaining clips belong to the suffixes.
             shown = 0
             pads = prompt.count(self.renderer.image_pad)
             while pads > 0:
@@ -317,11 +317,11 @@ class _Batch:
         return bundles, [request for requests in by_prompt.values() for request in requests]
 
     def _choose(self, hidden: Tensor, rows: list[Request]) -> tuple[list[int], list[float]]:
-        """Draw the next token of each row, and return the tokens and their log-probs."""
+        """Sample the next token of each row. Return the tokens and their log-probs."""
         logits = packing.matmul_fp32(hidden, self.model.lm_head.weight.t())  # [B, V]
         logits[:, self.renderer.never_sampled] = -torch.inf
         temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
-        # 24 random bits each: in float64, their product with any total stays below the total (see draw).
+        # Each has 24 random bits. In float64, its product with any total therefore stays below the total (see `draw`).
         uniforms = [float(row.random.random(dtype=np.float32)) for row in rows]
         uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
         tokens, logprobs = draw(logits, temperatures, uniforms)
@@ -329,12 +329,12 @@ class _Batch:
 
 
 def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token per row [B] from softmax(logits / temperature), greedily where the temperature is 0, and return it
-    with its log-prob. A row's token depends on nothing but its logits, temperature and uniform, a number in [0, 1)."""
+    """Sample one token per row [B] from softmax(logits / temperature), or take the argmax where the temperature is 0. Return
+    tokens and log-probs. A token depends only on its row's logits, temperature and uniform number in [0, 1)."""
     tau = torch.where(temperatures > 0, temperatures, 1.0)[:, None]
     scaled = logits / tau  # [B, V]
     top = scaled.amax(-1, keepdim=True)
-    # The token is where the cumulative distribution (here times a constant) passes the row's uniform.
+    # Take the token at which the cumulative distribution (here not normalised) passes the row's uniform number.
     ends = (scaled - top).exp_().cumsum(-1, dtype=torch.float64)  # [B, V]
     total = ends[:, -1:]
     tokens = torch.searchsorted(ends, uniforms[:, None] * total, right=True)  # [B, 1]

@@ -1,16 +1,16 @@
-"""packing.py: several bundles as one flat sequence, each shared prompt once, and the attention that keeps them apart.
+"""packing.py: pack bundles into one flat sequence, each shared prompt once, with attention that keeps them apart.
 
     packed = pack_bundles(bundles, image_pad, cell)          # ids, positions, segments, and where the targets are
-    hidden = run_text_model(model, packed, visual, kernel)   # [L, H]; policy.py and inprocess.py both read like this
+    hidden = run_text_model(model, packed, visual, kernel)   # [L, H]; the forward of policy.py and inprocess.py
 
     tokens      prompt a | suffix a1 | suffix a2 | prompt b | suffix b1 | ...
     positions   0 .. p-1 | p p+1 ... | p p+1 ... | 0 ...                         p: M-RoPE's position after the prompt
-    attention   a2 sees prompt a and itself, causally; nothing looks into another suffix or bundle
+    attention   a2 sees prompt a and itself, causally; no token sees another suffix or bundle
 
-With G rollouts of a prompt of P tokens and suffixes of S, the model runs P + G S tokens instead of G (P + S), and the
-vision tower sees the prompt's frames once. An SFT row is a bundle with one suffix, so its packing is the same thing.
+For G rollouts with a prompt of P tokens and suffixes of S tokens, the model runs P + G S tokens instead of G (P + S), and
+the vision tower encodes the prompt's frames once. An SFT row is a bundle with one suffix, so it is packed the same way.
 
-Deliberately missing: a mask over the pack (L x L), and keys shared across bundles with equal prompts.
+Deliberately missing: an L x L mask over the sequence, and keys shared across bundles with equal prompts.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ from runtime.visual import patchify
 
 
 class Segment(NamedTuple):
-    """A prompt or a suffix: tokens [start, stop) of the flat sequence. Each of them sees tokens [prompt_start, prompt_stop)
-    and the segment's own tokens up to itself. A prompt has an empty prompt before it."""
+    """A prompt or a suffix: tokens [start, stop) of the flat sequence. Each token sees tokens [prompt_start, prompt_stop)
+    and the segment's own tokens up to itself. For a prompt, [prompt_start, prompt_stop) is empty."""
 
     start: int
     stop: int
@@ -40,7 +40,7 @@ class Segment(NamedTuple):
     prompt_stop: int
 
     def key_positions(self) -> np.ndarray:
-        """Return the places of all keys that the segment's last token sees."""
+        """Return the indices of all keys that the segment's last token sees."""
         return np.concatenate([np.arange(self.prompt_start, self.prompt_stop), np.arange(self.start, self.stop)])
 
 
@@ -51,16 +51,16 @@ class Packed:
     ids: np.ndarray  # int64 [L]
     positions: np.ndarray  # int64 [3, L]: M-RoPE's time, height, width
     segments: list[Segment]
-    sources: np.ndarray  # int64 [N]: where each target's log-prob is computed, the token before it
-    targets: np.ndarray  # int64 [N]: ids
+    sources: np.ndarray  # int64 [N]: index of the token before each target, whose hidden state predicts it
+    targets: np.ndarray  # int64 [N]: ids of the targets
 
 
 def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad: int, start: int):
-    """Return M-RoPE positions [3, len(ids)] of a piece that begins at position `start`, the position after it, and how
-    many images stand in it.
+    """Return the M-RoPE positions [3, len(ids)] of a piece that begins at position `start`, the position after the piece,
+    and the number of images in it.
 
-    A text token at p stands at (p, p, p). Token (row, column) of an image stands at (p, p + row, p + column), and the
-    text goes on at p + max(rows, columns). `images` are (rows, columns) and may reach beyond this piece."""
+    A text token at p has position (p, p, p). Token (row, column) of an image at p has (p, p + row, p + column), and the
+    text continues at p + max(rows, columns). `images` holds (rows, columns); it can include images of later pieces."""
     positions = np.empty((3, len(ids)), np.int64)
     pads = np.flatnonzero(ids == image_pad)
     at = used = shown = 0  # tokens, pads and images placed so far
@@ -80,8 +80,8 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
         stop = at + count
         if count == 0 or stop > len(ids) or not (ids[at:stop] == image_pad).all():
             raise ValueError(
-                f"image pads from token {at}: expected {rows} x {columns} for the next frame. A bundle's frames "
-                "must be those of its pads, in order; never cut a sequence inside an image"
+                f"image pads from token {at}: expected {rows} x {columns} for the next frame. Give a bundle's frames "
+                "in the order of their pads, and never cut a sequence inside an image"
             )
         row, column = np.indices((rows, columns)).reshape(2, count)
         positions[0, at:stop] = position
@@ -95,13 +95,13 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
 
 
 def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed:
-    """Lay bundles out as one sequence. `cell`: side in pixels of what becomes one visual token."""
-    # Each list begins with an empty piece, so that it can be joined also where there are no bundles.
+    """Pack bundles into one sequence. `cell`: side in pixels of the square that becomes one visual token."""
+    # Each list begins with an empty piece, so that np.concatenate works even without bundles.
     nothing = np.zeros(0, np.int64)
     ids, sources, targets = [nothing], [nothing], [nothing]
     positions = [np.zeros((3, 0), np.int64)]
     segments: list[Segment] = []
-    end = 0  # of what is laid out so far
+    end = 0  # tokens placed so far
     for bundle in bundles:
         images = []  # (rows, columns) of visual tokens
         for clip in bundle.frames:
@@ -118,10 +118,10 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         segments.append(Segment(prompt_start, prompt_stop, prompt_start, prompt_start))
         end = prompt_stop
 
-        # its suffixes: each follows the prompt, not the suffix that is laid out before it
+        # its suffixes: each continues the prompt, not the suffix before it in the sequence
         for suffix, mask in zip(bundle.suffixes, bundle.masks, strict=True):
             if not bundle.prompt and mask[:1] == [1]:
-                raise ValueError("nothing stands before the first token of a row without a prompt: its mask must be 0")
+                raise ValueError("without a prompt, nothing predicts the first token of a row: its mask must be 0")
             suffix = np.array(suffix, np.int64)
             start = end
             end += len(suffix)
@@ -136,9 +136,9 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
             sources.append(before[wanted])
             targets.append(suffix[wanted])
         if images:
-            raise ValueError(f"a bundle has {len(images)} frames more than images among its tokens")
+            raise ValueError(f"a bundle has {len(images)} more frames than images among its tokens")
 
-    if end == 0:  # every rank runs the model, also one that has nothing to do: over one token that nobody asks about
+    if end == 0:  # every rank must run the model: without bundles, run it over one token and no targets
         ids, positions, segments = [np.zeros(1, np.int64)], [np.zeros((3, 1), np.int64)], [Segment(0, 1, 0, 0)]
     return Packed(
         ids=np.concatenate(ids),
@@ -153,7 +153,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
 
 
 class KeyLayout:
-    """The keys that each query sees, in the form that the kernel wants; made once per pass, used by every text block."""
+    """The keys that each query sees, in the kernel's form. It is made once per pass and used by every text block."""
 
     def __init__(self, segments: list[Segment], kernel: str, where: torch.device):
         self.segments, self.kernel = segments, kernel
@@ -162,13 +162,13 @@ class KeyLayout:
             for s in segments:
                 prompt = s.prompt_stop - s.prompt_start
                 own = s.stop - s.start
-                if prompt:  # all of it, and the suffix up to the query (`is_causal` would align top-left)
+                if prompt:  # see all of it, and the suffix up to the query (`is_causal` would align top-left)
                     mask = torch.ones(own, prompt + own, dtype=torch.bool, device=where).tril(prompt)
                     self.masks.append(mask)
                 else:
                     self.masks.append(None)
             return
-        # One call for all segments, whose keys must be consecutive: each suffix repeats its prompt's.
+        # One call for all segments needs the keys of each segment in one piece, so each suffix repeats its prompt's keys.
         keys = []
         query_ends, key_ends = [0], [0]
         for s in segments:
@@ -183,8 +183,8 @@ class KeyLayout:
 
 
 def group_packed_attention(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout, **_):
-    """Answer transformers' attention interface: [1, heads, L, size] -> [1, L, heads, size], for text blocks only.
-    `run_text_model` passes `key_layout`, which transformers hands down to every block."""
+    """Implement transformers' attention interface for the text blocks: [1, heads, L, size] -> [1, L, heads, size].
+    `run_text_model` passes `key_layout`, and transformers passes it on to every block."""
     if key_layout.kernel == "sdpa":
         return _attend_by_segment(query, key, value, key_layout, scaling), None
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, size]
@@ -196,14 +196,14 @@ def group_packed_attention(module, query, key, value, attention_mask, scaling, k
 def frames_flash_attention(
     module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_kernel: str, longest_frame: int, **_
 ):
-    """Let each frame attend to itself, many frames in one call: [1, heads, P, size] -> [1, P, heads, size].
-    `encode_frames` passes the kernel, and the patches of the largest frame."""
+    """Attend within each frame, many frames in one call: [1, heads, P, size] -> [1, P, heads, size]. `encode_frames` passes
+    the kernel and the number of patches of the largest frame."""
     if frame_kernel != "sdpa":
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [P, heads, size]
         ends = (cu_seq_lens_q, cu_seq_lens_q, longest_frame, longest_frame)
         return _attend_varlen(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
 
-    # SDPA wants a batch of one length: frames that follow each other and are equally large.
+    # SDPA needs sequences of one length in a batch, so batch consecutive frames of equal size.
     out = []
     start = 0
     lengths, counts = cu_seq_lens_q.diff().unique_consecutive(return_counts=True)
@@ -217,17 +217,17 @@ def frames_flash_attention(
 
 
 def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply [m, k] by [k, n] into fp32. In bf16 a product is rounded to 8 bits: a logit above 16 by up to 0.06."""
+    """Multiply [m, k] by [k, n] with an fp32 result. bf16 has 8 bits: it would round a logit above 16 by up to 0.06."""
     if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)  # it has no derivative
+        return torch.mm(left, right, out_dtype=torch.float32)  # not differentiable
     return left.float() @ right.float()
 
 
 def prepare_tower(vision) -> None:
-    """Give the vision tower our attention, and embed its patches by a matrix product: they come flattened, and Conv3d is
-    several times slower."""
-    # transformers gives the frames' ends to functions whose name contains "flash", and calls others once per frame. The
-    # name is set after construction: a constructor that reads "flash" looks for the flash-attn package.
+    """Give the vision tower our attention, and embed its flattened patches with a matrix product, since Conv3d is several
+    times slower."""
+    # transformers passes the frames' ends to functions whose name contains "flash", and calls others once per frame. Set
+    # the name after construction: a constructor that reads "flash" looks for the flash-attn package.
     AttentionInterface.register("frames_flash", frames_flash_attention)
     vision.config._attn_implementation = "frames_flash"
     embed = vision.patch_embed
@@ -235,11 +235,11 @@ def prepare_tower(vision) -> None:
 
 
 def encode_frames(vision, clips: Sequence[Frames], patch: int, merge: int, kernel: str) -> Tensor:
-    """Run the vision tower: [1 + D, M, H], the embeddings that replace the frames' pads, then the D DeepStack levels."""
+    """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the vision tower's D DeepStack levels."""
     patches, grid = patchify(clips, patch, merge, vision.device)
-    longest = int(grid[:, 1:].prod(dim=1).max())  # here on the host: on the GPU each layer would wait for it
-    # Frames of one size that follow each other are one entry, (frames, rows, columns). The tower lets each attend to itself
-    # all the same, and computes their positions once.
+    longest = int(grid[:, 1:].prod(dim=1).max())  # computed on the host: on the GPU, each layer would wait for it
+    # Merge consecutive frames of one size into one entry, (frames, rows, columns). The tower then computes their positions
+    # once. Each frame still attends only to itself.
     runs, counts = grid.unique_consecutive(dim=0, return_counts=True)
     runs[:, 0] = counts
     encoded = vision(patches, grid_thw=runs.to(vision.device), frame_kernel=kernel, longest_frame=longest)
@@ -247,20 +247,20 @@ def encode_frames(vision, clips: Sequence[Frames], patch: int, merge: int, kerne
 
 
 def run_text_model(model, packed: Packed, visual: Tensor | None, kernel: str, **cache) -> Tensor:
-    """Run a Qwen3-VL's text model over a packed sequence; return its last hidden states [L, H]. `visual` [1 + D, M, H] comes
-    from `encode_frames`; None: there is no frame."""
+    """Run Qwen3-VL's text model over a packed sequence. Return its last hidden states [L, H]. `visual` [1 + D, M, H] comes
+    from `encode_frames`; None: no frames."""
     text = model.model.language_model
     where = text.norm.weight.device
     ids = torch.from_numpy(packed.ids).to(where)[None]  # [1, L]
     embeds = text.embed_tokens(ids)  # [1, L, H]
     levels = {}
-    if visual is not None:  # the frames' embeddings stand where their pads are, and DeepStack adds its levels there
+    if visual is not None:  # replace the frames' pads by their embeddings; DeepStack adds its levels there
         pads = ids == model.config.image_token_id  # [1, L]
         embeds = embeds.masked_scatter(pads[..., None], visual[0].to(embeds.dtype))
         levels = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(visual[1:])}
     return text(
         inputs_embeds=embeds,
-        # Three rows: time, height, width. A fourth would be read as text positions, and split where they restart.
+        # Three rows: time, height, width. transformers reads a fourth as text positions, and splits where they restart.
         position_ids=torch.from_numpy(packed.positions).to(where)[:, None],  # [3, 1, L]
         key_layout=KeyLayout(packed.segments, kernel, where),
         **levels,
@@ -295,10 +295,10 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLay
 
 
 def pick_kernel(where: torch.device, dtype: torch.dtype) -> str:
-    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or SDPA calls for each segment."""
+    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or one SDPA call per segment."""
     if where.type != "cuda" or dtype != torch.bfloat16:
         return "sdpa"
-    try:  # the package flash-attn-4 fills a folder of the same name, so ask for the function itself
+    try:  # flash-attn-4 installs a folder of the same name, so look for the function itself
         from flash_attn import flash_attn_varlen_func  # noqa: F401
 
         return "flash"
@@ -310,8 +310,8 @@ def pick_kernel(where: torch.device, dtype: torch.dtype) -> str:
 
 
 def best_fit(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Return indices of rows that share a micro-batch of at most `limit` tokens, by best-fit decreasing: each row, the
-    longest first, goes where the least room stays. A row is never split, and one that is longer stands alone."""
+    """Group rows into micro-batches of at most `limit` tokens by best-fit decreasing: put each row, longest first, where it
+    leaves the least room. Return row indices. No row is split; a row longer than `limit` is alone."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

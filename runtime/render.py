@@ -1,4 +1,4 @@
-"""render.py: messages become ids and ids become text, for SFT, RL, evaluation and `ask`. It needs no torch.
+"""render.py: turn messages into token ids, and ids into text, for SFT, RL, evaluation and `ask`. It needs no torch.
 
     renderer = Renderer(load_tokenizer(checkpoint_dir), contract)
     rendered = renderer.render(messages, tools)    # ids with expanded image pads, assistant mask, frames
@@ -6,8 +6,8 @@
 A message is {"role": system|user|assistant|tool, "content": str | list of str and Frames}. Each frame becomes its time
 stamp followed by an image: `<12.5 seconds><|vision_start|><|image_pad|>...<|vision_end|>`.
 
-Text from outside can never become a control token: every added token that it spells is tokenised as ordinary characters, in
-each role's turns, even in a row's system prompt. In a text that we mark as our own (`Live`) control tokens stay alive.
+Text from outside never becomes a control token. Every added token that it spells is tokenised as ordinary characters, in
+each role's turns, even in a row's system prompt. In text that we mark as our own (`Live`), control tokens stay live.
 """
 
 import codecs
@@ -23,12 +23,12 @@ from runtime.visual import ContractError, VisualContract, read_json
 VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 NEVER_SAMPLED = (IMAGE_PAD, "<|video_pad|>", VISION_START, VISION_END)  # banned in the engine, masked in the softmax
 END_OF_TURN = "<|im_end|>"
-THINK_PREFIX = "<think>\n"  # opens every turn of a main agent: rollouts force it, rows of SFT are made to begin so
-NO_REPORT = "(empty report)"  # stands for a tool's result without text
+THINK_PREFIX = "<think>\n"  # every turn of a main agent begins with it: rollouts force it, and SFT rows get it
+NO_REPORT = "(empty report)"  # replaces a tool result without text
 
 
 def load_tokenizer(checkpoint: str | Path):
-    from transformers import AutoTokenizer  # 2 s of imports that `--help` does not need
+    from transformers import AutoTokenizer  # takes 2 s, and `--help` does not need it
 
     return AutoTokenizer.from_pretrained(str(checkpoint))
 
@@ -37,27 +37,27 @@ def load_tokenizer(checkpoint: str | Path):
 class Rendered:
     """A conversation as the model reads it."""
 
-    ids: list[int]  # image pads expanded: one per visual token
-    mask: list[int]  # 1 on assistant tokens, their end-of-turn included: what SFT learns
+    ids: list[int]  # image pads are expanded: one per visual token
+    mask: list[int]  # 1 on the tokens that SFT trains: the assistant's, including the end of turn
     frames: list[Frames]  # in the order of their pads
 
 
 @dataclass
 class Bundle:
-    """One prompt and the suffixes that continue it; a lone conversation is one suffix of an empty prompt."""
+    """One prompt and the suffixes that continue it. A single conversation is one suffix of an empty prompt."""
 
     prompt: list[int]
     suffixes: list[list[int]]
-    masks: list[list[int]]  # per suffix: 1 on the tokens whose log-probs are wanted
+    masks: list[list[int]]  # per suffix: 1 on the tokens whose log-probs are computed
     frames: list[Frames]  # of the prompt, then of each suffix, in the order of their pads
-    weight: float = 1.0  # of its target tokens in the loss
+    weight: float = 1.0  # factor on the loss of its target tokens
 
     def __len__(self) -> int:
         return len(self.prompt) + sum(map(len, self.suffixes))
 
 
-# `inert` puts this private-use character into control tokens that outside text spells: `encode` cuts there, so none matches.
-# It is removed from outside text, and so are lone surrogates (half an emoji in somebody's JSON), which no tokenizer takes.
+# `inert` puts this private-use character into control tokens that outside text spells. `encode` splits there, so none
+# matches. Remove it from outside text, and also lone surrogates (half an emoji in JSON), which no tokenizer accepts.
 _CUT = "\U000f0000"
 _REMOVED = re.compile(f"[\ud800-\udfff{_CUT}]")
 _ASSISTANT = "<|im_start|>assistant\n"
@@ -65,7 +65,7 @@ _ASSISTANT_TURN = re.compile(rf"(?<={re.escape(_ASSISTANT)})(.*?{re.escape(END_O
 
 
 class Live(str):
-    """Text of our own: the control tokens that it spells are live."""
+    """Text of our own. Control tokens in it are live."""
 
 
 def clock(seconds: float) -> str:
@@ -75,13 +75,13 @@ def clock(seconds: float) -> str:
 
 
 class Renderer:
-    """Turns messages into tokens, through the checkpoint's own chat template."""
+    """Turns messages into tokens, with the checkpoint's own chat template."""
 
     def __init__(self, tokenizer, contract: VisualContract):
-        from transformers.convert_slow_tokenizer import bytes_to_unicode  # byte-level vocabularies write bytes so
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # how byte-level vocabularies write bytes
 
         self.tokenizer, self.contract = tokenizer, contract
-        # `encode` asks the library below transformers, whose checks take longer than the work and hold up other threads.
+        # `encode` calls the library below transformers: transformers' checks take longer than the work and block other threads.
         self._plain = tokenizer.backend_tokenizer
         self._plain.no_padding()
         self._plain.no_truncation()
@@ -91,13 +91,13 @@ class Renderer:
         self.image_pad = tokenizer.convert_tokens_to_ids(IMAGE_PAD)
         self.end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-        self.ends_of_turn = self._read_ends_of_turn()  # <|im_end|> first, then others of the checkpoint
+        self.ends_of_turn = self._read_ends_of_turn()  # <|im_end|> first, then the checkpoint's others
         self.never_sampled = [i for i in tokenizer.convert_tokens_to_ids(list(NEVER_SAMPLED)) if i is not None]
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, generate: bool = False) -> Rendered:
-        """Tokenise the whole conversation; `generate` appends the opening of the next assistant turn."""
+        """Tokenise the whole conversation. `generate` appends the opening of the next assistant turn."""
         text, frames = self._text(messages, tools, generate)
-        pieces = _ASSISTANT_TURN.split(text)  # every second one is such a turn: outside text cannot spell its bounds
+        pieces = _ASSISTANT_TURN.split(text)  # every second piece is such a turn: outside text cannot spell its bounds
         if len(pieces) // 2 != sum(message["role"] == "assistant" for message in messages):
             raise ContractError(f"the chat template does not write assistant turns as {_ASSISTANT!r} ... {END_OF_TURN}")
         ids, mask = [], []
@@ -108,8 +108,8 @@ class Renderer:
         return self._expand(ids, mask, frames)
 
     def continuation(self, contents: list[str | list], role: str = "tool") -> Rendered:
-        """Tokenise what follows a sampled assistant turn: one user turn with a response per call (role = "user": plain
-        user turns), then the opening of the next assistant turn. Earlier ids stay as they were sampled."""
+        """Tokenise the messages after a sampled assistant turn: one user turn with a response per call (role = "user": plain
+        user turns), then the opening of the next assistant turn. The ids before stay exactly as sampled."""
         messages = [{"role": "assistant", "content": ""}]
         messages += [{"role": role, "content": content} for content in contents]
         text, frames = self._text(messages, None, generate=True)
@@ -117,15 +117,15 @@ class Renderer:
         return self._expand(ids, [0] * len(ids), frames)
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise our own text. Control tokens in it are live, except where `inert` has cut them."""
+        """Tokenise our own text. Control tokens in it are live, except those that `inert` has cut."""
         ids = []
         for piece in text.split(_CUT):
             ids += self._plain.encode(piece, add_special_tokens=False).ids
         return ids
 
     def inert(self, text: str, role: str = "user") -> str:
-        """Cut every control token that `text` spells, so that `encode` reads ordinary characters. An assistant's text
-        keeps its tags (`<think>`, ...), which are no special tokens, but cannot end its turn."""
+        """Cut every control token that `text` spells, so that `encode` sees ordinary characters. An assistant's text keeps
+        its tags (`<think>`, ...), which are not special tokens, but it cannot end its turn."""
         pattern = self._special if role == "assistant" else self._control
         text = _REMOVED.sub("", text)
         return pattern.sub(lambda match: f"{_CUT}{match[0][0]}{_CUT}{match[0][1:]}{_CUT}", text)
@@ -135,13 +135,13 @@ class Renderer:
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
-        """Return where each token stands in `decode(ids)`, as [start, end). Tokens may share a character of several
-        bytes: then their spans overlap. Bytes that are no UTF-8 read as U+FFFD."""
+        """Return each token's span [start, end) in `decode(ids)`. If tokens share a character of several bytes, their spans
+        overlap. Bytes that are not UTF-8 decode to U+FFFD."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         complete = 0  # characters that the bytes so far have completed
 
         def read(part: bytes) -> int:
-            """Read more bytes; return how many characters have begun by then."""
+            """Read more bytes. Return how many characters have begun so far."""
             nonlocal complete
             complete += len(decoder.decode(part))
             return complete + len(decoder.getstate()[0].decode("utf-8", "replace"))
@@ -155,7 +155,7 @@ class Renderer:
                 data = piece.encode()
             start = read(data[:1])
             if data:
-                start -= 1  # the first byte stands in the last character that has begun
+                start -= 1  # the first byte belongs to the last character that has begun
             spans.append((start, read(data[1:])))
         return spans
 
@@ -167,7 +167,7 @@ class Renderer:
         return (self.end_of_turn, *(token for token in ends if token != self.end_of_turn))
 
     def compact(self, ids: list[int]) -> list[int]:
-        """Keep one image pad per image: the form that SGLang takes (it expands them again)."""
+        """Keep one image pad per image, as SGLang expects (it expands them again)."""
         kept = []
         for i, token in enumerate(ids):
             if token != self.image_pad or i == 0 or ids[i - 1] != self.image_pad:
@@ -175,7 +175,7 @@ class Renderer:
         return kept
 
     def _text(self, messages: list[dict], tools: list[dict] | None, generate: bool) -> tuple[str, list[Frames]]:
-        """Return the conversation as the chat template writes it, one image pad per frame, and its clips."""
+        """Return the chat template's text of the conversation, with one image pad per frame, and its clips."""
         clips = []
         chat = []  # the messages in transformers' form
         for message in messages:
@@ -184,7 +184,7 @@ class Renderer:
             for part in [content] if isinstance(content, str) else _joined(content):
                 if isinstance(part, Frames):
                     clips.append(part)
-                    for i, time in enumerate(part.times):  # None: a still image, which has no time
+                    for i, time in enumerate(part.times):  # None: a still image
                         stamp = "" if time is None else self.contract.stamp.format(time, i=i, clock=clock(time))
                         parts += [{"type": "text", "text": stamp}, {"type": "image"}]
                 else:
@@ -213,7 +213,7 @@ def _any_of(tokens: list[str]) -> re.Pattern:
 
 
 def _joined(parts: list[str | Frames]) -> list[str | Frames]:
-    """Join neighbouring texts from outside, or a control token could come in two halves."""
+    """Join adjacent texts from outside. Otherwise a control token could arrive in two pieces."""
     joined = []
     for part in parts:
         if joined and type(part) is str and type(joined[-1]) is str:  # not Live

@@ -1,13 +1,13 @@
-"""servers.py: SGLang servers as an engine: started, supervised and asked over HTTP.
+"""servers.py: an engine of SGLang servers: start them, supervise them and query them over HTTP.
 
     engine = SGLang(checkpoint, renderer, gpus=(6, 7))      # starts one server per GPU, or per `tensor_parallel` GPUs
-    engine = SGLang(checkpoint, renderer, urls=(...,))      # servers that already run
-    engine.wait_until_ready()                               # they start meanwhile
+    engine = SGLang(checkpoint, renderer, urls=(...,))      # uses servers that already run
+    engine.wait_until_ready()                               # servers start in the background
 
-Every response must echo the trainer's prompt ids and carry the current weights' version. A dead server is restarted
-and loads the current snapshot; only lost requests run again. Our servers end when we end, even after kill -9.
+Every response must echo the trainer's prompt ids and carry the current weights' version. A server that exits is restarted
+and loads the current snapshot. Lost requests are sent again. Our servers end with this process, even after kill -9.
 
-Deliberately missing: streaming, weight sync over NCCL, seeds (they count only in the engine in this process).
+Deliberately missing: streaming, weight sync over NCCL, seeds (only the in-process engine uses them).
 """
 
 import base64
@@ -44,49 +44,49 @@ from runtime.visual import ContractError, read_json
 
 log = logging.getLogger(__name__)
 
-# Prefixes of the variables of torchrun and of the trainer, which the servers do not inherit.
+# Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
-MAX_REPLY = 64 << 20  # bytes of a reply that are read; one of 262,144 tokens has some 12 MB
-IMAGES = 7e9  # bytes of /dev/shm that the servers' images take: 64 requests in flight, 64 frames each, 1.6 MB a frame
+MAX_REPLY = 64 << 20  # bytes to read of a reply; a reply of 262,144 tokens has about 12 MB
+IMAGES = 7e9  # bytes of /dev/shm for the servers' images: 64 requests in flight x 64 frames x 1.6 MB
 
 
 class _Retry(Exception):
-    """A request was lost, or answered by the wrong weights: send it again, once its server has been checked."""
+    """A request was lost, or answered with the wrong weights. Send it again, to a healthy server."""
 
 
 class _BadReply(_Retry):
-    """A reply of another shape than SGLang's. Three in a row give the server up."""
+    """A reply that does not have SGLang's format. After three in a row, the server is given up."""
 
 
 @dataclass
 class _Server:
     url: str
-    gpus: str = ""  # "4,5"; none: somebody else started it
+    gpus: str = ""  # "4,5"; empty: we did not start it
     process: subprocess.Popen | None = None
     warm: bool = False  # it has sampled a first batch
-    ours: bool = False  # it has loaded a snapshot of this run; another run's may have the same number
+    ours: bool = False  # it has loaded a snapshot of this run; a snapshot of another run can have the same version
     healthy: bool = False  # it answers, with the current weights
     failed: str = ""  # why it was given up
-    busy: int = 0  # requests under way
-    bad_replies: int = 0  # in a row
+    busy: int = 0  # requests in flight
+    bad_replies: int = 0  # consecutive
 
 
 class SGLang(Engine):
     """Client and supervisor of SGLang servers."""
 
-    timeout = 1200.0  # seconds of one `generate`: a server's restart and another attempt included
+    timeout = 1200.0  # seconds for one `generate`, including a server's restart and another attempt
 
     def __init__(
         self,
         checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
-        server_args: Sequence[str] = (), tensor_parallel: int = 1,  # GPUs of one server
+        server_args: Sequence[str] = (), tensor_parallel: int = 1,  # GPUs per server
         logs: str | Path | None = None,  # folder of the servers' logs; None: a new one in /tmp
-        launch: Callable[[int], list[str]] | None = None,  # port -> command; tests start something smaller
-        start_timeout: float = 900.0,  # seconds of a server's start
+        launch: Callable[[int], list[str]] | None = None,  # port -> command; tests start a stand-in
+        start_timeout: float = 900.0,  # seconds within which a server must start
         patience: float = 2.0,  # seconds between attempts
     ):  # fmt: skip
         self.version = 0
-        self.snapshot: str | None = None  # the folder of the current weights; None: those of the checkpoint
+        self.snapshot: str | None = None  # the folder of the current weights; None: the checkpoint's weights
         self.restarts = 0
         self.renderer, self.start_timeout, self.patience = renderer, start_timeout, patience
         flags = (*server_args, f"--tp-size={tensor_parallel}")
@@ -94,17 +94,17 @@ class SGLang(Engine):
         self._vocabulary = _text_config(checkpoint).get("vocab_size", math.inf)
         self._frames = FrameFiles(in_memory=on_this_machine(urls))
         self._servers = [_Server(url.rstrip("/")) for url in urls]
-        with contextlib.ExitStack() as probes:  # open until each server has a port, or two might get the same
+        with contextlib.ExitStack() as probes:  # stay open until each server has a port, so that no two get the same
             for first in range(0, len(gpus), tensor_parallel):
                 probe = probes.enter_context(socket.create_server(("127.0.0.1", 0)))
-                url = f"http://127.0.0.1:{probe.getsockname()[1]}"  # a restarted server keeps it: other ranks know it
+                url = f"http://127.0.0.1:{probe.getsockname()[1]}"  # a restarted server keeps it: other ranks use it
                 self._servers.append(_Server(url, ",".join(map(str, gpus[first : first + tensor_parallel]))))
         self.urls = [server.url for server in self._servers]
-        # Each rank has its own client. When all servers are idle, each rank begins with another one.
+        # Each rank has its own client. Rotate the list by rank, so that not all ranks begin with the same idle server.
         offset = int(os.environ.get("RANK", 0)) % len(self._servers)
         self._servers = self._servers[offset:] + self._servers[:offset]
         self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
-        self._sockets: set[socket.socket] = set()  # of requests under way
+        self._sockets: set[socket.socket] = set()  # of requests in flight
         self._closed = False
         self._changed = threading.Condition()  # guards the servers' fields, the version and `_closed`
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
@@ -116,7 +116,7 @@ class SGLang(Engine):
             supervisor.start()
 
     def wait_until_ready(self) -> None:
-        """Wait for all servers of our own, or for one of somebody else's: only their owner knows that one will never come."""
+        """Wait for all servers that we start. Of `urls`, wait for any one: only its owner knows that a server failed."""
         self._wait_for_servers(all if self._servers[0].gpus else any)
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
@@ -132,7 +132,7 @@ class SGLang(Engine):
             "return_prompt_token_ids": True,
         }
 
-        # Ask healthy servers until one has answered.
+        # Ask healthy servers until one answers.
         deadline = time.monotonic() + self.timeout
         problem = None
         while True:
@@ -150,7 +150,7 @@ class SGLang(Engine):
                 server.bad_replies = 0
                 return sample
             except _Retry as error:
-                problem = str(error)  # not the error, whose traceback would keep this call and its frames alive
+                problem = str(error)  # only its text: the traceback would keep this call and its frames in memory
                 server.healthy = False  # until its supervisor has checked it
                 server.bad_replies += isinstance(error, _BadReply)
                 if server.bad_replies > 2:
@@ -167,13 +167,13 @@ class SGLang(Engine):
             self.version = version
             self._last_reader.clear()  # new weights empty the servers' caches
             for server in self._servers:
-                server.healthy = False  # until it has loaded them; its supervisor sees to that
+                server.healthy = False  # until its supervisor has loaded them
                 server.ours |= not push  # another rank has loaded them
             self._changed.notify_all()
         self._wait_for_servers(all if push else any)  # the rank that pushes knows which servers were given up
 
     def close(self) -> None:
-        """End requests under way with an EngineError, and our servers with their children."""
+        """Fail requests in flight with an EngineError, and kill our servers and their child processes."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -189,9 +189,9 @@ class SGLang(Engine):
     def _sampling(self, max_new_tokens: int, temperature: float, seed: int, stop: Sequence[int]) -> dict:
         return {
             "temperature": temperature,
-            "top_p": 1.0,  # log-probs are not renormalised for truncated sampling
+            "top_p": 1.0,  # SGLang does not renormalise log-probs after truncation
             "top_k": -1,
-            "sampling_seed": seed % 2**31,  # does nothing without --enable-deterministic-inference
+            "sampling_seed": seed % 2**31,  # SGLang ignores it without --enable-deterministic-inference
             "max_new_tokens": max_new_tokens,
             "stop_token_ids": list(stop),
             "skip_special_tokens": False,
@@ -199,8 +199,8 @@ class SGLang(Engine):
         }
 
     def _choose(self, ready: list[_Server], prompt_key: int | None) -> _Server:
-        """Return the server that read this prompt last, whose cache has it, or the one with the least to do if that has a
-        group's worth of requests (8) less."""
+        """Return the server that read this prompt last, since its cache holds it. If the least busy server has at least 8
+        requests fewer (about a group), return that one."""
         chosen = min(ready, key=lambda server: server.busy)
         if prompt_key is not None:
             reader = self._last_reader.get(prompt_key)
@@ -210,20 +210,20 @@ class SGLang(Engine):
         return chosen
 
     def _read_sample(self, reply: Any, ids: list[int], max_new_tokens: int, oldest: int) -> Sample:
-        """Accept a reply only if it is a result, by the right weights, of the prompt that the trainer will see."""
-        # It has ended by itself or by its budget.
+        """Parse a reply. Refuse one that has the wrong weights, or does not continue the prompt that the trainer reads."""
+        # Sampling ended with a stop token or at the token budget.
         meta = _field(reply, "meta_info", dict)
         finish = _field(meta, "finish_reason", dict).get("type")
         if finish not in ("stop", "length"):
             raise _Retry(f"finish reason {meta['finish_reason']}")
 
-        # Its weights were current at some time since the request was sent.
+        # The weights were current at some time since the request was sent.
         label = _field(meta, "weight_version", str)
-        version = int(label) if label.isdecimal() else 0  # a server that has loaded no snapshot says "default"
+        version = int(label) if label.isdecimal() else 0  # "default" if the server has loaded no snapshot
         if self.snapshot and not oldest <= version <= self.version:
             raise _Retry(f"sampled by weights {label!r}, expected {oldest} ... {self.version}")
 
-        # The server has read the ids that the trainer will read.
+        # The server read the same ids that the trainer will read.
         prompt = _field(reply, "prompt_token_ids", list)
         if prompt != ids:
             same = len(os.path.commonprefix([ids, prompt]))
@@ -244,37 +244,37 @@ class SGLang(Engine):
                     raise _BadReply(f"{told}, not [a finite log-prob, a token below {self._vocabulary}, its text]")
         if not 1 <= len(sampled) <= max_new_tokens:
             count = len(sampled)
-            raise _BadReply(f"output_token_logprobs has {count} tokens, and 1 to {max_new_tokens} were asked for")
+            raise _BadReply(f"output_token_logprobs has {count} tokens, expected 1 to {max_new_tokens}")
         return Sample(sampled, logprobs, finish, version)
 
     def _wait(self, seconds: float | None, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait until `until()` holds, for so many seconds at most; raise if the engine is closed meanwhile."""
+        """Wait at most `seconds` until `until()` holds. Raise EngineError if the engine is closed meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or until(), seconds)
             if self._closed:
                 raise EngineError("the engine was closed")
 
     def _wait_for_servers(self, enough: Callable, seconds: float | None = None) -> list[_Server]:
-        """Wait until `all` or `any` of the servers that were not given up are healthy, or the time is over; return those."""
+        """Wait until `enough` (`all` or `any`) of the servers not given up are healthy. Return the healthy ones."""
 
         def living() -> list[_Server]:
             return [server for server in self._servers if not server.failed]
 
-        with self._changed:  # its lock is re-entrant, and waiting in _wait releases it whole
+        with self._changed:  # the lock is re-entrant, and waiting in _wait releases it completely
             self._wait(seconds, lambda: enough(server.healthy for server in living()) or not living())
             if not living():
                 raise EngineError(self._servers[0].failed)
             return [server for server in living() if server.healthy]
 
     def _ask(self, server: _Server, route: str, timeout: float, payload: dict | None = None) -> dict:
-        """Send a request over its own connection, which `close` can break off, and past any http_proxy."""
+        """Send a request over its own connection, which `close` can break off. Ignore any http_proxy."""
         address = urlsplit(server.url)
         connection = (HTTPSConnection if address.scheme == "https" else HTTPConnection)(address.netloc, timeout=10)
         method = "POST" if payload else "GET"
         body = json.dumps(payload) if payload else None
         deadline = time.monotonic() + timeout
         sock = None
-        # A socket's own timeout begins anew with each byte.
+        # A socket's own timeout restarts with each byte, so a timer limits the whole request.
         watchdog = threading.Timer(timeout, lambda: _break_off(sock))
         try:
             connection.connect()
@@ -282,7 +282,7 @@ class SGLang(Engine):
             sock.settimeout(timeout)
             self._sockets.add(sock)
             watchdog.start()
-            self._wait(0)  # raises if `close` has come too early to break it off
+            self._wait(0)  # raises if `close` ran before this socket was in the set
             connection.request(method, address.path + route, body, {"Content-Type": "application/json"})
             reply = connection.getresponse()
             text = reply.read(MAX_REPLY).decode("utf-8", "replace")
@@ -291,7 +291,7 @@ class SGLang(Engine):
             if reply.status != 200:
                 raise _Retry(f"{server.url}{route}: status {reply.status}: {text[:500]}")
             return json.loads(text)
-        except (OSError, HTTPException, ValueError, RecursionError) as error:  # the last two: no JSON
+        except (OSError, HTTPException, ValueError, RecursionError) as error:  # the last two: not JSON
             told = "timed out" if time.monotonic() >= deadline else repr(error)
             raise _Retry(f"{server.url}{route}: {told}") from None
         finally:
@@ -300,16 +300,16 @@ class SGLang(Engine):
             connection.close()
 
     def _supervise(self, server: _Server) -> None:
-        """Bring one server through these states, in its own thread, until it is given up or the engine is closed.
+        """Move one server through these states, in its own thread, until it is given up or the engine is closed.
 
-            started -> warm -> healthy        a server of somebody else begins as warm
+            started -> warm -> healthy        a server that we did not start begins as warm
                ^         ^        |
                |         +--------+           it has lost a request, or there are newer weights
-               +------------------+           its process has died
+               +------------------+           its process has exited
 
-        It is given up after two starts, or after five refusals or bad replies, without being healthy in between; and when it
-        has not been healthy for `start_timeout`."""
-        starts = refusals = 0  # since it was healthy
+        It is given up if it has not been healthy for `start_timeout` seconds, or if, without being healthy in between, it
+        exits twice or gives five refusals or bad replies."""
+        starts = refusals = 0  # since it was last healthy
         deadline = time.monotonic() + self.start_timeout
         try:
             while True:
@@ -322,16 +322,16 @@ class SGLang(Engine):
                         self._warm_up(server)
                     if not server.healthy:
                         self._bring_up_to_date(server)
-                    self._wait(2.0, lambda: not server.healthy)  # a server that dies idle is noticed after 2 s
+                    self._wait(2.0, lambda: not server.healthy)  # notices within 2 s that an idle server has exited
                     starts = refusals = 0
                     deadline = time.monotonic() + self.start_timeout
                 except (_Retry, EngineError) as error:
-                    # A snapshot may be refused just because the next one has replaced it.
+                    # Allow a few refusals: a server refuses a snapshot that the next one has already replaced.
                     refusals += isinstance(error, EngineError | _BadReply)
                     if refusals > 4 or time.monotonic() > deadline:
                         raise EngineError(f"the server is given up: {error}") from None
                     self._wait(0.5)
-        except Exception as error:  # whatever it is, it belongs to the threads that wait for the server
+        except Exception as error:  # the waiting threads report it, even if it is a bug of ours
             with self._changed:
                 server.healthy = False
                 server.failed = str(error) if isinstance(error, EngineError) else repr(error)
@@ -340,7 +340,7 @@ class SGLang(Engine):
                     log.warning("%s serves no more: %s", server.url, server.failed)
 
     def _bring_up_to_date(self, server: _Server) -> None:
-        """Have a server load the current snapshot, unless it has it."""
+        """Make a server load the current snapshot, unless it already has it."""
         info = self._ask(server, "/model_info", 10)
         with self._changed:
             snapshot = self.snapshot
@@ -350,20 +350,20 @@ class SGLang(Engine):
             self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
             server.ours = True
         with self._changed:
-            server.healthy = version == self.version  # not if newer weights have come meanwhile
+            server.healthy = version == self.version  # False if newer weights have arrived meanwhile
             self._changed.notify_all()
 
     def _warm_up(self, server: _Server) -> None:
-        """Let a new server sample a greedy and a random turn in one batch. Such a batch, as main agents and sub-agents make
-        it, takes a path that is compiled at its first use: up to a minute, which the first episodes would wait."""
+        """Make a new server sample a greedy and a random turn in one batch, as sub-agents and main agents do. SGLang compiles
+        that path at its first use, which takes up to a minute. Otherwise the first episodes would wait for it."""
         sampling = [self._sampling(8, temperature, 0, ()) | {"ignore_eos": True} for temperature in (0.0, 1.0)]
         asked = {"input_ids": [[0], [0]], "sampling_params": sampling, "return_logprob": True}
         self._ask(server, "/generate", self.start_timeout, asked)
-        note_shared_memory(server.process)  # it has opened all of it by now
+        note_shared_memory(server.process)  # by now it has opened all its shared memory
         server.warm = True
 
     def _start(self, server: _Server, attempt: int) -> None:
-        """Start a server's process, for the first or second time in a row; at the third attempt raise with its log."""
+        """Start a server's process. At the third attempt in a row, raise EngineError with the end of its log."""
         output = self._logs / f"sglang-gpu{server.gpus}.log"
         if attempt > 2:
             end = "\n".join(output.read_text("utf-8", "replace").splitlines()[-20:])
@@ -372,15 +372,15 @@ class SGLang(Engine):
             self.restarts += 1
             code = server.process.returncode
             log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpus, code, output)
-            kill_group(server.process)  # its children may live on
+            kill_group(server.process)  # its child processes can outlive it
         command = self._launch(urlsplit(server.url).port)
         with open(output, "ab") as file:
             server.process = start_group(command, env=_server_environment(server.gpus), stdout=file, stderr=file)
 
 
 class FrameFiles:
-    """The form in which frames are sent: to servers on this machine as files in memory, uncompressed; over a network as PNGs.
-    A clip is written once, for all rollouts and turns that show it, and its files live as long as its pixels."""
+    """Encodes frames for requests: for servers on this machine as uncompressed files in memory, for others as PNGs. A clip
+    is written once for all rollouts and turns that show it. Its files are deleted when its pixels are freed."""
 
     def __init__(self, in_memory: bool):
         self.folder = Path(tempfile.mkdtemp(prefix="frames-", dir=memory_folder())) if in_memory else None
@@ -389,19 +389,19 @@ class FrameFiles:
         self.lock = threading.Lock()
 
     def sent(self, clip: Frames) -> list[str]:
-        """Return what a request says of each frame."""
+        """Return one string per frame for the request: a file URL or a base64 PNG."""
         key = id(clip.pixels)
-        with self.lock:  # the rollouts of a group begin together
+        with self.lock:  # the rollouts of a group send the same clip at the same time
             if key not in self.sent_as:
                 self.sent_as[key] = [self._write(pixels) for pixels in clip.pixels]
-                weakref.finalize(clip.pixels, self._forget, key)  # another clip may get the id
+                weakref.finalize(clip.pixels, self._forget, key)  # a later clip can get the same id
             return self.sent_as[key]
 
     def _write(self, pixels: np.ndarray) -> str:
         image = Image.fromarray(pixels)
         if self.folder:
             path = self.folder / f"{next(self.numbers)}.bmp"
-            with contextlib.suppress(OSError):  # a full memory: send it in the request instead
+            with contextlib.suppress(OSError):  # if memory is full, send the frame inside the request
                 image.save(path)
                 return f"file://{path}"
             path.unlink(missing_ok=True)
@@ -420,21 +420,21 @@ class FrameFiles:
 
 
 def _server_environment(gpus: str) -> dict[str, str]:
-    """Return the environment of a server on these GPUs: ours, without what torchrun and the trainer have set."""
+    """Return a server's environment: ours, without torchrun's and the trainer's variables, with these GPUs visible."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:  # our GPUs are counted among these
+    if visible:  # our GPU numbers are indices into this list
         devices = visible.split(",")
         gpus = ",".join(devices[int(gpu)] for gpu in gpus.split(","))
     env["CUDA_VISIBLE_DEVICES"] = gpus
-    env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}  # it sends itself a first request
-    # The server's cache of image embeddings outlives weight updates: with it, a tower that trains serves old features.
+    env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}  # the server sends itself a first request
+    # SGLang keeps cached image embeddings across weight updates. If the vision tower trains, they would be stale.
     env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     return env
 
 
 def _field(reply: Any, name: str, kind: type) -> Any:
-    """Return a field of a reply, if it is there and of this kind."""
+    """Return a field of a reply. Raise _BadReply if it is missing or has another type."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if not isinstance(value, kind):
         raise _BadReply(f"`{name}` must be a {kind.__name__}, in {str(reply)[:300]}")
@@ -442,18 +442,18 @@ def _field(reply: Any, name: str, kind: type) -> Any:
 
 
 def _break_off(sock: socket.socket | None) -> None:
-    """End the request that waits for a socket, if it has not just ended."""
+    """Shut down a socket, which ends the request that waits for it."""
     with contextlib.suppress(OSError, AttributeError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 def on_this_machine(urls: Sequence[str]) -> bool:
-    """Return whether servers read the files of this machine. Servers that we start have no URL yet."""
+    """Return whether the servers can read this machine's files. Servers that we start have no URL yet."""
     return all(urlsplit(url).hostname in ("127.0.0.1", "localhost") for url in urls)
 
 
 def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra: Sequence[str] = ()) -> list[str]:
-    """Return the command of a server that shows the model the pixels that the trainer shows it."""
+    """Return the command that starts a server which shows the model the same pixels as the trainer."""
     size = renderer.contract.processor_size()
     image = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--host", "127.0.0.1"]
@@ -461,27 +461,27 @@ def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra:
 
 
 def _text_config(checkpoint: str | Path) -> dict[str, Any]:
-    """Return what config.json says of the language model; {} where there is none, as beside a server elsewhere."""
+    """Return the language model's keys of config.json, or {} if the checkpoint is only where the server runs."""
     config = read_json(Path(checkpoint) / "config.json") or {}
-    return config.get("text_config", config)  # Qwen2.5-VL's has no part of its own
+    return config.get("text_config", config)  # Qwen2.5-VL has them at the top level
 
 
 def server_flags(checkpoint: str | Path, max_context: int, gpus: Sequence[int], tensor_parallel: int = 1) -> list[str]:
-    """Return the flags of every server that we start, in RL, evaluation and the doctor: SGLang's well-tested paths, where it
-    would pick newer ones on Hopper. `server_args` of a config follow them, and the last flag of a name counts."""
-    import torch  # which a client of servers does not need
+    """Return the flags of every server that we start, in RL, evaluation and the doctor. On Hopper they select SGLang's
+    well-tested paths over newer ones. A config's `server_args` follow them; the last flag of a name wins."""
+    import torch  # clients of running servers do not need it
 
-    # 16: the end of a turn
+    # 16 more for the end of a turn
     context = min(max_context + 16, _text_config(checkpoint)["max_position_embeddings"])
     flags = [
-        f"--context-length={context}",  # for the model's own, 262,144 tokens, it reserves 2 GB
-        f"--max-running-requests={64 * tensor_parallel}",  # it reserves request slots for thousands
-        "--enable-fp32-lm-head",  # logits as the trainer has them: it rounds them to bf16
-        "--mm-feature-transport=cpu",  # it hands image features over by CUDA IPC, out of a pool of 1 GiB
-        "--prefill-decode-interval=0",  # it lets 22 decoding steps pass before it reads the next prompt
-        "--schedule-policy=lpm",  # prompts that its cache has go first, so a group's is read once
+        f"--context-length={context}",  # the default, the model's 262,144 tokens, reserves 2 GB
+        f"--max-running-requests={64 * tensor_parallel}",  # the default reserves slots for thousands of requests
+        "--enable-fp32-lm-head",  # logits in fp32 as in the trainer; the default rounds them to bf16
+        "--mm-feature-transport=cpu",  # the default, CUDA IPC, takes a pool of 1 GiB for image features
+        "--prefill-decode-interval=0",  # the default runs 22 decoding steps before it prefills the next prompt
+        "--schedule-policy=lpm",  # prompts in the cache go first, so a group's prompt is prefilled once
     ]
-    # It picks flashinfer for Qwen3-VL's decoding. On a newer GPU than Hopper fa3 would end with an assertion.
+    # SGLang would decode Qwen3-VL with flashinfer. fa3 is for Hopper: on newer GPUs it fails an assertion.
     if torch.cuda.is_available() and torch.cuda.get_device_capability(gpus[0]) == (9, 0):
         flags.append("--attention-backend=fa3")
     return flags

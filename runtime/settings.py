@@ -126,7 +126,7 @@ class RunConfig:
         refuse_below_1(self.policy, "logit_chunk")
         refuse_below_1(self.plan, "gpus", "gpu_gib")
         if not self.run.strip():
-            raise ValueError(f"run = {self.run!r}: the run would lie in the current folder; name one of its own")
+            raise ValueError(f"run = {self.run!r}: the run would use the current folder; name a folder")
         for name in self.report_to:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")

@@ -1,16 +1,16 @@
-"""Video and image files -> frames with true timestamps, without ever hanging or killing the run.
+"""video.py: read frames with true timestamps from video and image files, without ever hanging or killing the run.
 
     with Videos(workers=4) as videos:
         frames = videos.window("v.mp4", 12.5, 20.0, size_rule, fps=1.0, max_frames=16)
 
-Datasets hold files that hang or crash a decoder inside C code, out of reach of any exception. So FFmpeg and Pillow run only
-in worker processes that can be killed and replaced: a bad file costs its own question a VideoError. A file that cannot be
-opened, or takes its decoder down with it, is quarantined: this process never asks for it again.
+Some files of a dataset hang or crash a decoder inside C code, where no exception helps. So FFmpeg and Pillow run only in
+worker processes, which can be killed and replaced. A bad file raises a VideoError for its own question. A file that cannot
+be opened, or that kills its decoder, is quarantined: this process does not try it again.
 
-Two verbs cross the pipe for videos. `probe` reads the packets, without decoding them, into an index: the presentation time
-of each frame, and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted times come
-out. Frames are matched by presentation time, never by counting, which edit lists and open GOPs shift. Images have two more:
-`measure` reads the header, `image` decodes and scales.
+A worker serves four requests. `probe` reads a video's packets, without decoding them, into an index: each frame's
+presentation time and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted frames
+come out. Frames are matched by presentation time, never by counting, since edit lists and open GOPs shift the count.
+`measure` reads an image's header, and `image` decodes and scales it.
 
 Deliberately missing: audio, GPU decoding, URLs, subtitles, the choice of a frame's size (the caller's `size_rule`).
 """
@@ -35,26 +35,26 @@ from pathlib import Path
 import numpy as np
 
 SizeRule = Callable[[int, int], tuple[int, int]]  # (width, height) of the video -> (width, height) of its frames
-Identity = tuple[str, int, int, str]  # (real path, bytes, mtime in ns, kind): a replaced file is another file
+Identity = tuple[str, int, int, str]  # (real path, bytes, mtime in ns, kind): a replaced file has another identity
 
 
 class VideoError(Exception):
-    """A file that cannot give the frames asked for."""
+    """A file that cannot give the requested frames."""
 
     def __init__(self, path: str | Path, reason: str, transient: bool = False):
         super().__init__(f"{path}: {reason}")
         self.reason = reason
-        self.transient = transient  # the machine may be the cause: it was slow, or short of memory
+        self.transient = transient  # the machine can be the cause: it was slow, or short of memory
 
 
 @dataclass(frozen=True, eq=False)
 class VideoInfo:
-    path: str  # of the file itself, where it was asked for by a link
-    width: int  # pixels as displayed: after the rotation and the pixel aspect ratio that the file asks for
+    path: str  # real path, with links resolved
+    width: int  # pixels as displayed, after the file's rotation and pixel aspect ratio
     height: int
     times: np.ndarray  # [N] float64 seconds, read-only, strictly increasing, the first frame is at 0
-    duration: float  # seconds, the end of the last frame (from the packets: headers lie)
-    # [N, 3] int64 ticks, the reader's own: when the frame is shown, when its keyframe is shown, and when that is decoded
+    duration: float  # seconds: the end of the last frame, from the packets, since headers can be wrong
+    # [N, 3] int64 ticks, for the reader alone: presentation time of the frame, then pts and dts of its keyframe
     _table: np.ndarray | None = field(default=None, repr=False)
 
     @property
@@ -68,7 +68,7 @@ class VideoInfo:
 
 @dataclass(frozen=True, eq=False)
 class Frames:
-    pixels: np.ndarray  # [n, H, W, 3] uint8 RGB, read-only: the cache hands the same array to everyone
+    pixels: np.ndarray  # [n, H, W, 3] uint8 RGB, read-only: the cache returns the same array to all callers
     times: tuple[float, ...]  # [n] seconds of the decoded frames
 
     def __len__(self) -> int:
@@ -84,9 +84,9 @@ def uniform_indices(n_frames: int, k: int) -> list[int]:
 
 
 def window_indices(times, start: float, end: float, fps: float, max_frames: int) -> list[int]:
-    """Return clamp(round((end - start) * fps), 1, max_frames) of the frames whose time lies in [start, end] seconds.
+    """Return the indices of clamp(round((end - start) * fps), 1, max_frames) frames whose time is in [start, end] seconds.
 
-    Never more than the window holds; the one frame nearest to its middle if it holds none.
+    If the window has fewer frames, return all of them. If it has none, return the frame nearest to its middle.
     """
     first = int(np.searchsorted(times, start, "left"))
     m = int(np.searchsorted(times, end, "right")) - first
@@ -106,7 +106,7 @@ def _open(path: str):
     stream = container.streams.best("video")
     if stream is None:
         raise ValueError("it has no video stream")
-    stream.codec_context.thread_count = 1  # the pool is the parallelism, and frame threads would delay skip_frame
+    stream.codec_context.thread_count = 1  # the workers run in parallel, and frame threads would delay skip_frame
     return container, stream
 
 
@@ -115,14 +115,14 @@ def _stamp(packet) -> int | None:
 
 
 def _probe(path: str) -> tuple:
-    """Walk over the packets once, and return the fields of VideoInfo but the path."""
+    """Read the packets once. Return the fields of VideoInfo except the path."""
     image = cut_off = None  # the first picture; the stamp of the last packet if it is incomplete
     before = latest = None  # the last two keyframes, each as (pts, dts)
     packets: dict[int, tuple] = {}  # stamp -> (duration, pts of its keyframe, dts of its keyframe), in ticks
     container, stream = _open(path)
     with container:
         for packet in container.demux(stream):
-            if image is None:  # one frame is decoded: it alone knows the rotation
+            if image is None:  # decode one frame, since only a frame has the rotation
                 pictures = packet.decode()
                 if pictures:
                     image = pictures[0]
@@ -131,12 +131,12 @@ def _probe(path: str) -> tuple:
                 continue
             if packet.is_keyframe:
                 before, latest = latest, (stamp, stamp if packet.dts is None else packet.dts)
-            # A frame decodes from the last keyframe before it. A leading picture of an open GOP is shown before that
-            # keyframe and refers further back: to the keyframe before.
+            # A frame is decoded from the last keyframe before it. A leading picture of an open GOP is shown before that
+            # keyframe and is decoded from the previous one.
             key = latest
             if latest is not None and stamp < latest[0]:
                 key = before
-            # Frames that an edit list hides, or that precede the first keyframe, never leave the decoder: no index.
+            # The decoder never outputs frames that an edit list hides or that precede the first keyframe. Skip them.
             if key is not None and not packet.is_discard:
                 packets.setdefault(stamp, (packet.duration or 0, *key))
             cut_off = stamp if packet.is_corrupt else None
@@ -158,7 +158,7 @@ def _probe(path: str) -> tuple:
 
 
 def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarray:
-    """Decode the frames of these rows of the index, in their order."""
+    """Decode the frames of these index rows, in this order."""
     wanted: dict[tuple, set[int]] = {}  # keyframe (pts, dts) -> stamps
     for stamp, *key in rows:
         wanted.setdefault(tuple(key), set()).add(stamp)
@@ -169,7 +169,7 @@ def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarr
             container.seek(key[1], stream=stream)
             pictures |= _decode_from(container, stream, key[0], stamps, size)
     lost = {row[0] for row in rows} - pictures.keys()
-    if lost:  # a container that seeks badly: one plain pass from the start
+    if lost:  # some containers seek badly: decode once from the start
         container, stream = _open(path)
         with container:
             pictures |= _decode_from(container, stream, None, lost, size)
@@ -180,32 +180,32 @@ def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarr
 
 
 def _decode_from(container, stream, key: int | None, wanted: set[int], size: tuple[int, int]) -> dict[int, np.ndarray]:
-    """Decode from the keyframe shown at `key` (None: the next one) until the wanted stamps have come out."""
+    """Decode from the keyframe shown at `key` (None: the next one) until the wanted frames have come out."""
     from av.video.reformatter import VideoReformatter
 
-    scaler = VideoReformatter()  # one for all: to set it up takes longer than to scale a small frame
+    scaler = VideoReformatter()  # one for all frames: setting it up takes longer than scaling a small frame
     pictures: dict[int, np.ndarray] = {}  # stamp -> [H, W, 3]
     delayed = stream.codec_context.name == "libdav1d"
-    begun = latest = None  # stamps: of the keyframe at which decoding began, of the last picture
+    begun = latest = None  # stamps of the keyframe at which decoding began, and of the last picture
     for packet in container.demux(stream):
         stamp = _stamp(packet)
         if begun is None:
             if not packet.is_keyframe or stamp is None or key not in (None, stamp):
                 continue
             begun = latest = stamp
-        # A frame that no other frame refers to is decoded only if wanted. Saves up to half, changes no bit of the rest.
-        # Not with dav1d: it applies the flag to frames that it still holds back, and would drop wanted ones.
+        # Do not decode unwanted frames to which no other frame refers. This saves up to half and changes no bit of the
+        # rest. Not with dav1d: it applies the flag to frames that it still holds, so it would drop wanted ones.
         skippable = not delayed and key is not None and stamp is not None and stamp not in wanted
         stream.codec_context.skip_frame = "NONREF" if skippable else "DEFAULT"
-        # Nothing behind a packet that is cut off can be trusted: what the decoder holds back comes out, and no more.
+        # Trust nothing after a truncated packet: flush the frames that the decoder still holds, then stop.
         ended = packet.is_corrupt
         for image in stream.codec_context.decode(None if ended else packet):
             if image.pts is None or image.pts < begun:
-                continue  # a leading picture, broken when decoding begins here
-            if image.pts < latest:  # FFmpeg's guesses for a container that stores none: H.264 with B-frames in AVI
+                continue  # a leading picture, broken if decoding begins here
+            if image.pts < latest:  # FFmpeg guesses stamps if the container has none: H.264 with B-frames in AVI
                 raise ValueError("its stamps contradict the order of its pictures")
             latest = image.pts
-            if image.is_corrupt:  # FFmpeg invents what it cannot read, and later frames build on that
+            if image.is_corrupt:  # FFmpeg fills in what it cannot read, and later frames depend on that
                 raise ValueError(f"the frame at {image.time:.2f} s (clock of the file) is damaged")
             if image.pts in wanted:
                 turns = image.rotation // 90 % 4  # counter-clockwise
@@ -217,13 +217,13 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
     return pictures
 
 
-IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # of Pillow's others, EPS starts Ghostscript
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # not all of Pillow's: EPS starts Ghostscript
 # A phone's picture has up to 108 million pixels, an A3 page at 600 dpi 70 million, a frame in 8K 33 million.
 MAX_IMAGE_PIXELS = 120_000_000  # 360 MB once decoded
 
 
 def _measure(path: str) -> tuple[int, int]:
-    """Return an image's (width, height), which its header says; refuse one that is too large to decode."""
+    """Return an image's (width, height) from its header. Refuse an image that is too large to decode."""
     from PIL import Image
 
     with Image.open(path, formats=IMAGE_FORMATS) as image:
@@ -242,33 +242,33 @@ def _image(path: str, size: tuple[int, int]) -> np.ndarray:
 
 
 def _serve(fd: int, timeout: float) -> None:
-    """Answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone: a worker's life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    import av  # noqa: F401 (before "ready": a missing decoder is our error, not that of the first video)
+    """Run a worker: answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    import av  # noqa: F401 (before "ready": a missing decoder is our error, not the first video's)
 
     pipe, verbs = Connection(fd), {"probe": _probe, "decode": _decode, "measure": _measure, "image": _image}
     try:
         pipe.send("ready")
         while True:
             verb, *arguments = pipe.recv()
-            signal.alarm(math.ceil(timeout) + 1)  # ends a worker that hangs in C code after its parent has died
+            signal.alarm(math.ceil(timeout) + 1)  # ends a worker that hangs in C code after its parent has ended
             try:
                 answer = True, verbs[verb](*arguments)
-            except Exception as error:  # the process boundary: whatever decoding raises is the parent's VideoError
+            except Exception as error:  # the process boundary: every decoding error becomes the parent's VideoError
                 answer = False, f"cannot be decoded ({type(error).__name__}: {error}); fetch it again or re-encode it"
             pipe.send(answer)
             signal.alarm(0)
     except (EOFError, OSError):
-        pass  # the parent closed the pipe or died
+        pass  # the parent closed the pipe or ended
 
 
 # ---- the parent: workers, cache, quarantine ------------------------------------------------------------------------
 
-START_LIMIT = 300.0  # seconds in which a worker must have imported its decoder, be it from a cold network disk
+START_LIMIT = 300.0  # seconds within which a worker must import its decoder, even from a cold network disk
 
 
 class _Worker:
-    """A decoder process. Not multiprocessing's spawn, which would import the parent's heavy __main__ once more."""
+    """A decoder process. It does not use multiprocessing's spawn, which would import the parent's heavy __main__ again."""
 
     def __init__(self, timeout: float):
         self.timeout, self.expired = timeout, False
@@ -279,15 +279,15 @@ class _Worker:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
         try:
             ready = self.pipe.poll(START_LIMIT) and self.pipe.recv()
-        except (EOFError, OSError):  # it died
+        except (EOFError, OSError):  # it has exited
             ready = False
         if not ready:
             reason = f"died at its start, or took {START_LIMIT:g} s ({self.stop()})"
             raise RuntimeError(f"a video worker {reason}: does `import av` work?")
 
     def ask(self, request: tuple) -> tuple[bool, object]:
-        """Return (True, value) or (False, what is wrong with the file), within the timeout whatever the worker does."""
-        # A timer that kills also covers a worker that stops halfway through its answer; polling the pipe would not.
+        """Return (True, value) or (False, what is wrong with the file), always within the timeout."""
+        # Kill by a timer instead of polling the pipe: a worker can also stop halfway through its answer.
         watchdog = threading.Timer(self.timeout, self._expire)
         watchdog.start()
         try:
@@ -296,7 +296,7 @@ class _Worker:
         except (EOFError, OSError):
             answer = False, f"killed its decoder ({self.stop()}); fetch it again or re-encode it"
         watchdog.cancel()
-        watchdog.join()  # `expired` is settled now, and no late kill can hit the next request
+        watchdog.join()  # `expired` is final now, and no late kill can hit the next request
         if self.expired:
             self.stop()
             return False, f"hung its decoder for {self.timeout:g} s; re-encode it"
@@ -312,7 +312,7 @@ class _Worker:
 
 
 class Videos(AbstractContextManager):
-    """Frames of many videos for many threads at once: killable workers behind a cache and a quarantine list."""
+    """Reads frames of many videos for many threads: killable workers behind a cache and a quarantine list."""
 
     def __init__(
         self,
@@ -320,19 +320,19 @@ class Videos(AbstractContextManager):
         timeout: float = 300.0,  # seconds for one request (64 frames of an hour in 4K take minutes); then its worker is killed
         cache_bytes: int = 2 << 30,  # budget for decoded frames and indexes
     ):
-        if workers < 1:  # nobody would ever answer
+        if workers < 1:  # every request would wait forever
             raise ValueError(f"{workers=}: must be at least 1")
         self._timeout, self._cache_bytes = timeout, cache_bytes
-        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()  # None: a place without a process
+        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()  # None: a worker that is not started
         for _ in range(workers):
             self._idle.put(None)
         self._lock = threading.Lock()  # guards everything below
         self._workers: set[_Worker] = set()
         self._closed = False
-        self._cache: OrderedDict[tuple, Future] = OrderedDict()  # oldest use first; not done: somebody decodes it
+        self._cache: OrderedDict[tuple, Future] = OrderedDict()  # least recently used first; not done: being made
         self._cached_bytes = 0
         self._bad: dict[Identity, tuple[str, bool]] = {}  # file -> what is wrong with it, and whether that is transient
-        # path -> why no overview of it can be shown, for callers that count such files; not where the machine may be the cause
+        # path -> why it has no overview, for callers that count such files; without errors that the machine can have caused
         self.unreadable: dict[str, str] = {}
 
     def info(self, path: str | Path) -> VideoInfo:
@@ -371,7 +371,7 @@ class Videos(AbstractContextManager):
         return self.frames(path, indices, size_rule(info.width, info.height))
 
     def image(self, path: str | Path, size_rule: SizeRule) -> Frames:
-        """Return an image as one frame; it has no time."""
+        """Return an image as one frame. Its time is None."""
         identity = self._identify(path, "image")
         size = size_rule(*self._ask(path, identity, "measure"))
         pixels = self._ask(path, identity, "image", size)
@@ -388,7 +388,7 @@ class Videos(AbstractContextManager):
 
     @contextmanager
     def _record_unreadable(self, path: str | Path) -> Iterator[None]:
-        """Record the reason in `unreadable` if the code inside finds that the file cannot be read."""
+        """If the block raises a VideoError that is not transient, record its reason in `unreadable`."""
         try:
             yield
         except VideoError as error:
@@ -401,15 +401,15 @@ class Videos(AbstractContextManager):
             status = os.stat(path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise VideoError(path, f"cannot be opened ({error}); check the path") from None
-        if not stat.S_ISREG(status.st_mode):  # opening a FIFO or a device may block for ever
+        if not stat.S_ISREG(status.st_mode):  # opening a FIFO or a device can block forever
             raise VideoError(path, "is not a regular file; pass the path of a video or an image")
-        identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns, kind)  # no image, it may be a video
+        identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns, kind)  # a bad image can be a good video
         if identity in self._bad:
             raise VideoError(path, *self._bad[identity])
         return identity
 
     def _cached(self, key: tuple, make: Callable) -> VideoInfo | np.ndarray:
-        """Return the value of `key`. Threads that want the same thing share one `make`."""
+        """Return the value of `key`. Threads that ask for the same key share one call of `make`."""
         with self._lock:
             hit = key in self._cache
             future = self._cache.setdefault(key, Future())
@@ -432,9 +432,9 @@ class Videos(AbstractContextManager):
         return value
 
     def _ask(self, path: str | Path, identity: Identity, verb: str, *arguments) -> tuple | np.ndarray:
-        worker = self._idle.get()  # blocks until one is free; waiting is not decoding
+        worker = self._idle.get()  # blocks until one is free; the timeout does not include this wait
         try:
-            for _ in range(2):  # one that dies may have been killed from outside (for memory): it gets a second try
+            for _ in range(2):  # try twice: a worker can be killed from outside (out of memory)
                 worker = self._live_worker(worker)
                 good, value = worker.ask((verb, identity[0], *arguments))
                 dead = worker.process.returncode is not None
@@ -442,11 +442,11 @@ class Videos(AbstractContextManager):
                     break
         finally:
             self._idle.put(worker)
-        if self._closed:  # close() killed the worker: no fault of the file
+        if self._closed:  # close() killed the worker, so the file is not at fault
             raise VideoError(path, "Videos is closed: close it after its users are done", transient=True)
         if not good:
-            # Killed from outside, a worker says nothing about the file. If it answered while decoding, the file is
-            # damaged in one place, and elsewhere good.
+            # If the worker was killed from outside, the file may be good. If the worker survived a failed `decode`, the
+            # file is damaged in one place and can be good elsewhere.
             outside = worker.process.returncode in (-signal.SIGKILL, -signal.SIGTERM) and not worker.expired
             if not outside and (dead or verb != "decode"):
                 self._bad[identity] = value, worker.expired
@@ -454,14 +454,14 @@ class Videos(AbstractContextManager):
         return value
 
     def _live_worker(self, worker: _Worker | None) -> _Worker:
-        """Return the worker if it is alive, else start a new one in its place."""
+        """Return the worker if it is alive. Otherwise start a new one in its place."""
         if worker and worker.process.poll() is None:
             return worker
         if worker:
             worker.pipe.close()
-        try:  # outside the lock, which nobody shall hold for so long
+        try:  # without the lock, since a start takes long
             new = _Worker(self._timeout)
-        except RuntimeError:  # killed while it started, for memory: a second one may live
+        except RuntimeError:  # it can have been killed from outside (out of memory): try again
             new = _Worker(self._timeout)
         with self._lock:  # close() must know every worker
             self._workers.discard(worker)

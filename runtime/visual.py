@@ -1,8 +1,8 @@
-"""visual.py: what a frame is to the model, the same for training, sampling and evaluation.
+"""visual.py: how a frame becomes model input, the same way in training, sampling and evaluation.
 
     contract = VisualContract()                    # frames of about 65,536 pixels, 64 tokens if square; stamped images
     contract.frame_size(1280, 720)                 # (352, 192): the size at which such a video's frames are decoded
-    contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another one
+    contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another contract
     pixel_values, grid = patchify(frames)          # tensors: float32 [patches, 1536], int64 [frames, 3]
 
 Deliberately missing: the video channel of Qwen3-VL (frame pairs), torchvision, the Hugging Face processor classes.
@@ -20,34 +20,34 @@ import numpy as np
 
 from runtime.video import Frames
 
-TEMPORAL_PATCH = 2  # an image is one temporal slot: the frame stands in it twice
-LARGEST_IMAGE = 16_777_216  # pixels: larger ones are shrunk by Qwen3-VL's processor, as published
+TEMPORAL_PATCH = 2  # a patch spans two frames; an image is repeated to fill it
+LARGEST_IMAGE = 16_777_216  # pixels; Qwen3-VL's published processor shrinks larger images
 
 
 class ContractError(ValueError):
-    """Two parts of the system would show the model different things."""
+    """Two parts of the system would show the model different inputs."""
 
 
 @dataclass(frozen=True)
 class VisualContract:
-    """How a video becomes model input. Saved into every checkpoint as visual.json; a mismatch refuses to run."""
+    """How a video becomes model input. Every checkpoint holds it as visual.json. A run refuses a checkpoint that differs."""
 
     frame_pixels: int = 65_536
     """Least area of a frame. 65,536 = 64 tokens: the smallest image that Qwen3-VL's processor does not enlarge."""
     max_frame_pixels: int | None = None
-    """Largest area of a frame: one that is neither too small nor too large keeps its size, as in Qwen's processors
-    (min_pixels, max_pixels). null: every frame is scaled to `frame_pixels`, whatever its source."""
+    """Largest area of a frame. A frame between `frame_pixels` and this area keeps its size, as in Qwen's processors
+    (min_pixels, max_pixels). null: every frame is scaled to `frame_pixels`."""
     crop_frame_pixels: int | None = None
-    """Frames of a crop are scaled to this area. null: they are as large as those of the overview."""
+    """Area to which frames of a crop are scaled. null: they are as large as overview frames."""
     patch: int = 16
     """Side of a vision patch in pixels (14 for Qwen2.5-VL)."""
     merge: int = 2
     """merge x merge patches become one token."""
     stamp: str = "<{:.1f} seconds>"
-    """The text before each frame: the true time of the decoded frame. Other models read `{clock}` (HH:MM:SS) or `{i}`
-    (the frame's place in its clip); empty: no stamps."""
+    """The text before each frame, with the decoded frame's true time. Other models use `{clock}` (HH:MM:SS) or `{i}`
+    (the frame's index in its clip). Empty: no stamps."""
     overview_frames: int = 64
-    """K: frames of the overview unless gating draws another number."""
+    """K: frames of the overview, unless gating draws another number."""
     crop_fps: float = 1.0
     crop_max_frames: int = 16
 
@@ -71,11 +71,11 @@ class VisualContract:
         return bool(self.stamp)
 
     def frame_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return (width, height) to decode at: every later resize (transformers', SGLang's) is the identity."""
+        """Return the (width, height) to decode at. Every later resize (transformers', SGLang's) then changes nothing."""
         if self.max_frame_pixels is None:
             return self._scale_to(self.frame_pixels, width, height)
-        # Between two areas, as Qwen's smart_resize, bit for bit: each side is rounded to whole tokens. Too large a frame
-        # shrinks, and its sides are rounded down; too small a one grows, and they are rounded up.
+        # Keep the area between two limits, exactly as Qwen's smart_resize does. Round each side to whole tokens. If the
+        # area is then too large, shrink the frame and round down. If it is too small, enlarge the frame and round up.
         columns, rows = round(width / self.cell), round(height / self.cell)
         area = columns * rows * self.cell**2
         if area > self.max_frame_pixels:
@@ -89,13 +89,13 @@ class VisualContract:
         return columns * self.cell, rows * self.cell
 
     def crop_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return (width, height) to decode a crop's frames at."""
+        """Return the (width, height) at which a crop's frames are decoded."""
         if self.crop_frame_pixels is None:
             return self.frame_size(width, height)
         return self._scale_to(self.crop_frame_pixels, width, height)
 
     def _scale_to(self, area: int, width: int, height: int) -> tuple[int, int]:
-        """Return the smallest size in whole tokens that covers the area in this shape."""
+        """Return the smallest size in whole tokens that covers the area at this aspect ratio."""
         scale = math.sqrt(area / (width * height))
         # The epsilon keeps an exact fit (256 x 256) from rounding up to one cell more.
         columns = max(1, math.ceil(width * scale / self.cell - 1e-9))
@@ -106,16 +106,16 @@ class VisualContract:
         return (width // self.cell) * (height // self.cell)
 
     def processor_size(self) -> dict[str, int]:
-        """Return the image processor's limits under which our frames pass unchanged (Qwen names areas "edges")."""
+        """Return the image processor's limits that leave our frames unchanged (Qwen calls areas "edges")."""
         smallest = self.frame_pixels
         if self.max_frame_pixels or self.crop_frame_pixels:
-            smallest = self.cell**2  # a frame that was rounded down, or of a crop, may be below frame_pixels
+            smallest = self.cell**2  # a frame that was rounded down, or a crop's, can be below frame_pixels
         largest = max(LARGEST_IMAGE, self.frame_pixels, self.max_frame_pixels or 0)
         return {"shortest_edge": smallest, "longest_edge": largest}
 
     @classmethod
     def load(cls, checkpoint: str | Path) -> "VisualContract":
-        """Read the contract that a checkpoint carries; a stock checkpoint gets the default one."""
+        """Read the contract of a checkpoint. A stock checkpoint gets the default one."""
         path = Path(checkpoint) / "visual.json"
         saved = read_json(path) or {}
         try:
@@ -124,7 +124,7 @@ class VisualContract:
             raise ContractError(f"{path}: {error}") from None
 
     def save(self, checkpoint: str | Path) -> None:
-        """Write the contract beside the weights, and the same limits where transformers and SGLang read them."""
+        """Write visual.json, and the same limits into the file that transformers and SGLang read."""
         checkpoint = Path(checkpoint)
         (checkpoint / "visual.json").write_text(json.dumps(dataclasses.asdict(self), indent=1))
         path = checkpoint / "preprocessor_config.json"
@@ -133,8 +133,8 @@ class VisualContract:
         path.write_text(json.dumps(processor, indent=1))
 
     def check(self, checkpoint: str | Path) -> None:
-        """Raise ContractError if the checkpoint was made for other pixels. A stock checkpoint has no visual.json: then
-        only its processor's constants must agree (its size limits are overridden when SGLang is started)."""
+        """Raise ContractError if the checkpoint was made under another contract. A stock checkpoint has no visual.json: then
+        only its processor's constants must agree (server_command overrides its size limits)."""
         expected = self._processor_constants()
         saved = read_json(Path(checkpoint) / "preprocessor_config.json") or dict(expected)
         if (Path(checkpoint) / "visual.json").exists():
@@ -152,13 +152,13 @@ class VisualContract:
 
     def _processor_constants(self) -> dict[str, Any]:
         constants = {"patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": TEMPORAL_PATCH}
-        if self.patch == 16:  # Qwen2.5-VL (patch 14) has other means, but is only ever served
-            constants |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}  # what `patchify` works with
+        if self.patch == 16:  # Qwen2.5-VL (patch 14) has other means, but we only serve it
+            constants |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}  # as in `patchify`
         return constants
 
 
 def read_json(path: Path) -> dict | None:
-    """Read a JSON file; None if it is not there."""
+    """Read a JSON file. Return None if it does not exist."""
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except ValueError as error:
@@ -173,8 +173,8 @@ def patchify(frames: Sequence[Frames], patch: int = 16, merge: int = 2, device="
     """Return two tensors: pixel_values float32 [patches, 3 * 2 * patch * patch], on the device, and grid int64 [frames, 3] =
     (1, rows, columns), on the host.
 
-    Patches of one token stand together (merge x merge blocks, row by row), as Qwen's vision tower expects them."""
-    import torch  # what reads contracts alone needs no torch
+    Patches of one token are adjacent (merge x merge blocks, row by row), as Qwen's vision tower expects them."""
+    import torch  # reading contracts does not need it
 
     cut = [np.zeros((0, 3 * patch * patch), np.uint8)]
     grid = []
@@ -185,7 +185,7 @@ def patchify(frames: Sequence[Frames], patch: int = 16, merge: int = 2, device="
         x = x.transpose(0, 1, 4, 2, 5, 7, 3, 6)  # [n, rows/m, columns/m, m, m, 3, patch, patch]
         cut.append(x.reshape(n * rows * columns, 3 * patch * patch))
         grid += [[1, rows, columns]] * n
-    # Only bytes are moved on the CPU and sent: the frames of one full micro-batch are 48 MiB, their values 384 MiB.
+    # Reorder and send bytes, then normalise on the device: a full micro-batch is 48 MiB of bytes or 384 MiB of values.
     x = torch.from_numpy(np.concatenate(cut)).to(device)
     x = torch.from_numpy(_NORMALISED).to(device)[x.int()]  # [P, 3 * patch * patch]
     x = x.view(len(x), 3, 1, patch * patch).expand(-1, -1, TEMPORAL_PATCH, -1)

@@ -1,10 +1,10 @@
-"""weights.py: how trained weights reach the engine, as safetensors in a folder that it loads.
+"""weights.py: hand trained weights to the engine, as safetensors in a folder that it loads.
 
     weights.export(policy, version)     # all ranks write FOLDER/weights-{version}; the engine may still sample
     weights.publish(version)            # the engine loads it; every later sample carries the version
     weights.remove(version - 1)
 
-This is the only mechanism: for servers on this node, for servers elsewhere, and for the engine in this process.
+All engines get their weights this way: servers on this node, servers elsewhere, and the engine in this process.
 """
 
 import shutil
@@ -28,24 +28,24 @@ class WeightSync:
         self.engine = engine
         self.contract = contract
         self.server_gpus = rollout.server_gpus
-        # Each node has snapshots of its own, but servers elsewhere read those of rank 0.
+        # Each node has its own snapshots. Servers elsewhere read those of rank 0.
         self.per_node = on_this_machine(rollout.urls)
-        # The first rank loads the servers that its node, or all ranks, share. An engine in this process loads its own weights.
+        # The first rank updates the servers that its node (or all ranks) share. An in-process engine loads its own weights.
         shares_servers = bool(rollout.server_gpus or rollout.urls)
         number, _ = place(self.per_node)
         self.loads = number == 0 or not shares_servers
 
     def export(self, policy: Policy, version: int) -> None:
-        """Write a snapshot. A server that restarts meanwhile still reads the one before."""
-        # Our own servers began with the checkpoint, so they have the weights that do not train.
+        """Write a snapshot. A server that restarts meanwhile still loads the previous one."""
+        # Servers that we started loaded the checkpoint, so they already have the weights that do not train.
         frozen = not self.server_gpus
         target = self._snapshot(version)
         export(policy, target, policy.cfg.checkpoint, self.contract, per_node=self.per_node, frozen=frozen)
 
     def publish(self, version: int) -> None:
-        """Have the engine load a snapshot. Nothing may sample meanwhile."""
+        """Make the engine load a snapshot. No rank may sample meanwhile."""
         if device().index in self.server_gpus:
-            torch.cuda.empty_cache()  # the server on this GPU needs the memory that the allocator keeps for later
+            torch.cuda.empty_cache()  # the server on this GPU needs the memory that torch's allocator caches
         if self.loads:
             self.engine.update_weights(self._snapshot(version), version)
             barrier()  # the shared servers have the new weights

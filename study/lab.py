@@ -1,8 +1,8 @@
-"""lab.py: the reward lab: type what an assistant says, and see what every term of the reward makes of it.
+"""lab.py: the reward lab. Score any assistant text and print every term of the reward.
 
     python -m study.lab "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B
 
-One argument is one turn. The text is painted, too: [c] is a structural character.
+Each argument is one turn. The text is printed with its structural characters in brackets: [c].
 """
 
 import argparse
@@ -14,7 +14,7 @@ from tools import parse_calls
 
 
 class Characters:
-    """A renderer whose tokens are single characters and the end of turn: the lab needs no checkpoint."""
+    """A renderer with one token per character and one for the end of turn, so that the lab needs no checkpoint."""
 
     ends_of_turn = (0x10FFFF,)
 
@@ -30,7 +30,7 @@ class Characters:
 
 
 def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
-    """Return the episode that rollout.py would have recorded of these turns. The first `executed` calls ran."""
+    """Return the episode that a rollout with these turns would record. The first `executed` calls count as run."""
     main, calls = Trajectory(), []
     for i, turn in enumerate(turns):
         prefix = forced if turn.startswith(forced) else ""
@@ -47,10 +47,10 @@ def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("turns", nargs="+", metavar="TEXT", help="what the assistant says, one argument per turn")
+    parser.add_argument("turns", nargs="+", metavar="TEXT", help="the assistant's text, one argument per turn")
     parser.add_argument("--answer", required=True, help="the gold answer")
     parser.add_argument("--kind", choices=("mcq", "tvg", "oe"), default="mcq")
-    parser.add_argument("--executed", type=int, default=0, help="how many of the calls ran")
+    parser.add_argument("--executed", type=int, default=0, help="number of calls that count as run")
     args = parser.parse_args()
     renderer = Characters()
     turns = [turn.replace("\\n", "\n") + END_OF_TURN for turn in args.turns]

@@ -1,9 +1,9 @@
-"""one_step.py: the figures of docs/one_step.md, which works out one training step to the digit.
+"""one_step.py: compute the figures of docs/one_step.md, which works out one training step to the digit.
 
     python -m study.one_step          # docs/one_step.jsonl -> the figures of docs/one_step.md; its prose stays
 
-The record has one group of a run on the toy: exact ids, and the log-probs that its loss was given. Everything else is
-computed here, with the functions that train. Missing: pixels; the recorder, which is tests/record_one_step.py.
+The record holds one group of a toy run: exact ids, and the log-probs that entered its loss. Everything else is computed
+here with the functions that train. Deliberately missing: pixels, and the recorder (tests/record_one_step.py).
 """
 
 import argparse
@@ -28,14 +28,14 @@ from study.lab import Characters
 
 REPO = Path(__file__).resolve().parent.parent
 CONFIG = REPO / "configs" / "toy_paragrpo_full.yaml"
-# Two updates per batch, and a batch is sampled while the one before it trains. Otherwise r and w would be 1.
+# Two updates per batch, and weights that are one update old while sampling. Otherwise r and w would be 1.
 SETTINGS = ["minibatches=2", "staleness=1", "grpo.kl_coef=0.01", "optim.lr=5.0e-5", "val=null"]
 SETTINGS += ["optim.schedule=constant", "steps=8"]
 
 
 @dataclass
 class Vocabulary(Characters):
-    """A renderer of the recorded tokens."""
+    """A renderer for the recorded tokens."""
 
     texts: dict[str, str]  # by id
     image_pad: int
@@ -46,7 +46,7 @@ class Vocabulary(Characters):
 
 
 def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
-    """Return the figures of the page, by the names of their marks."""
+    """Return the page's figures by the names of their marks."""
     cfg = config.load(RLConfig, CONFIG, SETTINGS)
     renderer = Vocabulary(**record["vocabulary"])
     texts = {}
@@ -58,7 +58,7 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
     example.bundle.frames = [Frames(np.zeros((group.k, side, side, 3), np.uint8), ())]
     packed = pack_bundles([example.bundle], renderer.image_pad, side)
 
-    # the prompt, and some of its episodes
+    # the prompt, and the episodes that the page shows
     texts["prompt"] = fenced(renderer.decode(example.bundle.prompt))
     shown = [f"Episode {i + 1}:\n\n{fenced(renderer.decode(example.bundle.suffixes[i]))}" for i in record["shown"]]
     texts["episodes"] = "\n\n".join(shown)
@@ -84,7 +84,7 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
         rows.append([code(renderer.decode([main.ids[t]])), main.mask[t], int(struct[t]), a])
     texts["tokens"] = markdown(f"Episode {record['torn'] + 1}, last turn:", ["token", "mask", "struct", "A_t"], rows)
 
-    # the packed sequence
+    # the packed sequence: the prompt once, then the suffixes
     rows = []
     for i, s in enumerate(packed.segments):
         name, sees = ("prompt", "") if i == 0 else (f"suffix {i}", f"{s.prompt_start}–{s.prompt_stop - 1}, ")
@@ -92,7 +92,7 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
         rows.append([name, f"{s.start}–{s.stop - 1}", f"{first}–{last}", f"{sees}{s.start}–t"])
     texts["layout"] = markdown(f"{len(packed.ids)} tokens:", ["row", "tokens", "positions", "token t sees"], rows)
 
-    # the loss of three tokens, and its denominator
+    # the loss of three tokens, and the denominator
     pi, prox, reference = torch.tensor(record["logprobs"])  # each [N]
     behaviour, advantages = torch.from_numpy(example.behaviour_logprobs), torch.from_numpy(example.advantages)
     losses, stats = token_losses(pi, prox, behaviour, reference, advantages, cfg.grpo)

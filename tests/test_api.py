@@ -243,7 +243,7 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(endpoint, thei
         with pytest.raises(config.ConfigError, match=f"'m' fails a first small request: {there.url}: .*refused"):
             work(cfg)
     monkeypatch.delenv(NAME)
-    with pytest.raises(config.ConfigError, match=f"key = '{NAME}': there is no such environment variable"):
+    with pytest.raises(config.ConfigError, match=f"key = '{NAME}': this environment variable is not set"):
         evaluation.main(cfg)
     assert not (tmp_path / "another").exists()
 

@@ -247,7 +247,7 @@ def test_a_limit_needs_the_videos_of_its_items_only(tmp_path, load):
     [
         ([{"question_id": None}], r"test-0.parquet: row 0: KeyError\('question_id'\)\. Another revision"),
         ([{}, {}], "1 items of videomme have the id of another one"),
-        ([{"answer": ""}], r"row 0: .*its answer '' is none of its 4 options; splits with hidden"),
+        ([{"answer": ""}], r"row 0: .*its answer '' is none of its 4 options; hidden answers cannot"),
     ],
 )
 def test_other_revisions_and_hidden_answers_are_refused(tmp_path, load, changes, problem):
@@ -342,7 +342,7 @@ def test_the_dry_run_of_every_row_names_what_is_missing_and_all_that_is_unlike_t
         assert dry_run(cfg) == 1
         notes = capsys.readouterr().out
         # Nothing is there.
-        assert f"note    {cfg.checkpoint} is not here; the run would fetch it from the hub" in notes
+        assert f"note    {cfg.checkpoint} is not on this machine; the run would fetch it from the hub" in notes
         for split, root in cfg.splits.items():
             assert f"MISSING {split}: {root}: no such folder" in notes and f"--local-dir {root}`" in notes
         # Its own protocol is compared with the row of the table, key by key.

@@ -169,10 +169,10 @@ def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, ha
     for step in (2, 4):
         save_state(tmp_path, model, optimizer, step)
     harm(tmp_path / "step-00000004" / name)
-    with pytest.raises(ConfigError, match=r"/step-00000004 is damaged \(.+\); delete it to go on from step-00000002$"):
+    with pytest.raises(ConfigError, match=r"/step-00000004 is damaged \(.+\); delete it to resume from step-00000002$"):
         load_state(tmp_path, model, optimizer)
     shutil.rmtree(tmp_path / "step-00000002")
-    with pytest.raises(ConfigError, match=r"/step-00000004 is damaged \(.+\); delete it to start anew$"):
+    with pytest.raises(ConfigError, match=r"/step-00000004 is damaged \(.+\); delete it to start again$"):
         load_state(tmp_path, model, optimizer)
 
 

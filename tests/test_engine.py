@@ -583,13 +583,13 @@ MISFITS = {
     'meta={"finish_reason": "stop"}': "`finish_reason` must be a dict, in {",
     'meta={"weight_version": null}': "`weight_version` must be a str",
     'meta={"output_token_logprobs": null}': "`output_token_logprobs` must be a list",
-    'meta={"output_token_logprobs": []}': "has 0 tokens, and 1 to 24 were asked for",
+    'meta={"output_token_logprobs": []}': "has 0 tokens, expected 1 to 24",
     'meta={"output_token_logprobs": [[-1.0, 5]]}': r"has \[-1.0, 5\], not \[a finite log-prob, a token below 5",
     'meta={"output_token_logprobs": [[NaN, 5, null]]}': r"has \[nan, 5, None\], not \[a finite",
     'meta={"output_token_logprobs": [[null, 5, null]]}': r"has \[None, 5, None\], not \[a finite",
     'meta={"output_token_logprobs": [[-1.0, 99999, null]]}': r"has \[-1.0, 99999, None\], not \[a finite",
     'meta={"output_token_logprobs": [[-1.0, -1, null]]}': r"has \[-1.0, -1, None\], not \[a finite",
-    f'meta={{"output_token_logprobs": {[[-1.0, 5, 0]] * 25}}}': "has 25 tokens, and 1 to 24 were asked for",
+    f'meta={{"output_token_logprobs": {[[-1.0, 5, 0]] * 25}}}': "has 25 tokens, expected 1 to 24",
 }
 
 

@@ -362,7 +362,7 @@ def test_a_run_in_which_every_item_failed_says_so_and_blocks_nothing(write, mode
     path, file = write(), results_file(tmp_path)
     model(says("red"))
     assert run(path, "rollout.max_context=40") == 1
-    says_so = r"error: all 8 items of .*toy-K4-direct.jsonl failed; the last: .* fills max_context = 40"
+    says_so = r"error: all 8 items of .*toy-K4-direct.jsonl failed; the last error: .* fills max_context = 40"
     assert re.search(says_so, capsys.readouterr().err)
     assert run(path) == 0
     assert read_results(file).settings["rollout"]["max_context"] == 32768 and len(outcomes(file)) == 8
@@ -371,7 +371,10 @@ def test_a_run_in_which_every_item_failed_says_so_and_blocks_nothing(write, mode
 def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path, monkeypatch):
     """Past bug: both asked (and paid) every item, and one of them printed a wrong figure."""
     path, engines = write(), model(says("red"))
-    with only_run_in(tmp_path / "run"), pytest.raises(config.ConfigError, match="works here; wait, or choose another"):
+    with (
+        only_run_in(tmp_path / "run"),
+        pytest.raises(config.ConfigError, match="is using this folder; wait, or choose another"),
+    ):
         run(path)
 
     def overtaken(*given):
@@ -580,7 +583,7 @@ def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_pat
             read_results(path)
         header, _, row, *_ = sections(tables.report([tmp_path]))["Scores"]
         assert header[4:-2] == ["videomme"] and row[4].startswith("100.0")
-        assert f"left out: {path}: line {number} is damaged" in capsys.readouterr().err
+        assert f"skipped: {path}: line {number} is damaged" in capsys.readouterr().err
 
 
 def test_a_baseline_that_is_not_there_is_refused_with_the_nearest_name(tmp_path):
@@ -636,9 +639,9 @@ def test_costs_are_means_and_rates_over_all_items(tmp_path):
 def test_results_that_make_no_table_are_refused(tmp_path):
     write_results(tmp_path / "a", "lvbench", lines("1"))
     write_results(tmp_path / "b", "lvbench", lines("0"))
-    with pytest.raises(DataError, match="a/lvbench-K64-parallel.jsonl and .* have the same place in the table"):
+    with pytest.raises(DataError, match="a/lvbench-K64-parallel.jsonl and .* fill the same cell of the table"):
         tables.report([tmp_path / "a", tmp_path / "b"])
-    with pytest.raises(DataError, match="no results in .*/c: `python eval.py CONFIG` makes them"):
+    with pytest.raises(DataError, match="no results in .*/c: run `python eval.py CONFIG` first"):
         tables.report([tmp_path / "c"])
 
 
@@ -805,7 +808,7 @@ def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys):
     for override, rule in (
         ("visual={frame_pixels: 4096}", "this run has 4096, the checkpoint 1024"),
         ("rollout.urls=[localhost:9]", "no server answers at localhost:9"),
-        ("run=/dev/null/here", "/dev/null is no folder that can be written"),
+        ("run=/dev/null/here", "/dev/null is not a writable folder"),
     ):
         for work in (dry_run, evaluation.main):
             with pytest.raises((config.ConfigError, ContractError), match=rule):
@@ -822,7 +825,7 @@ def test_a_checkpoint_that_is_nowhere_is_missing(write, name, capsys):
         evaluation.main(cfg)
     for there in ("hub:Somebody/Else", "Qwen/Qwen3-VL-2B-Instruct"):
         assert dry_run(load(write(), f"checkpoint={there}")) == 0
-        assert f"note    {there} is not here; the run would fetch it" in capsys.readouterr().out
+        assert f"note    {there} is not on this machine; the run would fetch it" in capsys.readouterr().out
 
 
 def test_a_dry_run_reads_what_the_hubs_cache_has_of_a_model(write, toy_dir, tmp_path, monkeypatch):
@@ -856,7 +859,7 @@ def test_another_family_is_not_answered_by_random_weights(write, toy_dir, tmp_pa
     (tmp_path / "other" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     cfg = load(write(), f"checkpoint={tmp_path}/other")
     for work in (dry_run, evaluation.main):
-        with pytest.raises(config.ConfigError, match="runs Qwen3-VL, not 'qwen2_5_vl'; install SGLang, or give"):
+        with pytest.raises(config.ConfigError, match="only runs Qwen3-VL, not 'qwen2_5_vl'; install SGLang, or set"):
             work(cfg)
     with pytest.raises(config.ConfigError, match="no server answers at"):  # a server may know it
         dry_run(replace(cfg, rollout=replace(cfg.rollout, urls=("localhost:9",))))
@@ -865,9 +868,9 @@ def test_another_family_is_not_answered_by_random_weights(write, toy_dir, tmp_pa
 def test_what_cannot_run_says_so(write):
     api = {"url": "http://x", "model": "m"}
     for changes, rule in (
-        ({"arms": ["none"]}, "only the protocol 'agent' has them"),
-        ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none': here, `arms` says how"),
-        ({"api": {"url": "http://x"}}, "api: url = 'http://x': needs the name of a model"),
+        ({"arms": ["none"]}, "only the protocol 'agent' has arms; leave the default"),
+        ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none': set `arms` instead"),
+        ({"api": {"url": "http://x"}}, "api: url = 'http://x': set `model`"),
         ({"api": api, "prompting": {}}, "an API cannot open a turn or stop at a tag"),
     ):
         with pytest.raises(config.ConfigError, match=rule):

@@ -1,4 +1,4 @@
-"""Advantages and losses: by hand, and against plain transformers."""
+"""Advantages and losses, computed by hand and checked against plain transformers."""
 
 import math
 
@@ -42,7 +42,7 @@ def policy(toy_renderer, toy_dir):
 
 
 def group(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
-    """Episodes that said `turns`, with log-probs of an engine and rewards, as the rollout leaves them."""
+    """Return a group of one-turn episodes with behaviour log-probs and rewards."""
     task, episodes = Task(name, "Which?", (), "oe", "red"), []
     for i, turn in enumerate(turns):
         episode = episode_of_turns([turn], task, renderer)
@@ -65,7 +65,7 @@ def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
 
 
 def make_examples(groups, renderer, cfg, subagents=False):
-    """As rl.train does it."""
+    """Assign advantages and make examples, in the order of rl.train."""
     assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
     return grpo.make_examples(groups, renderer, cfg.grpo, cfg.reward.anchor, subagents)
 
@@ -88,12 +88,12 @@ def test_advantages_are_centred_and_scaled_by_the_sample_deviation():
 
 @pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3], [0.7]])
 def test_a_flat_group_has_no_advantage_whatever_rounding_leaves(rewards):
-    """Past bug: 0.1 + 0.2 and 0.3 differ in the last bit, and a std of 1e-17 would blow that up."""
+    """Past bug: 0.1 + 0.2 and 0.3 differ in the last bit, and dividing by a std of 1e-17 blew that up."""
     assert not group_advantage(rewards).any()
 
 
 def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
-    """All four answers are right, so R is flat: whatever advantage there is, is the anchor's."""
+    """All four answers are right, so R is flat and any advantage comes from the anchor."""
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
     (example,) = examples_of([one], toy_renderer, cfg)
@@ -126,7 +126,7 @@ def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_rende
     tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
     monkeypatch.setattr(grpo, "sum_over_ranks", lambda counts: {name: 2 * count for name, count in counts.items()})
     _, total_tokens = make_examples(groups, toy_renderer, cfg)
-    assert total_tokens == 2 * tokens  # another rank has as many
+    assert total_tokens == 2 * tokens  # another rank has the same number
 
 
 def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(monkeypatch):
@@ -135,7 +135,7 @@ def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(monkeypat
 
 
 def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_anchor(toy_renderer, monkeypatch):
-    """Past bug: flat groups were left out of its std, which made it a constant factor."""
+    """Past bug: the std left out flat groups, so normalisation was a constant factor."""
     cfg = settings(grpo={"normalise": "batch", "kl_coef": 0.1})
     varied, flat = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE], "a"), group(toy_renderer, cfg, [TIDY] * 3, "b")
     own = group_advantage([1, 0, 1])
@@ -143,19 +143,19 @@ def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_an
     examples = examples_of([varied, flat], toy_renderer, cfg)
     assert [e.advantage for e in varied.episodes] == pytest.approx(own / np.std([*own, 0, 0, 0, 4, -4]))
     assert [e.anchor_advantage for e in varied.episodes] == pytest.approx(group_advantage([0.7, 0.7, -0.3]))
-    assert not examples[1].advantages.any()  # with a KL, a flat group is trained on as well
+    assert not examples[1].advantages.any()  # with a KL, a flat group still trains
 
 
 def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
-    reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # tags in a report are no structure
+    reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # its tags are not structural
     one.episodes[0].calls = [Call(0, "crop_video", {}, subagent=reporter)]
     examples, total_tokens = make_examples([one], toy_renderer, cfg, subagents=True)
     (report,) = [example for example in examples if example.bundle.prompt == [50, 51]]
     assert report.advantages == pytest.approx(np.full(len(report.advantages), one.episodes[0].advantage))
     assert one.episodes[0].anchor_advantage > 0
-    assert total_tokens == sum(lengths_of(one)) + sum(reporter.mask)  # its tokens count in the mean as well
+    assert total_tokens == sum(lengths_of(one)) + sum(reporter.mask)  # the mean includes its tokens
     untrained, total_tokens = make_examples([one], toy_renderer, cfg)
     assert all(example.bundle.prompt != [50, 51] for example in untrained) and total_tokens == sum(lengths_of(one))
 
@@ -174,7 +174,7 @@ def said(suffix: int, *clips: Frames) -> Episode:
 
 
 def test_an_example_has_the_frames_of_its_episodes_and_fits_into_the_token_budget():
-    """Past bug: stamps have a tenth of a second, so windows that differ by less had equal prompts, and one's frames."""
+    """Past bug: stamps are rounded to 0.1 s, so two almost equal windows had equal prompts and shared one's frames."""
     dark, light = (Frames(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,)) for shade in (0, 255))
     first, other, second, third = said(7, dark), said(8, light), said(9, dark), said(9, dark)
     assert share_prompts([first, other, second, third], 4) == [[first, second], [other], [third]]
@@ -201,8 +201,8 @@ def test_the_loss_of_a_token_is_the_formula():
 
 
 def test_the_kl_term_has_the_value_and_gradient_of_the_kl_to_the_reference():
-    """Over all tokens of a small vocabulary, each as often as pi_behaviour samples it. Past bug: the term was not weighted,
-    so it was no KL of the policy that learns, and a token that this policy had all but given up pulled with -600."""
+    """Sum over a small vocabulary, weighted by pi_behaviour. Past bug: the KL term lacked the weight w * r, so it was not the
+    KL of the policy in training, and a token that this policy had nearly dropped had a gradient of -600."""
     torch.manual_seed(0)
     logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
     behaviour, prox, reference = torch.randn(3, 6, dtype=torch.float64).log_softmax(-1)
@@ -216,7 +216,7 @@ def test_the_kl_term_has_the_value_and_gradient_of_the_kl_to_the_reference():
     (wanted,) = torch.autograd.grad((logits.log_softmax(-1).exp() * (logits.log_softmax(-1) - reference)).sum(), logits)
     assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-9)
 
-    # A token over the cap is left out of the KL as it is left out of the surrogate.
+    # A token over the cap is left out of the KL and of the surrogate.
     given_up = torch.tensor([-1.0, -12.0], requires_grad=True)
     sampled_at = torch.tensor([-9.0, -1.0])
     losses, _ = token_losses(given_up, given_up.detach(), sampled_at, torch.zeros(2), torch.zeros(2), cfg=settings(grpo={"kl_coef": 0.01}).grpo)  # fmt: skip
@@ -225,7 +225,7 @@ def test_the_kl_term_has_the_value_and_gradient_of_the_kl_to_the_reference():
 
 
 def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
-    """Past bug: 0 * inf in the backward pass of a token that was left out."""
+    """Past bug: the backward pass computed 0 * inf for a token over the cap."""
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages, old = np.float32([[1, 1], [-200, -2]])
     example = TrainExample(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old)
@@ -236,8 +236,8 @@ def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
 
 @pytest.mark.parametrize("budget, passes", [(32, 4), (10_000, 1)])
 def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_dir, budget, passes):
-    """- sum_t A_t grad log pi(o_t) / N, row by row, under the sampling temperature and without the banned ids. The token
-    budget splits groups and changes nothing."""
+    """The gradient is - sum_t A_t grad log pi(o_t) / N, computed row by row at the sampling temperature without banned ids. The
+    token budget splits groups but does not change it."""
     cfg = settings(grpo={"train_tokens": budget})
     frames, pad = noise(2, width=32, height=32), toy_renderer.image_pad
     prompts = {"a": (40, pad, 41, pad, 42), "b": (40, pad, 41, pad, 43)}
@@ -287,7 +287,7 @@ def test_minibatches_are_clipped_against_the_policy_before_the_first(toy_rendere
             sampled_exactly(policy, one)
         examples, total_tokens = make_examples(groups, toy_renderer, cfg)
         measured = rl.update(policy, None, optimizer, examples, total_tokens, cfg, 0)
-        assert measured["logprob_gap"] < 1e-4  # old and prox log-probs are the policy's before the first update
+        assert measured["logprob_gap"] < 1e-4  # behaviour and prox log-probs are those before the first update
         clipped[minibatches] = measured["clip_fraction"]
         assert {int(s["step"]) for s in optimizer.state.values()} == {minibatches}
     assert clipped[1] == 0 < clipped[2]
@@ -311,7 +311,7 @@ def test_the_first_batch_is_checked_against_the_trainer(exact_group, policy, mon
         self_check(policy, [exact_group], 0.3)
     main = exact_group.episodes[0].main
     main.logprobs = [2 * p for p in main.logprobs]
-    with pytest.raises(EngineError, match="its images, its weights, its temperature or its banned tokens are others"):
+    with pytest.raises(EngineError, match="the engine's images, weights, temperature or banned tokens differ"):
         self_check(policy, [exact_group], 1.0)
 
 

@@ -89,7 +89,7 @@ def a_call_runs_beside_its_siblings() -> None:
     calls = [json.dumps({"name": "zoom_frame" if "x" in a else "crop_video", "arguments": a}) for a in arguments]
     first = "Both.\n</think>" + "".join(f"<tool_call>{call}</tool_call>" for call in calls) + "<|im_end|>"
     requests = {True: "asked for details", False: "asked what happens"}
-    said = turns(first, "Seen.\n</think><answer>red</answer><|im_end|>", report=lambda prompt: requests["What is to be seen or read here?" in prompt])  # fmt: skip
+    said = turns(first, "Seen.\n</think><answer>red</answer><|im_end|>", report=lambda prompt: requests["What can be seen or read here?" in prompt])  # fmt: skip
 
     renderer = Renderer(load_tokenizer("toy_data/model"), VisualContract.load("toy_data/model"))
     cfg = config.build(RolloutConfig, config.read_tree(Path("configs/toy_zoom.yaml"))["rollout"], "rollout.")
@@ -132,10 +132,10 @@ def a_zoom_shows_the_quarter_around_its_point() -> None:
             zoom(time=60, x=x, y=0.3)
 
 
-def test_a_tool_is_a_function_and_an_entry_in_thirty_lines(fork):
+def test_a_tool_is_a_function_and_an_entry_in_forty_lines(fork):
     fork = fork("add_a_tool.md")
     [diff] = fork.diffs
-    assert len(diff.splitlines()) <= 30 and set(re.findall(r"^\+\+\+ b/(.*)$", diff, re.M)) == {"tools.py"}
+    assert len(diff.splitlines()) <= 40 and set(re.findall(r"^\+\+\+ b/(.*)$", diff, re.M)) == {"tools.py"}
     fork.change()
     fork.run(a_call_runs_beside_its_siblings)
     fork.run(a_zoom_shows_the_quarter_around_its_point)

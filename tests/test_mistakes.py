@@ -73,9 +73,9 @@ MISTAKES = [  # and those of the page
     ("RL's YAML", "eval.py configs/grpo_8b.yaml", "configs/grpo_8b.yaml is a config of rl.py"),
     ("an evaluation's YAML", "sft.py configs/eval/toy.yaml", "configs/eval/toy.yaml is a config of eval.py"),
     ("an empty value", f"{SFT} run=", "run: the value is empty; give one (\"\" is an empty text)"),
-    ("a blank run", f"{SFT} run=\"' '\"", "run = ' ': the run would lie in the current folder; name one of its own"),
-    ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not among tools.TOOLS: crop_video"),
-    ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: no kinds of token; there are prose, arguments, untagged_answer, answer, structure"),
+    ("a blank run", f"{SFT} run=\"' '\"", "run = ' ': the run would use the current folder; name a folder"),
+    ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not in tools.TOOLS, choose from crop_video"),
+    ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: not kinds of token, choose from prose, arguments, untagged_answer, answer, structure"),
     ("an old key", f"{RL} rollout.gpus=[0]", "rollout.gpus = [0]: unknown key; did you mean rollout.server_gpus?"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
@@ -84,11 +84,11 @@ MISTAKES = [  # and those of the page
     ("its own start, tried out", f"{SFT} run=toy_data --dry-run", "'toy_data/model' is in the folder of run = 'toy_data'"),
     ("a folder that is no run's, tried out", f"{RL} policy.checkpoint=qwen25 run=same --dry-run", "same has a model or states, but no config.yaml"),
     ("its own start, elsewhere in the run", f"{RL} policy.checkpoint=qwen25 run=.", "'qwen25' is in the folder of run = '.'"),
-    ("a folder that is no run's", f"{RL} policy.checkpoint=qwen25 run=same", "same has a model or states, but no config.yaml to say of which run: choose another `run`"),
-    ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl', this code runs dense Qwen3-VL"),
+    ("a folder that is no run's", f"{RL} policy.checkpoint=qwen25 run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
+    ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl' model; this code needs dense Qwen3-VL"),
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python -m study.prepare materialize`"),
-    ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "no field `prompt`, as RL rows have it; rows with `messages` are for sft.py"),
+    ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "an RL row needs the field `prompt`; rows with `messages` are for sft.py"),
     ("sources as output", "study/prepare.py materialize --root gone --parquet-dir holiday --output-dir linked/../holiday", "--output-dir linked/../holiday is --parquet-dir itself; write into another folder"),
     # settings that passed the dry run and crashed the run
     ("no decoders", f"{SFT} --dry-run decoders=0", "decoders = 0: must be at least 1"),
@@ -98,16 +98,16 @@ MISTAKES = [  # and those of the page
     ("for ever", f"{RL} --dry-run rollout.call_timeout=.inf", "rollout.call_timeout = inf: must be finite and not negative"),
     ("colder than greedy", f"{RL} --dry-run rollout.temperature=-1", "rollout.temperature = -1.0: must be finite and not negative"),
     ("a dry run under another contract", f"{SFT} --dry-run visual.frame_pixels=65536", "was made under another visual contract (frame_pixels: this run has 65536"),
-    ("no overview in an evaluation", f"{EVAL} frames=[0]", "and frames at least 1"),
-    ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it holds a password, which the run would write down"),
+    ("no overview in an evaluation", f"{EVAL} frames=[0]", "and each K in frames must be 1 or more"),
+    ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it contains a password, which the run would save"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
-    ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is no folder that can be written; choose another `run`"),
-    ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge': needs judge.url and judge.model"),
+    ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is not a writable folder; choose another `run`"),
+    ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge' needs judge.url and judge.model"),
     ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 grpo.group_size=2", "step 1: none of its 2 episodes ran; the last error: EngineError: a prompt of"),
     # evaluation, report, asking
-    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: there is only videomme"),
+    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: unknown; the splits are videomme"),
     ("a report on no run", "study/report.py holiday", "holiday/config.yaml: not a readable YAML file"),
     ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
@@ -139,7 +139,7 @@ def test_a_mistake_is_told_once_on_each_node(typed, monkeypatch, local_rank, spe
 def test_the_exit_status_reaches_the_shell():
     ended = subprocess.run([sys.executable, "eval.py", "table", "nowhere"], cwd=REPO, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert ended.stderr == "error: no results in nowhere: `python eval.py CONFIG` makes them\n"
+    assert ended.stderr == "error: no results in nowhere: run `python eval.py CONFIG` first\n"
 
 
 def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
@@ -148,7 +148,10 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
         assert not typed(base)[0] and (desk / "once" / "model").is_dir()
         assert "finished; the model of step 1 is exported again" in typed(base)[1]
         status, told = typed(f"{base} batch_rows=4")
-        assert status == 1 and "once is of a run with other settings (batch_rows: 2, now 4), so it cannot go on" in told
+        assert (
+            status == 1
+            and "once belongs to a run with other settings (batch_rows: 2, now 4), so it cannot resume" in told
+        )
         # A setting that is younger than the run had its default there; one that is gone makes it another version's.
         saved = desk / "once" / "config.yaml"
         tree = yaml.safe_load(saved.read_text())
@@ -179,7 +182,9 @@ def test_a_resumed_run_may_find_its_data_elsewhere_but_not_mix_them_anew(tmp_pat
         "seed=1",
     ):
         key = change.partition("=")[0]
-        with pytest.raises(ConfigError, match=rf"is of a run with other settings \({key}: .*, so it cannot go on"):
+        with pytest.raises(
+            ConfigError, match=rf"belongs to a run with other settings \({key}: .*, so it cannot resume"
+        ):
             checks.check_run(cfg(change))
 
 

@@ -47,7 +47,7 @@ def test_nodes_that_do_not_share_the_run_are_refused(toy_dir, tmp_path):
     cfg = sft_config(tmp_path / "run.yaml", toy_dir, run="run", steps=1)
     told = finish(Forked(partial(train_sft, cfg), tmp_path, ranks=2, nodes=2), code=1)
     assert set(told.splitlines()) == {  # each node says so
-        "error: run = 'run': rank 1 sees another; run must be a folder that all nodes share"
+        "error: run = 'run': rank 1 sees another folder; run must be a folder that all nodes share"
     }
     assert not list(tmp_path.glob("*/run/[!.]*"))
 

@@ -141,7 +141,7 @@ def test_bundles_that_contradict_themselves_are_refused(shared):
     on_pad = [int(i == pad) for i in range(len(good.suffixes[0]))]
     for bundles, message in [
         (variant(frames=good.frames[:1]), "frames"),
-        (variant(frames=[*good.frames, good.frames[0]]), "1 frames more"),
+        (variant(frames=[*good.frames, good.frames[0]]), "1 more frames than images"),
         (variant(suffixes=[good.suffixes[0][: pad + 1]], masks=[[0] * (pad + 1)]), "inside an image"),
         (variant(masks=[on_pad]), f"{tiny.IMAGE_PAD}.*never sampled"),
         ([Bundle([], [[4, 5]], [[1, 1]], [])], "without a prompt"),
@@ -280,7 +280,7 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
     weights, norm = load_file(path / "model.safetensors"), "model.language_model.norm.weight"
     weights[norm] = weights[norm][:-1]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="norm.weight is .47., by config.json"):
+    with pytest.raises(ValueError, match="norm.weight is .47., in config.json .48."):
         load(PolicyConfig(str(path)))
     del weights[norm]
     save_file(weights, path / "model.safetensors", {"format": "pt"})

@@ -583,10 +583,10 @@ def test_nothing_that_a_model_says_raises(ask, renderer, protocol):
 def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path):
     """An unknown {place} was read by the model as it stood."""
     for protocol, text, rule in (
-        ("think", "systm: x", "'systm' must be a text that 'think' has: .*system"),
-        ("conan", "user: '{frames} {qestion}'", r"'user' of 'conan' cannot speak of qestion, only of .*question"),
-        ("sage", "message: '{frames}'", r"cannot speak of frames, only of"),  # the reasoner has no eyes
-        ("video_zoomer", "last: '{error}'", r"cannot speak of error, .* Write \{\{word\}\} for"),
+        ("think", "systm: x", "'systm' must be a string and a text of 'think': .*system"),
+        ("conan", "user: '{frames} {qestion}'", r"'user' of 'conan' cannot use qestion, only .*question"),
+        ("sage", "message: '{frames}'", r"cannot use frames, only"),  # the reasoner has no eyes
+        ("video_zoomer", "last: '{error}'", r"cannot use error, .* Write \{\{word\}\} for"),
     ):
         file = tmp_path / f"{protocol}.yaml"
         file.write_text(text)

@@ -33,10 +33,10 @@ def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
 
 
 def test_gold_letters_compare_as_letters_and_not_as_words():
-    """The released code: gold "A" was an article, so it normalised to nothing and everything matched."""
+    """In the released code, gold "A" is dropped as an article, so every answer matches."""
     task = Task("t", "", (), "mcq", "A", ("x", "y"))
     assert accuracy("A", task, PLAIN) == 1 and accuracy("B", task, PLAIN) == 0 and accuracy(None, task, PLAIN) == 0
-    assert accuracy("B", Task("t", "", (), "mcq", "(b)", ("x", "y")), PLAIN) == 1  # as a row may write it
+    assert accuracy("B", Task("t", "", (), "mcq", "(b)", ("x", "y")), PLAIN) == 1  # some rows write it so
     oe = Task("t", "", (), "oe", "A")
     assert accuracy("A", oe, PLAIN) == 1 and accuracy("the", oe, PLAIN) == 0
 
@@ -45,7 +45,7 @@ def test_iou_is_the_shared_part_of_the_joint_part():
     assert iou((0, 10), (5, 15)) == pytest.approx(5 / 15)
     assert iou((0, 10), (20, 30)) == 0 and iou((3, 3), (3, 3)) == 0
     task = Task("t", "", (), "tvg", "[12.5, 20.1]")
-    assert accuracy("[1.25, 20.1]", task, PLAIN) == pytest.approx(7.6 / 18.85)  # the released code: they were equal
+    assert accuracy("[1.25, 20.1]", task, PLAIN) == pytest.approx(7.6 / 18.85)  # equal in the released code
     assert accuracy("12.5 to 20.1", task, PLAIN) == 1 and accuracy("at the end", task, PLAIN) == 0
 
 
@@ -60,8 +60,8 @@ def test_token_f1_counts_shared_words():
 CODE = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
 CASES = {
     # name: (turns, executed calls, R_acc, R_fmt, R_tool, R_anchor), and f where the cap of 0.9 hides part of R_fmt.
-    # Past bugs: a thought closed twice earned R_anchor 0 where an open one earned -0.3, so in a group of both it was preferred;
-    # a thought before <tool_code>, which runs as well, earned nothing.
+    # Past bugs: a thought closed twice had R_anchor 0 and an open one -0.3, so a group of both preferred the former. A thought
+    # before <tool_code> earned nothing, although <tool_code> runs as well.
     "tidy direct answer": ([DONE], 0, 1, 0.2 + 0.3 + 0.2 + 0.1, 0, 0.7),
     "tidy trajectory with tools": ([LOOK, DONE], 1, 1, 1.0, 0.8, 0.7),
     "call without execution": ([LOOK, DONE], 0, 1, 0.8, 0.1, 0.7),
@@ -82,7 +82,7 @@ CASES = {
     "a thought of ten letters": ([DONE.replace("The clip shows it.", "It is so blue")], 0, 1, 0.8, 0, 0.7),
     "a thought of ten syllables": ([DONE.replace("The clip shows it.", "영상에서파란색이보임")], 0, 1, 0.8, 0, 0.7),
     "a thought of dots": ([DONE.replace("The clip shows it.", 10 * "." + 10 * "\u200b")], 0, 1, 0.5 + 0.1, 0, 0.0),
-    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<think><think></think>")], 0, 1, 0.5, 0, -0.3),
+    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<answer></answer></think>")], 0, 1, 0.5 + 0.1, 0, 0.0),
     "an empty thought before the call": ([EMPTY_LOOK, DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
     "an empty thought before the answer": ([LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.3 + 0.1, 0.8, 0.0),
     "an empty thought before the second call": ([LOOK, EMPTY_LOOK, DONE], 2, 1, 0.5 + 0.1, 0.8, 0.0),
@@ -120,7 +120,7 @@ def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
     expected |= {"R": acc + r_fmt + tool, "R_fmt_paid": r_fmt}
     parts = earned(turns, executed)
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
-    # The released code pays f in place of R_fmt.
+    # The released code pays f instead of R_fmt.
     expected |= {"R": acc + f + tool, "R_fmt_paid": f}
     parts = earned(turns, executed, cfg=RELEASED)
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
@@ -130,8 +130,8 @@ def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
 @pytest.mark.parametrize("credit", ["struct", "sequence", "off"])
 @pytest.mark.parametrize("honest", [[DONE], [LOOK, DONE], [LOOK.replace(CALL, f"{CALL}\n{CALL}"), DONE]])
 def test_no_text_with_a_tag_too_many_or_too_few_earns_what_the_honest_one_does(honest, credit, suffix):
-    """Past bug: the cap at 1 paid an episode that called in full, whatever its tags, and a thought closed twice cost less
-    than one left open. Here each tag is added before and behind each other one, and each is left out once."""
+    """Past bug: the cap at 1 gave every calling episode the full R_fmt, even with broken tags, and a thought closed twice cost
+    less than one left open. Here each tag is inserted before and after every other one, and each is left out once."""
     cfg = RewardConfig(answer_suffix=suffix, anchor=Anchor(credit=credit))
     full = earned(honest, 9, cfg=cfg)
     broken = []
@@ -149,7 +149,7 @@ def test_no_text_with_a_tag_too_many_or_too_few_earns_what_the_honest_one_does(h
 
 
 def test_options_are_read_from_the_question_where_the_row_has_none():
-    """Published RL rows carry no options, and a labelled answer was wrong without them."""
+    """Past bug: published RL rows have no `options`, so a labelled answer counted as wrong."""
     listed = "Which?\nA. Vitamin B\nB. Vitamin C\nC. U.S. Team A"
     for question, right in (
         ("Which?", {"B": 1, "B. Vitamin C": 1, "B) Plan A": 1, "B: U.S. Team A": 1, "A or B": 0, "Vitamin C": 0}),
@@ -163,7 +163,7 @@ def test_options_are_read_from_the_question_where_the_row_has_none():
 
 
 def test_spam_is_a_rate_over_all_episodes():
-    """Past bug: the key was there only where it was 1, so its mean was 1 whenever it was there."""
+    """Past bug: only spam episodes had the key, so its mean was always 1."""
     tidy, spam = earned([DONE]), earned([f"<think>{'</think>' * 9}"])
     assert [parts[f"spam_{tag}"] for parts in (tidy, spam) for tag in rewards.TAG_LIMITS] == [0, 0, 0, 1, 0, 0]
 
@@ -183,21 +183,21 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
 
 
 def test_the_rewards_load_no_client_of_an_endpoint():
-    """Past bug: they asked the judge themselves, so who read a reward read an HTTP client, too."""
+    """Past bug: rewards.py held the judge's HTTP client, so importing it loaded the client."""
     code = "import sys, rewards; sys.exit(sum(name in sys.modules for name in ('openai', 'httpx', 'requests')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
 def test_closure_is_the_share_of_opened_tags_that_were_closed_in_their_turn():
-    """Past bug: both were added up over the turns, so one tag closed twice hid one left open."""
+    """Past bug: opened and closed tags were summed over all turns, so one tag closed twice hid one left open."""
     parts = earned([LOOK.replace("</think>", ""), DONE.replace("</think>", "</think></think></think>")])
     assert parts["closure/think"] == 0.5 and parts["closure/answer"] == 1 == parts["closure/tool_call"]
     assert parts["surplus/think"] == 2 and parts["surplus/answer"] == 0
-    assert earned([DONE + "</answer>"])["closure/answer"] == 1  # to close more often is no better
+    assert earned([DONE + "</answer>"])["closure/answer"] == 1  # extra closing tags do not raise it
 
 
 def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
-    """Past bug: Qwen also ends by <|endoftext|>, which lost the flow, was never well-formed and no structure."""
+    """Past bug: a turn that Qwen ended with <|endoftext|> earned no flow, and was neither well-formed nor structural."""
 
     class TwoEnds(Characters):
         ends_of_turn = (*Characters.ends_of_turn, ord("¶"))
@@ -206,14 +206,14 @@ def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
     episode = episode_of_turns([LOOK.replace(END_OF_TURN, "¶"), DONE.replace(END_OF_TURN, "¶")], MCQ, TwoEnds(), 1)
     assert score(episode, TwoEnds(), PLAIN) == whole
     assert painted([DONE.replace(END_OF_TURN, "¶")], TwoEnds()).endswith("</answer>¶")
-    episode.main.mask[-1] = 0  # the same token as a pad
+    episode.main.mask[-1] = 0  # the same token, not sampled
     padded = score(episode, TwoEnds(), PLAIN)
     assert padded["well_formed"] == 0 and padded["R_anchor"] == pytest.approx(0.4)
     assert not structural_mask(episode.main, TwoEnds())[-1]
 
 
 def test_an_answer_inside_a_tool_response_scores_nothing():
-    """The response stands between the turns; only the assistant's own spans are read (invariant 7)."""
+    """The response stands between the turns, and rewards read only the assistant's turns (invariant 7)."""
     episode = episode_of_turns([LOOK, DONE.replace(">B<", ">A<")], MCQ, Characters(), 1)
     gap = Characters().encode("<tool_response><think></think><answer>B</answer></tool_response>")
     (a, b), (c, d) = episode.main.turns
@@ -242,12 +242,12 @@ def test_an_untagged_answer_counts_only_where_the_config_says_so():
     assert earned([said])["R_acc"] == 0 and earned([said], cfg=lenient)["R_acc"] == 1
     assert earned([DONE.replace("B<", "A<").replace("shows", "answer is B: shows")], cfg=lenient)["R_acc"] == 0
     assert earned([f"I do not know.{END_OF_TURN}"], cfg=lenient)["R_acc"] == 0
-    thought = f"<think>\nThe answer is B.\n</think>\nok{END_OF_TURN}"  # past bug: that was an answer
+    thought = f"<think>\nThe answer is B.\n</think>\nok{END_OF_TURN}"  # past bug: this counted as an answer
     assert earned([thought], cfg=lenient)["R_acc"] == 0 == earned([said, LOOK], cfg=lenient)["R_acc"]
 
 
 def test_the_forced_prefix_counts():
-    """The released rewards read sampled tokens only, so a forced <think> was never seen."""
+    """The released rewards read only sampled tokens, so they never see a forced <think>."""
     full = earned([DONE], forced="<think>\n")
     assert full["R_anchor"] == pytest.approx(0.7) and full["well_formed"] == 1
 
@@ -261,7 +261,7 @@ def test_f1_and_iou_must_reach_a_half_to_count_as_scored(answer, acc, tool):
 
 @pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([LOOK.replace(CALL, "<tool_call>crop</tool_call>"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
 def test_well_formed_allows_nothing_beside_the_format(turns, right):
-    """Past bugs: sequential dispatch ends a turn with </tool_call>, and a thought may quote a stamp."""
+    """Past bugs: turns of sequential dispatch, which end with </tool_call>, and thoughts that quote a stamp were rejected."""
     assert earned(turns, 1)["well_formed"] == right
 
 
@@ -282,15 +282,15 @@ ANSWERED = f"<think></think>\n<answer></answer>{END_OF_TURN}"
     "turns, forced, paint",
     [
         ([LOOK, DONE], "", CALLED + ANSWERED),
-        ([DONE], "<think>\n", ANSWERED.removeprefix("<think>")),  # what was forced earns no credit
-        # An end that comes too early is structure as well.
+        ([DONE], "<think>\n", ANSWERED.removeprefix("<think>")),  # a forced tag earns no credit
+        # A premature end is structural.
         ([f"<think>\nIt is B.{END_OF_TURN}"], "", f"<think>{END_OF_TURN}"),
         ([f"It is B.{END_OF_TURN}"], "", END_OF_TURN),
         ([f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}"], "", f"<think></think>\n<answer>{END_OF_TURN}"),
-        # So is white space right after a closing tag. Past bug: behind `</think>` only a wrong second one was credited.
-        (["a\n</think>\n\n b"], "", "</think>\n"),  # after that character the turn has gone on already
+        # White space right after a closing tag is structural. Past bug: after `</think>` only a wrong second one got credit.
+        (["a\n</think>\n\n b"], "", "</think>\n"),  # after that character the decision is made
         (["</answer> </answer>\t."], "", "</answer> </answer>\t"),
-        (["<answer>\nx </answe> \n"], "", "<answer>"),  # not after an opening tag, and not after a tag that is none
+        (["<answer>\nx </answe> \n"], "", "<answer>"),  # not after an opening or a misspelled tag
     ],
 )
 def test_structure_is_tags_ends_and_what_follows_a_tag_and_never_their_content(turns, forced, paint):
@@ -300,22 +300,22 @@ def test_structure_is_tags_ends_and_what_follows_a_tag_and_never_their_content(t
 @pytest.mark.parametrize(
     "answer, struct",
     [
-        # Tokens that carry a letter, a digit or the answer's first character are left out ...
+        # Tokens with a letter, a digit or the answer's first character are not structural ...
         (">B|</", "</"),
         (">|?</", ">"),
         (">\n|?</", ">\n"),
-        # ... and so are >( and >[; but to sample `)</` is to decide to close.
+        # ... nor are `>(` and `>[`. But sampling `)</` is the decision to close.
         (">(|B|)</", ")</"),
         (">[|12.5, 20.1|]</", "]</"),
         (">|A red door|.</", ">|.</"),
         (">|红色的门|。</", ">|。</"),
         (">\n|B| </", ">\n| </"),
-        # Punctuation may not stand after a closing tag, nor before an opening one.
+        # Tokens with punctuation after a closing tag or before an opening one are not structural.
         (">|x|</|answer|>,| done| .<|answer|>|B|</", ">|</|answer|answer|>|</"),
     ],
 )
 def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(answer, struct):
-    """Tokens that Qwen has. Past bug: with punctuation before a closing tag, nothing that decides to close was credited."""
+    """These are tokens of Qwen. Past bug: with punctuation before a closing tag, the decision to close got no credit."""
     pieces = ["<think>", "I see it.", "</think>", "<", "answer", *answer.split("|"), "answer", ">", END_OF_TURN]
     ids = list(range(len(pieces)))
     mask = structural_mask(Trajectory(ids, [1] * len(ids), turns=[(0, len(ids))]), Pieces(*pieces))

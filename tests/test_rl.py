@@ -225,7 +225,7 @@ def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy
     save_file({name: w + 0.01 for name, w in weights.items()}, "start/model.safetensors", {"format": "pt"})
     cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **more | {"steps": 2}))
     for go_on in (rl.main, partial(dry_run, parse=parse_task, plans=plan_rl)):
-        with pytest.raises(config.ConfigError, match=r"'start' has changed since .*/c began with it: restore it"):
+        with pytest.raises(config.ConfigError, match=r"'start' has changed since .*/c started from it: restore it"):
             go_on(cfg)
     save_file(weights, "start/model.safetensors", {"format": "pt"})
     rl.main(cfg)

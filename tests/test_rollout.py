@@ -1,4 +1,4 @@
-"""The invariants of an episode, against an engine that says whatever a test wants."""
+"""The invariants of an episode, checked with a scripted engine."""
 
 import dataclasses
 import itertools
@@ -64,7 +64,7 @@ def test_the_trainer_reads_what_the_engine_was_asked_and_said(renderer):
 
 
 def test_a_sub_agent_reads_these_words(renderer):
-    """Word for word: checkpoints have learned them in their cold start, and nothing would fail under others."""
+    """Compare word for word: checkpoints learned these prompts in the cold start, and no other test notices a change."""
     [episode] = play(renderer, turns("x</think>" + call(0, 1) + END, "y</think>" + END))
     agent = episode.subagents[0]
     read = renderer.decode(renderer.compact(agent.ids[: agent.prompt_length]))
@@ -86,15 +86,15 @@ def test_sampled_ids_are_kept_even_where_the_tokenizer_would_write_others(render
 
 @pytest.fixture
 def ends_as_qwen(renderer, monkeypatch):
-    """A checkpoint whose generation_config.json lets two tokens end a turn."""
+    """Let the renderer end turns with two tokens, as Qwen's generation_config.json does."""
     endoftext = renderer.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     monkeypatch.setattr(renderer, "ends_of_turn", (renderer.end_of_turn, endoftext))
     return endoftext
 
 
 def test_any_of_the_checkpoints_list_of_ends_ends_a_turn(renderer, ends_as_qwen):
-    """Qwen's list is <|im_end|> and <|endoftext|>. After the latter the template's own end follows, which is not learned.
-    (The released code spliced re-rendered turns by length: responses 2..N ended up inside an open assistant turn.)"""
+    """Qwen's list is <|im_end|> and <|endoftext|>. After <|endoftext|> the template's end of turn follows with mask 0.
+    (The released code splices re-rendered turns by length, so responses 2..N end up inside an open assistant turn.)"""
     first = "so</think>\n" + call() + "\n" + call(9, 5) + "\n" + call(20, 40) + "<|endoftext|>" + call() + END
     reports = iter([" a cat <|endoftext|> and more", "a dog" + END])
     said = turns(first, "done</think><answer>cat</answer><|endoftext|>more" + END)
@@ -102,7 +102,7 @@ def test_any_of_the_checkpoints_list_of_ends_ends_a_turn(renderer, ends_as_qwen)
     main = episode.main
     assert {c.text for c in episode.calls if not c.error} == {"a cat", "a dog"} and main.finish == "stop"
     check_episode(episode, renderer, RolloutConfig())
-    # Each turn ends with what was sampled, and the delta closes it.
+    # Each turn ends with its sampled token, and the delta closes it.
     for _, end in main.turns:
         assert (main.ids[end - 1], main.mask[end - 1]) == (ends_as_qwen, 1)
     end = main.turns[0][1]
@@ -140,7 +140,7 @@ def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(render
 
 
 def test_every_call_is_answered_in_call_order_or_told_over_the_limit(renderer):
-    """In a single turn. Calls that cannot be read do not use up the limit."""
+    """All calls are in a single turn. Unparseable calls do not count towards the limit."""
     first = "x</think>" + call(0, 10) + call(50, 40) + "<tool_call>{oops</tool_call>" * 2 + call(10, 20) + call() * 2
     described = turns(first + END, "y</think>" + END, report=lambda prompt: re.findall(r"<([\d.]+) sec", prompt)[0])
     [episode] = play(renderer, described, max_calls=3)
@@ -154,7 +154,7 @@ def test_every_call_is_answered_in_call_order_or_told_over_the_limit(renderer):
 
 
 def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
-    """Past mutants: such calls took no time in the metrics, and a batch of the engine waited for their sub-agents."""
+    """Past mutants: slow calls had 0 seconds in the metrics, and the engine's batch waited for their sub-agents."""
     expected = []
 
     def reply(prompt, seed):
@@ -171,10 +171,10 @@ def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
     assert [c.error for c in episode.calls] == ["", "timeout", "timeout"]
     assert [c.seconds for c in episode.calls[1:]] == [0.3] * 2
     assert "given up" in user_turns(episode, renderer)[1] and len(episode.main.turns) == 2
-    assert expected == [1]  # the main agent alone
+    assert expected == [1]  # only the main agent
     before = dataclasses.replace(episode.calls[1])
     time.sleep(1.0)
-    assert episode.calls[1] == before  # what comes late changes nothing any more
+    assert episode.calls[1] == before  # a late result changes nothing
     assert engine.expected == 0
 
 
@@ -182,7 +182,7 @@ def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
 
 
 def test_after_the_last_round_calls_are_not_run(renderer):
-    """The released code ran the last turn's calls, and never showed their results."""
+    """The released code runs the last turn's calls and never shows their results."""
     engine = Scripted(renderer, turns("x</think>" + call() + END))
     [episode] = play(renderer, None, engine=engine, max_turns=3)
     assert len(episode.main.turns) == 4 and len(episode.calls) == 3
@@ -257,7 +257,7 @@ def test_frames_can_be_returned_instead_of_a_report(renderer):
 
 
 def test_a_prompt_that_cannot_be_made_costs_its_group_and_is_logged(renderer, caplog, monkeypatch):
-    """Past bug: whatever was no VideoError ended the training."""
+    """Past bug: any exception except VideoError ended the training."""
 
     def render(task, *others):
         return 1 // (task is TASK) and render_prompt(task, *others)
@@ -280,7 +280,7 @@ def test_an_episode_that_cannot_run_never_stops_the_others(renderer):
     lost = Task("t3", "broken?", ("/data/v.mp4",), "oe", "")
     engine = Scripted(renderer, reply)
     episodes = play(renderer, None, engine=engine, tasks=(TASK, bad, lost), group_size=2)
-    # A sub-agent that fails is only a text for the main agent.
+    # If a sub-agent fails, the main agent only reads a text about it.
     assert [c.error for c in episodes[0].calls] == ["engine"] and len(episodes[0].main.turns) == 2
     assert [bool(e.error) for e in episodes] == [False, False, True, True, True, True]
     assert episodes[2].error == "VideoError: /data/bad.mp4: is not a video" and "no server" in episodes[4].error
@@ -305,7 +305,7 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
 
 @pytest.mark.parametrize("pool", ["prompt", "episode"])
 def test_no_thread_outlives_a_run_that_ctrl_c_ends_while_the_thread_starts(renderer, monkeypatch, pool):
-    """Past bug: nobody shut its pool down, and the process waited for it for ever."""
+    """Past bug: its pool was not shut down, and the process waited for it forever."""
     start, caught = threading.Thread.start, []
 
     def interrupted_start(thread):
@@ -317,7 +317,7 @@ def test_no_thread_outlives_a_run_that_ctrl_c_ends_while_the_thread_starts(rende
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", interrupted_start)
-    with pytest.raises(KeyboardInterrupt) as held:  # as a process holds it at its end, and with it the pool
+    with pytest.raises(KeyboardInterrupt) as held:  # holds the pool, as a process that ends does
         play(renderer, turns("x</think>" + END), tasks=tasks_named(3))
     [thread] = caught
     thread.join(5)
@@ -328,7 +328,7 @@ def test_no_thread_outlives_a_run_that_ctrl_c_ends_while_the_thread_starts(rende
 
 
 def test_agents_and_the_calls_of_a_turn_run_at_once(renderer):
-    """No sub-agent is answered before all 128 have asked."""
+    """The engine answers no sub-agent before all 128 have asked."""
     all_ask = threading.Barrier(128, timeout=20)
 
     def report(prompt):
@@ -342,10 +342,10 @@ def test_agents_and_the_calls_of_a_turn_run_at_once(renderer):
 
 @pytest.mark.parametrize("concurrency", [1, 3, 100])
 def test_the_engine_is_told_exactly_who_will_ask(renderer, concurrency):
-    """A batch may start when as many wait as were announced: too few announced breaks repeatability, too many hangs."""
+    """A batch starts when as many requests wait as were announced. Announcing too few breaks repeatability, too many hangs."""
 
     class Barrier(Scripted):
-        """Answers nobody until everybody waits who was announced."""
+        """An engine that answers only when all announced requests wait."""
 
         def __init__(self, *arguments):
             super().__init__(*arguments)
@@ -396,7 +396,7 @@ PIECES += [END, END, "é\u200b你"]
 
 
 def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
-    """Invariants 1-3 and 7-9, whatever was said."""
+    """Check invariants 1-3 and 7-9 of any episode."""
     rounds, per_round = cfg.rounds
     assert not episode.error
     for agent in episode.trajectories:
@@ -407,7 +407,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
     for turn, ((_, stop), (start, _)) in enumerate(zip(main.turns, main.turns[1:])):
         answered = [c for c in episode.calls if c.turn == turn]
         assert answered and main.ids[stop:start].count(response) == len(answered)
-        # One user turn: closed once, after which only the next assistant turn opens.
+        # One user turn, closed once. Then only the next assistant turn opens.
         assert main.ids[stop:start].count(end) == 1 + (main.ids[stop - 1] != end)
         assert sum(c.error in ("", "bad_arguments", "unknown_tool", "timeout", "engine") for c in answered) <= per_round
         assert main.mask[stop:start] == [0] * (start - stop)
@@ -418,7 +418,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_completions_break_no_invariant(renderer, ends_as_qwen, count):
-    """Random ids among the pieces of calls, with all threads."""
+    """The engine samples random ids and pieces of calls, with all threads running."""
     vocabulary = [i for i in range(len(renderer.tokenizer)) if i not in renderer.never_sampled]
     pieces = [renderer.tokenizer.encode(piece, add_special_tokens=False) for piece in PIECES]
 
@@ -447,7 +447,7 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
     with open(path, "w") as file:
         dump(episode, file, renderer)
         dump(episode, file, renderer)
-    text = json.loads(path.read_text().splitlines()[0])["main"]["text"]  # for people
+    text = json.loads(path.read_text().splitlines()[0])["main"]["text"]  # the readable text
     assert "y</think>" in text and text.count(IMAGE_PAD) == sum(map(len, episode.main.frames))
     again = tmp_path / "again.jsonl"
     with open(again, "w") as file:
@@ -457,12 +457,12 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
                 assert all((a.pixels == b.pixels).all() for a, b in zip(ours.frames, theirs.frames, strict=True))
     assert again.read_text() == path.read_text()
     assert load_episodes(path)[0].main.ids == episode.main.ids  # without videos, for reading
-    with pytest.raises(ContractError, match="other times"):
+    with pytest.raises(ContractError, match="frame times differ"):
         load_episodes(path, MemoryVideos(fps=3.0), CONTRACT)
 
 
 def test_episodes_that_failed_come_back_with_the_frames_that_they_saw(renderer, tmp_path):
-    """Past bug: one that failed after its prompt was refused, with the whole file, as if its video had changed."""
+    """Past bug: an episode that failed after its prompt made the whole file unreadable, as if its video had changed."""
 
     def lost(prompt, seed):
         if "<tool_response>" in prompt and not is_subagent(prompt):
@@ -489,7 +489,7 @@ def test_episodes_that_failed_come_back_with_the_frames_that_they_saw(renderer, 
     ],
 )
 def test_an_episode_of_an_older_version_is_refused_in_a_sentence(renderer, tmp_path, theirs, names):
-    """Past bug: a renamed field was a KeyError or a TypeError."""
+    """Past bug: a renamed field raised a KeyError or a TypeError."""
     [episode] = play(renderer, turns("x</think>" + call() + END, "y</think>" + END))
     path = tmp_path / "episodes.jsonl"
     with open(path, "w") as file:

@@ -42,7 +42,7 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(toy_dir
     wait_for(lambda: list((tmp_path / "run" / "state").glob("step-????????")), first)
     before = (tmp_path / "run" / "config.yaml").stat().st_mtime_ns
     told = finish(start("sft.py", cfg), code=1)
-    assert told == f"error: run = '{tmp_path}/run': process {first.pid} on {os.uname().nodename} works here; wait, or choose another `run`\n"  # fmt: skip
+    assert told == f"error: run = '{tmp_path}/run': process {first.pid} on {os.uname().nodename} is using this folder; wait, or choose another `run`\n"  # fmt: skip
     assert (tmp_path / "run" / "config.yaml").stat().st_mtime_ns == before and first.poll() is None
 
     told = send(first, signal.SIGKILL)

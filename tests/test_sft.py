@@ -1,4 +1,4 @@
-"""The cold start: its loss is the plain one, ranks and kills change nothing, and bad batches do not pass silently."""
+"""The cold start: its loss equals a plain reference, ranks and kills do not change it, and bad batches are reported."""
 
 import random
 import shutil
@@ -75,11 +75,12 @@ def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
         ),
         ("<|answer|>(|B|)</|answer|>", "structure structure answer answer answer structure structure"),
         ("The answer is |dark| red|.|\n", "prose untagged_answer untagged_answer prose prose"),
-        ("<answer>|The answer is |red|</answer>", "structure answer answer structure"),  # the tags decide
+        ("<answer>|The answer is |red|</answer>", "structure answer answer structure"),  # the tags take precedence
+        ("The answer| is red|.", "prose untagged_answer prose"),  # of two kinds of content, the last
     ],
 )
 def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(said, expected):
-    """Past bug: with Qwen's merges every letter was `structure`, since its token begins with the tag's `>`."""
+    """Past bug: with Qwen's merges every answer letter counted as `structure`, because its token begins with the tag's `>`."""
     pieces = [*said.split("|"), "<|im_end|>", "<|endoftext|>"]
     ids = list(range(len(pieces)))
     kinds = target_kinds(Bundle([], [ids], [[1] * len(ids)], []), tiny.Pieces(*pieces))
@@ -87,7 +88,7 @@ def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(said, expec
 
 
 def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tmp_path, videos):
-    """Row by row through plain transformers, against the packed step."""
+    """Compare the packed step with plain transformers, row by row."""
     cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_rows=12, pack_tokens=900))
     batch = sft.Batches(cfg.data, cfg, videos, toy_renderer).make(0)
     assert len(batch) > 1 and any(len(micro.bundles) > 1 for micro in batch)
@@ -114,7 +115,7 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
 
 
 def test_a_rank_reads_its_own_share_of_the_rows(toy_dir, toy_renderer, tmp_path, videos, monkeypatch):
-    """All rows on every rank would have the same gradient, at N times the cost."""
+    """If every rank read all rows, the gradient would be the same at N times the cost."""
     cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_rows=7))
     shares = []
     for rank in range(3):
@@ -126,7 +127,7 @@ def test_a_rank_reads_its_own_share_of_the_rows(toy_dir, toy_renderer, tmp_path,
 
 
 def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
-    """Another rank has the same micro-batch, and two more."""
+    """A second rank has the same micro-batch and two more."""
     passes = []
 
     def policy(bundles):
@@ -140,7 +141,7 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
     monkeypatch.setattr(sft, "sum_over_ranks", lambda sums: {name: 2 * value for name, value in sums.items()})
     measured = accumulate(policy, batch)
     assert [len(bundles) for bundles in passes] == [1, 0, 0]
-    # L = (1 * 1 + 3 * 4) / 4; of this rank's tokens, half of its gradient.
+    # L = (1 * 1 + 3 * 4) / 4. This rank's tokens give half of its gradient.
     assert measured == {"loss": 13 / 4, "tokens": 4, "loss_prose": 1, "loss_answer": 4}
     assert logprobs.grad.tolist() == [-1 / 8, -3 / 8]
 
@@ -149,7 +150,7 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
 
 
 def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
-    """Run sft.py in this process; return its metrics."""
+    """Run sft.py in this process and return its metrics."""
     sft.main(config.load(SFTConfig, write_config(path, toy_dir, **changes)))
     return metrics(path.with_suffix(""))
 
@@ -163,7 +164,7 @@ def uninterrupted(toy_dir, tmp_path_factory) -> Path:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path, monkeypatch):
-    """Stopped by an error at step 7, it goes on from the state of step 6."""
+    """An error stops the run at step 7. It resumes from the state of step 6."""
     write = config.Metrics.write
     monkeypatch.setattr(config.Metrics, "write", lambda own, step, values: 1 / (7 - step) and write(own, step, values))
     with pytest.raises(ZeroDivisionError):
@@ -176,7 +177,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch, count):
-    """Past bug: a batch was filled with the same few rows again. Past mutant: it went on into the next epoch."""
+    """Past bug: a few held-out rows were repeated to fill a batch. Past mutant: the second batch was asked, which may repeat a row."""
     few, batches, make = tmp_path / "few.parquet", [], sft.Batches.make
     pq.write_table(pq.read_table(toy_dir / "sft_val.parquet").slice(0, count), few)
     monkeypatch.setattr(sft.Batches, "make", lambda *which: batches.append(make(*which)) or batches[-1])
@@ -197,14 +198,14 @@ def test_the_loss_falls_and_everything_is_written_down(uninterrupted):
 
 
 def test_an_update_is_taken_at_the_rate_that_is_logged(toy_dir, tmp_path):
-    """Past mutant: the schedule stood still at its first step, while metrics.jsonl showed it."""
+    """Past mutant: the optimizer kept the rate of the first step, while metrics.jsonl logged the schedule."""
     with tiny.rates_of_updates() as rates:
         lines = train(tmp_path / "run.yaml", toy_dir, steps=4)
     assert rates == [line["lr"] for line in lines] and len(set(rates)) == 4
 
 
 def test_the_exported_policy_answers_as_in_plain_transformers(uninterrupted, videos, toy_dir):
-    """Greedy, through the project's own prompts and engine on one side, and transformers' `generate` on the other."""
+    """Compare greedy answers of this project's prompts and engine with those of transformers' `generate`."""
     model = uninterrupted / "model"
     renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
     plain, engine = tiny.plain(model), open_engine(model, renderer, RolloutConfig())
@@ -228,7 +229,7 @@ def test_two_processes_have_the_losses_of_one(uninterrupted, toy_dir, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, toy_dir, tmp_path):
-    """SIGKILL, also during a save; each start goes on from the newest complete state."""
+    """SIGKILL hits at any time, even during a save. Each start resumes from the newest complete state."""
     cfg, state = write_config(tmp_path / "run.yaml", toy_dir, save_every=2), tmp_path / "run" / "state"
 
     def newest() -> str:
@@ -241,7 +242,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
 
 
 def test_unusable_rows_cost_themselves_only(toy_dir, tmp_path, capsys):
-    """A corrupt video, and rows over the packing length: named, counted, and the run goes on."""
+    """A corrupt video and rows over `pack_tokens` are named and counted, and the run goes on."""
     shutil.copytree(toy_dir, tmp_path / "toy")
     victim = next((tmp_path / "toy" / "videos").glob("train*.mp4"))
     victim.write_bytes(b"\0" * 2000)
@@ -254,7 +255,7 @@ def test_unusable_rows_cost_themselves_only(toy_dir, tmp_path, capsys):
 
 
 def test_a_step_or_a_held_out_set_without_a_usable_row_has_no_loss(toy_dir, tmp_path):
-    """The first crashed in the norm of no gradients, the second reported a val_loss of 0."""
+    """Past bugs: such a step crashed in the norm of no gradients, and such a held-out set had a val_loss of 0."""
     data = {"sources": [{"path": str(toy_dir / "sft.parquet")}], "max_bad_fraction": 1.0}
     lines = train(tmp_path / "run.yaml", toy_dir, data=data, steps=4, batch_rows=1, pack_tokens=135)
     assert [line["tokens"] > 0 for line in lines] == ["loss" in line for line in lines] and len(lines) == 4

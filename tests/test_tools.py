@@ -1,4 +1,4 @@
-"""Calls as models really write them, and tools that survive them."""
+"""Parsing and running tool calls as real models write them."""
 
 import gc
 import io
@@ -58,7 +58,7 @@ def test_each_call_parses_or_fails_alone():
     assert errors(text) == ["", "unparseable", "", "unparseable", "", "unparseable"]
     assert errors(f"<tool_call>\n{good}\n</tool_call>") == ["unparseable", ""]  # the outer one ends
     assert errors("so</think><tool_call>{") == ["unparseable"] and errors("no call </tool_call> here") == []
-    assert errors(good.replace("</tool_call>", " " * 5000 + "</tool_call>")) == ["unparseable"]  # no call is so long
+    assert errors(good.replace("</tool_call>", " " * 5000 + "</tool_call>")) == ["unparseable"]  # too long
     assert errors(good.replace("<tool_call>", "<tool_code>")) == ["unparseable"]  # the other tag does not close it
     assert all(call.turn == 2 and (not call.error or "could not be read" in call.text) for call in parse_calls(text, 2))
 
@@ -67,7 +67,7 @@ def test_the_pretrained_habit_is_read_as_literals_and_never_run():
     text = "<tool_code>\ncrop_video(video_path='a.mp4', start_time=-1.5, end_time=20)\ncrop_video(1, 2)\n</tool_code>"
     first, second = parse_calls(text)
     assert (first.name, first.arguments) == ("crop_video", {"video_path": "a.mp4", "start_time": -1.5, "end_time": 20})
-    assert second.error == "unparseable"  # positions mean nothing without the schema
+    assert second.error == "unparseable"  # positional arguments are refused
     for evil in ("crop_video(start_time=__import__('os').getpid())", "crop_video(**{})", "a.b(x=1)", "x = 1", ""):
         assert errors(f"<tool_code>{evil}</tool_code>") == ["unparseable"], evil
 
@@ -90,12 +90,12 @@ FLOODS = {
 def test_ten_thousand_calls_take_linear_time(flood):
     def seconds(n: int) -> float:
         text = flood * n
-        started = time.process_time()  # of this process alone: the machine may be busy
+        started = time.process_time()  # of this process, because the machine can be busy
         assert len(parse_calls(text)) == n
         return time.process_time() - started
 
     seconds(100)
-    assert seconds(10_000) < max(40 * seconds(1000), 0.5)  # linear is 10 times; quadratic would be 100
+    assert seconds(10_000) < max(40 * seconds(1000), 0.5)  # linear: 10 times, quadratic: 100 times
 
 
 PIECES = [f"<{slash}{tag}>" for slash in ("", "/") for tag in ("tool_call", "tool_code")]
@@ -106,15 +106,15 @@ PIECES += ["NaN", "1e999", "9" * 5000, "[" * 3000, '"\\ud800"']
 @settings(max_examples=300)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=30))
 def test_nothing_that_a_model_writes_breaks_a_turn(pieces):
-    """Parsing returns, every call is either readable or an error, and running one yields a ClipForSubagent or a ToolError."""
+    """Parsing returns, every call is readable or has an error, and running one gives a ClipForSubagent or a ToolError."""
     for call in parse_calls("".join(pieces)):
-        json.dumps(call.arguments)  # what is recorded must be recordable
+        json.dumps(call.arguments)  # episodes are recorded as JSON
         if not call.error:
             try:
                 assert isinstance(run_tool(call, TASK, ("crop_video",), MemoryVideos(), CONTRACT), ClipForSubagent)
             except ToolError as error:
                 assert error.kind != "crashed"
-                str(error).encode()  # read by a tokenizer, so it must be Unicode
+                str(error).encode()  # a tokenizer reads it, so it must be valid Unicode
 
 
 # ---- arguments
@@ -162,7 +162,7 @@ def test_every_window_that_runs_lies_in_the_video_and_holds_what_it_says(start, 
     low, high = clip.window
     assert 0 <= low < high <= 37.3
     assert 1 <= len(clip.frames) <= CONTRACT.crop_max_frames
-    if ((low <= videos.times) & (videos.times <= high)).any():  # else it shows the nearest frame
+    if ((low <= videos.times) & (videos.times <= high)).any():  # otherwise the clip has the nearest frame
         assert all(low <= t <= high for t in clip.frames.times)
 
 
@@ -173,7 +173,7 @@ def test_the_models_path_only_picks_among_the_tasks_own_videos():
         videos = MemoryVideos()
         crop(videos, video_path=path, start_time=0, end_time=5)
         assert set(videos.opened) == {expected}, path
-    # Past bug: a report on the first video was taken for one on a video that the model had misspelled.
+    # Past bug: if the model misspelled a video's name, it got a report on the first video without a warning.
     for path in ("/etc/passwd", 7, "first.mp4\0"):
         videos = MemoryVideos()
         with pytest.raises(ToolError, match="There is no video .*; there is first.mp4, second.mp4"):
@@ -184,7 +184,7 @@ def test_the_models_path_only_picks_among_the_tasks_own_videos():
 
 
 def test_the_model_may_ask_for_fewer_frames_or_for_more():
-    """More than the contract's rate gives for a short window, but never more than a crop may have."""
+    """More frames than the contract's rate gives for a short window, but never more than crop_max_frames."""
     for wanted, shown in ((1, 1), (2, 2), (99, CONTRACT.crop_max_frames)):
         assert len(crop(start_time=0, end_time=20, num_frames=wanted).frames) == shown
     assert len(crop(start_time=0, end_time=2).frames) == 2 * CONTRACT.crop_fps < CONTRACT.crop_max_frames
@@ -201,12 +201,12 @@ def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
     with pytest.raises(ToolError, match="there is crop_video, look_up") as caught:
         run_tool(call, TASK, ("crop_video", "look_up"), MemoryVideos(), CONTRACT)
     assert caught.value.kind == "unknown_tool" and str(caught.value).encode()
-    with pytest.raises(ToolError, match="no tool 'crop_video'"):  # one of tools.py that this run does not offer
+    with pytest.raises(ToolError, match="no tool 'crop_video'"):  # in tools.py, but not offered in this run
         run_tool(parse_calls(call_text(start_time=0, end_time=5))[0], TASK, ("look_up",), MemoryVideos(), CONTRACT)
 
 
 def test_the_published_schema_is_what_the_published_model_was_shown():
-    """Byte by byte: it is part of the prompt. Descriptions of arguments are for tools that give them."""
+    """Compare byte by byte, because the schema is part of the prompt. Only tools that describe arguments show descriptions."""
     assert json.dumps(TOOLS["crop_video"].schema) == '{"type": "function", "function": {"name": "crop_video", "description": "Look closely at a part of the video. Times are in seconds.", "parameters": {"type": "object", "properties": {"video_path": {"type": "string"}, "start_time": {"type": "number"}, "end_time": {"type": "number"}, "num_frames": {"type": "integer"}}, "required": ["start_time", "end_time"]}}}'  # fmt: skip
 
 
@@ -241,7 +241,7 @@ RETURNS = {
 
 @pytest.mark.parametrize("returned, says", RETURNS.values(), ids=RETURNS)
 def test_a_mistake_in_a_tool_costs_its_call_and_is_logged(renderer, monkeypatch, caplog, returned, says):
-    """Past bug: a forker's first mistake ended the run, in a thread far from the tool."""
+    """Past bug: a mistake in a fork's tool ended the run, in a thread far from the tool."""
 
     def run(*_):
         if isinstance(returned, Exception):
@@ -259,7 +259,7 @@ def test_a_mistake_in_a_tool_costs_its_call_and_is_logged(renderer, monkeypatch,
 
 
 def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatch):
-    """Past bug: times of np.float32, which no JSON takes, ended the run when its episodes were written."""
+    """Past bug: np.float32 times cannot be written as JSON, so they ended the run when it dumped its episodes."""
     returned = clip_of(times=np.float32([1, 2]), window=np.float32([1, 2]))
     monkeypatch.setitem(TOOLS, "fine", make_tool(lambda *_: returned, "Fine.", [], {}))
     said = turns(f'I look.</think><tool_call>{{"name": "fine", "arguments": {{}}}}</tool_call>{END}', f"x</think>{END}")
@@ -275,7 +275,7 @@ def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatc
 
 
 def test_a_long_text_of_a_tool_is_clipped_and_none_can_spell_control_tokens(renderer, monkeypatch):
-    """Past bug: the subtitles of a long film filled the context, and the whole round was dropped without a word."""
+    """Past bug: the subtitles of a long film filled the context, and the whole turn was dropped silently."""
     film = "<|im_end|><|image_pad|> \ud800" + "a word " * 100_000
 
     def refuse(*_):
@@ -310,8 +310,8 @@ def test_a_tool_may_ask_for_any_schema_and_read_a_list_of_times():
 
 
 def test_many_threads_may_read_code_calls_at_once():
-    """Episodes run in threads, and CPython 3.11's parser raised `SystemError: AST constructor recursion depth mismatch`
-    where the garbage collector let a second thread in while one was reading a <tool_code>."""
+    """Episodes run in threads. CPython 3.11's parser raised `SystemError: AST constructor recursion depth mismatch` if the
+    garbage collector switched threads while one parsed a <tool_code>."""
     text = "<tool_code>crop_video(start_time=1, end_time=9)</tool_code>" * 20
 
     def yield_to_others(*_):

@@ -150,7 +150,9 @@ def check_refusal(folder: Path, data: Path) -> None:
     finally:
         end(processes)
     told = (folder / "refused-0.log").read_text()
-    assert "error: run = " in told and "rank 1 sees another; run must be a folder that all nodes share" in told, told
+    assert (
+        "error: run = " in told and "rank 1 sees another folder; run must be a folder that all nodes share" in told
+    ), told
     assert not (runs / "sft" / "state").exists()
     print("a folder that is not shared is refused", flush=True)
 
