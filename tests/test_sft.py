@@ -177,7 +177,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch, count):
-    """Past bug: a few held-out rows were repeated to fill a batch. Past mutant: the second batch was asked, which may repeat a row."""
+    """Past bug: a few held-out rows were repeated to fill a batch. Past mutant: the second batch, which reaches into the
+    next epoch, so a row can come twice."""
     few, batches, make = tmp_path / "few.parquet", [], sft.Batches.make
     pq.write_table(pq.read_table(toy_dir / "sft_val.parquet").slice(0, count), few)
     monkeypatch.setattr(sft.Batches, "make", lambda *which: batches.append(make(*which)) or batches[-1])
