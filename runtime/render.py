@@ -209,7 +209,7 @@ class Renderer:
 
 
 def _any_of(tokens: list[str]) -> re.Pattern:
-    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+    return re.compile("|".join(re.escape(token) for token in tokens))
 
 
 def _joined(parts: list[str | Frames]) -> list[str | Frames]:

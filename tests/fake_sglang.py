@@ -70,10 +70,13 @@ def generate(request: dict) -> tuple[int, dict]:
     if fault == "abort" and number % 2:
         finish = {"type": "abort", "message": "no"}
     meta = {"finish_reason": finish, "weight_version": state["version"]}
-    meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
+    if request.get("return_logprob"):
+        meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
     if fault == "meta":
         meta |= json.loads(amount)
-    reply = {"output_ids": ids, "prompt_token_ids": prompt, "meta_info": meta}
+    reply = {"output_ids": ids, "meta_info": meta}
+    if request.get("return_prompt_token_ids"):
+        reply["prompt_token_ids"] = prompt
     if fault == "reply":
         reply |= json.loads(amount)
     return 200, json.loads(amount) if fault == "body" else reply

@@ -297,6 +297,7 @@ def test_what_cannot_be_read_strictly_scores_nothing():
         (OPEN, "It must be a redcar.", "It must be a redcar.", 0),  # whole words, so "art" is not in "cart"
         (OPEN, "It must be a bred car.", "It must be a bred car.", 0),
         (OPEN, "It is not a red car.", "It is not a red car.", 0),
+        (OPEN, "Not a red car? Yes, a red car.", "Not a red car? Yes, a red car.", 1),  # denied, and then affirmed
         (replace(OPEN, task=replace(OPEN.task, answer="4")), "There are four of them.", "There are four of them.", 1),
         (OPEN, "<think>\nred car\n</think>\n", None, 0),
     ],

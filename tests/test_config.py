@@ -86,6 +86,7 @@ def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
         ("name: a\nseed: -1", [], "seed = -1: must be finite and not negative"),
         ("name: a\noptim: {lr: 0}", [], "optim: lr = 0.0: must be positive"),
         ("steps: 3", [], "name: required, but not given"),
+        ("# steps: 3", [], "name: required, but not given"),  # a file of comments is one without keys
         ("name: a", ["steps"], "write it as key.sub=value"),
         ("name: a\nsteps: 3", ["steps.x=1"], "steps is a value, it has no keys below it"),
         ("name: [", [], "not a readable YAML file"),

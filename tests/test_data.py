@@ -180,6 +180,8 @@ def test_the_loss_weight_of_a_source_reaches_the_bundles_of_its_rows(video, tmp_
     source = Source(write_jsonl(tmp_path / "a.jsonl", [row]), loss_weight=2.5)
     [draw] = Dataset(DataConfig((source,)), parse_dialogue).batch(0, 1)
     assert encode_dialogue(draw.item, videos, renderer, schemas).weight == 2.5
+    with pytest.raises(ValueError, match="loss_weight = 0.0: must be positive"):
+        Source("a.jsonl", loss_weight=0.0)
 
 
 def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, toy_renderer):
@@ -264,6 +266,7 @@ def test_an_rl_row_becomes_a_task_without_what_parquet_fills_up(video, tmp_path)
         ({}, {"videos": [{"video": f"{REPO}/{room}/__init__.py"} for room in ("study", "evals")]}, "two videos are called __init__.py"),
         ({"question_type": "essay"}, {}, "question_type = 'essay'"),
         ({"answer": None}, {}, "answer = '': the answer of an open question must have a word"),
+        ({}, {"extra_info": None}, "answer = '': the answer of an open question must have a word"),
         # Past bug: rows with other types ended the run.
         ({}, {"videos": [{"path": "v.mp4"}]}, "KeyError: "),
         # Past bug: a gold that no answer can match silently gave R_acc = 0 for the whole run.

@@ -828,6 +828,18 @@ def test_a_checkpoint_that_is_nowhere_is_missing(write, name, capsys):
         assert f"note    {there} is not on this machine; the run would fetch it" in capsys.readouterr().out
 
 
+def test_a_dry_run_reads_what_the_hubs_cache_has_of_a_model(write, toy_dir, tmp_path, monkeypatch):
+    """With an API the tokenizer is enough. Without one, a cache that lacks the weights is no checkpoint yet."""
+    cached = shutil.copytree(toy_dir / "model", tmp_path / "cached")
+    monkeypatch.setattr(evaluation, "snapshot_download", lambda name, local_files_only: str(cached))
+    there = load(write(), "checkpoint=hub:Somebody/Else")
+    assert evaluation.find_model(there, fetch=False) == cached
+    (cached / "model.safetensors").unlink()
+    assert evaluation.find_model(there, fetch=False) is None
+    behind_an_api = load(write(), "checkpoint=hub:Somebody/Else", "api.url=http://127.0.0.1:9", "api.model=m")
+    assert evaluation.find_model(behind_an_api, fetch=False) == cached
+
+
 def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_dir, monkeypatch):
     """test_plan.py tests the plan itself. Weights that are stored in 32 bits are served in 16."""
     stored = (toy_dir / "model" / "model.safetensors").stat().st_size

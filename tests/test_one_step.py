@@ -40,8 +40,10 @@ def sampled(key: str) -> list:
 
 
 def test_the_page_is_what_the_record_and_the_code_make_of_it(tmp_path, monkeypatch):
+    """The code computes rewards and advantages, so the record lacks them here."""
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "one_step.jsonl").write_bytes((REPO / "docs" / "one_step.jsonl").read_bytes())
+    record = [RECORD, *(e | {"rewards": {}, "advantage": 0.0, "anchor_advantage": 0.0} for e in EPISODES)]
+    (tmp_path / "docs" / "one_step.jsonl").write_text("".join(json.dumps(line) + "\n" for line in record), "utf-8")
     page = tmp_path / "docs" / "one_step.md"
     emptied, count = re.subn(r"(<!-- (\w+): written by .*? -->).*?(?=<!-- end of \2 -->)", r"\1\n", PAGE, flags=re.S)
     assert count == 7 and len(emptied) < len(PAGE) / 1.3

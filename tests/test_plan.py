@@ -13,7 +13,7 @@ from scripts import REPO
 from rl import RLConfig
 from runtime import config
 from runtime.config import ConfigError
-from runtime.plan import GIB, count, meta_policy, plan_rl, plan_training
+from runtime.plan import GIB, count, meta_policy, plan_rl, plan_training, utilisation
 from runtime.policy import load
 from runtime.render import Bundle
 from runtime.settings import GRPOConfig, PlanConfig, PolicyConfig
@@ -134,6 +134,17 @@ def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     assert plan_training(trained_later, 8, 8192).gib == plan_training(EIGHT, 8, 8192).gib
     path = tiny.write(tmp_path / "model")
     assert count(meta_policy(PolicyConfig(str(path)))) == count(load(PolicyConfig(str(path))))
+
+
+def test_the_mfu_is_six_flops_a_weight_and_token_over_the_peak_of_a_known_gpu(monkeypatch):
+    assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {}  # a CPU
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12)):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
+        mfu = 6 * 7_568_405_504 * 1000 / (2.0 * 4 * peak)  # the embedding is looked up, not multiplied
+        assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {"mfu": pytest.approx(mfu)}
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "another")
+    assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {}
 
 
 def test_activations_are_what_autograd_keeps(tmp_path):

@@ -112,6 +112,7 @@ def test_protocols_of_one_turn_ask_once_and_grade_the_tags(ask, protocol):
         assert WORDS[protocol][kind] in model.read[0] and TASK.question in model.read[0]
         assert ("<|im_start|>system" in model.read[0]) is (protocol == "think")
         assert "{" not in model.read[0]  # every {place} is filled
+        assert ("runs over 00:00-01:00." in model.read[0]) is (protocol == "rewatch_r1")
     for said in ("The answer is B." + END, "<answer>B" + END, "<answer></answer>" + END):
         outcome, _ = ask(protocol, [said], words={})
         assert outcome.answer == (said.removesuffix(END) if protocol == "direct" else None)
@@ -480,7 +481,7 @@ def test_other_models_answer_where_their_own_code_looks(ask):
 # ---- whatever happens
 
 
-def test_what_a_tool_shows_has_the_area_of_crops(renderer):
+def test_what_a_tool_shows_has_the_area_of_crops_in_the_shape_of_the_video(renderer):
     renderer = Renderer(renderer.tokenizer, dataclasses.replace(CONTRACT, crop_frame_pixels=32 * 32))
     for protocol, said in (
         ("conan", [clips("00:00:21-00:00:22"), clips("", "B")]),
@@ -489,10 +490,10 @@ def test_what_a_tool_shows_has_the_area_of_crops(renderer):
         ("video_zoomer", [zoom(10, 12, 1.5), ANSWER]),
     ):
         cfg = RolloutConfig(temperature=0.0, max_context=100_000)
-        context = AgentContext(Model(renderer, *said), renderer, MemoryVideos(), cfg)
+        context = AgentContext(Model(renderer, *said), renderer, MemoryVideos(size=(128, 64)), cfg)
         episode, _ = run_protocol(context, Item(TASK), 4, 7, Prompting(protocol))
         shown = [clip for agent in episode.trajectories for clip in agent.frames]
-        assert [clip.pixels.shape[1:3] for clip in shown] == [(64, 64), (32, 32)] and not episode.error
+        assert [clip.pixels.shape[1:3] for clip in shown] == [(64, 96), (32, 64)] and not episode.error
 
 
 def test_what_cannot_run_costs_one_question_and_keeps_what_was_played(ask, renderer):

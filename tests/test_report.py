@@ -99,11 +99,12 @@ def test_the_table_is_the_mean_of_last_ten_steps_and_std_over_runs():
 
 
 def test_every_key_has_one_panel_and_no_key_none():
-    run = run_of("a", {"R_acc": 1.0, "closure/think": 0.5, "my_own": 2.0, "eval/acc": 0.5, "report/ended": 1.0})
+    by_k = {f"acc/K={k}": 0.5 for k in (16, 4, 64, 8)}
+    run = run_of("a", {"R_acc": 1.0, "closure/think": 0.5, "my_own": 2.0, "eval/acc": 0.5, "report/ended": 1.0, **by_k})
     shown = panel_sections(seed_groups([run]))
     titles = {s["title"]: [panel["key"] for panel in s["panels"]] for s in shown}
     assert titles == {
-        "Reward": ["R_acc"], "Format": ["closure/think"], "Sub-agents' reports": ["report/ended"],
+        "Reward": ["R_acc"], "Accuracy by K": [f"acc/K={k}" for k in (4, 8, 16, 64)], "Format": ["closure/think"], "Sub-agents' reports": ["report/ended"],
         "Evaluation": ["eval/acc"], "More": ["my_own"],
     }  # fmt: skip
 

@@ -170,9 +170,8 @@ def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir,
     episodes.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = ["-m", "study.replay", str(path), str(episodes)]
     assert "logprob_gap     1\n" in finish(Forked(command, REPO))
-    assert "error: [Errno 2] No such file or directory: 'nowhere'" in finish(
-        Forked([*command[:3], "nowhere"], REPO), code=1
-    )
+    told = finish(Forked(command[:3], REPO), code=1)  # without a file of episodes
+    assert "error: [Errno 2] No such file or directory: 'EPISODES'" in told
 
 
 def test_an_update_is_taken_at_the_rate_that_is_logged(scripted, toy_dir, tmp_path):
@@ -367,6 +366,8 @@ def test_a_config_that_does_not_say_takes_64_episodes_a_step_and_the_betas_of_th
     cfg = RLConfig(run="run", policy=PolicyConfig(""), data=None)
     assert cfg.batch_tasks * cfg.grpo.group_size == 64 and cfg.optim.betas == (0.9, 0.999)
     assert config.read_tree(REPO / "configs" / "toy_sft.yaml")["optim"]["betas"] == [0.9, 0.95]
+    trained = config.read_tree(REPO / "configs" / "paragrpo_8b.yaml")["rollout"]  # `ask` takes the defaults
+    assert (cfg.rollout.max_turns, cfg.rollout.max_calls) == (trained["max_turns"], trained["max_calls"])
 
 
 def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
@@ -824,6 +825,12 @@ def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
     path = write_config(tmp_path / "c.yaml", toy_dir, **({"rollout": {}} | changes))
     with pytest.raises(config.ConfigError, match=says):
         config.load(RLConfig, path)
+
+
+def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
+    path = write_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
+    with pytest.raises(config.ConfigError, match="no server answers at http://127.0.0.1:9"):
+        rl.check_hardware(config.load(RLConfig, path))
 
 
 def on_node(name: str, toy_dir: Path) -> RLConfig:

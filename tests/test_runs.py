@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from test_rl import write_config as rl_config
 from test_sft import write_config as sft_config
 
 import rl
-from runtime import config
+from runtime import config, distributed
 
 
 def send(process, which: signal.Signals) -> str:
@@ -217,6 +218,19 @@ def test_what_all_ranks_would_say_is_said_once(toy_dir, tmp_path, change, says, 
     assert told.startswith(says) and (anew or told.count("\n") == 1)
     assert len(re.findall("^error:", told, re.M)) == 1  # docs/troubleshooting.md tells users to read that line
     assert not (tmp_path / "run").exists()
+
+
+def come_alone() -> None:
+    torch.distributed.init_process_group("cpu:gloo,cuda:gloo")  # a backend per device, as where there are GPUs
+    distributed.gather("here")
+    if distributed.rank() > 0:
+        signal.pause()
+    distributed.TIMEOUT = timedelta(seconds=1)
+    distributed.barrier()
+
+
+def test_a_barrier_names_all_ranks_that_did_not_come():
+    assert "[Rank 0]: Ranks 1, 2 failed to pass" in finish(Forked(come_alone, ranks=3), code=1)
 
 
 def fail_together(alone: bool) -> None:

@@ -175,13 +175,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(uninterrupted, toy_dir, tmp_path
     assert same_weights(uninterrupted, tmp_path / "run") and same_metrics(metrics(uninterrupted), lines)
 
 
-def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch):
-    """Past bug: a few held-out rows were repeated to fill a batch."""
+@pytest.mark.parametrize("count", [3, 5])
+def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch, count):
+    """Past bug: a few held-out rows were repeated to fill a batch. Past mutant: the second batch, which reaches into the
+    next epoch, so a row can come twice."""
     few, batches, make = tmp_path / "few.parquet", [], sft.Batches.make
-    pq.write_table(pq.read_table(toy_dir / "sft_val.parquet").slice(0, 3), few)
+    pq.write_table(pq.read_table(toy_dir / "sft_val.parquet").slice(0, count), few)
     monkeypatch.setattr(sft.Batches, "make", lambda *which: batches.append(make(*which)) or batches[-1])
-    train(tmp_path / "run.yaml", toy_dir, val={"sources": [{"path": str(few)}], "video_root": str(toy_dir)}, steps=1)
-    assert [sum(len(micro.bundles) for micro in batch) for batch in batches] == [3, 4]
+    val = {"sources": [{"path": str(few)}], "video_root": str(toy_dir), "seed": 1}
+    train(tmp_path / "run.yaml", toy_dir, val=val, steps=1)
+    held_out, trained = [[bundle.suffixes for micro in batch for bundle in micro.bundles] for batch in batches]
+    assert len(set(map(str, held_out))) == len(held_out) == min(count, 4) and len(trained) == 4
 
 
 def test_the_loss_falls_and_everything_is_written_down(uninterrupted):
