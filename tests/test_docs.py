@@ -67,14 +67,19 @@ def test_the_commands_of_a_page_are_commands(page):
         if name in CONFIGS and words[0] != "table" and words[0] not in made_by(page):
             overrides = [word for word in words[1:] if "=" in word and not word.startswith("--")]
             config.load(CONFIGS[name], REPO / words[0], overrides)
-    assert (found > 12) is (page.stem in ("README", "node"))
+    assert found >= {"README": 8, "node": 13}.get(page.stem, 0)
 
 
 # ------------------------------------------------------------------------------------------------ the README
 
 
-def test_every_file_of_the_tree_is_named():
-    assert SCRIPTS.keys() <= set(re.findall(r"\b\w+\.py\b", TEXT[README]))
+def test_every_script_and_every_folder_is_named_once():
+    files = re.search(r"^\| file \| \|\n(.*?)\n\n", TEXT[README], re.M | re.S)[1]
+    named = re.findall(r"`([\w./]+)`", "".join(line.split("|")[1] for line in files.splitlines()))
+    folders = {f"{path.name}/" for path in REPO.iterdir() if path.is_dir() and re.match(r"[a-z]+$", path.name)}
+    made = {"runs/", "toy_data/"}  # by its commands
+    assert sorted(named) == sorted({path.name for path in REPO.glob("*.py")} | folders - made)
+    assert len(TEXT[README].split()) <= 1800
 
 
 WHERE = re.search(r"^\| term \| where \|\n(.*?)\n\n", TEXT[README], re.M | re.S)[1]
@@ -97,7 +102,7 @@ def test_its_figures_are_those_of_the_results():
     figures = re.findall(r"-?\d+\.\d+ ± \d+\.\d+(?: \[[\d.]+\])?", TEXT[README])
     assert len(figures) > 10 and all(figure in study for figure in figures)
     gains = re.findall(r"\b\d+(?:\.\d+)?x\b", TEXT[README])
-    assert len(gains) > 5 and all(f" {gain} " in bench for gain in gains)
+    assert len(gains) >= 3 and all(f" {gain} " in bench for gain in gains)
 
 
 def test_the_lock_holds_what_the_requirements_pin_and_every_package_once():
