@@ -98,7 +98,9 @@ class Episode:
     calls: list[Call] = field(default_factory=list)  # calls whose results the main agent read, in call order
     seed: int = 0
     seconds: float = 0.0  # wall-clock
-    error: str = ""  # why it failed (row, video, engine, judge); a failed episode is not rewarded or trained on
+    error: str = (
+        ""  # "" if it ran, else "KIND: reason". KIND is RowError, VideoError, EngineError, Stopped or JudgeError
+    )
     rewards: dict[str, float] = field(default_factory=dict)  # R and its parts, by name
     advantage: float = 0.0  # A_i, for every sampled token
     anchor_advantage: float = 0.0  # A_anchor_i, for structural tokens only (credit: struct)
@@ -112,7 +114,7 @@ class Episode:
         return [self.main, *self.subagents]
 
     @property
-    def executed(self) -> int:
+    def n_executed(self) -> int:
         """Calls that ran. The metric kappa is their mean per episode."""
         return sum(not call.error for call in self.calls)
 

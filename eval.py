@@ -36,11 +36,11 @@ from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_l
 from evals.protocols import Prompting, run_protocol
 from evals.results import EvalJob, Results, contract_of, read_results
 from rewards import RewardConfig, final_answer, score, turn_texts
-from rollout import AgentContext, RolloutConfig, derive_seed, open_engine, run_all
+from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
 from runtime import config
 from runtime.api import Api, OpenAI, check_api
 from runtime.dataset import DataError
-from runtime.engine import Engine
+from runtime.engine import Engine, run_all
 from runtime.judge import Judge, JudgeError
 from runtime.render import Renderer, load_tokenizer
 from runtime.settings import PolicyConfig
@@ -55,6 +55,7 @@ if importlib.util.find_spec("sglang"):
     GPUS = tuple(range(torch.cuda.device_count()))
 # Host memory in bytes for the frames of one GPU's requests: 8 of the published size, which fill a server's KV cache.
 FRAME_BYTES = 8e9
+BYTES_PER_PIXEL = 24 + 3  # in SGLang, and in the file that we write for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,7 @@ class EvalConfig:
 
 
 # Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
+# (With SGLang installed, GPUS above has imported it.)
 if __name__ == "__main__":
     if sys.argv[1:2] == ["table"]:
         sys.exit(tables.main(sys.argv[2:]))
@@ -132,10 +134,10 @@ def main(cfg: EvalConfig) -> int:
     folder = find_model(cfg)
     renderer = load_renderer(cfg, folder)
     jobs = with_headers(cfg, jobs, folder)
-    left = refuse_what_cannot_run(cfg, jobs, folder)
+    any_left = check_jobs(cfg, jobs, folder)
 
     # Ask the remaining items. Nothing is written before the engine is up.
-    if left:
+    if any_left:
         with (
             checks.only_run_in(Path(cfg.run)),
             contextlib.closing(open_model(cfg, folder, renderer)) as engine,
@@ -144,26 +146,26 @@ def main(cfg: EvalConfig) -> int:
             config.save_run(cfg, cfg.run)
             for job in jobs:
                 # Read the file only now. Before this process held the lock, another one may have answered items.
-                lines, items = results.resume(job)
+                kept_lines, items = results.resume(job)
                 if items:
-                    run_job(job, lines, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
+                    run_job(job, kept_lines, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
 
     # Print all results of the run.
     tables.report([cfg.run])
-    failed = 0
+    status = 0
     for job in jobs:
         errors = [record["error"] for record in read_results(job.path).records]
         if errors and all(errors):
-            failed = 1
+            status = 1
             print(f"error: all {len(errors)} items of {job.path} failed; the last error: {errors[-1]}", file=sys.stderr)
-    return failed
+    return status
 
 
 def dry_run(cfg: EvalConfig) -> int:
     """Print what is there, what is missing, and what differs from the published run. Return 1 if something is missing.
     Any other fault that the run would refuse ends the dry run with the same error."""
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    missing = 0
+    status = 0
 
     # The datasets.
     jobs = []
@@ -171,7 +173,7 @@ def dry_run(cfg: EvalConfig) -> int:
         try:
             jobs_of_split = list_jobs(replace(cfg, splits={split: root}))
         except DataError as error:
-            missing = 1
+            status = 1
             print(f"  MISSING {split}: {error}")
             continue
         items = len(jobs_of_split[0].items)
@@ -185,7 +187,7 @@ def dry_run(cfg: EvalConfig) -> int:
         if not folder:
             print(f"  note    {cfg.checkpoint} is not on this machine; the run would fetch it from the hub")
     except config.ConfigError as error:
-        missing = 1
+        status = 1
         print(f"  MISSING {error}")
 
     # Settings that differ from the training or from the published run.
@@ -199,8 +201,8 @@ def dry_run(cfg: EvalConfig) -> int:
 
     if folder:
         load_renderer(cfg, folder)
-    refuse_what_cannot_run(cfg, jobs, folder)
-    return missing
+    check_jobs(cfg, jobs, folder)
+    return status
 
 
 def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
@@ -210,7 +212,8 @@ def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
         # Without the prefix hub:, a name that no config has is taken for a path.
         configs = [path.read_text("utf-8") for path in (Path(__file__).parent / "configs").rglob("*.yaml")]
         known = re.search(rf"(^checkpoint|family): {re.escape(name)}[\s,}}]", "\n".join(configs), re.M)
-        if not on_the_hub(name) or not (known or name != cfg.checkpoint):
+        asked_for_hub = cfg.checkpoint.startswith("hub:")
+        if not on_the_hub(name) or not (known or asked_for_hub):
             rule = "no such folder, and no file of configs/ names it; give a folder like RUN/model, or hub:OWNER/MODEL"
             raise config.ConfigError(f"checkpoint = {cfg.checkpoint!r}: {rule}")
         if not fetch:
@@ -228,25 +231,25 @@ def load_renderer(cfg: EvalConfig, folder: Path) -> Renderer:
     return Renderer(load_tokenizer(folder), contract)
 
 
-def refuse_what_cannot_run(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> bool:
-    """Refuse a run that cannot work or that would mix its results with others. The run and its dry run both call this.
-    Return whether items are left to ask. A dry run may lack jobs or the checkpoint."""
+def check_jobs(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> bool:
+    """Return whether items are left to ask, after refusing a run that cannot work or would mix its results with others. The run
+    and its dry run both call this. A dry run may lack jobs or the checkpoint."""
     check_run(cfg)
 
     # Look for items that have no answer yet. A file of answers under other settings is refused.
-    left = False
+    any_left = False
     for job in jobs:
         _, items = results.resume(job)
-        left |= bool(items)
+        any_left |= bool(items)
 
     # Other files in this folder may come from another model.
     mine = {job.path for job in jobs}
     others = [other for path, other in results.read_run(cfg.run).items() if path not in mine]
     results.refuse_mixtures([*others, *(Results(job.header, []) for job in jobs)])
 
-    if left or not jobs:
+    if any_left or not jobs:
         check_engine(cfg, folder)
-    return left
+    return any_left
 
 
 def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
@@ -282,14 +285,15 @@ def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
 
 
 def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> tuple[int, int]:
-    """Return how many items to ask at the same time, and the host memory of one item's overview in bytes: 24 per pixel
-    in SGLang plus 3 in our file. Servers that we start get at most FRAME_BYTES per GPU."""
-    width, height = contract.frame_size(1280, 720)
-    size = 27 * max(cfg.frames) * width * height
-    most = cfg.rollout.concurrency
+    """Return how many items to ask at the same time, and the host memory of one item's overview in bytes. Servers that we start
+    get at most FRAME_BYTES per GPU."""
+    width, height = contract.frame_size(1280, 720)  # as if every video were 720p
+    item_bytes = BYTES_PER_PIXEL * max(cfg.frames) * width * height
+    at_once = cfg.rollout.concurrency
     if cfg.rollout.server_gpus and not (cfg.api.url or cfg.rollout.urls):
-        most = min(most, max(1, round(FRAME_BYTES / size)) * len(cfg.rollout.server_gpus))
-    return most, size
+        per_gpu = max(1, round(FRAME_BYTES / item_bytes))
+        at_once = min(at_once, per_gpu * len(cfg.rollout.server_gpus))
+    return at_once, item_bytes
 
 
 def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:

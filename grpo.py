@@ -171,7 +171,7 @@ def token_losses(
     weight = torch.where(kept, importance, 0.0)
     losses = -weight * surrogate
     stats = {
-        "clip_fraction": ((ratio < low) & (advantages < 0) | (ratio > high) & (advantages > 0)).float(),
+        "clip_fraction": (((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))).float(),
         "over_cap_fraction": (~kept).float(),
         "logprob_gap": (prox_logprobs - behaviour_logprobs).abs(),
     }

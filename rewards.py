@@ -76,8 +76,8 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. `R_fmt` and f = R_fmt + lambda * R_anchor (at most 1) are the paper's,
-    under every credit. `R_fmt_paid` is the one that enters R: f under credit `sequence`, otherwise R_fmt."""
+    """Return all parts by name, or raise JudgeError. R_fmt is the format reward without the anchor, and f the one with it; both
+    are always logged. R_fmt_paid is the one that R contains: f under credit `sequence`, otherwise R_fmt."""
     # Split the turns into tags and text. Tag spam scores 0.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
@@ -144,12 +144,12 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
     return texts
 
 
-def final_answer(turns: list[str], untagged: bool = False) -> str | None:
+def final_answer(texts: list[str], untagged: bool = False) -> str | None:
     """Return the content of the last complete <answer> in the last turn, after its last </think>. If there is none and
     `untagged` is set, return the text after the last "answer is" or "answer:", to the end of its line."""
-    if not turns:
+    if not texts:
         return None
-    said = turns[-1].rpartition("</think>")[2]
+    said = texts[-1].rpartition("</think>")[2]
     answer = last_answer(said)
     if answer is not None or not untagged:
         return answer
@@ -287,7 +287,8 @@ def format_rewards(
     #       + 0.3 * [calls ran, and every turn with such a call thinks before its first call]
     # R_fmt = min(0.9, s)                     + 0.1 * [s > 0 and all tags balanced]
     # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [s > 0 and all tags balanced]
-    # Balanced text scores as in the release, which caps the whole sum at 1. That cap hides broken tags in episodes with calls.
+    # The release computes min(1, s + 0.1 * [balanced]). With calls, s alone can reach 1, and broken tags cost nothing. Capping s
+    # at 0.9 gives balanced text the same score, and broken tags always cost 0.1.
     # w_answer adds the release's weights of the opening and the closing tag. Without a call, R_fmt is at most 0.8.
     w_think, w_answer = 0.3, 0.2 + 0.1
     if answer_suffix:  # the paper's Answer Suffix
@@ -325,7 +326,8 @@ def anchor_reward(turns: list[Turn], anchor: Anchor) -> float:
     # R_anchor = alpha * [closed] + beta * [flow] - gamma * [in some turn the think tags do not pair]
     # closed: all think tags pair, and every turn has a thought.
     # flow: closed, and the last turn ends with </think>, no other tag, <answer>text</answer> and the end of the turn.
-    # The paper's gamma only penalises a think that is never closed. Then closing one twice costs less, and training finds it.
+    # The paper subtracts gamma only for a <think> that is never closed. A surplus </think> would then be cheaper, and the policy
+    # learns to write it. So any unpaired think tag costs gamma.
     paired = all(tags_pair(turn, "think") for turn in turns)
     closed = bool(turns) and paired and all(thought_ends(turn) for turn in turns)
     flow = closed and re.search(r"</think>( \w+)* <answer> text </answer> end$", shape_of(turns[-1])) is not None
@@ -337,12 +339,12 @@ def tool_reward(episode: Episode, acc: float) -> float:
     # R_tool = 0.1 if a call parsed, or 0.3 if one ran
     #        + 0.5 if one ran before the last turn, so its report could be read, and the answer is correct
     parsed = any(call.error != "unparseable" for call in episode.calls)
-    if not episode.executed:
+    if not episode.n_executed:
         return 0.1 * parsed
     answering = len(episode.main.turns) - 1
     informed = any(call.turn < answering for call in episode.calls if not call.error)
-    scored = acc > 0 if episode.task.kind == "mcq" else acc >= 0.5
-    return 0.3 + 0.5 * (informed and scored)
+    correct = acc > 0 if episode.task.kind == "mcq" else acc >= 0.5
+    return 0.3 + 0.5 * (informed and correct)
 
 
 # ------------------------------------------------------------------------------------------------ struct(o)
@@ -354,14 +356,14 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
     Three kinds of tokens are structural. The first overlaps a tag and carries no content. The second is white space right
     after a closing tag: the model decides there not to close again. The third is every end of a turn: an early end breaks
     the structure, and without credit for a timely one, nothing would teach the model to stop after </answer>."""
-    chosen = [False] * len(trajectory.ids)
+    mask = [False] * len(trajectory.ids)
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
         classes = character_classes(renderer.decode(ids))
         for i, (first, last) in enumerate(renderer.offsets(ids)):
             structural = ids[i] in renderer.ends_of_turn or is_structural(classes, first, last)
-            chosen[start + i] = structural and trajectory.mask[start + i] == 1
-    return chosen
+            mask[start + i] = structural and trajectory.mask[start + i] == 1
+    return mask
 
 
 def character_classes(text: str) -> list[str]:
@@ -383,17 +385,19 @@ def character_classes(text: str) -> list[str]:
 
 
 def is_structural(classes: list[str], first: int, last: int) -> bool:
-    """Return whether the token of characters [first, last) is structural. Besides its part of a tag it can hold white space
-    and, before a closing tag, punctuation: Qwen has single tokens `.</` and `。</`, and sampling one decides to close."""
+    """Return whether the token of characters [first, last) is structural.
+
+    Yes: `</think>`, `>\\n`, `.</`, and a `\\n` after `</think>`. No: `The`, `.`, `>B`, `>(`, `>,`, and `.<` of an opening tag.
+    Besides its part of a tag, the token can hold white space and, before a closing tag, punctuation: Qwen has single tokens
+    `.</` and `。</`, and sampling one decides to close."""
     token = classes[first:last]
     only_white_space = set(token) == {"blank"}
     if only_white_space:
-        return first > 0 and classes[first - 1] == "closing"  # the `\n` after `</think>`
-    places_of_tag = [i for i, kind in enumerate(token) if kind in ("opening", "closing")]
-    if not places_of_tag or "content" in token:
-        return False  # `The`, `.`, `>B`, `>(`
+        return first > 0 and classes[first - 1] == "closing"
+    tag_at = [i for i, kind in enumerate(token) if kind in ("opening", "closing")]
+    if not tag_at or "content" in token:
+        return False
     if "punctuation" not in token:
-        return True  # `</think>`, `>\n`
-    # With punctuation: `.</` and `]</` are structural; `>,` and the `.<` of an opening tag are not.
-    tag = places_of_tag[0]
-    return token[tag] == "closing" and "punctuation" not in token[tag:]
+        return True
+    punctuation_before_tag = "punctuation" not in token[tag_at[0] :]
+    return token[tag_at[0]] == "closing" and punctuation_before_tag

@@ -15,6 +15,7 @@ batch with the newest weights. It therefore repeats the uninterrupted run only w
 Deliberately missing: batches that are more than one update old, elastic training.
 """
 
+import concurrent.futures
 import contextlib
 import os
 import sys
@@ -22,7 +23,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -97,7 +98,7 @@ from torch import Tensor
 from grpo import TrainExample, assign_advantages, bundles, examples_loss, make_examples, micro_batches
 from runtime import checks, distributed, doctor, plan
 from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
-from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
+from runtime.policy import Policy, load, make_optimizer, optimizer_step, set_node_reduction
 from runtime.run import USER_ERRORS, Clock, Run, check_room, dry_run
 from runtime.weights import WeightSync
 
@@ -109,11 +110,12 @@ def main(cfg: RLConfig) -> None:
     distributed.init_distributed()
     with checks.open_run(cfg, parse_task, check_hardware) as (source, renderer):
         with contextlib.ExitStack() as while_it_trains:
-            sampling = None
+            opened = None
             # Servers start while the policy loads. On a GPU that also trains they start later: they take a share of the free memory.
             overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
-            if distributed.saved_step(Path(cfg.run) / "state") < cfg.steps and not overlapping_gpus:
-                sampling = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
+            has_steps = distributed.saved_step(Path(cfg.run) / "state") < cfg.steps
+            if has_steps and not overlapping_gpus:
+                opened = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
 
             # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
             policy_cfg = replace(cfg.policy, checkpoint=str(source))
@@ -126,21 +128,21 @@ def main(cfg: RLConfig) -> None:
             run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
             if run.done < cfg.steps:
-                if sampling is None:
-                    sampling = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
-                sampler, weights = sampling
+                if opened is None:
+                    opened = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
+                sampler, sync = opened
                 sampler.engine.wait_until_ready()
                 barrier()  # the first rank of each node has warmed up its servers and dropped those that do not start
                 # The engine starts with the checkpoint's weights. Servers that were already running may hold another run's weights.
                 if run.done or cfg.rollout.urls:
-                    weights.export(policy, run.done)
-                    weights.publish(run.done)
-                train(cfg, policy, reference, sampler, weights, run)
+                    sync.write(policy, run.done)
+                    sync.publish(run.done)
+                train(cfg, policy, reference, sampler, sync, run)
         run.export()
 
 
 def train(
-    cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sampler", weights: WeightSync, run: Run
+    cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sampler", sync: WeightSync, run: Run
 ) -> None:
     """Train to the last step: sample, reward, update, sync, evaluate, log, save."""
     renderer, judge = sampler.renderer, Judge(cfg.reward.judge)
@@ -178,12 +180,12 @@ def train(
         clock.lap("train")
 
         # Sync: write the new weights while the engine may still sample, and load them once it has finished.
-        weights.export(policy, step + 1)
+        sync.write(policy, step + 1)
         clock.lap("export")
-        sampler.wait()
+        sampler.wait_until_idle()
         clock.lap("wait")
-        weights.publish(step + 1)
-        weights.remove(step)
+        sync.publish(step + 1)
+        sync.remove(step)
         clock.lap("publish")
 
         # Evaluate, and gather what this step measured.
@@ -230,9 +232,9 @@ class Sampler:
         """Wait for the batch of a step. Return this rank's groups and how many seconds sampling took."""
         return self.batches.pop(step).result()
 
-    def wait(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no rank samples. Then the weights may change: all tokens of a batch come from one version."""
-        wait(self.batches.values())
+        concurrent.futures.wait(self.batches.values())
         barrier()
 
     def sample(self, step: int) -> tuple[list[Group], float]:
@@ -308,8 +310,11 @@ def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
         if rank() > 0:
             logs /= f"node-{rank() // local_size()}"
         engine = open_engine(source, renderer, cfg.rollout, logs, wait=False)
-    urls = gather(engine.urls if engine else None)[rank() - local_rank()]
-    return engine or open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), wait=False)
+    urls_by_rank = gather(engine.urls if engine else None)
+    if engine:
+        return engine
+    urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
+    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), wait=False)
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -334,9 +339,9 @@ def update(
     proximal = proximal_logprobs(policy, minibatches, cfg.rollout.temperature)
     for minibatch, prox_of_minibatch in zip(minibatches, proximal):
         for i, (micro, prox_logprobs) in enumerate(zip(minibatch, prox_of_minibatch)):
-            sum_over_nodes(policy, now=i + 1 == len(minibatch))
+            set_node_reduction(policy, on=i + 1 == len(minibatch))
             loss, stats = micro_step(policy, reference, micro, prox_logprobs, total_tokens, len(minibatches), cfg)
-            sums["tokens"] += len(stats["logprob_gap"])
+            sums["tokens"] += len(stats["entropy"])  # N
             sums["loss"] += loss
             for name, values in stats.items():
                 sums[name] = sums.get(name, 0.0) + values.sum().item()
@@ -345,11 +350,12 @@ def update(
 
     # Average over the tokens of all ranks. The loss is already a mean.
     sums = distributed.sum_over_ranks(sums)
-    tokens, loss = max(1.0, sums.pop("tokens")), sums.pop("loss")
-    measured = {"logprob_gap": 0.0, "entropy": 0.0} | {name: value / tokens for name, value in sums.items()}
+    learned_tokens = max(1.0, sums.pop("tokens"))
+    loss = sums.pop("loss")
+    measured = {"logprob_gap": 0.0, "entropy": 0.0} | {name: value / learned_tokens for name, value in sums.items()}
     measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if any gap is NaN
     doctor.check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
-    return measured | {"loss": loss, "learned_tokens": tokens, "grad_norm": float(np.mean(norms or [0.0]))}
+    return measured | {"loss": loss, "learned_tokens": learned_tokens, "grad_norm": float(np.mean(norms or [0.0]))}
 
 
 def micro_step(
@@ -400,7 +406,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
         for episode in group.episodes:
             seen["failed_rate"].append(bool(episode.error))
 
-    ran = [episode for group in groups for episode in group.episodes if not episode.error]
+    ran = [episode for group in groups for episode in group.ran]
     # A fork's tool may add error kinds. All ranks must count the same ones.
     own_kinds = {call.error for episode in ran for call in episode.calls if call.error}
     error_kinds = set(CALL_ERRORS).union(*gather(own_kinds))
@@ -414,11 +420,11 @@ def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> No
     """Add an episode's rewards, accuracy by K, number of calls (kappa), lengths and staleness to the metrics."""
     for name, value in episode.rewards.items():
         seen[name].append(value)
-    called = "called" if episode.executed else "skipped"
+    called = "called" if episode.n_executed else "skipped"
     seen[f"acc/K={episode.k}"].append(episode.rewards["R_acc"])
     seen[f"acc/K={episode.k}/{called}"].append(episode.rewards["R_acc"])
-    seen["kappa"].append(episode.executed)
-    seen[f"kappa/K={episode.k}"].append(episode.executed)
+    seen["kappa"].append(episode.n_executed)
+    seen[f"kappa/K={episode.k}"].append(episode.n_executed)
     seen["truncated_rate"].append(episode.main.finish == "length")
     seen["turns"].append(len(episode.main.turns))
     seen["sampled_tokens"].append(episode.main.n_sampled)
@@ -433,7 +439,7 @@ def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[s
     """Add an episode's calls and their reports to the metrics."""
     for name in TOOLS:
         seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
-    seen["calls/distinct"] += are_distinct(episode)
+    seen["calls/distinct"] += new_windows(episode)
     for call in episode.calls:
         for kind in error_kinds:
             seen[f"call_errors/{kind}"].append(call.error == kind)
@@ -443,7 +449,7 @@ def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[s
             seen["report/tagged"].append(bool(TAG.search(call.text)))
 
 
-def are_distinct(episode: Episode) -> list[bool]:
+def new_windows(episode: Episode) -> list[bool]:
     """Return for each executed call whether its window is new: no earlier window covers more than half of it."""
     distinct = []
     earlier: dict[str, list[tuple[float, float]]] = defaultdict(list)  # video -> its windows so far
@@ -481,9 +487,8 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
     subagents = replace(cfg.rollout.subagents, temperature=0.0)
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
-        groups = sampler.rollout(
-            asked, ks, 1, cfg=greedy, progress=False, stopped=None
-        )  # a sampler that failed does not stop it
+        # `stopped`: an event of its own. A failed batch sets the sampler's, which must not end the evaluation.
+        groups = sampler.rollout(asked, ks, 1, cfg=greedy, progress=False, stopped=None)
         give_rewards(groups, sampler.renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
@@ -491,7 +496,7 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
             if episode.error:
                 continue
             rewards = episode.rewards
-            values = {"acc": rewards["R_acc"], "well_formed": rewards["well_formed"], "kappa": episode.executed}
+            values = {"acc": rewards["R_acc"], "well_formed": rewards["well_formed"], "kappa": episode.n_executed}
             for part, value in values.items():
                 seen[f"{name}/{part}"].append(value)
                 seen[f"{name}/{part}/K={group.k}"].append(value)

@@ -123,8 +123,8 @@ class RolloutConfig:
                 raise ValueError(f"server_args: {flag}: a server sees only its own GPUs; set `tensor_parallel` instead")
 
     @property
-    def rounds(self) -> tuple[int, int]:
-        """The number of turns with calls, and of calls per turn."""
+    def call_limits(self) -> tuple[int, int]:
+        """The number of turns that may call tools, and of calls per turn."""
         if self.dispatch == "none":
             return 0, 0
         if self.dispatch == "sequential":
@@ -147,7 +147,7 @@ class AgentContext:
     observe: Callable[[str, Any], None] = lambda event, what: None
     """Receives each event as it happens: ("turn", its text), ("clip", the Call), ("report", the Call). `ask` prints them."""
     stopped: threading.Event = field(default_factory=threading.Event)
-    callers: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1_000_000, "call"))
+    call_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1_000_000, "call"))
     """Threads for calls. A call takes an idle thread or starts a new one, so it never waits for another call."""
 
 
@@ -167,7 +167,9 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     """Render a task's prompt, which all episodes of its group share."""
     cfg, contract = context.cfg, context.renderer.contract
     frames = data.overview(task, k, context.videos, contract)
-    messages = data.main_messages(task, frames, cfg.dispatch != "none", contract.stamped, cfg.tool_return)
+    messages = data.main_messages(
+        task, frames, with_tools=cfg.dispatch != "none", stamped=contract.stamped, tool_return=cfg.tool_return
+    )
     return context.renderer.render(messages, cfg.schemas, generate=True)
 
 
@@ -176,20 +178,20 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
     started = time.perf_counter()
     main = open_trajectory(prompt)
     episode = Episode(task, k, main, seed=seed)
-    rounds, calls_per_round = context.cfg.rounds
+    turns_with_calls, calls_per_turn = context.cfg.call_limits
     try:
-        for turn in range(rounds + 1):
+        for turn in range(turns_with_calls + 1):
             # The agent thinks, and then calls tools or answers.
             text = sample_main_turn(context, main, derive_seed(seed, turn))
             context.observe("turn", text)
             calls = parse_calls(text, turn)
             # A turn without calls is the answer. Calls in the last turn, or in a turn that was cut off, do not run.
-            if not calls or turn == rounds or main.finish == "length":
+            if not calls or turn == turns_with_calls or main.finish == "length":
                 break
             # All calls of the turn run at the same time.
-            calls, contents = run_calls(context, task, calls, calls_per_round, derive_seed(seed, turn, "calls"))
+            calls, contents = run_calls(context, task, calls, calls_per_turn, derive_seed(seed, turn, "calls"))
             # The agent reads all results in one turn, in call order.
-            if turn == rounds - 1:
+            if turn == turns_with_calls - 1:
                 contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
             if not append_rendered(context, main, context.renderer.continuation(contents)):
                 break  # it never reads these results, so the calls do not count
@@ -277,26 +279,23 @@ def run_calls(
     for i, call in enumerate(calls):
         if not call.error and len(jobs) < allowed:
             jobs[i] = functools.partial(run_call, context, task, call, derive_seed(seed, i))
-    results = run_parallel(context.engine, context.callers, jobs, context.cfg.call_timeout)
+    results = run_parallel(context.engine, context.call_threads, jobs, context.cfg.call_timeout)
 
     # Give each call its outcome.
-    outcomes = []
+    outcomes, contents = [], []
     for i, call in enumerate(calls):
+        frames = []
         if i in results:
-            outcomes.append(results[i])
-            continue
-        if i in jobs:
-            call = dataclasses.replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
-        elif not call.error:
-            call = dataclasses.replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
-        context.observe("report", call)
-        outcomes.append((call, []))
-
-    # For each call, the main agent reads frames, if it gets any, and then the text.
-    contents = []
-    for call, frames in outcomes:
-        contents.append([*frames, call.text])
-    return [call for call, _ in outcomes], contents
+            call, frames = results[i]
+        else:
+            if i in jobs:
+                call = dataclasses.replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
+            elif not call.error:
+                call = dataclasses.replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
+            context.observe("report", call)
+        outcomes.append(call)
+        contents.append([*frames, call.text])  # the main agent reads frames, if it gets any, and then the text
+    return outcomes, contents
 
 
 def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[Frames]]:
@@ -388,7 +387,7 @@ def rollout(
     finally:
         bar.close()
         preparing.shutdown(wait=False, cancel_futures=True)
-        context.callers.shutdown(wait=False)
+        context.call_threads.shutdown(wait=False)
     return groups
 
 
@@ -459,24 +458,25 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
     """Rebuild an episode from a record of `dump`."""
     _check_fields(record, Episode)
     _check_fields(record["main"].keys() - {"text"}, Trajectory)
-    fields = record["task"]
-    task = Task(**fields | {"videos": tuple(fields["videos"]), "options": tuple(fields["options"])})
+    task_record = record["task"]
+    task = Task(**task_record | {"videos": tuple(task_record["videos"]), "options": tuple(task_record["options"])})
     prompt_frames = []
     if videos and record["main"]["prompt_frames"]:  # empty if the task's video could not be read
         prompt_frames = data.overview(task, record["k"], videos, contract)
     calls, call_frames = [], []
-    for fields in record["calls"]:
-        _check_fields(fields, Call)
-        call = Call(**fields | {"window": fields["window"] and tuple(fields["window"]), "subagent": None})
+    for call_record in record["calls"]:
+        _check_fields(call_record, Call)
+        window = call_record["window"] and tuple(call_record["window"])
+        call = Call(**call_record | {"window": window, "subagent": None})
         # Run the recorded call again to get its frames.
         clips = []
         if videos and not call.error:
             result = run_tool(call, task, tuple(TOOLS), videos, contract)
             if isinstance(result, ClipForSubagent):
                 clips = [result.frames]
-        # They belong to the call's sub-agent, or without one to the main agent.
-        if fields["subagent"]:
-            call.subagent = _trajectory_of(fields["subagent"], clips, [], videos)
+        # The frames went to the call's sub-agent if it has one, otherwise to the main agent.
+        if call_record["subagent"]:
+            call.subagent = _trajectory_of(call_record["subagent"], clips, [], videos)
         else:
             call_frames += clips
         calls.append(call)

@@ -78,7 +78,7 @@ from runtime.checks import open_run
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import best_fit
 from runtime.plan import Plan, plan_training, utilisation
-from runtime.policy import Policy, load, make_optimizer, optimizer_step, sum_over_nodes
+from runtime.policy import Policy, load, make_optimizer, optimizer_step, set_node_reduction
 from runtime.run import USER_ERRORS, Run, check_room, dry_run
 
 
@@ -116,16 +116,16 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
         upcoming = ahead.submit(batches.make, run.done)
         for step in range(run.done, cfg.steps):
             # Wait for this step's batch. The next one is made in a thread while this one trains.
-            clock = time.perf_counter()
+            started = time.perf_counter()
             batch = upcoming.result()
             if step + 1 < cfg.steps:
                 upcoming = ahead.submit(batches.make, step + 1)
-            waited = time.perf_counter() - clock
+            waited = time.perf_counter() - started
 
             # Forward, backward, update. A gradient that is not finite is skipped and counted.
-            measured = accumulate(policy, batch)
+            measured = batch_loss(policy, batch)
             measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
-            seconds = time.perf_counter() - clock
+            seconds = time.perf_counter() - started
 
             # Log.
             measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
@@ -133,7 +133,7 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
             measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
             if cfg.val and run.is_time(step, cfg.eval_every):
                 with torch.no_grad():
-                    losses = accumulate(policy, held_out)
+                    losses = batch_loss(policy, held_out)
                 measured |= {f"val_{name}": value for name, value in losses.items() if name.startswith("loss")}
             run.log(step, measured)
 
@@ -153,21 +153,21 @@ class MicroBatch:
     kinds: np.ndarray  # str [N]: one of KINDS
 
 
-def accumulate(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
-    """Return the loss L over the micro-batches of all ranks, and the mean loss by kind of token. If gradients are enabled,
-    accumulate the gradient of L."""
+def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
+    """Return the loss L over the micro-batches of all ranks, and the mean loss by kind of token. With gradients enabled, also
+    add the gradient of L."""
     # Pad with empty micro-batches: all ranks must run the same collectives.
     padding = max(gather(len(batch))) - len(batch)
     batch = batch + [MicroBatch([], np.zeros(0, np.float32), np.zeros(0, str))] * padding
 
     total = sum_over_ranks({"w": float(sum(micro.weights.sum() for micro in batch))})["w"]
-    sums = Counter(loss=0.0, tokens=0.0)
+    sums = Counter(loss=0.0, tokens=0.0)  # an empty batch adds no other keys
     for i, micro in enumerate(batch):
         nll = -policy(micro.bundles).logprobs  # [N]
         weights = torch.from_numpy(micro.weights).to(nll)  # [N]
         loss = (weights * nll).sum() / total
         if loss.requires_grad:
-            sum_over_nodes(policy, now=i + 1 == len(batch))
+            set_node_reduction(policy, on=i + 1 == len(batch))
             loss.backward()
 
         sums["loss"] += loss.item()
@@ -204,11 +204,11 @@ class Batches:
         """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
-            encoded = [readers.submit(self.encode, draw.item) for draw in draws]
+            futures = [readers.submit(self.encode, draw.item) for draw in draws]
         rows = []
-        for draw, bundle in zip(draws, encoded):
+        for draw, future in zip(draws, futures):
             try:
-                rows.append(bundle.result())
+                rows.append(future.result())
             except RowError as error:
                 self.dataset.reject(draw.item.id, str(error))
 

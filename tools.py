@@ -178,7 +178,7 @@ def parse_calls(text: str, turn: int = 0) -> list[Call]:
                 calls.append(_unparseable(turn))
             opened = tag
         elif opened and name == opened[2]:
-            body = text[opened.end() : min(tag.start(), opened.end() + MAX_CALL_CHARS + 1)]
+            body = text[opened.end() : tag.start()]
             calls += _read_json(body, turn) if name == "tool_call" else _read_code(body, turn)
             opened = None
     if opened:
@@ -262,7 +262,9 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
     """Return a tool's result with clipped text, or with times as floats. Raise if an agent cannot read it."""
     if isinstance(result, str):
         return _clip_text(result)
-    if not isinstance(result, ClipForSubagent) or not isinstance(result.request + result.system, str):
+    if not isinstance(result, ClipForSubagent) or not (
+        isinstance(result.request, str) and isinstance(result.system, str)
+    ):
         raise TypeError(f"it returned {result!r:.80}: return a str, or a ClipForSubagent whose texts are str")
     pixels, times = result.frames.pixels, result.frames.times
     start, end = result.window

@@ -60,7 +60,7 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
 
 
 def executed(record: dict) -> int:
-    """Count the calls that ran, like `data.Episode.executed`."""
+    """Count the calls that ran, like `data.Episode.n_executed`."""
     return sum(not call["error"] for call in record["calls"])
 
 

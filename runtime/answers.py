@@ -79,10 +79,10 @@ def parse_letter(text: str, options: tuple[str, ...] = (), lenient: bool = False
         return same[0]
 
     text = _show_letters(text, options)
-    counts, together = _count_letters(text)
-    if list(counts.values()).count(LABELLED) == 1 and counts.get(text[0]) == LABELLED:
-        counts[text[0]] = AFFIRMED  # a text that begins with its only label affirms it
-    best = [letter for letter in counts if counts[letter] == max(counts.values()) > DENIED]
+    weights, together = _weigh_letters(text)
+    if list(weights.values()).count(LABELLED) == 1 and weights.get(text[0]) == LABELLED:
+        weights[text[0]] = AFFIRMED  # a text that begins with its only label affirms it
+    best = [letter for letter in weights if weights[letter] == max(weights.values()) > DENIED]
     if lenient and together.isdisjoint(best):
         best = best[:1]
     return best[0] if len(best) == 1 and best[0] in allowed else None
@@ -99,9 +99,9 @@ def _show_letters(text: str, options: tuple[str, ...]) -> str:
     return text
 
 
-def _count_letters(text: str) -> tuple[dict[str, int], set[str]]:
+def _weigh_letters(text: str) -> tuple[dict[str, int], set[str]]:
     """Return the weight of each letter, and the letters that are labels or are named together with others."""
-    counts = {}
+    weights = {}
     together = set()
     parts = _GROUP.split(text)  # words, letters, words, letters, ..., words
     for i in range(1, len(parts), 2):
@@ -117,45 +117,45 @@ def _count_letters(text: str) -> tuple[dict[str, int], set[str]]:
         # Weigh the words after them. "D?" is answered in the next statement. After a label, only a verdict has weight.
         # Words that were weighed are cut from the rest, so that they do not also count for the next letter.
         after = (group + rest)[label.end() if label else len(group) :]
-        behind = re.split(_OTHER, after.replace("?", " "))[0]
-        verdict = weigh_words(behind, _VERDICT if label else "")
+        following = re.split(_OTHER, after.replace("?", " "))[0]
+        verdict = weigh_words(following, _VERDICT if label else "")
         if verdict:
-            parts[i + 1] = after[len(behind) :]
+            parts[i + 1] = after[len(following) :]
 
         # Take the lower weight of the words before and after. If neither has one, the form of the letters decides.
-        said = [weight for weight in (weigh_words(before), verdict) if weight]
-        if said:
-            count = min(said)
-        elif begins and (label or not re.search(r"\w", behind)):
-            count = LABELLED
+        beside = [known for known in (weigh_words(before), verdict) if known]
+        if beside:
+            weight = min(beside)
+        elif begins and (label or not re.search(r"\w", following)):
+            weight = LABELLED
         else:
-            count = MENTIONED
+            weight = MENTIONED
 
         # Letters named together are open ("A or B"), unless all are affirmed.
-        if several and (count != AFFIRMED or re.search(r"(?i)\bor\b|或|还", group)):
-            count = min(count, OPEN)
+        if several and (weight != AFFIRMED or re.search(r"(?i)\bor\b|或|还", group)):
+            weight = min(weight, OPEN)
         if several or label:
             together.update(letters)
 
         # "A... no wait, B": earlier letters become open again. A denied letter comes back only if it is affirmed.
         if re.search(r"(?i)\bwait\b|correction", words):
-            counts = {letter: min(earlier, OPEN) for letter, earlier in counts.items()}
+            weights = {letter: min(earlier, OPEN) for letter, earlier in weights.items()}
         for letter in letters:
-            earlier = counts.get(letter, OPEN)
-            if count == DENIED:
-                counts[letter] = DENIED
-            elif earlier != DENIED or count == AFFIRMED:
-                counts[letter] = max(count, earlier)
-    return counts, together
+            earlier = weights.get(letter, OPEN)
+            if weight == DENIED:
+                weights[letter] = DENIED
+            elif earlier != DENIED or weight == AFFIRMED:
+                weights[letter] = max(weight, earlier)
+    return weights, together
 
 
 def weigh_words(words: str, start: str = "") -> int:
     """Return the weight that the words of its statement give to a letter, or 0 if they give none. `start`: a pattern that
     must come before these words."""
     statement = re.sub(r"n['’]t\b", " not", re.split(_NEXT, words)[-1])
-    for _, count, form in STATEMENTS:
+    for _, weight, form in STATEMENTS:
         if re.search(rf"(?i){start}(?<![a-z])(?:{form})(?![a-z])", statement):
-            return count
+            return weight
     return 0
 
 
@@ -175,11 +175,11 @@ def listed_options(question: str) -> tuple[str, ...]:
         for count in range(len(LETTERS), 1, -1):
             first = letters.rfind(LETTERS[:count])
             if first >= 0:
-                return _texts_behind(labels[first : first + count], question)
+                return _option_texts(labels[first : first + count], question)
     return ()
 
 
-def _texts_behind(labels: list[re.Match], question: str) -> tuple[str, ...]:
+def _option_texts(labels: list[re.Match], question: str) -> tuple[str, ...]:
     """Return the first line after each label, up to the next label."""
     texts = []
     ends = [label.start() for label in labels[1:]] + [len(question)]

@@ -170,7 +170,8 @@ class OpenAI(Engine):
                 content.append({"type": "image_url", "image_url": {"url": as_url(pictures.pop(0))}})
             elif token == end:
                 # The first line of a turn is its role.
-                role, _, content[0]["text"] = content[0]["text"].partition("\n")
+                role, _, rest = content[0]["text"].partition("\n")
+                content[0]["text"] = rest
                 messages.append({"role": role, "content": [part for part in content if part.get("text") != ""]})
         return messages
 

@@ -133,7 +133,7 @@ def check_run(cfg: Any) -> None:
             f"{run} is of another script, or of another version of this code ({error}): {advice}"
         ) from None
     changed = []
-    for key, text in differences(settings(before), settings(cfg)).items():
+    for key, text in differences(comparable(before), comparable(cfg)).items():
         if not {key, key.partition(".")[0]} & MAY_CHANGE:
             changed.append(text)
     if changed:
@@ -142,7 +142,7 @@ def check_run(cfg: Any) -> None:
         )
 
 
-def settings(cfg: Any) -> dict:
+def comparable(cfg: Any) -> dict:
     """Return a config as nested mappings, without the paths of its data files, which may move."""
     tree = asdict(cfg)
     for source in tree["data"]["sources"]:

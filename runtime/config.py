@@ -244,9 +244,8 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
 def leave(sentence: str = "") -> NoReturn:
     """End the process with a sentence. The first rank of a node prints it for all its ranks."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(
-            60
-        )  # torchrun kills us once the first rank exits. If we exited earlier, it would be killed before it prints
+        # torchrun kills us once the first rank exits. If we exited earlier, the first rank would be killed before it prints.
+        time.sleep(60)
     sys.exit(sentence or 1)  # still alive after 60 s: no other rank has reported this error
 
 

@@ -88,7 +88,7 @@ def local_rank() -> int:
     return rank() % local_size()
 
 
-def place(per_node: bool) -> tuple[int, int]:
+def rank_and_size(per_node: bool) -> tuple[int, int]:
     """Return this rank's number and the number of ranks, on its node or in total."""
     if per_node:
         return local_rank(), local_size()
@@ -290,7 +290,7 @@ def export(
     A rank holds at most one file of about `file_bytes` and one gathered weight at a time."""
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + ".tmp")
-    me, ranks = place(per_node)
+    me, ranks = rank_and_size(per_node)
     weights = dict(policy.model.named_parameters())  # a tied head is listed once, as transformers stores it
     refuse_not_finite(weights, f"{folder} is not written")
     if not frozen:
@@ -366,9 +366,9 @@ def _deal_into_files(weights: dict[str, torch.Tensor], ranks: int, file_size: in
 def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images: float = 0.0) -> Iterator[Path]:
     """Choose this node's folder for snapshots. It is in memory if two snapshots (the old one and the one being written) fit
     there beside `images` bytes; otherwise it is in the run's folder. Without `per_node`, all nodes share one folder there."""
-    me, _ = place(per_node)
+    me, _ = rank_and_size(per_node)
     if me > 0:
-        yield gather(None)[rank() - me]
+        yield gather(None)[rank() - me]  # pairs with gather(folder) below: the first rank makes the folder
         return
     folder = Path(run).absolute() / "snapshot"  # absolute: servers can run in another directory
     if per_node:

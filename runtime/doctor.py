@@ -35,14 +35,14 @@ def refuse_empty(groups: Sequence, step: int) -> None:
 
 def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_temperature: float = 0.0) -> None:
     """Refuse a first batch with broken trajectories, or with log-probs that the trainer does not reproduce."""
-    ran = [episode for group in groups for episode in group.episodes if not episode.error]
+    ran = [episode for group in groups for episode in group.ran]
     trajectories = [trajectory for episode in ran for trajectory in episode.trajectories]
     refuse_flaws([flaw for flaw in (flaw_of(trajectory, policy) for trajectory in trajectories) if flaw])
 
     # Check one episode: the shortest with a call, since crops differ in size from the overview; else the shortest.
     main, subagent = [], []
     if ran:
-        episode = min(ran, key=lambda episode: (not episode.executed, len(episode.main.ids)))
+        episode = min(ran, key=lambda episode: (not episode.n_executed, len(episode.main.ids)))
         main = [episode.main]
         subagent = episode.subagents[:1]
     gap = logprob_gap(policy, main, temperature)  # all ranks must call it, even without an episode
@@ -53,7 +53,8 @@ def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_te
         reason = "the engine's images, weights, temperature or banned tokens differ from the trainer's"
         flaws = [f"trainer and engine disagree: their log-probs differ by {largest:.3f} on average; {reason}"]
     refuse_flaws(flaws)
-    print0(f"trainer and engine agree: their log-probs differ by {max(gather(largest)):.4f} on average")
+    worst = max(gather(largest))  # all ranks call it
+    print0(f"trainer and engine agree: their log-probs differ by {worst:.4f} on average")
 
 
 def check_gap(mean: float, largest: float, step: int) -> None:

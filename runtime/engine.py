@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runtime.video import Frames
 
@@ -33,7 +33,7 @@ class Sample:
     version: int  # version of the weights that sampled it
 
 
-class Engine(Protocol):
+class Engine:  # a method without a body does nothing unless an engine overrides it
     version: int
 
     def wait_until_ready(self) -> None:
@@ -57,10 +57,11 @@ class Engine(Protocol):
 
 
 class ActiveCallers:
-    """Counts the threads that can still call the engine, and announces each change to the engine. The in-process engine
-    starts a batch once that many threads wait. If the count is too low, batches depend on timing. If it is too high, it hangs.
+    """Tells the engine how many threads can still call it. The in-process engine starts a batch once that many requests wait.
+    If the number is too low, batches depend on timing. If it is too high, the engine waits forever.
 
-    The count is the number of unfinished jobs, clamped to `at_least` ... `at_most`."""
+    Each unfinished job counts as one thread, but at least `at_least` (the announced thread that waits for the jobs) and at most
+    `at_most` (the pool's threads)."""
 
     def __init__(self, engine: Engine, jobs: Iterable, at_least: int, at_most: int):
         self.engine, self.at_least, self.at_most = engine, at_least, at_most

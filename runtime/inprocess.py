@@ -216,7 +216,7 @@ class _Batch:
     @torch.inference_mode()
     def sample(self) -> None:
         """Sample one token per row and step until all rows have ended."""
-        hidden = self._read()
+        hidden = self._prefill()
         rows = self.requests
         while not self.engine.closed:
             tokens, logprobs = self._choose(hidden, rows)
@@ -231,23 +231,23 @@ class _Batch:
             if len(alive) <= 7 * len(rows) // 8:
                 kept = torch.tensor(alive, device=self.device)
                 self.cache.batch_select_indices(kept)
-                self.real = self.real[kept]
+                self.is_real_key = self.is_real_key[kept]
                 rows = [rows[i] for i in alive]
 
             # Run the model on the new tokens.
             ids = torch.tensor([[row.sampled[-1]] for row in rows], device=self.device)  # [B, 1]
             positions = torch.tensor([[row.position + len(row.sampled) - 1] for row in rows], device=self.device)
-            self.real = F.pad(self.real, (0, 1), value=True)
+            self.is_real_key = F.pad(self.is_real_key, (0, 1), value=True)
             hidden = self.model.model.language_model(
                 inputs_embeds=self.model.get_input_embeddings()(ids),
                 position_ids=positions.expand(3, -1, -1),  # time, height, width: equal for text
-                attention_mask=self.real[:, None, None],
+                attention_mask=self.is_real_key[:, None, None],
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state[:, -1]
         raise EngineError("the engine was closed")
 
-    def _read(self) -> Tensor:
+    def _prefill(self) -> Tensor:
         """Prefill all prompts. Return the hidden states [B, H] that predict each row's first token."""
         contract = self.renderer.contract
 
@@ -271,8 +271,7 @@ class _Batch:
         hidden = packing.run_text_model(self.model, packed, visual, kernel, **cache)  # [N, H]
 
         # 4. Give each request its own row: the indices of its keys in the sequence, padded on the left.
-        prompts = {s.prompt_start for s in packed.segments if s.prompt_stop > s.prompt_start}
-        suffixes = [s for s in packed.segments if s.start not in prompts]
+        suffixes = [s for s in packed.segments if not s.is_prompt]
         longest = max(len(s.key_positions()) for s in suffixes)  # L
         places = np.zeros((len(suffixes), longest), np.int64)
         real = np.zeros((len(suffixes), longest), bool)  # False: padding
@@ -282,7 +281,7 @@ class _Batch:
             real[i, -len(keys) :] = True
             self.requests[i].position = int(packed.positions[:, s.stop - 1].max()) + 1
         places = torch.from_numpy(places).to(self.device)
-        self.real = torch.from_numpy(real).to(self.device)
+        self.is_real_key = torch.from_numpy(real).to(self.device)
         for layer in self.cache.layers:  # [1, heads, N, size] -> [B, heads, L, size]
             layer.keys = layer.keys[0][:, places].transpose(0, 1)
             layer.values = layer.values[0][:, places].transpose(0, 1)

@@ -38,6 +38,7 @@ class Segment(NamedTuple):
     stop: int
     prompt_start: int
     prompt_stop: int
+    is_prompt: bool = False
 
     def key_positions(self) -> np.ndarray:
         """Return the indices of all keys that the segment's last token sees."""
@@ -55,7 +56,9 @@ class Packed:
     targets: np.ndarray  # int64 [N]: ids of the targets
 
 
-def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad: int, start: int):
+def rope_positions(
+    ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad: int, start: int
+) -> tuple[np.ndarray, int, int]:
     """Return the M-RoPE positions [3, len(ids)] of a piece that begins at position `start`, the position after the piece,
     and the number of images in it.
 
@@ -63,19 +66,19 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
     text continues at p + max(rows, columns). `images` holds (rows, columns); it can include images of later pieces."""
     positions = np.empty((3, len(ids)), np.int64)
     pads = np.flatnonzero(ids == image_pad)
-    at = used = shown = 0  # tokens, pads and images placed so far
+    at = pads_placed = images_placed = 0
     position = start
     while at < len(ids):
         # text up to the next image, or to the end
-        text_end = pads[used] if used < len(pads) else len(ids)
+        text_end = pads[pads_placed] if pads_placed < len(pads) else len(ids)
         count = text_end - at
         positions[:, at:text_end] = position + np.arange(count)
         at = text_end
         position += count
-        if used == len(pads):
+        if pads_placed == len(pads):
             break
         # one image
-        rows, columns = images[shown] if shown < len(images) else (0, 0)
+        rows, columns = images[images_placed] if images_placed < len(images) else (0, 0)
         count = rows * columns
         stop = at + count
         if count == 0 or stop > len(ids) or not (ids[at:stop] == image_pad).all():
@@ -88,10 +91,10 @@ def rope_positions(ids: np.ndarray, images: Sequence[tuple[int, int]], image_pad
         positions[1, at:stop] = position + row
         positions[2, at:stop] = position + column
         at = stop
-        used += count
-        shown += 1
+        pads_placed += count
+        images_placed += 1
         position += max(rows, columns)
-    return positions, position, shown
+    return positions, position, images_placed
 
 
 def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed:
@@ -115,7 +118,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         images = images[shown:]
         ids.append(prompt)
         positions.append(placed)
-        segments.append(Segment(prompt_start, prompt_stop, prompt_start, prompt_start))
+        segments.append(Segment(prompt_start, prompt_stop, prompt_start, prompt_start, is_prompt=True))
         end = prompt_stop
 
         # its suffixes: each continues the prompt, not the suffix before it in the sequence
@@ -131,7 +134,8 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
             positions.append(placed)
             segments.append(Segment(start, end, prompt_start, prompt_stop))
             before = np.arange(start, end) - 1
-            before[:1] = prompt_stop - 1
+            if len(before):
+                before[0] = prompt_stop - 1  # it follows the prompt, not the suffix placed before it
             wanted = np.flatnonzero(mask)
             sources.append(before[wanted])
             targets.append(suffix[wanted])

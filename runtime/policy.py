@@ -230,7 +230,7 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
 
 def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where: torch.device) -> None:
     """Shard the weights over the ranks of a node: each block is a unit, the rest is the root. A frozen tower is not sharded.
-    Every node has all shards, so gradients travel between nodes (`sum_over_nodes`), but weights never do."""
+    Every node has all shards, so gradients travel between nodes (`set_node_reduction`), but weights never do."""
     if local_size() == world_size():
         mesh = dist.init_device_mesh(where.type, (world_size(),), mesh_dim_names=("ranks",))
     else:
@@ -246,11 +246,11 @@ def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def sum_over_nodes(policy: nn.Module, now: bool) -> None:
+def set_node_reduction(policy: nn.Module, on: bool) -> None:
     """Choose whether the next backward passes sum gradients over all nodes, or only over the ranks of each node. Summing over
     nodes in the last pass of an update is enough."""
     if isinstance(policy, FSDPModule):
-        policy.set_requires_all_reduce(now)
+        policy.set_requires_all_reduce(on)
 
 
 def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:

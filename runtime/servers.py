@@ -64,7 +64,9 @@ class _Server:
     gpus: str = ""  # "4,5"; empty: we did not start it
     process: subprocess.Popen | None = None
     warm: bool = False  # it has sampled a first batch
-    ours: bool = False  # it has loaded a snapshot of this run; a snapshot of another run can have the same version
+    has_our_snapshot: bool = (
+        False  # it has loaded a snapshot of this run; a snapshot of another run can have the same version
+    )
     healthy: bool = False  # it answers, with the current weights
     failed: str = ""  # why it was given up
     busy: int = 0  # requests in flight
@@ -106,7 +108,9 @@ class SGLang(Engine):
         self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
         self._sockets: set[socket.socket] = set()  # of requests in flight
         self._closed = False
-        self._changed = threading.Condition()  # guards the servers' fields, the version and `_closed`
+        self._changed = (
+            threading.Condition()
+        )  # guards `busy`, the version and `_closed`; other fields are also set without it
         self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
         if gpus:
             self._logs = logs = Path(logs or tempfile.mkdtemp(prefix="sglang-"))
@@ -168,7 +172,7 @@ class SGLang(Engine):
             self._last_reader.clear()  # new weights empty the servers' caches
             for server in self._servers:
                 server.healthy = False  # until its supervisor has loaded them
-                server.ours |= not push  # another rank has loaded them
+                server.has_our_snapshot |= not push  # another rank has loaded them
             self._changed.notify_all()
         self._wait_for_servers(all if push else any)  # the rank that pushes knows which servers were given up
 
@@ -345,10 +349,10 @@ class SGLang(Engine):
         with self._changed:
             snapshot = self.snapshot
             version = self.version
-        if snapshot and not (server.ours and _field(info, "weight_version", str) == str(version)):
+        if snapshot and not (server.has_our_snapshot and _field(info, "weight_version", str) == str(version)):
             load = {"model_path": snapshot, "weight_version": str(version), "flush_cache": True}
             self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
-            server.ours = True
+            server.has_our_snapshot = True
         with self._changed:
             server.healthy = version == self.version  # False if newer weights have arrived meanwhile
             self._changed.notify_all()

@@ -1,8 +1,8 @@
 """weights.py: hand trained weights to the engine, as safetensors in a folder that it loads.
 
-    weights.export(policy, version)     # all ranks write FOLDER/weights-{version}; the engine may still sample
-    weights.publish(version)            # the engine loads it; every later sample carries the version
-    weights.remove(version - 1)
+    sync.write(policy, version)     # all ranks write FOLDER/weights-{version}; the engine may still sample
+    sync.publish(version)           # the engine loads it; every later sample carries the version
+    sync.remove(version - 1)
 
 All engines get their weights this way: servers on this node, servers elsewhere, and the engine in this process.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runtime.distributed import barrier, device, export, local_rank, place
+from runtime.distributed import barrier, device, export, local_rank, rank_and_size
 from runtime.engine import Engine
 from runtime.policy import Policy
 from runtime.servers import on_this_machine
@@ -32,10 +32,10 @@ class WeightSync:
         self.per_node = on_this_machine(rollout.urls)
         # The first rank updates the servers that its node (or all ranks) share. An in-process engine loads its own weights.
         shares_servers = bool(rollout.server_gpus or rollout.urls)
-        number, _ = place(self.per_node)
+        number, _ = rank_and_size(self.per_node)
         self.loads = number == 0 or not shares_servers
 
-    def export(self, policy: Policy, version: int) -> None:
+    def write(self, policy: Policy, version: int) -> None:
         """Write a snapshot. A server that restarts meanwhile still loads the previous one."""
         # Servers that we started loaded the checkpoint, so they already have the weights that do not train.
         frozen = not self.server_gpus

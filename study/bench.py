@@ -174,7 +174,7 @@ def dispatch(repeats: int = 5, count: int = 8, latency: float = 0.25) -> Iterato
         def run(per_turn: int) -> list[tuple]:
             context = AgentContext(Scripted(renderer, calls, per_turn, latency), renderer, videos, cfg)
             episode = run_episode(context, task, 64, render_prompt(task, 64, context), seed=0)
-            assert episode.executed == count, f"{episode.executed} calls were run, not {count}"
+            assert episode.n_executed == count, f"{episode.n_executed} calls were run, not {count}"
             return [(call.window, call.text) for call in episode.calls]
 
         yield versus(f"calls: {count}, reports: {latency} s", lambda: run(1), lambda: run(count), repeats)

@@ -118,7 +118,7 @@ def run_tasks(context: AgentContext, tasks: list[Task], ks: list[int], **changes
     return {
         "R_acc": fmean(earned["R_acc"] for earned in rewards),
         "well_formed": fmean(earned["well_formed"] for earned in rewards),
-        "kappa": fmean(episode.executed for episode in episodes),
+        "kappa": fmean(episode.n_executed for episode in episodes),
     }
 
 

@@ -175,7 +175,7 @@ def view_episode(episode: Episode, run: RunData) -> dict:
     shown = {name: getattr(episode, name) for name in ("error", "seconds", "rewards", "advantage")}
     return shown | {
         "answer": final_answer(turn_texts(episode.main, run.renderer), reward.get("untagged_answer", False)),
-        "kappa": episode.executed,
+        "kappa": episode.n_executed,
         # A_t = advantage + anchor_advantage * [t is structural]. The page adds them up.
         "anchor_advantage": lam * episode.anchor_advantage,
         "subagents_learn": run.config.get("rollout", {}).get("subagents", {}).get("train", False),

@@ -72,7 +72,7 @@ def record(checkpoint: str, toy: str, out: str) -> None:
 
 
 def kinds(episodes: list[Episode]) -> list[tuple]:
-    return [(e.rewards["R_acc"] > 0, e.executed > 0, e.rewards["R_anchor"]) for e in episodes]
+    return [(e.rewards["R_acc"] > 0, e.n_executed > 0, e.rewards["R_anchor"]) for e in episodes]
 
 
 if __name__ == "__main__":

@@ -378,13 +378,13 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
         run(path)
 
     def overtaken(*given):
-        monkeypatch.setattr(evaluation, "refuse_what_cannot_run", plain)
+        monkeypatch.setattr(evaluation, "check_jobs", plain)
         left = plain(*given)
         run(path)
         return left
 
-    plain = evaluation.refuse_what_cannot_run
-    monkeypatch.setattr(evaluation, "refuse_what_cannot_run", overtaken)
+    plain = evaluation.check_jobs
+    monkeypatch.setattr(evaluation, "check_jobs", overtaken)
     run(path)
     assert asked(engines) == 8 == len(outcomes(results_file(tmp_path)))
 

@@ -102,11 +102,11 @@ def train_rl(cfg: Path) -> None:
     checks.check_servers = lambda *_: None
     servers.IMAGES = 0  # a test's disk can be small
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
-    publish, sum_over_nodes, passes = WeightSync.publish, rl.sum_over_nodes, []
+    publish, set_node_reduction, passes = WeightSync.publish, rl.set_node_reduction, []
 
     def counted(policy, now):
         passes.append(now)
-        sum_over_nodes(policy, now)
+        set_node_reduction(policy, now)
 
     def publish_and_ask(weights, version):
         publish(weights, version)
@@ -115,7 +115,7 @@ def train_rl(cfg: Path) -> None:
         told["noted"] = (cfg.parent / "run" / "memory.txt").read_text()
         (cfg.parent / f"seen-{os.environ.get('RANK')}.json").write_text(json.dumps(told))
 
-    WeightSync.publish, rl.sum_over_nodes = publish_and_ask, counted
+    WeightSync.publish, rl.set_node_reduction = publish_and_ask, counted
     with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as sent:
         config.run_script(rl.main, config.load(rl.RLConfig, cfg))
 
@@ -163,7 +163,7 @@ def test_servers_elsewhere_read_the_weights_from_the_runs_folder(toy_dir, toy_re
 
 def test_in_sft_too_gradients_cross_in_the_last_pass_only(monkeypatch):
     crossed = []
-    monkeypatch.setattr(sft, "sum_over_nodes", lambda policy, now: crossed.append(now))
+    monkeypatch.setattr(sft, "set_node_reduction", lambda policy, now: crossed.append(now))
     policy = lambda bundles: SimpleNamespace(logprobs=torch.zeros(1, requires_grad=True))  # noqa: E731
-    sft.accumulate(policy, [sft.MicroBatch([], np.ones(1, np.float32), np.zeros(1, int))] * 3)
+    sft.batch_loss(policy, [sft.MicroBatch([], np.ones(1, np.float32), np.zeros(1, int))] * 3)
     assert crossed == [False, False, True]

@@ -29,7 +29,7 @@ from runtime.policy import (
     load,
     make_optimizer,
     optimizer_step,
-    sum_over_nodes,
+    set_node_reduction,
 )
 from runtime.render import Bundle
 from runtime.settings import OptimConfig, PolicyConfig
@@ -306,7 +306,7 @@ def step_on(policy, passes, bundles) -> dict:
         policy(bundles)  # a pass without backward, as an evaluation between steps
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
         for i, micro in enumerate(passes):
-            sum_over_nodes(policy, now=i + 1 == len(passes))
+            set_node_reduction(policy, on=i + 1 == len(passes))
             policy(micro).logprobs.sum().backward()
     grads = {n: whole(p.grad).clone() for n, p in policy.model.named_parameters() if p.grad is not None}
     with torch.no_grad():

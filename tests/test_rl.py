@@ -376,18 +376,18 @@ def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
         return Episode(Task("t", "Which?", videos, "oe", "red"), 4, Trajectory(), calls)
 
     whole, half, most, inside = (0.0, 10.0), (5.0, 15.0), (4.0, 14.0), (6.0, 8.0)
-    assert rl.are_distinct(episode(("a.mp4", whole), ("a.mp4", half))) == [True, True]
-    assert rl.are_distinct(episode(("a.mp4", whole), (None, most), ("a.mp4", inside))) == [True, False, False]
-    assert rl.are_distinct(episode(("a.mp4", inside), ("a.mp4", whole))) == [True, True]  # it shows far more
+    assert rl.new_windows(episode(("a.mp4", whole), ("a.mp4", half))) == [True, True]
+    assert rl.new_windows(episode(("a.mp4", whole), (None, most), ("a.mp4", inside))) == [True, False, False]
+    assert rl.new_windows(episode(("a.mp4", inside), ("a.mp4", whole))) == [True, True]  # it shows far more
     both = ("/data/a.mp4", "/data/b.mp4")
-    assert rl.are_distinct(episode(("a.mp4", whole), ("b.mp4", whole), ("x/b.mp4", most), videos=both)) == [
+    assert rl.new_windows(episode(("a.mp4", whole), ("b.mp4", whole), ("x/b.mp4", most), videos=both)) == [
         True,
         True,
         False,
     ]
     text = episode(("a.mp4", None), ("a.mp4", whole))  # a tool without a window, and a call that failed
     text.calls[1].error = "failed"
-    assert rl.are_distinct(text) == []
+    assert rl.new_windows(text) == []
 
 
 def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
@@ -483,13 +483,13 @@ def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(script
     monkeypatch.setattr(rl, "update", lambda *_: {"loss": 0.0, "grad_norm": 0.0})
     note(rl, "barrier")
     note(rl, "update")
-    note(WeightSync, "export", lambda weights, policy, version: writing[version].set())
+    note(WeightSync, "write", lambda weights, policy, version: writing[version].set())
     note(Scripted, "wait_until_ready")
     note(Scripted, "update_weights", lambda engine, path, version: there.append(sorted(os.listdir(path.parent))))
     note(rl, "evaluate", evaluating)
     note(Run, "save", saving)
     lines = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1, save_every=1, **held_out(toy_dir))
-    step = ["barrier", "update", "export", "barrier", "update_weights", "evaluate", "save"]
+    step = ["barrier", "update", "write", "barrier", "update_weights", "evaluate", "save"]
     assert told == ["wait_until_ready", "barrier", *step * 3] and begun.keys() == {0, 1, 2}
     assert there == [["weights-1"], ["weights-1", "weights-2"], ["weights-2", "weights-3"]]
     assert all(line["export_seconds"] > 0 for line in lines)
@@ -740,9 +740,9 @@ def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, to
     other = SGLang("", toy_renderer, urls=owner.urls)
     try:
         for rank, engine in enumerate((owner, other)):
-            monkeypatch.setattr("runtime.weights.place", lambda per_node, rank=rank: (rank, 2))
+            monkeypatch.setattr("runtime.weights.rank_and_size", lambda per_node, rank=rank: (rank, 2))
             weights = WeightSync(tmp_path, engine, cfg.rollout, cfg.visual)
-            weights.export(policy, 3)
+            weights.write(policy, 3)
             weights.publish(3)
         assert owner.version == other.version == 3
         assert owner._ask(owner._servers[0], "/model_info", 10)["loads"] == 1  # only the first rank pushes

@@ -397,7 +397,7 @@ PIECES += [END, END, "é\u200b你"]
 
 def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
     """Check invariants 1-3 and 7-9 of any episode."""
-    rounds, per_round = cfg.rounds
+    rounds, per_round = cfg.call_limits
     assert not episode.error
     for agent in episode.trajectories:
         check_trajectory(agent, renderer)
@@ -413,7 +413,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
         assert main.mask[stop:start] == [0] * (start - stop)
     assert {c.turn for c in episode.calls} == set(range(len(main.turns) - 1))
     assert all((c.text != "") and (c.subagent is not None) == (c.error == "") for c in episode.calls)
-    assert len(episode.subagents) == episode.executed == len(episode.trajectories) - 1
+    assert len(episode.subagents) == episode.n_executed == len(episode.trajectories) - 1
 
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -477,7 +477,7 @@ def test_episodes_that_failed_come_back_with_the_frames_that_they_saw(renderer, 
     first, second = load_episodes(tmp_path / "episodes.jsonl", MemoryVideos(), CONTRACT)
     assert (first.error, second.error) == tuple(e.error for e in episodes) and "no server" in first.error
     assert (first.main.frames[0].pixels == episodes[0].main.frames[0].pixels).all() and second.main.frames == []
-    assert first.executed == 1 and len(first.subagents[0].frames) == 1
+    assert first.n_executed == 1 and len(first.subagents[0].frames) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from runtime.dataset import Rows
 from runtime.policy import TokenScores, load
 from runtime.render import Bundle, Renderer, load_tokenizer
 from runtime.visual import VisualContract
-from sft import KINDS, SFTConfig, accumulate, target_kinds
+from sft import KINDS, SFTConfig, batch_loss, target_kinds
 
 run = partial(start, "sft.py")
 
@@ -93,7 +93,7 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
     batch = sft.Batches(cfg.data, cfg, videos, toy_renderer).make(0)
     assert len(batch) > 1 and any(len(micro.bundles) > 1 for micro in batch)
     policy = load(cfg.policy, toy_renderer.never_sampled)
-    measured = accumulate(policy, batch)
+    measured = batch_loss(policy, batch)
 
     plain = tiny.plain(toy_dir / "model")
     total, weighted, per_kind = 0.0, 0.0, {kind: [] for kind in KINDS}
@@ -139,7 +139,7 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
     batch = [sft.MicroBatch([Bundle([], [[5, 6]], [[1, 1]], [])], np.array([1, 3], np.float32), kinds)]
     monkeypatch.setattr(sft, "gather", lambda mine: [mine, 3])
     monkeypatch.setattr(sft, "sum_over_ranks", lambda sums: {name: 2 * value for name, value in sums.items()})
-    measured = accumulate(policy, batch)
+    measured = batch_loss(policy, batch)
     assert [len(bundles) for bundles in passes] == [1, 0, 0]
     # L = (1 * 1 + 3 * 4) / 4. This rank's tokens give half of its gradient.
     assert measured == {"loss": 13 / 4, "tokens": 4, "loss_prose": 1, "loss_answer": 4}

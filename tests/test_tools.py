@@ -223,7 +223,7 @@ def clip_of(pixels=TWO, times=(1.0, 2.0), window=(1, 2), **more) -> ClipForSubag
 RETURNS = {
     "nothing": (None, "it returned None: return a str, or a ClipForSubagent"),
     "a dict": ({"frames": []}, "it returned {'frames': \\[\\]}: return a str"),
-    "no request": (clip_of(request=None), "unsupported operand"),
+    "no request": (clip_of(request=None), "return a str, or a ClipForSubagent whose texts are str"),
     "a list": (clip_of(pixels=[[1]]), "has no attribute 'dtype'"),
     "floats": (clip_of(np.zeros((2, 64, 96, 3))), r"it returned float64 \(2, 64, 96, 3\) and 2 times"),
     "one frame alone": (clip_of(np.zeros((64, 96, 3), np.uint8)), r"it returned uint8 \(64, 96, 3\) and 2 times"),
