@@ -108,7 +108,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
 
 
 def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
-    """Return the parts of a spam episode: 0, and the penalty for an unclosed think, so that spamming does not pay better."""
+    """Return the parts of a spam episode: 0, and the penalty for unpaired think tags, so that spamming does not pay better."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["R_anchor"] = -cfg.anchor.gamma
     parts["f"] = cfg.anchor.lam * parts["R_anchor"]
@@ -354,8 +354,8 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
     """Return for each token of the trajectory whether it was sampled and is structural.
 
     Three kinds of tokens are structural. The first overlaps a tag and carries no content. The second is white space right
-    after a closing tag: the model decides there not to close again. The third is every end of a turn: an early end breaks
-    the structure, and without credit for a timely one, nothing would teach the model to stop after </answer>."""
+    after a closing tag: the model decides there not to close again. The third is every end of a turn: ending too early breaks
+    the structure. If the right end got no credit, the model would not learn to stop after </answer>."""
     mask = [False] * len(trajectory.ids)
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]

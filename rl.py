@@ -111,7 +111,7 @@ def main(cfg: RLConfig) -> None:
     with checks.open_run(cfg, parse_task, check_hardware) as (source, renderer):
         with contextlib.ExitStack() as while_it_trains:
             opened = None
-            # Servers start while the policy loads. On a GPU that also trains they start later: they take a share of the free memory.
+            # Servers start while the policy loads. On a GPU that also trains they start afterwards: they take part of the free memory.
             overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
             has_steps = distributed.saved_step(Path(cfg.run) / "state") < cfg.steps
             if has_steps and not overlapping_gpus:
@@ -372,7 +372,7 @@ def micro_step(
         with torch.no_grad():
             ref_logprobs = reference(bundles(micro), temperature, features).logprobs
 
-    # The loss divides by all tokens of the batch. Each minibatch is its own optimizer step, so scale its share back up.
+    # The loss divides by all tokens of the batch. Each minibatch is its own optimizer step, so multiply by the number of minibatches.
     loss, stats = examples_loss(scores, micro, total_tokens, prox_logprobs, ref_logprobs, cfg.grpo)
     (loss * n_minibatches).backward()
     return loss.item(), stats
