@@ -104,9 +104,9 @@ def train_rl(cfg: Path) -> None:
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
     publish, set_node_reduction, passes = WeightSync.publish, rl.set_node_reduction, []
 
-    def counted(policy, now):
-        passes.append(now)
-        set_node_reduction(policy, now)
+    def counted(policy, on):
+        passes.append(on)
+        set_node_reduction(policy, on)
 
     def publish_and_ask(weights, version):
         publish(weights, version)
@@ -163,7 +163,7 @@ def test_servers_elsewhere_read_the_weights_from_the_runs_folder(toy_dir, toy_re
 
 def test_in_sft_too_gradients_cross_in_the_last_pass_only(monkeypatch):
     crossed = []
-    monkeypatch.setattr(sft, "set_node_reduction", lambda policy, now: crossed.append(now))
+    monkeypatch.setattr(sft, "set_node_reduction", lambda policy, on: crossed.append(on))
     policy = lambda bundles: SimpleNamespace(logprobs=torch.zeros(1, requires_grad=True))  # noqa: E731
     sft.batch_loss(policy, [sft.MicroBatch([], np.ones(1, np.float32), np.zeros(1, int))] * 3)
     assert crossed == [False, False, True]
