@@ -100,13 +100,16 @@ def report(runs: Sequence[str | Path], baseline: str = "") -> str:
 
 
 def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table with aligned columns."""
-    widths = [max(len(str(row[i])) for row in (header, *rows)) for i in range(len(header))]
+    """Write a table with aligned columns. Leave out the columns that are empty."""
+    widths = {}  # column -> its width
+    for i in range(len(header)):
+        if not rows or any(row[i] != "" for row in rows):
+            widths[i] = max(len(str(row[i])) for row in (header, *rows))
 
     def line(row: Sequence[str]) -> str:
-        return "| " + " | ".join(str(x).ljust(width) for x, width in zip(row, widths)) + " |"
+        return "| " + " | ".join(str(row[i]).ljust(width) for i, width in widths.items()) + " |"
 
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    rule = "|" + "|".join("-" * (width + 2) for width in widths.values()) + "|"
     return "\n".join([title, "", line(header), rule, *map(line, rows)])
 
 

@@ -165,7 +165,7 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
     assert {*line("x", 1), "item", "f", "well_formed"} == set(with_tools.records[0])
     assert with_tools.figures()["accuracy"] == 100 * many / 8 and without.figures()["accuracy"] == 100 * few / 8
     shown = sections(capsys.readouterr().out)
-    *row, score, average, gain = shown["Scores"][2]
+    *row, score, gain = shown["Scores"][2]
     assert row == ["toy", "parallel", "tagged", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
     lost = f"{100 * (few / many - 1):+.1f}"
     assert shown["Scores"][4][-1] == f"{lost} / {lost} % (1)"  # over the first arm, not its own
@@ -536,6 +536,14 @@ def test_a_score_says_what_is_missing_or_published(tmp_path):
     assert "nan" not in told and sections(told)["Scores"][2][4] == "50.0 (2 of 2700)"
 
 
+def test_a_table_leaves_out_its_empty_columns(tmp_path):
+    """Past bug: without all splits of the paper, the table had a column `average` with nothing in it."""
+    assert tables.markdown("t", ["a", "b", "c"], [["1", "", 0], ["", "", ""]]).splitlines()[2] == "| a | c |"
+    assert tables.markdown("t", ["a", "b"], []).splitlines()[2] == "| a | b |"
+    write_results(tmp_path, "lvbench", lines("1100"), name="mine")
+    assert "average" not in sections(tables.report([tmp_path]))["Scores"][0]
+
+
 def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_path):
     """Past bug: with limit=20 there was none, but the published scores of all 2700 items stood beside the 20."""
     ours = [line(f"{v}-{n}", v < 6, video=f"v/{v}.mp4", item="q") for v in range(7) for n in range(3)][:20]
@@ -582,7 +590,7 @@ def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_pat
         with pytest.raises(DataError, match=f"lvbench-K64-parallel.jsonl: line {number} is damaged; delete it"):
             read_results(path)
         header, _, row, *_ = sections(tables.report([tmp_path]))["Scores"]
-        assert header[4:-2] == ["videomme"] and row[4].startswith("100.0")
+        assert header[4:-1] == ["videomme"] and row[4].startswith("100.0")
         assert f"skipped: {path}: line {number} is damaged" in capsys.readouterr().err
 
 

@@ -250,7 +250,7 @@ def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypa
     assert "at commit abc;" in text and "#### The rows" in text
     assert "0.25 ± 0.00 [0.13] | 0.88 ± 0.53 [2.5]" in text  # the paper's values beside ours
     # A claim counts the runs in which it holds by its margin: no native run has both rows, one of the other path has.
-    assert re.search(r"raises accuracy at K=4 .*\| 0.1 +\| +\| 0.75 +\| 1 of 1", text)
+    assert re.search(r"raises accuracy at K=4 .*\| 0.1 +\| 0.75 +\| 1 of 1", text)
     assert re.search(r"plain GRPO loses its calls .*\| 0 of 0", text)
 
 
