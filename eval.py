@@ -28,8 +28,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
+from transformers import AutoConfig, Qwen3VLConfig
 
 from evals import results, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
@@ -37,22 +39,21 @@ from evals.protocols import Prompting, run_protocol
 from evals.results import EvalJob, Results, contract_of, read_results
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
-from runtime import config
+from runtime import checks, config
 from runtime.api import Api, OpenAI, check_api
+from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
 from runtime.dataset import DataError
 from runtime.engine import Engine, run_all
 from runtime.judge import Judge, JudgeError
+from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
+from runtime.policy import PolicyConfig
 from runtime.render import Renderer, load_tokenizer
-from runtime.settings import PolicyConfig
+from runtime.run import USER_ERRORS
 from runtime.video import Videos
 from runtime.visual import VisualContract
 
 # By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
-GPUS = ()
-if importlib.util.find_spec("sglang"):
-    import torch
-
-    GPUS = tuple(range(torch.cuda.device_count()))
+GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
 # Host memory in bytes for the frames of one GPU's requests: 8 of the published size, which fill a server's KV cache.
 FRAME_BYTES = 8e9
 BYTES_PER_PIXEL = 24 + 3  # in SGLang, and in the file that we write for it
@@ -108,21 +109,6 @@ class EvalConfig:
         """Return whether the model is our own agent. Only the agent has arms and a rewarded format."""
         return self.prompting.protocol == "agent"
 
-
-# Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
-# (With SGLang installed, GPUS above has imported it.)
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["table"]:
-        sys.exit(tables.main(sys.argv[2:]))
-    cfg, args = config.command_line(EvalConfig, __doc__)
-
-import torch
-from transformers import AutoConfig, Qwen3VLConfig
-
-from runtime import checks
-from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
-from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
-from runtime.run import USER_ERRORS
 
 # ------------------------------------------------------------------------------------------------ the run
 
@@ -395,4 +381,7 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["table"]:
+        sys.exit(tables.main(sys.argv[2:]))
+    cfg, args = config.command_line(EvalConfig, __doc__)
     config.run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

@@ -22,6 +22,7 @@ Deliberately missing, though GRPO implementations often have it:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -33,7 +34,35 @@ from runtime.distributed import gather, sum_over_ranks
 from runtime.packing import best_fit
 from runtime.policy import TokenScores
 from runtime.render import Bundle, Renderer
-from runtime.settings import GRPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig:
+    """How a batch of episodes becomes an update."""
+
+    group_size: int = 8
+    """G: episodes per task."""
+    kl_coef: float = 0.01
+    """beta; 0 loads no reference."""
+    clip_eps: float = 0.2
+    """The ratio is clipped to 1 - eps .. 1 + eps. With one minibatch the ratio is 1 and the clip has no effect."""
+    clip_eps_high: float | None = None
+    """eps for ratios above 1. null: the same eps."""
+    normalise: Literal["group", "batch"] = "group"
+    """group: by the group's mean and std. batch: then also by the batch's std, which is small if many groups are flat."""
+    behaviour_cap: float = 5.0
+    """Tokens with pi_prox / pi_behaviour above this are masked."""
+    train_tokens: int = 16_384
+    """Tokens per micro-batch. A larger group is split and its prompt repeated. A single episode may exceed the limit."""
+
+    def __post_init__(self):
+        if self.group_size < 2:
+            raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
+        for name in ("clip_eps", "clip_eps_high", "behaviour_cap", "train_tokens"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} = {value}: must be greater than 0")
+
 
 # ------------------------------------------------------------------------------------------------ advantages
 

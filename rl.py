@@ -30,17 +30,23 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
+from grpo import GRPOConfig, TrainExample, assign_advantages, bundles, examples_loss, make_examples, micro_batches
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
-from runtime import config, servers
+from runtime import checks, config, distributed, doctor, plan, servers
 from runtime.dataset import Dataset
+from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
 from runtime.engine import Engine
 from runtime.judge import Judge
+from runtime.policy import Policy, load, make_optimizer, optimizer_step, set_node_reduction
 from runtime.render import Renderer
-from runtime.settings import GRPOConfig, RunConfig
+from runtime.run import USER_ERRORS, Clock, Run, RunConfig, check_room, dry_run
 from runtime.video import VideoError, Videos
+from runtime.weights import WeightSync
 from tools import TOOLS
 
 
@@ -88,20 +94,6 @@ class RLConfig(RunConfig):
         return self.gating or (self.visual.overview_frames,)
 
 
-# Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
-if __name__ == "__main__":
-    cfg, args = config.command_line(RLConfig, __doc__)
-
-import torch
-from torch import Tensor
-
-from grpo import TrainExample, assign_advantages, bundles, examples_loss, make_examples, micro_batches
-from runtime import checks, distributed, doctor, plan
-from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
-from runtime.policy import Policy, load, make_optimizer, optimizer_step, set_node_reduction
-from runtime.run import USER_ERRORS, Clock, Run, check_room, dry_run
-from runtime.weights import WeightSync
-
 SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "logprob_gap", "grad_norm", "seconds")
 
 
@@ -109,31 +101,19 @@ def main(cfg: RLConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
     distributed.init_distributed()
     with checks.open_run(cfg, parse_task, check_hardware) as (source, renderer):
-        with contextlib.ExitStack() as while_it_trains:
-            opened = None
-            # Servers start while the policy loads. On a GPU that also trains they start afterwards: they take part of the free memory.
-            overlapping_gpus = set(cfg.rollout.server_gpus) & set(range(local_size()))
-            has_steps = distributed.saved_step(Path(cfg.run) / "state") < cfg.steps
-            if has_steps and not overlapping_gpus:
-                opened = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
+        # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
+        policy_cfg = replace(cfg.policy, checkpoint=str(source))
+        policy = load(policy_cfg, renderer.never_sampled)
+        reference = None
+        if cfg.grpo.kl_coef:
+            reference = load(policy_cfg, renderer.never_sampled, train=False)
+            if policy.vision_frozen:  # both share one tower
+                reference.model.model.visual = policy.vision
+        run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
-            # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
-            policy_cfg = replace(cfg.policy, checkpoint=str(source))
-            policy = load(policy_cfg, renderer.never_sampled)
-            reference = None
-            if cfg.grpo.kl_coef:
-                reference = load(policy_cfg, renderer.never_sampled, train=False)
-                if policy.vision_frozen:  # both share one tower
-                    reference.model.model.visual = policy.vision
-            run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
-
-            if run.done < cfg.steps:
-                if opened is None:
-                    opened = while_it_trains.enter_context(open_sampler(cfg, source, renderer))
-                sampler, sync = opened
-                sampler.engine.wait_until_ready()
-                barrier()  # the first rank of each node has warmed up its servers and dropped those that do not start
-                # The engine starts with the checkpoint's weights. Servers that were already running may hold another run's weights.
+        if run.done < cfg.steps:
+            with open_sampler(cfg, source, renderer) as (sampler, sync):
+                # The engine starts with the checkpoint's weights. Servers that were already running may hold another run's.
                 if run.done or cfg.rollout.urls:
                     sync.write(policy, run.done)
                     sync.publish(run.done)
@@ -290,7 +270,7 @@ class Sampler:
 
 @contextlib.contextmanager
 def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tuple[Sampler, WeightSync]]:
-    """Open engine, video decoders and snapshot folder for the length of the block. Servers may still be starting."""
+    """Open engine, video decoders and snapshot folder for the length of the block."""
     per_node = servers.on_this_machine(cfg.rollout.urls)  # servers on another machine serve all nodes
     image_bytes = servers.IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
     with distributed.snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
@@ -300,21 +280,20 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
 
 
 def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
-    """Open the engine in this process, or begin to start servers: a node's first rank supervises them, its others
-    connect."""
+    """Open the engine in this process, or start servers: a node's first rank supervises them, its others connect."""
     if not cfg.rollout.server_gpus:
-        return open_engine(source, renderer, cfg.rollout, wait=False)
+        return open_engine(source, renderer, cfg.rollout)
     engine = None
     if local_rank() == 0:
         logs = Path(cfg.run) / "logs"
         if rank() > 0:
             logs /= f"node-{rank() // local_size()}"
-        engine = open_engine(source, renderer, cfg.rollout, logs, wait=False)
-    urls_by_rank = gather(engine.urls if engine else None)
+        engine = open_engine(source, renderer, cfg.rollout, logs)
+    urls_by_rank = gather(engine.urls if engine else None)  # the others wait here until the servers are ready
     if engine:
         return engine
     urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
-    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), wait=False)
+    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)))
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -517,5 +496,6 @@ def check_hardware(cfg: RLConfig) -> None:
 
 
 if __name__ == "__main__":
+    cfg, args = config.command_line(RLConfig, __doc__)
     check = partial(dry_run, parse=parse_task, plans=plan.plan_rl)
     config.run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+import torch
 from tqdm import tqdm
 
 import data
@@ -37,6 +38,7 @@ from data import Call, Episode, Group, Task, Trajectory
 from runtime.config import refuse_below_1
 from runtime.dataset import DataError, RowError, row_errors
 from runtime.engine import Engine, EngineError, run_all, run_parallel
+from runtime.inprocess import InProcess
 from runtime.render import NO_REPORT, THINK_PREFIX, Rendered, Renderer
 from runtime.servers import SGLang, server_flags
 from runtime.video import Frames, VideoError, Videos
@@ -394,11 +396,9 @@ def rollout(
 # ------------------------------------------------------------------------------------------------ the engine
 
 
-def open_engine(
-    checkpoint: str | Path, renderer: Renderer, cfg: RolloutConfig, logs: Path | None = None, wait: bool = True
-) -> Engine:
+def open_engine(checkpoint: str | Path, renderer: Renderer, cfg: RolloutConfig, logs: Path | None = None) -> Engine:
     """Open the engine of the config: SGLang on `server_gpus` or at `urls`, otherwise the model in this process, on a GPU if
-    there is one. With `wait=False`, servers can still be starting: call `wait_until_ready` before you sample."""
+    there is one."""
     if cfg.server_gpus or cfg.urls:
         flags = cfg.server_args
         if cfg.server_gpus:
@@ -407,13 +407,8 @@ def open_engine(
             checkpoint, renderer, gpus=cfg.server_gpus, urls=cfg.urls, server_args=flags,
             tensor_parallel=cfg.tensor_parallel, logs=logs,
         )  # fmt: skip
-        if wait:
-            engine.wait_until_ready()
+        engine.wait_until_ready()
         return engine
-    import torch  # a client of servers does not need it
-
-    from runtime.inprocess import InProcess
-
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=cfg.max_batch_tokens)
 

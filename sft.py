@@ -23,14 +23,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from data import encode_dialogue
 from rewards import TAG
+from runtime.checks import open_run
 from runtime.config import command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, parse_dialogue
+from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
+from runtime.packing import best_fit
+from runtime.plan import Plan, plan_training, utilisation
+from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step, set_node_reduction
 from runtime.render import Bundle, Renderer
-from runtime.settings import OptimConfig, RunConfig
+from runtime.run import USER_ERRORS, Run, RunConfig, check_room, dry_run
 from runtime.video import Videos
 from tools import TOOLS
 
@@ -66,20 +72,6 @@ class SFTConfig(RunConfig):
             raise ValueError(f"tools = {sorted(unknown)}: not in tools.TOOLS, choose from {', '.join(TOOLS)}")
         if unknown := set(self.kind_weights) - set(KINDS):
             raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token, choose from {', '.join(KINDS)}")
-
-
-# Read the command line before torch is imported, which takes four seconds: --help and mistakes are answered at once.
-if __name__ == "__main__":
-    cfg, args = command_line(SFTConfig, __doc__)
-
-import torch
-
-from runtime.checks import open_run
-from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
-from runtime.packing import best_fit
-from runtime.plan import Plan, plan_training, utilisation
-from runtime.policy import Policy, load, make_optimizer, optimizer_step, set_node_reduction
-from runtime.run import USER_ERRORS, Run, check_room, dry_run
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
@@ -267,5 +259,6 @@ def token_kind(kinds: list[str]) -> str:
 
 
 if __name__ == "__main__":
+    cfg, args = command_line(SFTConfig, __doc__)
     check = partial(dry_run, parse=parse_dialogue, plans=plan_sft)
     run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

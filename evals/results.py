@@ -23,8 +23,8 @@ from evals.benchmarks import Item, figures
 from evals.protocols import READS
 from rollout import RolloutConfig
 from runtime import config
+from runtime.checks import MAY_CHANGE
 from runtime.dataset import DataError
-from runtime.settings import MAY_CHANGE
 from runtime.visual import VisualContract
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"

@@ -25,12 +25,21 @@ from runtime.dataset import check_rows
 from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first, saved_step
 from runtime.policy import dtype_of
 from runtime.render import Renderer, load_tokenizer
-from runtime.settings import MAY_CHANGE, RunConfig
 from runtime.visual import read_json
+
+# Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
+# steps and rows. A name without a dot stands for the whole section. In data.sources only the paths may change.
+MAY_CHANGE = {
+    "run", "steps", "save_every", "keep", "decoders", "plan", "grpo.train_tokens", "pack_tokens",
+    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
+    "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
+    "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
+    "report_to", "data.video_root", "data.max_bad_fraction", "optim",
+}  # fmt: skip
 
 
 @contextlib.contextmanager
-def open_run(cfg: RunConfig, parse: Callable, check_hardware: Callable[[Any], None]) -> Iterator[tuple[Path, Renderer]]:
+def open_run(cfg: Any, parse: Callable, check_hardware: Callable[[Any], None]) -> Iterator[tuple[Path, Renderer]]:
     """Check everything that a training run needs, then lock its folder. Yield the checkpoint's folder and its renderer.
     `check_hardware` is the script's own check of GPUs, memory and disk. Rank 0 checks first and reports for all ranks."""
     with contextlib.ExitStack() as until_it_ends:
@@ -83,7 +92,7 @@ def check_start(run: Path, checkpoint: Path) -> None:
         )
 
 
-def check_checkpoint(cfg: RunConfig) -> tuple[Path, Renderer]:
+def check_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
     """Return the checkpoint's folder and renderer. Refuse a checkpoint with another visual contract, and refuse to resume
     from other weights than the run began with: reference and frozen tower would be new, and the text model old."""
     source, run = find_checkpoint(cfg.policy.checkpoint), Path(cfg.run)

@@ -1,7 +1,7 @@
 """config.py: one YAML per run -> one frozen dataclass. Also what every run records about itself.
 
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
-    cfg, args = config.command_line(SFTConfig, __doc__)                         # before a script imports torch
+    cfg, args = config.command_line(SFTConfig, __doc__)                         # those of the command line
 
 A YAML file may name a parent (`base: other.yaml`, relative to the file): mappings merge, all other values replace.
 Defaults are in the dataclasses and nowhere else. An error names the key, the value, the rule and the nearest valid key.

@@ -36,9 +36,6 @@ class Sample:
 class Engine:  # a method without a body does nothing unless an engine overrides it
     version: int
 
-    def wait_until_ready(self) -> None:
-        """Wait until the engine can serve. Raise EngineError if a server cannot start."""
-
     def generate(
         self, ids: list[int], frames: Sequence[Frames], *, max_new_tokens: int, temperature: float, seed: int,
         stop: tuple[int, ...] = (), shared_prefix: int = 0,

@@ -19,8 +19,7 @@ from transformers import AutoConfig, Qwen3VLConfig
 from runtime.checks import find_checkpoint, on_the_hub
 from runtime.config import ConfigError
 from runtime.distributed import local_size, print0, world_size
-from runtime.policy import Policy, empty
-from runtime.settings import PolicyConfig
+from runtime.policy import Policy, PolicyConfig, empty
 
 GIB = 1 << 30
 # Dense bf16 TFLOPS by a part of the GPU's CUDA name, from the data sheets.
@@ -45,6 +44,15 @@ PUBLISHED = {
     "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
 }
 PUBLISHED["ParaVT/ParaVT-8B"] = PUBLISHED["Qwen/Qwen3-VL-8B-Instruct"]
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The node that --dry-run plans for. In a run, torchrun decides how many GPUs train."""
+
+    gpus: int = 8
+    """Training GPUs."""
+    gpu_gib: float = 80.0
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ Shapes: L tokens of the packed sequence, N target tokens, H hidden, V vocabulary
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -40,11 +41,47 @@ from runtime import packing
 from runtime.config import ConfigError
 from runtime.distributed import checkpoint_dir, device, local_size, refuse_not_finite, world_size
 from runtime.render import Bundle
-from runtime.settings import OptimConfig, PolicyConfig
 from runtime.video import Frames
 
 # Keep a block's inputs and recompute the rest in the backward pass. The RNG state can go: nothing here draws random numbers.
 recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """Which model to train, and how to store and run it."""
+
+    checkpoint: str
+    """A Hugging Face folder of a dense Qwen3-VL, or its name on the hub."""
+    family: str = ""
+    """The model that --dry-run plans for while `checkpoint` does not exist yet: a folder or a published name."""
+    freeze: tuple[Literal["vision"], ...] = ("vision",)
+    """[vision]: the vision tower does not train; every rank holds all of it. []: everything trains."""
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
+    """Dtype of the computation. auto: bf16 on a GPU, fp32 on a CPU. Master weights and gradient sums are always fp32."""
+    activation_checkpointing: bool = True
+    """Store only each block's input, and recompute the rest in the backward pass."""
+    logit_chunk: int = 1024
+    """Target tokens whose logits are in memory at the same time (several fp32 copies of the vocabulary each)."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, its schedule and the clipping of gradients."""
+
+    lr: float = 2e-6
+    schedule: Literal["constant", "cosine"] = "constant"
+    """The rate after the warm-up. cosine reaches zero one step after the last."""
+    warmup: float = 0.0
+    """Share of the steps in which the rate rises from zero."""
+    weight_decay: float = 0.01
+    betas: tuple[float, ...] = (0.9, 0.999)
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        betas = len(self.betas) == 2 and max(self.betas) < 1
+        if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or not betas:
+            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1")
 
 
 # ------------------------------------------------------------------------------------------------ the policy

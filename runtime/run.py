@@ -9,29 +9,71 @@
 checks.open_run holds the folder's lock. All ranks call all of these functions.
 """
 
+import importlib.util
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 from runtime.checks import check_checkpoint, check_run, check_start, weights_digest
-from runtime.config import ConfigError, Metrics, save_run
-from runtime.dataset import DataError, Dataset, check_rows
+from runtime.config import ConfigError, Metrics, refuse_below_1, save_run
+from runtime.dataset import DataConfig, DataError, Dataset, check_rows
 from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
 from runtime.engine import EngineError
-from runtime.plan import Plan, meta_policy
-from runtime.policy import Policy, learning_rate
-from runtime.settings import RunConfig
-from runtime.visual import ContractError
+from runtime.plan import Plan, PlanConfig, meta_policy
+from runtime.policy import OptimConfig, Policy, PolicyConfig, learning_rate
+from runtime.visual import ContractError, VisualContract
 
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
 MAX_BAD_STEPS = 5  # an update whose gradient is not finite is skipped; more of them than this stop the run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The settings of every training run, SFT or RL."""
+
+    run: str
+    """Folder for all output. If it holds states of this run, training resumes from the newest."""
+    policy: PolicyConfig
+    """The checkpoint that the policy starts from. In RL it is also the reference of the KL."""
+    data: DataConfig
+    val: DataConfig | None = None
+    """Held-out rows, evaluated every `eval_every` steps and at the end."""
+    visual: VisualContract = VisualContract()
+    optim: OptimConfig = OptimConfig()
+    steps: int
+    eval_every: int = 10
+    save_every: int = 10
+    keep: int = 2
+    """How many complete training states stay on disk."""
+    decoders: int = 2
+    """Video decoder processes per rank, at most the rank's share of the cores."""
+    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Trackers that also get the metrics of metrics.jsonl. Each must be installed."""
+    plan: PlanConfig = PlanConfig()
+
+    def __post_init__(self):
+        refuse_below_1(self, "steps", "eval_every", "save_every", "keep", "decoders")
+        refuse_below_1(self.policy, "logit_chunk")
+        refuse_below_1(self.plan, "gpus", "gpu_gib")
+        if not self.run.strip():
+            raise ValueError(f"run = {self.run!r}: the run would use the current folder; name a folder")
+        for name in self.report_to:
+            if importlib.util.find_spec(name) is None:
+                raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
+
+    @property
+    def workers(self) -> int:
+        """Decoder processes per rank on this machine."""
+        return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))
 
 
 def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None:

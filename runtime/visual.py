@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from runtime.video import Frames
 
@@ -174,8 +175,6 @@ def patchify(frames: Sequence[Frames], patch: int = 16, merge: int = 2, device="
     (1, rows, columns), on the host.
 
     Patches of one token are adjacent (merge x merge blocks, row by row), as Qwen's vision tower expects them."""
-    import torch  # reading contracts does not need it
-
     cut = [np.zeros((0, 3 * patch * patch), np.uint8)]
     grid = []
     for clip in frames:

@@ -35,9 +35,8 @@ from runtime.cleanup import kill_group
 from runtime.config import ConfigError, expandable_segments
 from runtime.doctor import engine_logprobs, flaw_of, position_error, trainer_logprobs
 from runtime.engine import Engine, EngineError, Sample
-from runtime.policy import Policy, load
+from runtime.policy import Policy, PolicyConfig, load
 from runtime.render import END_OF_TURN, Renderer, load_tokenizer
-from runtime.settings import PolicyConfig
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS

@@ -33,15 +33,14 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from data import Task
 from evals.tables import markdown
-from grpo import token_losses
+from grpo import GRPOConfig, token_losses
 from rollout import AgentContext, RolloutConfig, render_prompt, run_all, run_episode
 from runtime.config import git_commit
 from runtime.distributed import device
 from runtime.engine import Engine, Sample
 from runtime.inprocess import InProcess
-from runtime.policy import load, recompute
+from runtime.policy import PolicyConfig, load, recompute
 from runtime.render import Bundle, Renderer, load_tokenizer
-from runtime.settings import GRPOConfig, PolicyConfig
 from runtime.video import Frames, Videos
 from runtime.visual import VisualContract, patchify
 from study import toy

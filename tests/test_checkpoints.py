@@ -35,8 +35,7 @@ from runtime.distributed import (
     snapshot_folder,
     sum_over_ranks,
 )
-from runtime.policy import load, make_optimizer
-from runtime.settings import OptimConfig, PolicyConfig
+from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
 from runtime.visual import VisualContract
 
 torch.set_num_threads(1)

@@ -132,24 +132,6 @@ def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
     assert config.load(Run, tmp_path / "c.yaml", ["optim.lr=1"]).optim == Optim(lr=1.0, warmup=9)
 
 
-@pytest.mark.parametrize("script, path", [("rl", "toy_grpo"), ("sft", "toy_sft"), ("eval", "eval/toy")])
-def test_help_and_mistakes_are_answered_without_importing_torch(script, path):
-    """Past bug: each took four seconds of a core for imports. (With SGLang, eval.py needs torch to count the GPUs.)"""
-    probe = f"""
-import runpy, sys
-sys.modules.update(torch=None, transformers=None, sglang=None)
-for words in (["--help"], ["configs/{path}.yaml", "nonsense=1"], ["configs/{path}.yaml", "decoders=0"]):
-    sys.argv = ["{script}.py", *words]
-    try:
-        runpy.run_path("{script}.py", run_name="__main__")
-    except SystemExit as end:
-        print(end.code)
-"""
-    told = subprocess.run([sys.executable, "-c", probe], cwd=REPO, capture_output=True, text=True).stdout
-    assert "key.sub=value" in told and "\n0\nerror: " in told, told
-    assert "nonsense = 1: unknown key" in told and told.endswith("decoders = 0: must be at least 1\n")
-
-
 def test_every_script_sets_the_allocator_before_torch_reads_the_setting():
     """torch reads PYTORCH_ALLOC_CONF when it first uses the allocator. A use at import would come before the script."""
     probe = """

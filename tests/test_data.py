@@ -29,13 +29,14 @@ from test_video import patch, write
 from tiny_checkpoint import Scripted
 
 from data import Task, draw_k, encode_dialogue, main_messages, overview, parse_task
+from grpo import GRPOConfig
 from rl import RLConfig, Sampler
 from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import dataset
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
 from runtime.dialogue import Media, parse_dialogue
 from runtime.packing import best_fit
-from runtime.settings import GRPOConfig, PolicyConfig
+from runtime.policy import PolicyConfig
 from runtime.video import Videos
 from sft import Batches, SFTConfig
 from study import prepare

@@ -33,8 +33,7 @@ from runtime.doctor import logprob_gap
 from runtime.inprocess import InProcess
 from runtime.packing import KeyLayout, Segment, group_packed_attention, pick_kernel
 from runtime.plan import PUBLISHED, plan_training, utilisation
-from runtime.policy import load, make_optimizer, optimizer_step
-from runtime.settings import OptimConfig, PolicyConfig
+from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
 from runtime.visual import VisualContract
 from study.bench import draw_group
 

@@ -11,16 +11,15 @@ from tiny_checkpoint import noise
 import grpo
 import rl
 from data import Call, Episode, Group, Task, Trajectory
-from grpo import TrainExample, assign_advantages, group_advantage, share_prompts, token_losses
+from grpo import GRPOConfig, TrainExample, assign_advantages, group_advantage, share_prompts, token_losses
 from rewards import Anchor, RewardConfig, score
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import doctor
 from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
-from runtime.policy import TokenScores, load, make_optimizer
+from runtime.policy import OptimConfig, PolicyConfig, TokenScores, load, make_optimizer
 from runtime.render import END_OF_TURN, Bundle
-from runtime.settings import GRPOConfig, OptimConfig, PolicyConfig
 from runtime.video import Frames
 from study.lab import episode_of_turns
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -104,10 +105,11 @@ def test_where_memory_is_full_frames_travel_as_images(connect, show):
 def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch, tmp_path):
     """Past bugs: only RL's configs chose SGLang's well-tested paths, so an evaluation's servers had bf16 logits. Qwen2.5-VL's
     config.json has no text_config, and that ended an evaluation with a KeyError."""
-    monkeypatch.setattr(rollout, "SGLang", lambda *_, server_args, **others: server_args)
+
+    monkeypatch.setattr(rollout, "SGLang", lambda *_, server_args, **others: MagicMock(flags=server_args))
 
     def flags(**cfg) -> tuple[str, ...]:
-        return rollout.open_engine(tmp_path, None, RolloutConfig(**cfg), wait=False)
+        return rollout.open_engine(tmp_path, None, RolloutConfig(**cfg)).flags
 
     path = tmp_path / "config.json"
     path.write_text('{"text_config": {"max_position_embeddings": 32768}}')

@@ -25,8 +25,8 @@ import rl
 import sft
 from runtime import checks, cleanup, config, distributed, doctor, servers
 from runtime.dataset import DataConfig, Source
-from runtime.policy import load
-from runtime.settings import PolicyConfig, RunConfig
+from runtime.policy import PolicyConfig, load
+from runtime.run import RunConfig
 from runtime.weights import WeightSync
 
 

@@ -10,13 +10,13 @@ import tiny
 import torch
 from scripts import REPO
 
+from grpo import GRPOConfig
 from rl import RLConfig
 from runtime import config
 from runtime.config import ConfigError
-from runtime.plan import GIB, count, meta_policy, plan_rl, plan_training, utilisation
-from runtime.policy import load
+from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training, utilisation
+from runtime.policy import PolicyConfig, load
 from runtime.render import Bundle
-from runtime.settings import GRPOConfig, PlanConfig, PolicyConfig
 from runtime.visual import VisualContract
 from sft import SFTConfig
 

@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from runtime import packing
 from runtime.distributed import rank, world_size
 from runtime.policy import (
+    OptimConfig,
+    PolicyConfig,
     _ChunkedScores,
     clip_gradients,
     learning_rate,
@@ -32,7 +34,6 @@ from runtime.policy import (
     set_node_reduction,
 )
 from runtime.render import Bundle
-from runtime.settings import OptimConfig, PolicyConfig
 
 torch.set_num_threads(1)
 CELL = 32

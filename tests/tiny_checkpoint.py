@@ -118,9 +118,6 @@ class Scripted:
         said = said[:max_new_tokens]
         return Sample(said, [-1.0] * len(said), finish, self.version)
 
-    def wait_until_ready(self) -> None:
-        pass
-
     def announce(self, change: int) -> None:
         with self._lock:
             self.expected += change
