@@ -341,8 +341,8 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
     strict = UNGRADED
     lenient = UNGRADED
     if not error:
-        if answer is None and cfg.grading.untagged_answer:
-            answer = final_answer(turns[-1:], untagged=True)
+        if answer is None and cfg.grading.untagged_answer != "off":
+            answer = final_answer(turns[-1:], cfg.grading.untagged_answer)
         try:
             strict = grade(item, answer, cfg.grading, judge)
             lenient = grade_leniently(item, strict, turns[-1], cfg.grading, judge)

@@ -29,6 +29,9 @@ TAG = re.compile("|".join(TAGS))
 BROKEN_TAG = re.compile(r"<(?![ =\d])")  # but `<12.5 seconds>` and `x < 5` are plain text
 CALL_JSON = re.compile(r"\s*\{[^<]*\}\s*")
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
+STATED = re.compile(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", re.I | re.S)
+CALL_BLOCK = re.compile(r"<(tool_call|tool_code)>.*?(?:</\1>|\Z)", re.S)
+TAG_PIECE = re.compile(r"</?(?:th|to|an)[a-z_]*>?|</?\s*\Z")  # `</answe`, and a `<` at the end
 PARTS = ("R", "R_acc", "f", "R_fmt", "R_fmt_paid", "R_tool", "R_anchor", "well_formed")
 MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
 # The most opening or closing tags of one kind in a turn. More is spam, and the episode scores 0.
@@ -61,8 +64,10 @@ class RewardConfig:
     """true: Exploration Anchoring's higher weights for the answer's tags. false: the plain weights."""
     anchor: Anchor = Anchor()
     open_answer: Literal["f1", "exact", "judge"] = "f1"
-    untagged_answer: bool = False
-    """Without an <answer>, accept the text after "answer is" or "answer:". The toy's accuracy-only runs need it."""
+    untagged_answer: Literal["off", "stated", "fallback"] = "off"
+    """The answer of a last turn without a complete <answer>. off: none. stated: the text after "answer is" or "answer:", even in
+    a thought that is never closed; the toy's accuracy-only runs need it. fallback: the text after the thought, or of it what
+    follows "answer is", much as in the release."""
     judge: JudgeConfig = JudgeConfig()
 
     def __post_init__(self):
@@ -144,17 +149,32 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
     return texts
 
 
-def final_answer(texts: list[str], untagged: bool = False) -> str | None:
-    """Return the content of the last complete <answer> in the last turn, after its last </think>. If there is none and
-    `untagged` is set, return the text after the last "answer is" or "answer:", to the end of its line."""
+def final_answer(texts: list[str], untagged: str = "off") -> str | None:
+    """Return the content of the last complete <answer> in the last turn, after its last </think>. If there is none, return
+    what `untagged` accepts. A turn whose thought is never closed has no answer, except under `stated`."""
     if not texts:
         return None
-    said = texts[-1].rpartition("</think>")[2]
+    turn = texts[-1].replace(END_OF_TURN, "")
+    said = turn.rpartition("</think>")[2]
+    if "<think>" in said and untagged != "stated":
+        return None
     answer = last_answer(said)
-    if answer is not None or not untagged:
+    if answer is not None or untagged == "off":
         return answer
-    match = re.match(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", said.replace(END_OF_TURN, ""), re.I | re.S)
-    return match[1] if match else None
+
+    # stated: what follows the last "answer is", to the end of its line
+    stated = STATED.match(said)
+    if untagged == "stated":
+        return stated[1] if stated else None
+
+    # fallback: the same, or else all text beside calls and tags. A turn without a thought is read by its last line.
+    said = TAG_PIECE.sub(" ", CALL_BLOCK.sub(" ", said)).strip()
+    if "</think>" not in turn:
+        said = said.rpartition("\n")[2]
+    stated = STATED.match(said)
+    if stated and re.search(r"\w", stated[1]):  # not the colon of "The answer is:", which ends its line
+        return stated[1]
+    return said or None
 
 
 def last_answer(text: str) -> str | None:

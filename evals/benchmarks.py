@@ -329,7 +329,7 @@ def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, jud
         # Drop earlier thoughts, calls and the tags themselves. A thought that never ends may hold the answer.
         said = spoken(turn.replace(END_OF_TURN, "").replace("<think>", ""))
         said = said.rpartition("<answer>")[2].partition("</answer>")[0]
-        stated = final_answer([said], untagged=True) or ""
+        stated = final_answer([said], "stated") or ""
         named = [letter for letter, option in zip(LETTERS, item.task.options) if affirms(said, option)]
         for text in (stated, said, *(named if len(named) == 1 else ())):
             verdict = grade(item, text, cfg, judge, lenient=True)

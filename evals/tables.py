@@ -27,7 +27,7 @@ READINGS = ("tagged", "lenient")
 LEGEND = """
 
 tagged: an answer counts only where its protocol asks for it: anywhere for `direct`, in closed tags for the agent (or
-after "the answer is", if the run has grading.untagged_answer).
+after "the answer is", if the run has grading.untagged_answer: stated).
 lenient: prose also counts, as in the splits' own scorers. The published numbers are lenient.
 gain: points over the baseline on the items of both, and their number. Intervals: bootstrap over videos; the interval of
 a score is never narrower than Wilson's on the number of videos.

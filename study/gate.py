@@ -28,7 +28,7 @@ from runtime.visual import VisualContract
 from study import toy
 from tools import crop_video
 
-READING = RewardConfig(w_fmt=0, w_tool=0, open_answer="exact", untagged_answer=True)
+READING = RewardConfig(w_fmt=0, w_tool=0, open_answer="exact", untagged_answer="stated")
 
 
 def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: int = 256) -> dict[str, float]:
@@ -104,7 +104,7 @@ def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int
     rollout.append_rendered(context, main, renderer.continuation(reports))
     start = len(main.ids)
     rollout.sample_turn(context, main, context.cfg.max_new_tokens, 0.0, 0, renderer.ends_of_turn)
-    answer = final_answer([renderer.decode(main.ids[start:])], untagged=True)
+    answer = final_answer([renderer.decode(main.ids[start:])], "stated")
     return accuracy(answer, task, READING) == 1
 
 

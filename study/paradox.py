@@ -122,7 +122,7 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
     model = rl_toy / "model" if untrained else folder / row.name / "model"
     changes = [f"run={folder}/eval/{row.name}", f"name={row.name}", f"checkpoint={model}", f"frames={list(KS)}"]
     changes += ["arms=[parallel]", "rollout.temperature=1", f"rollout.think_prefix={str(row.prefix).lower()}"]
-    changes += ["grading.untagged_answer=true", f"splits.toy={rl_toy}", "limit=64"]
+    changes += ["grading.untagged_answer=stated", f"splits.toy={rl_toy}", "limit=64"]
     needs = ["sft-toy"] if untrained else [row.name, "sft-toy"]
     add("evaluate", f"{row.name}-eval", ["eval.py", "configs/eval/toy.yaml", *changes], needs)
     if row.name == "sft":

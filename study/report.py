@@ -174,7 +174,7 @@ def view_episode(episode: Episode, run: RunData) -> dict:
     lam = anchor["lam"] if anchor.get("credit") == "struct" else 0.0
     shown = {name: getattr(episode, name) for name in ("error", "seconds", "rewards", "advantage")}
     return shown | {
-        "answer": final_answer(turn_texts(episode.main, run.renderer), reward.get("untagged_answer", False)),
+        "answer": final_answer(turn_texts(episode.main, run.renderer), reward.get("untagged_answer", "off")),
         "kappa": episode.n_executed,
         # A_t = advantage + anchor_advantage * [t is structural]. The page adds them up.
         "anchor_advantage": lam * episode.anchor_advantage,

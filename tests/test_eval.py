@@ -425,7 +425,7 @@ def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, m
 def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model, golds, tmp_path, lenient):
     color, count = golds.most_common(1)[0]
     model(says(f"I see it.\n</think>\nThe answer is {color}."))
-    grading = {"open_answer": "exact", "untagged_answer": lenient}
+    grading = {"open_answer": "exact", "untagged_answer": "stated" if lenient else "off"}
     run(write(prompting={"protocol": "agent"}, arms=["none"], grading=grading))
     results = read_results(results_file(tmp_path, "none"))
     assert {r["prediction"] for r in results.records} == {f"{color}." if lenient else None}

@@ -30,7 +30,7 @@ WRONG = TIDY.replace("red", "blue")
 
 
 def settings(credit: str = "struct", grpo: dict | None = None, **changes) -> RLConfig:
-    reward = RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True, anchor=Anchor(credit=credit))
+    reward = RewardConfig(w_fmt=0, w_tool=0, untagged_answer="stated", anchor=Anchor(credit=credit))
     grpo = GRPOConfig(**{"kl_coef": 0.0} | (grpo or {}))
     return RLConfig(run="run", policy=PolicyConfig(""), data=None, grpo=grpo, reward=reward, **changes)
 

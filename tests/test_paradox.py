@@ -103,7 +103,7 @@ def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
     for job, cfg in configs("eval.py").items():
         place, _, name = job.removesuffix("-eval").rpartition("-")
         toy = f"runs/paradox/{place}/sft-toy"
-        assert cfg.limit == 64 and cfg.grading.untagged_answer and cfg.splits == {"toy": toy}
+        assert cfg.limit == 64 and cfg.grading.untagged_answer == "stated" and cfg.splits == {"toy": toy}
         assert (cfg.rollout.temperature, cfg.rollout.think_prefix, cfg.arms) == (1, ROWS[name].prefix, ("parallel",))
         assert cfg.checkpoint == (f"{toy}/model" if cfg.name == "base" else f"runs/paradox/{place}/{cfg.name}/model")
 

@@ -170,7 +170,7 @@ def test_a_row_is_told_what_is_so(renderer, row):
     own = cfg.visual is None  # as trained: stamps and reports
     reports = ["a cat" + END] * 2 if own else []
     reader = Renderer(renderer.tokenizer, cfg.visual or VisualContract())
-    model = Model(reader, "look</think>" + crop(0, 9) + crop(20, 30.04) + END, *reports, ANSWER)
+    model = Model(reader, "look</think>" + crop(0, 9) + crop(20, 30.04) + END, *reports, "so</think>" + ANSWER)
     episode, answer = run_protocol(
         AgentContext(model, reader, MemoryVideos(), cfg.rollout), Item(TASK), 64, 7, cfg.prompting
     )

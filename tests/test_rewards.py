@@ -93,7 +93,8 @@ CASES = {
     "a call that ran and twenty unclosed ones": ([LOOK.replace(END_OF_TURN, 20 * "<tool_call>" + END_OF_TURN), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
     "a second call without its opening tag": ([LOOK.replace(CALL, CALL + CALL.replace("<tool_call>", "")), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
     "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.8, 0, 0.7),
-    "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5, 0, -0.3),
+    "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
+    "unclosed think after a call": ([LOOK, DONE.replace("</think>", "")], 1, 0, 0.3 + 0, 0.3, -0.3),
     "no think": ([f"<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5 + 0.1, 0, 0.0),
     "unclosed answer": ([f"<think>\nIt is clearly blue.\n</think>\n<answer>B{END_OF_TURN}"], 0, 0, 0.2, 0, 0.4),
     "prose only": ([f"The answer is B.{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
@@ -102,7 +103,7 @@ CASES = {
     "nested answers": ([DONE.replace("<answer>B", "<answer>A<answer>B")], 0, 1, 0.7, 0, 0.4),
     "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7, 0, -0.3),
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, -0.3),
-    "closed before it is opened": ([DONE.replace("<think>", "</think><think>").replace("</think>\n<answer>", "<answer>")], 0, 1, 0.5, 0, -0.3),
+    "closed before it is opened": ([DONE.replace("<think>", "</think><think>").replace("</think>\n<answer>", "<answer>")], 0, 0, 0, 0, -0.3),
     "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2, 0, 0.4),
     "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
     "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> B <12.5 seconds><")], 0, 1, 0.8, 0, 0.7),
@@ -236,14 +237,41 @@ def test_weights_of_the_config_are_those_of_r(turns, weights, expected):
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
 
 
-def test_an_untagged_answer_counts_only_where_the_config_says_so():
-    said = f"<think>\nI see it.\nThe answer is A. No, the answer is B.{END_OF_TURN}"
-    lenient = RewardConfig(w_fmt=0, w_tool=0, untagged_answer=True)
-    assert earned([said])["R_acc"] == 0 and earned([said], cfg=lenient)["R_acc"] == 1
-    assert earned([DONE.replace("B<", "A<").replace("shows", "answer is B: shows")], cfg=lenient)["R_acc"] == 0
-    assert earned([f"I do not know.{END_OF_TURN}"], cfg=lenient)["R_acc"] == 0
-    thought = f"<think>\nThe answer is B.\n</think>\nok{END_OF_TURN}"  # past bug: this counted as an answer
-    assert earned([thought], cfg=lenient)["R_acc"] == 0 == earned([said, LOOK], cfg=lenient)["R_acc"]
+THOUGHT = "<think>\nThe answer is A.\n</think>\n"
+OPEN_THOUGHT = "<think>\nThe clip shows it."
+
+
+@pytest.mark.parametrize(
+    "turn, off, stated, fallback",
+    [
+        (DONE, 1, 1, 1),
+        (f"{THOUGHT}The answer is A. No, the answer is B.", 0, 1, 1),
+        (f"{THOUGHT}The correct answer is:\n\n**B. blue**", 0, 0, 1),
+        (f"{THOUGHT}It is not red. **B**", 0, 0, 1),
+        (f"{THOUGHT}B</answe", 0, 0, 1),
+        (f"{THOUGHT}<answer>B", 0, 0, 1),
+        (f"{THOUGHT}{CALL}\nB", 0, 0, 1),
+        (f"{THOUGHT}ok", 0, 0, 0),  # past bug: the thought's "The answer is" counted
+        (f"{THOUGHT}The answer is B. <answer>A</answer>", 0, 0, 0),  # a complete <answer> is what counts
+        (f"{OPEN_THOUGHT} <answer>B</answer>", 0, 1, 0),  # past bug: this was paid in every mode
+        (f"{OPEN_THOUGHT} The answer is B.", 0, 1, 0),
+        (f"{OPEN_THOUGHT}\nB", 0, 0, 0),
+        ("A is red.\n\nB\n", 0, 0, 1),  # without a thought, the last line
+        ("B\nI hope this helps.", 0, 0, 0),
+        (LOOK.removesuffix(END_OF_TURN), 0, 0, 0),
+        ("", 0, 0, 0),
+    ],
+)
+def test_what_an_answer_without_tags_is_worth_depends_on_the_config(turn, off, stated, fallback):
+    """The release reads such answers. Without `fallback`, losing the tags would cost far more than in the paper."""
+    turn = turn.removesuffix(END_OF_TURN) + END_OF_TURN
+    for mode, worth in {"off": off, "stated": stated, "fallback": fallback}.items():
+        assert earned([LOOK, turn], cfg=RewardConfig(untagged_answer=mode))["R_acc"] == worth, mode
+
+
+def test_a_fallback_answer_is_the_text_without_calls_and_pieces_of_tags():
+    for said, answer in (("a < b <video>", "a < b <video>"), (f"{CALL}red </think", "red"), ("Answer: red\nok", "red")):
+        assert rewards.final_answer([THOUGHT + said + END_OF_TURN], "fallback") == answer
 
 
 def test_the_forced_prefix_counts():
