@@ -19,8 +19,9 @@ import math
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data import Call, Task
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 MAX_TEXT_CHARS = 4000  # longest text of a tool, about 1000 tokens: 15 of them fit into a context of 32,768
 MAX_CALL_CHARS = 4096  # a typical call has 100; a longer one is unparseable
 MAX_BRACKETS = 64  # a typical call has 2; parsers recurse into nested brackets
+MAX_CRASHES = 20  # crashes of a tool that stop the run, if no call of it has worked
+JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 
 
 class ToolError(Exception):
@@ -51,10 +54,27 @@ class ClipForSubagent:
     system: str = ""  # its system prompt; empty: data.subagent_system_prompt
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tool:
-    schema: dict  # OpenAI's function form
+    schema: dict  # OpenAI's function form, as make_tool writes it
     run: Callable[[Task, dict[str, Any], Videos, VisualContract], ClipForSubagent | str]
+    works: bool = False  # whether a call in this process has returned a result
+    crashes: Counter[type] = field(default_factory=Counter)  # exception type -> calls in this process that raised it
+
+    def __post_init__(self):
+        """Refuse a schema that no model can be shown."""
+        function = self.schema.get("function", {})
+        if not {"name", "description", "parameters"} <= function.keys():
+            raise ValueError(f"{self.schema}: not the schema of a function with parameters; write it with make_tool")
+        tool, arguments = function["name"], function["parameters"]["properties"]
+        for name, kind in arguments.items():
+            types = kind.get("type", []) if isinstance(kind, dict) else [kind]
+            if not set(types if isinstance(types, list) else [types]) <= set(JSON_TYPES):
+                raise ValueError(f"{tool}: {name} = {kind}: its type is none of {', '.join(JSON_TYPES)}")
+        for name in function["parameters"].get("required", []):
+            if name not in arguments:
+                raise ValueError(f"{tool}: required {name!r} is no argument; choose from {', '.join(arguments)}")
+        json.dumps(self.schema)  # raises if there is a Python type deeper in it
 
 
 # ------------------------------------------------------------------------------------------------ the tools
@@ -98,6 +118,9 @@ TOOLS = {
         {"video_path": "string", "start_time": "number", "end_time": "number", "num_frames": "integer"},
     ),
 }
+for _key, _tool in TOOLS.items():
+    if _key != _tool.schema["function"]["name"]:
+        raise ValueError(f"TOOLS[{_key!r}]: the model would call it by its function's name; use that as the key")
 
 
 # ------------------------------------------------------------------------------------------------ arguments
@@ -239,19 +262,33 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
 def run_tool(
     call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
 ) -> ClipForSubagent | str:
-    """Run one parsed call. Mistakes of the model and unreadable files become a ToolError. So do exceptions in the tool's own
-    code and invalid results, but those are logged with a traceback."""
+    """Run one parsed call. Mistakes of the model and unreadable files become a ToolError. So do crashes, which are exceptions
+    in the tool's own code and invalid results; the first traceback of each type is logged. A tool that only crashes ends the
+    run."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
+    tool = TOOLS[call.name]
     try:
-        return _check_result(TOOLS[call.name].run(task, call.arguments, videos, contract), contract)
+        result = _check_result(tool.run(task, call.arguments, videos, contract), contract)
+        tool.works = True
+        return result
     except ToolError as error:
         raise ToolError(error.kind, _clip_text(str(error))) from None
     except VideoError:
         raise ToolError("failed", "This part of the video could not be read.") from None
-    except Exception:
-        log.exception("tool %s crashed on %s", call.name, call.arguments)
-        raise ToolError("crashed", "The tool failed.") from None
+    except Exception as error:
+        with _COUNTING:
+            tool.crashes[type(error)] += 1
+            crashes = tool.crashes.copy()
+        if not tool.works and crashes.total() >= MAX_CRASHES:  # training would teach the policy not to call it
+            raise RuntimeError(f"tool {call.name} crashed {crashes.total()} times and never worked") from error
+        if crashes[type(error)] == 1:
+            log.exception("tool %s crashed on %s", call.name, call.arguments)
+        reason = f"The tool failed: {type(error).__name__}: {error}".splitlines()[0]
+        raise ToolError("crashed", _clip_text(reason)) from None
+
+
+_COUNTING = threading.Lock()  # calls run in threads
 
 
 def _clip_text(text: str) -> str:
@@ -265,9 +302,12 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
     if not isinstance(result, ClipForSubagent) or not (
         isinstance(result.request, str) and isinstance(result.system, str)
     ):
-        raise TypeError(f"it returned {result!r:.80}: return a str, or a ClipForSubagent whose texts are str")
+        wanted = "return a str, or wrap frames in ClipForSubagent(frames, window), whose texts are str"
+        raise TypeError(f"it returned {type(result).__name__}: {wanted}")
     pixels, times = result.frames.pixels, result.frames.times
     start, end = result.window
+    if not start <= end:
+        raise ValueError(f"its window is {result.window}: it must not end before it starts")
     if pixels.dtype != "uint8" or pixels.ndim != 4 or pixels.shape[3] != 3 or not 1 <= len(pixels) == len(times):
         told = f"it returned {pixels.dtype} {pixels.shape} and {len(times)} times"
         raise ValueError(f"{told}: return uint8 [n, height, width, 3], at least one frame, and a time for each")

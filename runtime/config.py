@@ -34,7 +34,8 @@ T = TypeVar("T")
 GOES_ON = "The same command resumes from what was saved"
 # Keys that tell which script a config is for.
 SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
-ALARMS = ("failed_rate", "eval/failed_rate", "bad_steps")  # metrics that the console shows unless they are 0
+# Metrics that the console shows unless they are 0.
+ALARMS = ("failed_rate", "eval/failed_rate", "call_errors/crashed", "bad_steps")
 
 
 class ConfigError(ValueError):

@@ -1,6 +1,7 @@
 """ask.py: watch one agent at work, or check that the trainer sees exactly what the agent did.
 
     python -m study.ask --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
+    python -m study.ask ... --call '{"name": "crop_video", "arguments": {...}}'     # begin with this call
     python -m study.ask doctor --model M --video v.mp4          # a table; exit status 1 if a check fails
     python -m study.ask doctor --gpu 7 --video v.mp4            # checks an SGLang server of configs/paragrpo_8b.yaml
 
@@ -56,6 +57,8 @@ def main() -> int:
     if doctor:
         served.add_argument("--gpu", type=int, help="start a server on this GPU (and up); GPU 0 is the trainer's")
         parser.add_argument("--config", default=CONFIG, help="config of the server, and of the model without --model")
+    else:
+        parser.add_argument("--call", metavar="JSON", help="the model's first turn: one call, to see a tool at work")
     parser.add_argument("--model", required=not doctor, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
@@ -108,6 +111,10 @@ def run_task(context: AgentContext, question: str, args: argparse.Namespace) -> 
 
 def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     """Show one episode while it runs."""
+    if args.call:
+        said = f"I look.\n</think>\n<tool_call>\n{args.call}\n</tool_call>"
+        witness = Witness(context.engine, [*context.renderer.encode(said), context.renderer.end_of_turn])
+        context = replace(context, engine=witness)
     screen = Screen(context.videos.info(args.video[0]).duration)
     episode = run_task(replace(context, observe=screen.show), args.question, args)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")

@@ -107,6 +107,15 @@ def test_the_saved_config_is_the_run_config(tmp_path):
     assert f'"torch": "{importlib.metadata.version("torch")}' in (tmp_path / "run" / "run.json").read_text()
 
 
+def test_a_steps_line_shows_what_went_wrong_and_only_then(tmp_path, capsys):
+    """Past bug: a tool crashed in each of its calls, and the console said nothing of it."""
+    metrics = config.Metrics(SimpleNamespace(run=str(tmp_path), steps=3, report_to=()), "rl", done=0)
+    metrics.write(0, {"loss": 0.5, "call_errors/crashed": 0.25, "call_errors/timeout": 0.5, "failed_rate": 0.0})
+    metrics.write(1, {"loss": 0.5, "call_errors/crashed": 0.0, "failed_rate": 0.125})
+    told = ["rl step 1/3 loss 0.5 call_errors/crashed 0.25", "rl step 2/3 loss 0.5 failed_rate 0.125"]
+    assert capsys.readouterr().out.splitlines() == told
+
+
 def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"loss": 3.0}\n{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo'
