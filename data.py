@@ -10,7 +10,9 @@ SFT, RL, evaluation and `ask` all build their prompts with the functions here. r
 `python -m study.prepare` checks them and prepares the published ones. Deliberately missing: prompts per dataset.
 """
 
+import functools
 import hashlib
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -24,6 +26,8 @@ from runtime.dialogue import Dialogue, Media
 from runtime.render import Bundle, Live, Renderer
 from runtime.video import Frames, Videos
 from runtime.visual import VisualContract
+
+log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------------ data types
 
@@ -224,6 +228,14 @@ def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> i
 # ------------------------------------------------------------------------------------------------ RL rows
 
 
+# question_type of a row, in lower case with _ for spaces and hyphens -> Task.kind
+KINDS = {
+    "mcq": "mcq", "multiple_choice": "mcq",
+    "tvg": "tvg", "temporal": "tvg", "temporal_grounding": "tvg", "charades_tvg": "tvg",
+    "oe": "oe", "open_ended": "oe",
+}  # fmt: skip
+
+
 def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task:
     """Read `prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
     question = _read_question(row)
@@ -267,12 +279,13 @@ def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
 
 def _read_gold(info: dict) -> tuple[str, str]:
     """Return the question's kind and gold answer. Refuse a gold that no answer can match. Parquet fills gaps with None."""
-    kind = info.get("question_type") or "oe"
-    if kind not in ("mcq", "tvg", "oe"):
-        raise RowError(f"question_type = {kind!r}: must be mcq, tvg or oe")
+    kind = _read_kind(str(info.get("question_type") or "oe"))
     gold = "" if info.get("answer") is None else str(info["answer"]).strip()
-    if kind == "mcq" and not re.fullmatch("[A-J]", gold.strip("() .").upper()):
-        raise RowError(f"answer = {gold!r}: the answer of an mcq must be a letter from A to J")
+    if kind == "mcq":
+        letter = re.match(r"\(?([A-J])(?:[.):]|$)", gold, re.I)  # "B", "(b)", "B. A dog"; but not "A dog"
+        if not letter:
+            raise RowError(f"answer = {gold!r}: the answer of an mcq must begin with a letter from A to J, as in (B)")
+        gold = letter[1].upper()
     if kind == "tvg":
         start, end = parse_span(gold) or (0, 0)
         if start == end:
@@ -280,6 +293,15 @@ def _read_gold(info: dict) -> tuple[str, str]:
     if kind == "oe" and not normalise(gold):
         raise RowError(f"answer = {gold!r}: the answer of an open question must have a word or a number")
     return kind, gold
+
+
+@functools.cache  # so an unknown type is reported once
+def _read_kind(question_type: str) -> str:
+    """Return a question's kind. As in the release, a question of an unknown type is open-ended."""
+    kind = KINDS.get(re.sub("[- ]", "_", question_type.lower()))
+    if kind is None:
+        log.warning("question_type = %r: unknown, so such questions count as open-ended", question_type)
+    return kind or "oe"
 
 
 # ------------------------------------------------------------------------------------------------ SFT rows
