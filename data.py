@@ -253,7 +253,7 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
 def _read_question(row: dict) -> str:
     """Return the text of the last user message."""
     if "prompt" not in row:
-        raise RowError("an RL row needs the field `prompt`; rows with `messages` are for sft.py")
+        raise RowError(f"an RL row needs the field `prompt`; this one has {', '.join(row)} (`messages` is for sft.py)")
     messages = decode_json(row["prompt"], "prompt")
     contents = [m["content"] for m in messages or [] if isinstance(m, dict) and m.get("role") == "user"]
     if not contents or not isinstance(contents[-1], str):
@@ -267,7 +267,7 @@ def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
     for video in decode_json(row.get("videos") or [], "videos"):
         paths.append(resolve_path(video["video"] if isinstance(video, dict) else video, root))
     if not paths:
-        raise RowError("`videos` names no video")
+        raise RowError(f"`videos` names no video; the row has {', '.join(row)}")
     missing = [path for path in paths if not os.path.exists(path)]
     if missing:
         raise RowError(f"{', '.join(missing)}: no such file")

@@ -17,6 +17,7 @@ Deliberately missing: several checkpoints per run, several machines per run, ens
 """
 
 import contextlib
+import difflib
 import functools
 import importlib.util
 import json
@@ -93,7 +94,7 @@ class EvalConfig:
         config.refuse_below_1(self, "decoders")
         unknown = [name for name in self.splits if name not in SPLITS]
         if unknown:
-            raise ValueError(f"splits = {unknown}: unknown; the splits are {', '.join(SPLITS)}")
+            raise ValueError(f"splits = {unknown}: unknown; {config.choose(unknown[0], SPLITS)}")
         if not self.agentic and self.arms != ("parallel",):
             raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has arms; leave the default")
         if not self.frames or not self.arms or min(self.frames) < 1:
@@ -381,7 +382,10 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["table"]:
+    first = "".join(sys.argv[1:2])
+    if first == "table":
         sys.exit(tables.main(sys.argv[2:]))
+    if difflib.get_close_matches(first, ["table"]) and not Path(first).exists():
+        sys.exit(f"error: {first}: neither a config nor a command; did you mean table?")
     cfg, args = config.command_line(EvalConfig, __doc__)
     config.run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 import data
 from data import Call, Episode, Group, Task, Trajectory
-from runtime.config import refuse_below_1
+from runtime.config import choose, refuse_below_1
 from runtime.dataset import DataError, RowError, row_errors
 from runtime.engine import Engine, EngineError, run_all, run_parallel
 from runtime.inprocess import InProcess
@@ -110,7 +110,7 @@ class RolloutConfig:
     def __post_init__(self):
         unknown = [name for name in self.tools if name not in TOOLS]
         if unknown:
-            raise ValueError(f"tools = {unknown}: there is only {', '.join(TOOLS)}")
+            raise ValueError(f"tools = {unknown}: not in tools.TOOLS; {choose(unknown[0], TOOLS)}")
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
         for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):

@@ -28,7 +28,7 @@ import torch
 from data import encode_dialogue
 from rewards import TAG
 from runtime.checks import open_run
-from runtime.config import command_line, refuse_below_1, run_script
+from runtime.config import choose, command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
@@ -69,9 +69,9 @@ class SFTConfig(RunConfig):
         super().__post_init__()
         refuse_below_1(self, "batch_rows", "pack_tokens")
         if unknown := set(self.tools) - set(TOOLS):
-            raise ValueError(f"tools = {sorted(unknown)}: not in tools.TOOLS, choose from {', '.join(TOOLS)}")
+            raise ValueError(f"tools = {sorted(unknown)}: not in tools.TOOLS; {choose(min(unknown), TOOLS)}")
         if unknown := set(self.kind_weights) - set(KINDS):
-            raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token, choose from {', '.join(KINDS)}")
+            raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {choose(min(unknown), KINDS)}")
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:

@@ -87,12 +87,16 @@ def read_tree(path: Path, above: tuple[Path, ...] = ()) -> dict:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a readable YAML file: {error}") from None
+        advice = "; indent with spaces, not with tabs" if "'\\t'" in str(error) else ""
+        raise ConfigError(f"{path}: not a readable YAML file: {error}{advice}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected `key: value` lines, got {type(tree).__name__}")
     base = tree.pop("base", None)
     if base:
-        tree = merge(read_tree(path.parent / str(base), (*above, path.resolve())), tree)
+        below = path.parent / str(base)
+        if not below.is_file():
+            raise ConfigError(f"{path}: base: {base}: there is no {below}; write the path from the file that names it")
+        tree = merge(read_tree(below, (*above, path.resolve())), tree)
     return tree
 
 
@@ -134,6 +138,12 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
         raise ConfigError(f"{prefix.rstrip('.') + ': ' if prefix else ''}{error}") from None
 
 
+def choose(name: str, names: typing.Iterable[str]) -> str:
+    """Advise what to write instead of a name that is none of `names`."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
+
+
 def shown(value: Any, key: str = "") -> str:
     """Return a value, or a whole override, as an error message shows it. An API key is never shown."""
     text = f"{key}{value}".lower()
@@ -154,7 +164,8 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{key} = {shown(value, key)}: must be a list, as in [a, b]")
+            item = f"{{{dataclasses.fields(args[0])[0].name}: {value}}}" if dataclasses.is_dataclass(args[0]) else value
+            raise ConfigError(f"{key} = {shown(value, key)}: must be a list, as in [{item}]")
         return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if origin is dict or dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):

@@ -89,7 +89,7 @@ class Rows:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_file():
-            raise FileNotFoundError(f"{path}: no such data file; `python -m study.prepare materialize` makes some")
+            raise FileNotFoundError(f"{path}: no such data file; a relative path starts at {Path.cwd()}")
         if self.path.suffix == ".parquet":
             import pyarrow.parquet as pq  # takes 0.3 s, and `--help` does not need it
 

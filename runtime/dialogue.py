@@ -58,7 +58,7 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
     Three columns are optional. `agent` marks rows that teach another agent than the main one. `request` and `system` are a
     sub-agent's prompts, if its tool brings its own."""
     if "messages" not in row:
-        raise RowError("an SFT row needs the field `messages`; rows with `prompt` are for rl.py")
+        raise RowError(f"an SFT row needs the field `messages`; this one has {', '.join(row)} (`prompt` is for rl.py)")
     messages = decode_json(row["messages"], "messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError("`messages` is not a list of messages")

@@ -61,7 +61,11 @@ class RunConfig:
     plan: PlanConfig = PlanConfig()
 
     def __post_init__(self):
-        refuse_below_1(self, "steps", "eval_every", "save_every", "keep", "decoders")
+        if self.eval_every < 1:
+            raise ValueError(
+                f"eval_every = {self.eval_every}: must be at least 1; `val: null` turns the evaluation off"
+            )
+        refuse_below_1(self, "steps", "save_every", "keep", "decoders")
         refuse_below_1(self.policy, "logit_chunk")
         refuse_below_1(self.plan, "gpus", "gpu_gib")
         if not self.run.strip():

@@ -148,7 +148,8 @@ def print_reports(path: str, reports: list[RowReport], tools: Sequence[str]) -> 
             kinds.append("with calls" if calls else "without calls")
     print(f"\n{path}: {len(reports)} rows\n  {count(kinds)}")
     if outcomes:
-        print(f"  calls, as a rollout reads them: {count(outcomes)}")
+        note = " (the toy has unparseable ones on purpose)" if "unparseable" in outcomes else ""
+        print(f"  calls, as a rollout reads them: {count(outcomes)}{note}")
     lengths = [report.tokens for report in reports if report.tokens]
     if lengths:
         quantiles = ", ".join(f"{q} % at most {np.percentile(lengths, q):.0f}" for q in (50, 90, 99, 100))

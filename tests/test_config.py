@@ -90,7 +90,7 @@ def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
         ("name: a", ["steps"], "write it as key.sub=value"),
         ("name: a\nsteps: 3", ["steps.x=1"], "steps is a value, it has no keys below it"),
         ("name: [", [], "not a readable YAML file"),
-        ("base: nowhere.yaml", [], "No such file"),
+        ("base: nowhere.yaml", [], "run.yaml: base: nowhere.yaml: there is no "),
     ],
 )
 def test_what_cannot_run_names_the_key_the_value_and_the_rule(tmp_path, text, overrides, says):
@@ -181,5 +181,5 @@ def test_bases_that_lead_back_to_a_file_are_named(tmp_path):
     with pytest.raises(config.ConfigError, match="a.yaml: its `base` leads back to it"):
         config.read_tree(tmp_path / "a.yaml")
     (tmp_path / "c.yaml").write_text("base: 5")
-    with pytest.raises(config.ConfigError, match="5: not a readable YAML file"):
+    with pytest.raises(config.ConfigError, match="c.yaml: base: 5: there is no "):
         config.read_tree(tmp_path / "c.yaml")

@@ -631,7 +631,10 @@ def test_check_reads_calls_as_a_rollout_would(tmp_path, video, command):
         rows.append({"messages": [user(video), {"role": "assistant", "content": said}]})
     told = command("check", write_jsonl(tmp_path / "sft.jsonl", rows))
     assert "without calls 2, with calls 1" in told
-    assert "calls, as a rollout reads them: ok 1, unknown tool 'ocr_frme' 1, unparseable 1\n" in told
+    assert (
+        "calls, as a rollout reads them: ok 1, unknown tool 'ocr_frme' 1, unparseable 1 (the toy has unparseable ones on purpose)\n"
+        in told
+    )
 
 
 def test_check_counts_the_ids_that_rows_share(tmp_path, video, command):

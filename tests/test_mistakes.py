@@ -38,6 +38,11 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     (root / "linked" / "model").symlink_to(toy_dir / "model")
     (root / "same").symlink_to(toy_dir)
     (root / "notes.txt").write_text("milk")
+    (root / "mine").mkdir()
+    (root / "mine" / "child.yaml").write_text("base: gone.yaml")
+    (root / "mine" / "tab.yaml").write_text("data:\n\tseed: 0")
+    row = {"video": "a.mp4", "prompt": [{"role": "user", "content": "Why?"}]}
+    (root / "mine" / "rows.jsonl").write_text(json.dumps(row))
     shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths are now wrong
     shutil.copytree(toy_dir / "model", root / "qwen25")
     (root / "other" / "state" / "step-00000009").mkdir(parents=True)
@@ -74,8 +79,16 @@ MISTAKES = [  # the page has more
     ("an evaluation's YAML", "sft.py configs/eval/toy.yaml", "configs/eval/toy.yaml is a config of eval.py"),
     ("an empty value", f"{SFT} run=", "run: the value is empty; give one (\"\" is an empty text)"),
     ("a blank run", f"{SFT} run=\"' '\"", "run = ' ': the run would use the current folder; name a folder"),
-    ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not in tools.TOOLS, choose from crop_video"),
-    ("a kind of token that is none", f"{SFT} 'kind_weights={{answers: 1}}'", "kind_weights = ['answers']: not kinds of token, choose from prose, arguments, untagged_answer, answer, structure"),
+    ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not in tools.TOOLS; choose from crop_video"),
+    ("a misspelled tool", f"{SFT} tools=[crop_vidoe]", "tools = ['crop_vidoe']: not in tools.TOOLS; did you mean crop_video?"),
+    ("a misspelled tool of a rollout", f"{RL} rollout.tools=[crop_vidoe]", "tools = ['crop_vidoe']: not in tools.TOOLS; did you mean crop_video?"),
+    ("a kind of token that is none", f"{SFT} 'kind_weights={{color: 1}}'", "kind_weights = ['color']: not kinds of token; choose from prose, arguments, untagged_answer, answer, structure"),
+    ("a base that is gone", "sft.py mine/child.yaml", "mine/child.yaml: base: gone.yaml: there is no mine/gone.yaml; write the path from the file that names it"),
+    ("a tab in YAML", "sft.py mine/tab.yaml", "; indent with spaces, not with tabs"),
+    ("a source without its braces", f"{SFT} data.sources=x.parquet", "data.sources = 'x.parquet': must be a list, as in [{path: x.parquet}]"),
+    ("a value instead of a list", f"{RL} gating=8", "gating = 8: must be a list, as in [8]"),
+    ("no evaluation, by a zero", f"{SFT} eval_every=0", "eval_every = 0: must be at least 1; `val: null` turns the evaluation off"),
+    ("a misspelled command", "eval.py tabel runs/x", "tabel: neither a config nor a command; did you mean table?"),
     ("an old key", f"{RL} rollout.gpus=[0]", "rollout.gpus = [0]: unknown key; did you mean rollout.server_gpus?"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
@@ -87,8 +100,9 @@ MISTAKES = [  # the page has more
     ("a folder that is no run's", f"{RL} policy.checkpoint=qwen25 run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
     ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl' model; this code needs dense Qwen3-VL"),
     # data
-    ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; `python -m study.prepare materialize`"),
-    ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "an RL row needs the field `prompt`; rows with `messages` are for sft.py"),
+    ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; a relative path starts at"),
+    ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "an RL row needs the field `prompt`; this one has messages, agent (`messages` is for sft.py)"),
+    ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),
     ("sources as output", "study/prepare.py materialize --root gone --parquet-dir holiday --output-dir linked/../holiday", "--output-dir linked/../holiday is --parquet-dir itself; write into another folder"),
     # settings that passed the dry run and crashed the run
     ("no decoders", f"{SFT} --dry-run decoders=0", "decoders = 0: must be at least 1"),
@@ -107,7 +121,7 @@ MISTAKES = [  # the page has more
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge' needs judge.url and judge.model"),
     ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 grpo.group_size=2", "step 1: none of its 2 episodes ran; the last error: EngineError: a prompt of"),
     # evaluation, report, asking
-    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: unknown; the splits are videomme"),
+    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: unknown; did you mean toy?"),
     ("a report on no run", "study/report.py holiday", "holiday/config.yaml: not a readable YAML file"),
     ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
