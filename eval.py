@@ -22,7 +22,6 @@ import functools
 import importlib.util
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import snapshot_download
 from tqdm import tqdm
 from transformers import AutoConfig, Qwen3VLConfig
 
@@ -42,22 +40,17 @@ from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
 from runtime import checks, config
 from runtime.api import Api, OpenAI, check_api
-from runtime.checks import check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
-from runtime.dataset import DataError
+from runtime.checks import USER_ERRORS, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
 from runtime.engine import Engine, run_all
 from runtime.judge import Judge, JudgeError
 from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
 from runtime.policy import PolicyConfig
 from runtime.render import Renderer, load_tokenizer
-from runtime.run import USER_ERRORS
 from runtime.video import Videos
 from runtime.visual import VisualContract
 
 # By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
 GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
-# Host memory in bytes for the frames of one GPU's requests: 8 of the published size, which fill a server's KV cache.
-FRAME_BYTES = 8e9
-BYTES_PER_PIXEL = 24 + 3  # in SGLang, and in the file that we write for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +62,7 @@ class EvalConfig:
     name: str
     """The model's row in the table. A name of published.yaml, such as "ParaVT-8B (own)", adds its published numbers."""
     checkpoint: str
-    """A Hugging Face folder, a model on the hub that a file in configs/ names, or hub:OWNER/MODEL."""
+    """A Hugging Face folder, or its name on the hub."""
     splits: dict[str, str]
     """Split -> folder of its dataset."""
     frames: tuple[int, ...] = (64,)
@@ -116,15 +109,10 @@ class EvalConfig:
 
 def main(cfg: EvalConfig) -> int:
     """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
-    # Refuse what cannot run before anything is written or loaded.
-    jobs = list_jobs(cfg)
-    folder = find_model(cfg)
-    renderer = load_renderer(cfg, folder)
-    jobs = with_headers(cfg, jobs, folder)
-    any_left = check_jobs(cfg, jobs, folder)
+    jobs, folder, renderer = inspect(cfg, checks.Checklist())
 
     # Ask the remaining items. Nothing is written before the engine is up.
-    if any_left:
+    if any(results.items_left(job) for job in jobs):
         with (
             checks.only_run_in(Path(cfg.run)),
             contextlib.closing(open_model(cfg, folder, renderer)) as engine,
@@ -148,168 +136,7 @@ def main(cfg: EvalConfig) -> int:
     return status
 
 
-def dry_run(cfg: EvalConfig) -> int:
-    """Print what is there, what is missing, and what differs from the published run. Return 1 if something is missing.
-    Any other fault that the run would refuse ends the dry run with the same error."""
-    print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    status = 0
-
-    # The datasets.
-    jobs = []
-    for split, root in cfg.splits.items():
-        try:
-            jobs_of_split = list_jobs(replace(cfg, splits={split: root}))
-        except DataError as error:
-            status = 1
-            print(f"  MISSING {split}: {error}")
-            continue
-        items = len(jobs_of_split[0].items)
-        print(f"  ok      {split}: {items} items, {len(jobs_of_split) * items} episodes")
-        jobs += jobs_of_split
-
-    # The model.
-    folder = None
-    try:
-        folder = find_model(cfg, fetch=False)
-        if not folder:
-            print(f"  note    {cfg.checkpoint} is not on this machine; the run would fetch it from the hub")
-    except config.ConfigError as error:
-        status = 1
-        print(f"  MISSING {error}")
-
-    # Settings that differ from the training or from the published run.
-    notes = []
-    jobs = with_headers(cfg, jobs, folder)
-    for job in jobs:
-        notes += job.header["unlike_training"]
-    notes += results.unlike_published(cfg, folder)
-    for note in dict.fromkeys(notes):
-        print(f"  note    {note}")
-
-    if folder:
-        load_renderer(cfg, folder)
-    check_jobs(cfg, jobs, folder)
-    return status
-
-
-def find_model(cfg: EvalConfig, fetch: bool = True) -> Path | None:
-    """Return the checkpoint's folder, downloaded if needed (None without `fetch`). An API needs only the tokenizer."""
-    name = cfg.checkpoint.removeprefix("hub:")
-    if not Path(name).is_dir():
-        # Without the prefix hub:, a name that no config has is taken for a path.
-        configs = [path.read_text("utf-8") for path in (Path(__file__).parent / "configs").rglob("*.yaml")]
-        known = re.search(rf"(^checkpoint|family): {re.escape(name)}[\s,}}]", "\n".join(configs), re.M)
-        asked_for_hub = cfg.checkpoint.startswith("hub:")
-        if not on_the_hub(name) or not (known or asked_for_hub):
-            rule = "no such folder, and no file of configs/ names it; give a folder like RUN/model, or hub:OWNER/MODEL"
-            raise config.ConfigError(f"checkpoint = {cfg.checkpoint!r}: {rule}")
-        if not fetch:
-            try:
-                cached = Path(snapshot_download(name, local_files_only=True))
-            except OSError:
-                return None
-            return cached if cfg.api.url or any(cached.glob("*.safetensors")) else None
-    return find_checkpoint(name, weights=not cfg.api.url)
-
-
-def load_renderer(cfg: EvalConfig, folder: Path) -> Renderer:
-    contract = contract_of(cfg, folder)
-    contract.check(folder)
-    return Renderer(load_tokenizer(folder), contract)
-
-
-def check_jobs(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> bool:
-    """Return whether items are left to ask, after refusing a run that cannot work or would mix its results with others. The run
-    and its dry run both call this. A dry run may lack jobs or the checkpoint."""
-    check_run(cfg)
-
-    # Look for items that have no answer yet. A file of answers under other settings is refused.
-    any_left = False
-    for job in jobs:
-        _, items = results.resume(job)
-        any_left |= bool(items)
-
-    # Other files in this folder may come from another model.
-    mine = {job.path for job in jobs}
-    others = [other for path, other in results.read_run(cfg.run).items() if path not in mine]
-    results.refuse_mixtures([*others, *(Results(job.header, []) for job in jobs)])
-
-    if any_left or not jobs:
-        check_engine(cfg, folder)
-    return any_left
-
-
-def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
-    """Refuse a model or a judge that does not answer, and a model that this process or its GPUs cannot run."""
-    if cfg.grading.open_answer == "judge":
-        check_api(cfg.grading.judge)
-    if cfg.api.url:
-        check_api(cfg.api)
-        return
-    check_servers(cfg.rollout)
-    if cfg.rollout.urls:
-        return
-    if cfg.rollout.server_gpus:
-        checks.check_host_memory(*requests_at_once(cfg, contract_of(cfg, folder) or VisualContract()))
-
-    # Get the model's sizes from its config.json. Those of the published models are known without it.
-    name = cfg.checkpoint.removeprefix("hub:")
-    if folder:
-        model = AutoConfig.from_pretrained(folder)
-        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it runs in bf16
-    elif name in PUBLISHED:
-        model = Qwen3VLConfig(**PUBLISHED[name])
-        weights = 2 * count(meta_policy(PolicyConfig(name)))
-    else:
-        return
-    if not cfg.rollout.server_gpus and model.model_type != "qwen3_vl":
-        told = f"checkpoint = {cfg.checkpoint!r}: this process only runs Qwen3-VL, not {model.model_type!r}"
-        raise config.ConfigError(f"{told}; install SGLang, or set rollout.urls")
-    if torch.cuda.is_available():
-        longest = cfg.rollout.max_context  # the cache holds at least one trajectory
-        plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
-
-
-def requests_at_once(cfg: EvalConfig, contract: VisualContract) -> tuple[int, int]:
-    """Return how many items to ask at the same time, and the host memory of one item's overview in bytes. Servers that we start
-    get at most FRAME_BYTES per GPU."""
-    width, height = contract.frame_size(1280, 720)  # as if every video were 720p
-    item_bytes = BYTES_PER_PIXEL * max(cfg.frames) * width * height
-    at_once = cfg.rollout.concurrency
-    if cfg.rollout.server_gpus and not (cfg.api.url or cfg.rollout.urls):
-        per_gpu = max(1, round(FRAME_BYTES / item_bytes))
-        at_once = min(at_once, per_gpu * len(cfg.rollout.server_gpus))
-    return at_once, item_bytes
-
-
-def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
-    if cfg.api.url:
-        return OpenAI(cfg.api, renderer)
-    gpus = () if cfg.rollout.urls else cfg.rollout.server_gpus  # the default is all GPUs, so `urls` must override it
-    return open_engine(folder, renderer, replace(cfg.rollout, server_gpus=gpus), logs=Path(cfg.run) / "logs")
-
-
 # ------------------------------------------------------------------------------------------------ one file of results, one item
-
-
-def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
-    """List the result files of a run with their items, still without headers, which need the model."""
-    jobs = []
-    for split, root in cfg.splits.items():
-        items = load_split(split, root, cfg.limit)
-        total = count_items(split, root)
-        for k in cfg.frames:
-            for dispatch in cfg.arms:
-                arm = dispatch if cfg.agentic else cfg.prompting.protocol
-                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
-    return jobs
-
-
-def with_headers(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> list[EvalJob]:
-    weights = cfg.api.model if cfg.api.url else folder and weights_digest(folder)
-    return [replace(job, header=results.make_header(cfg, job, folder, weights)) for job in jobs]
 
 
 def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
@@ -326,8 +153,7 @@ def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentCo
 
         try:
             asked = [functools.partial(ask_item, item, job.k, context, cfg, judge) for item in items]
-            at_once, _ = requests_at_once(cfg, context.renderer.contract)
-            run_all(context.engine, asked, at_once, done)
+            run_all(context.engine, asked, cfg.rollout.concurrency, done)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
 
@@ -379,6 +205,124 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
         "seconds": episode.seconds,
         "error": error,
     }
+
+
+# ------------------------------------------------------------------------------------------------ the parts of a run
+
+
+def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
+    """List the result files of a run with their items, still without headers, which need the model."""
+    jobs = []
+    for split, root in cfg.splits.items():
+        items = load_split(split, root, cfg.limit)
+        total = count_items(split, root)
+        for k in cfg.frames:
+            for dispatch in cfg.arms:
+                arm = dispatch if cfg.agentic else cfg.prompting.protocol
+                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
+                jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
+    return jobs
+
+
+def with_headers(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> list[EvalJob]:
+    weights = cfg.api.model if cfg.api.url else folder and weights_digest(folder)
+    return [replace(job, header=results.make_header(cfg, job, folder, weights)) for job in jobs]
+
+
+def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
+    if cfg.api.url:
+        return OpenAI(cfg.api, renderer)
+    gpus = () if cfg.rollout.urls else cfg.rollout.server_gpus  # the default is all GPUs, so `urls` must override it
+    return open_engine(folder, renderer, replace(cfg.rollout, server_gpus=gpus), logs=Path(cfg.run) / "logs")
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def dry_run(cfg: EvalConfig) -> int:
+    """Print what is there, what is missing, and what differs from the published run. Return 1 if the run would be refused."""
+    print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
+    checklist = checks.Checklist(dry=True)
+    _, folder, _ = inspect(cfg, checklist)
+    for note in results.unlike_published(cfg, folder):
+        print(f"  note    {note}")
+    return checklist.status
+
+
+def inspect(cfg: EvalConfig, checklist: checks.Checklist) -> tuple[list[EvalJob], Path | None, Renderer | None]:
+    """Refuse what cannot run, or would mix its results with others, before anything is written or loaded. Return the files of
+    results, and the checkpoint's folder and renderer. In a dry run, what was refused is left out."""
+    # The datasets.
+    jobs = []
+    for split, root in cfg.splits.items():
+        with checklist.item(split):
+            jobs_of_split = list_jobs(replace(cfg, splits={split: root}))
+            jobs += jobs_of_split
+            items = len(jobs_of_split[0].items)
+            checklist.ok(f"{split}: {items} items, {len(jobs_of_split) * items} episodes")
+
+    # The checkpoint. A dry run downloads nothing.
+    folder = None
+    renderer = None
+    with checklist.item("checkpoint"):
+        if checklist.dry and on_the_hub(cfg.checkpoint):
+            checklist.ok(
+                f"checkpoint: {cfg.checkpoint} is on the hub; the run fetches it if this machine does not have it"
+            )
+        else:
+            folder = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)  # an API needs only the tokenizer
+            contract = contract_of(cfg, folder)
+            contract.check(folder)
+            renderer = Renderer(load_tokenizer(folder), contract)
+            checklist.ok(f"checkpoint: {folder}")
+
+    # The run's folder. A file of answers under other settings is refused, and so are results of another model.
+    jobs = with_headers(cfg, jobs, folder)
+    any_left = False
+    with checklist.item("run"):
+        check_run(cfg)
+        for job in jobs:
+            any_left |= bool(results.items_left(job))
+        mine = {job.path for job in jobs}
+        others = [other for path, other in results.read_run(cfg.run).items() if path not in mine]
+        results.refuse_mixtures([*others, *(Results(job.header, []) for job in jobs)])
+        checklist.ok(f"run: {cfg.run}")
+
+    # The model and the judge, if there is something to ask.
+    if any_left or not jobs:
+        with checklist.item("model"):
+            check_engine(cfg, folder)
+            checklist.ok("model and judge")
+    return jobs, folder, renderer
+
+
+def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
+    """Refuse a model or a judge that does not answer, and a model that this process or its GPUs cannot run."""
+    if cfg.grading.open_answer == "judge":
+        check_api(cfg.grading.judge)
+    if cfg.api.url:
+        check_api(cfg.api)
+        return
+    check_servers(cfg.rollout)
+    if cfg.rollout.urls:
+        return
+
+    # Get the model's sizes from its config.json. Those of the published models are known without it.
+    if folder:
+        model = AutoConfig.from_pretrained(folder)
+        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it runs in bf16
+    elif cfg.checkpoint in PUBLISHED:
+        model = Qwen3VLConfig(**PUBLISHED[cfg.checkpoint])
+        weights = 2 * count(meta_policy(PolicyConfig(cfg.checkpoint)))
+    else:
+        return
+    if not cfg.rollout.server_gpus and model.model_type != "qwen3_vl":
+        told = f"checkpoint = {cfg.checkpoint!r}: this process only runs Qwen3-VL, not {model.model_type!r}"
+        raise config.ConfigError(f"{told}; install SGLang, or set rollout.urls")
+    if torch.cuda.is_available():
+        longest = cfg.rollout.max_context  # the cache holds at least one trajectory
+        plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from runtime.engine import Engine
 from runtime.judge import Judge
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, set_node_reduction
 from runtime.render import Renderer
-from runtime.run import USER_ERRORS, Clock, Run, RunConfig, check_room, dry_run
+from runtime.run import Clock, Run, RunConfig, check_room, dry_run
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync
 from tools import TOOLS
@@ -498,4 +498,4 @@ def check_hardware(cfg: RLConfig) -> None:
 if __name__ == "__main__":
     cfg, args = config.command_line(RLConfig, __doc__)
     check = partial(dry_run, parse=parse_task, plans=plan.plan_rl)
-    config.run_script(check if args.dry_run else main, cfg, *USER_ERRORS)
+    config.run_script(check if args.dry_run else main, cfg, *checks.USER_ERRORS)

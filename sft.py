@@ -27,7 +27,7 @@ import torch
 
 from data import encode_dialogue
 from rewards import TAG
-from runtime.checks import open_run
+from runtime.checks import USER_ERRORS, open_run
 from runtime.config import choose, command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, parse_dialogue
@@ -36,7 +36,7 @@ from runtime.packing import best_fit
 from runtime.plan import Plan, plan_training, utilisation
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step, set_node_reduction
 from runtime.render import Bundle, Renderer
-from runtime.run import USER_ERRORS, Run, RunConfig, check_room, dry_run
+from runtime.run import Run, RunConfig, check_room, dry_run
 from runtime.video import Videos
 from tools import TOOLS
 

@@ -118,8 +118,10 @@ def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
         return [job.header], job.items
     earlier = read_results(job.path)
     answered = [record for record in earlier.records if not record["error"]]
-    if answered:
-        refuse_other_settings(job.path, earlier.settings, job.header)
+    changed = changes(earlier.settings, job.header)
+    if answered and changed:
+        fix = "choose another `run`, or delete the file"
+        raise config.ConfigError(f"{job.path} was made under other settings ({changed}): {fix}")
 
     # Keep an answer if its item has not changed, or if its item lies beyond this run's limit.
     digests = {item.task.id: item_digest(item) for item in job.items}
@@ -132,15 +134,17 @@ def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
     return [job.header, *kept.values()], [item for item in job.items if item.task.id not in kept]
 
 
-def refuse_other_settings(path: Path, before: dict, header: dict) -> None:
-    changed = config.differences(before, header)
-    changed.pop("unlike_training", None)  # only a note; it disappears if the checkpoint is copied away from its run
-    for name in ("weights", "visual"):
-        if header[name] is None:  # a dry run without the checkpoint
-            changed.pop(name, None)
-    if changed:
-        fix = "choose another `run`, or delete the file"
-        raise config.ConfigError(f"{path} was made under other settings ({'; '.join(changed.values())}): {fix}")
+def items_left(job: EvalJob) -> list[Item]:
+    """Return the items still to ask."""
+    return resume(job)[1]
+
+
+def changes(before: dict, now: dict) -> str:
+    """Name the settings that differ. A dry run without the checkpoint does not know its weights and contract."""
+    unknown = [name for name in ("weights", "visual") if name in now and now[name] is None]
+    was = {name: value for name, value in before.items() if name not in unknown}
+    now = {name: value for name, value in now.items() if name not in unknown}
+    return "; ".join(config.differences(was, now).values())
 
 
 def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None) -> dict[str, Any]:
@@ -178,7 +182,6 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None
         "grading": {"open_answer": cfg.grading.open_answer, "untagged_answer": cfg.grading.untagged_answer},
         "judge": cfg.grading.judge.model,
         "seed": cfg.seed,
-        "unlike_training": unlike_training(cfg, job, folder),
     }
     return json.loads(json.dumps(header))  # tuples become lists, as in a file
 
@@ -217,43 +220,17 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
 
 
 def refuse_mixtures(all_results: Sequence[Results]) -> None:
-    """Refuse results under one name that come from different models or sampling settings or, within an arm, prompts.
-    Such a table row would describe neither."""
-    first = {}  # name, or name and arm -> its first results
+    """Refuse results under one name that come from different models or sampling settings. Such a row would describe neither."""
+    first = {}  # name -> its first results
     for results in all_results:
-        row = (results.name, results.arm)
-        for place, shared in ((results.name, ("weights", "api", "rollout")), (row, ("prompts",))):
-            other = first.setdefault(place, results)
-            unlike = []
-            for key, text in config.differences(other.settings, results.settings).items():
-                may_differ = key == "rollout.max_context"  # a limit, which one split may need higher than another
-                unknown = key == "weights" and results.settings.get("weights") is None
-                if key.partition(".")[0] in shared and not may_differ and not unknown:
-                    unlike.append(text)
-            if unlike:
-                places = " and ".join(f"{r.split} K={r.k} {r.arm}" for r in (other, results))
-                told = f"{places} differ ({'; '.join(unlike)})"
-                raise DataError(
-                    f"name = {results.name!r}: {told}; give one of them another `name` and `run`, or delete its file"
-                )
-
-
-def unlike_training(cfg: Any, job: EvalJob, folder: Path | None) -> list[str]:
-    """List how this evaluation differs from the training of a model of rl.py, which RUN/config.yaml describes."""
-    run = folder.resolve().parent if folder else None
-    trained = config.read_tree(run / "config.yaml") if run and (run / "run.json").exists() else {}
-    if "rollout" not in trained or cfg.api.url:  # sft.py samples nothing
-        return []
-    frames = trained.get("gating") or [trained["visual"]["overview_frames"]]
-    was = {}
-    now = {}
-    for name in ("tools", "dispatch", "tool_return", "think_prefix", "temperature"):
-        value = getattr(job.rollout, name)
-        was[name] = trained["rollout"].get(name)
-        now[name] = list(value) if isinstance(value, tuple) else value  # a YAML file has lists
-    was |= {"protocol": "agent", "frames": frames}
-    now |= {"protocol": cfg.prompting.protocol, "frames": frames if job.k in frames else [job.k]}
-    return [f"unlike its training: {text}" for text in config.differences(was, now).values()]
+        other = first.setdefault(results.name, results)
+        same = ("weights", "api", "rollout")
+        was, now = ({name: r.settings.get(name) for name in same} for r in (other, results))
+        if unlike := changes(was, now):
+            places = " and ".join(f"{r.split} K={r.k} {r.arm}" for r in (other, results))
+            raise DataError(
+                f"name = {results.name!r}: {places} differ ({unlike}); give one of them another `name` and `run`, or delete its file"
+            )
 
 
 def unlike_published(cfg: Any, folder: Path | None) -> list[str]:

@@ -19,14 +19,16 @@ from typing import Any
 import requests
 import torch
 
-from runtime.cleanup import MEMORY
 from runtime.config import ConfigError, differences, git_commit, leave, load
-from runtime.dataset import check_rows
+from runtime.dataset import DataError, check_rows
 from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first, saved_step
+from runtime.engine import EngineError
 from runtime.policy import dtype_of
 from runtime.render import Renderer, load_tokenizer
-from runtime.visual import read_json
+from runtime.visual import ContractError, read_json
 
+# Errors that a user can fix: they are shown as one sentence, without a traceback.
+USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
 # Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
 # steps and rows. A name without a dot stands for the whole section. In data.sources only the paths may change.
 MAY_CHANGE = {
@@ -36,6 +38,28 @@ MAY_CHANGE = {
     "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
     "report_to", "data.video_root", "data.max_bad_fraction", "optim",
 }  # fmt: skip
+
+
+class Checklist:
+    """The checks that a run and its dry run share. The first one that fails ends a run. A dry run prints a line for each."""
+
+    def __init__(self, dry: bool = False):
+        self.dry = dry
+        self.status = 0  # the dry run's exit status
+
+    @contextlib.contextmanager
+    def item(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except USER_ERRORS as error:
+            if not self.dry:
+                raise
+            self.status = 1
+            print(f"  ERROR   {name}: {error}")
+
+    def ok(self, found: str) -> None:
+        if self.dry:
+            print(f"  ok      {found}")
 
 
 @contextlib.contextmanager
@@ -212,19 +236,6 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
     if cfg.server_gpus and not shutil.which("nvcc") and not any(Path(home, "bin/nvcc").exists() for home in homes):
         raise ConfigError("nvcc is not found, and SGLang compiles kernels with it: put it on PATH, or set CUDA_HOME")
     check_urls(cfg.urls)
-
-
-def check_host_memory(requests: int, each: int) -> None:
-    """Refuse more concurrent requests than this machine's memory holds, at `each` bytes per request: SGLang keeps their frames
-    in host memory."""
-    free = 1024 * int(re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())[1])
-    needed, room = requests * each, shutil.disk_usage(MEMORY).free
-    if needed > free:
-        told = f"{requests} requests at once need {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} are free"
-        raise ConfigError(f"{told}: set rollout.concurrency to at most {free // each}")
-    if needed > room:
-        told = f"{MEMORY} has {room / 1e9:.0f} GB free for frames that take {needed / 1e9:.0f}"
-        print(f"{told}: the rest travels inside requests, which is slower (docker run --shm-size)")
 
 
 def check_urls(urls: Sequence[str]) -> None:

@@ -23,16 +23,13 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from runtime.checks import check_checkpoint, check_run, check_start, weights_digest
-from runtime.config import ConfigError, Metrics, refuse_below_1, save_run
-from runtime.dataset import DataConfig, DataError, Dataset, check_rows
+from runtime.config import Metrics, refuse_below_1, save_run
+from runtime.dataset import DataConfig, Dataset, check_rows
 from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
-from runtime.engine import EngineError
 from runtime.plan import Plan, PlanConfig, meta_policy
 from runtime.policy import OptimConfig, Policy, PolicyConfig, learning_rate
-from runtime.visual import ContractError, VisualContract
+from runtime.visual import VisualContract
 
-# Errors that a user can fix: they are shown as one sentence, without a traceback.
-USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
 MAX_BAD_STEPS = 5  # an update whose gradient is not finite is skipped; more of them than this stop the run
 
 

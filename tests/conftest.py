@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ os.environ |= scripts.ONE_THREAD  # before torch is imported: the workers share 
 
 import tiny_checkpoint
 
+import eval as evaluation
+from runtime.checks import USER_ERRORS
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
@@ -87,3 +90,19 @@ def videos():
 @pytest.fixture(scope="session")
 def schemas() -> list[dict]:
     return [TOOLS["crop_video"].schema]
+
+
+@pytest.fixture
+def refused(capsys):
+    """refused(cfg, match): an evaluation and its dry run refuse the config with the same sentence. Returns what they say."""
+
+    def check(cfg: evaluation.EvalConfig, match: str) -> str:
+        capsys.readouterr()
+        with pytest.raises(USER_ERRORS, match=match) as error:
+            evaluation.main(cfg)
+        assert evaluation.dry_run(cfg) == 1
+        told = capsys.readouterr().out
+        assert re.search(f"ERROR .*{match}", told)
+        return f"{error.value}\n{told}"
+
+    return check

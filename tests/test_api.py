@@ -212,7 +212,9 @@ def theirs(toy_dir, tmp_path):
     return make
 
 
-def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(endpoint, theirs, tmp_path, monkeypatch, capsys):
+def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
+    endpoint, theirs, tmp_path, monkeypatch, capsys, refused
+):
     there = endpoint("red")
     cfg = theirs(there)
     assert evaluation.dry_run(cfg) == 0 and len(there.bodies) == 1  # a small request
@@ -232,30 +234,24 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(endpoint, thei
         ("api.url=http://127.0.0.1:9/v1", "api.url: .*, now 'http://127.0.0.1:9/v1'"),
         ("api.parameters={max_tokens: 9}", "api.parameters.max_tokens: None, now 9"),
     ):
-        for work in (evaluation.dry_run, evaluation.main):
-            with pytest.raises(config.ConfigError, match=f"made under other settings.*{rule}"):
-                work(theirs(there, override))
+        refused(theirs(there, override), f"made under other settings.*{rule}")
     # Without its URL or its key, nothing starts.
     there.shutdown()
     there.server_close()
     cfg = theirs(there, f"run={tmp_path}/another")
-    for work in (evaluation.dry_run, evaluation.main):
-        with pytest.raises(config.ConfigError, match=f"'m' fails a first small request: {there.url}: .*refused"):
-            work(cfg)
+    refused(cfg, f"'m' fails a first small request: {there.url}: .*refused")
     monkeypatch.delenv(NAME)
     with pytest.raises(config.ConfigError, match=f"key = '{NAME}': this environment variable is not set"):
         evaluation.main(cfg)
     assert not (tmp_path / "another").exists()
 
 
-def test_a_wrong_key_model_or_account_is_found_before_the_first_item(endpoint, theirs, tmp_path, pauses):
+def test_a_wrong_key_model_or_account_is_found_before_the_first_item(endpoint, theirs, tmp_path, pauses, refused):
     wrong = (401, {}, {"error": KEY}), (404, {}, {"error": "no model m"}), (400, {}, {"error": "max_tokens"})
     for reply in (*wrong, QUOTA):
-        for work in (evaluation.dry_run, evaluation.main):
-            there = endpoint(reply)
-            with pytest.raises(config.ConfigError, match=f"fails a first small request: .*{reply[0]}") as error:
-                work(theirs(there))
-            assert len(there.bodies) == 1 and KEY not in str(error.value) and not (tmp_path / "run").exists()
+        there = endpoint(reply, reply)
+        told = refused(theirs(there), f"fails a first small request: .*{reply[0]}")
+        assert len(there.bodies) == 2 and KEY not in told and not (tmp_path / "run").exists()
 
 
 def test_refusals_are_counted_apart_and_asked_again(endpoint, theirs, tmp_path, capsys):
