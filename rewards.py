@@ -23,6 +23,7 @@ from data import Episode, Group, Task, Trajectory
 from runtime.answers import LETTERS, listed_options, normalise, parse_letter, parse_span, words_of
 from runtime.judge import Judge, JudgeConfig, JudgeError
 from runtime.render import END_OF_TURN, Renderer
+from tools import parse_calls
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
 TAG = re.compile("|".join(TAGS))
@@ -86,9 +87,9 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     # Split the turns into tags and text. Tag spam scores 0.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
-    tags = tag_metrics(turns)
-    if any(tags[f"spam_{name}"] for name in TAG_LIMITS):
-        return score_of_spam(cfg) | tags
+    metrics = tag_metrics(turns) | {"f_release": f_release(sampled_text(episode.main, renderer), cfg)}
+    if any(metrics[f"spam_{name}"] for name in TAG_LIMITS):
+        return score_of_spam(cfg) | metrics
 
     # Score the answer, the calls and the format.
     acc = accuracy(final_answer(texts, cfg.untagged_answer), episode.task, cfg, judge)
@@ -109,7 +110,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
         "R_anchor": anchor,
         "well_formed": float(well_formed(turns)),
     }
-    return parts | tags
+    return parts | metrics
 
 
 def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
@@ -309,11 +310,8 @@ def format_rewards(
     # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [s > 0 and all tags balanced]
     # The release computes min(1, s + 0.1 * [balanced]). With calls, s alone can reach 1, and broken tags cost nothing. Capping s
     # at 0.9 gives balanced text the same score, and broken tags always cost 0.1.
-    # w_answer adds the release's weights of the opening and the closing tag. Without a call, R_fmt is at most 0.8.
-    w_think, w_answer = 0.3, 0.2 + 0.1
-    if answer_suffix:  # the paper's Answer Suffix
-        w_think, w_answer = 0.2, 0.3 + 0.2
-
+    # Without a call, R_fmt is at most 0.8.
+    w_think, w_answer = format_weights(answer_suffix)
     thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
     thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
     balanced = all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
@@ -323,6 +321,13 @@ def format_rewards(
     s += 0.3 * thinks_before_calls
     bonus = 0.1 * (balanced and s > 0)
     return min(0.9, s) + bonus, min(0.9, s + anchor_term) + bonus
+
+
+def format_weights(answer_suffix: bool) -> tuple[float, float]:
+    """Return w_think and w_answer. w_answer adds the release's weights of the opening and the closing tag."""
+    if answer_suffix:  # the paper's Answer Suffix
+        return 0.2, 0.3 + 0.2
+    return 0.3, 0.2 + 0.1
 
 
 def thinks_before_call(turn: Turn) -> bool:
@@ -365,6 +370,40 @@ def tool_reward(episode: Episode, acc: float) -> float:
     informed = any(call.turn < answering for call in episode.calls if not call.error)
     correct = acc > 0 if episode.task.kind == "mcq" else acc >= 0.5
     return 0.3 + 0.5 * (informed and correct)
+
+
+# ------------------------------------------------------------------------------------------------ f on the paper's scale
+
+
+def f_release(text: str, cfg: RewardConfig) -> float:
+    """Return f as the released code computes it, to compare with the paper's. Nothing is paid for it. `text` is the sampled
+    text of all turns. It lacks a forced <think>, so a tidy direct answer scores 0.5 there."""
+    # s = w_think * [there is a <think>] + w_answer * [an answer is complete]
+    #   + 0.3 * [there is a <think>, a call parses, and the first <think> stands before the first call]
+    # f = min(1, s + 0.1 * [s > 0 and tags balanced] + lambda * R_anchor)
+    w_think, w_answer = format_weights(cfg.answer_suffix)
+    thought = re.search("<think>.{10}", text, re.S)  # it need not be closed
+    answered = any(answer.strip() for answer in ANSWER.findall(text))
+    called = any(not call.error for call in parse_calls(text))
+    first_call = re.search("<tool_call>|<tool_code>", text)
+    names = ("think", "tool_call", "tool_code", "answer")
+    balanced = all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in names)
+
+    s = w_think * bool(thought) + w_answer * answered
+    s += 0.3 * bool(thought and called and thought.start() < first_call.start())
+    s += 0.1 * (balanced and s > 0)
+
+    anchor, closed = 0.0, "</think>" in text
+    if closed and thought:
+        anchor = cfg.anchor.alpha + cfg.anchor.beta * answered
+    elif "<think>" in text and not closed:
+        anchor = -cfg.anchor.gamma
+    lam = 0 if cfg.anchor.credit == "off" else cfg.anchor.lam
+    return min(1.0, s + lam * anchor)
+
+
+def sampled_text(trajectory: Trajectory, renderer: Renderer) -> str:
+    return renderer.decode([id for id, sampled in zip(trajectory.ids, trajectory.mask) if sampled])
 
 
 # ------------------------------------------------------------------------------------------------ struct(o)
