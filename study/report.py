@@ -51,7 +51,7 @@ SIDE = 96  # pixels: longest side of a thumbnail
 SECTIONS = {
     "Reward": "R R_acc R_tool",
     "Accuracy by K": "acc/K=*[0-9]",
-    "Format": "f well_formed R_anchor closure/* surplus/*",
+    "Format": "f f_release well_formed R_anchor closure/* surplus/*",
     "Calls": "kappa turns calls/distinct critical_tokens all_tokens",
     "Sub-agents' reports": "report/ended report/tagged report/tokens",
     "Learning": "loss val_loss entropy kl clip_fraction logprob_gap grad_norm flat_groups lr",
@@ -62,6 +62,7 @@ SECTIONS = {
 TITLES = {  # for keys whose names do not explain themselves
     "R_acc": "accuracy at the drawn K",
     "f": "format reward f",
+    "f_release": "f on the scale of the released code, and of the paper",
     "well_formed": "exactly well-formed",
     "kappa": "κ: executed calls per episode",
     "calls/distinct": "calls with a window that no earlier call mostly covers",
