@@ -23,6 +23,7 @@ from typing import Any
 from runtime.answers import normalise, parse_span
 from runtime.dataset import RowError, decode_json, resolve_path
 from runtime.dialogue import Dialogue, Media
+from runtime.prompts import OURS, Prompts
 from runtime.render import Bundle, Live, Renderer
 from runtime.video import Frames, Videos
 from runtime.visual import VisualContract
@@ -153,6 +154,7 @@ class Group:
 
 # ------------------------------------------------------------------------------------------------ prompts
 
+# Our texts. A run's `prompts` can replace each of them.
 SUBAGENT_REQUEST = "What happens here?"
 
 
@@ -182,8 +184,9 @@ def subagent_system_prompt(stamped: bool = True) -> str:
 
 
 def main_messages(
-    task: Task, clips: Sequence[Frames], with_tools: bool, stamped: bool = True, tool_return: str = "subagent"
-) -> list[dict]:
+    task: Task, clips: Sequence[Frames], with_tools: bool, stamped: bool = True, tool_return: str = "subagent",
+    prompts: Prompts = OURS,
+) -> list[dict]:  # fmt: skip
     """Return the main agent's first messages, the same in SFT, RL, evaluation and `ask`. `clips`: each video's overview."""
     parts: list[str | Frames] = []
     for path, clip in zip(task.videos, clips, strict=True):
@@ -191,18 +194,31 @@ def main_messages(
             parts.append(f"\n{os.path.basename(path)}: ")
         parts.append(clip)
     parts.append("\n" + task.question)
-    system = Live(system_prompt(with_tools, stamped, tool_return))  # Live: its tags become control tokens
-    return [{"role": "system", "content": system}, {"role": "user", "content": parts}]
+    system = prompts.system if with_tools else prompts.system_without_tools
+    if system is None:
+        system = system_prompt(with_tools, stamped, tool_return)
+    return _opening(Live(system), parts)  # Live: its tags become control tokens
 
 
-def subagent_messages(frames: Frames, stamped: bool, request="", system="", question="") -> list[dict]:
+def subagent_messages(
+    frames: Frames, stamped: bool, request="", system="", question="", prompts: Prompts = OURS
+) -> list[dict]:
     """Return a sub-agent's first messages. The tool's own request and system prompt, if any, are used verbatim. Only an SFT
-    row can add a question; a rollout never does."""
-    system = system or subagent_system_prompt(stamped)
-    request = request or SUBAGENT_REQUEST
+    row can add a question; a rollout never does. `prompts` are filled with the window."""
+    system = system or prompts.subagent_system
+    if system is None:
+        system = subagent_system_prompt(stamped)
+    request = request or prompts.subagent_request or SUBAGENT_REQUEST
     if question:
         request += f"\nQuestion: {question}"
-    return [{"role": "system", "content": system}, {"role": "user", "content": [frames, "\n" + request]}]
+    return _opening(system, [frames, "\n" + request])
+
+
+def _opening(system: str, user: list[str | Frames]) -> list[dict]:
+    messages = [{"role": "user", "content": user}]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Frames]:
@@ -317,11 +333,12 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
     if dialogue.agent == "sub":
         if len(clips) != 1:
             raise RowError(f"a sub-agent's row must show one video or image, and this one shows {len(clips)}")
-        messages = subagent_messages(clips[0], stamped, dialogue.request, dialogue.system, dialogue.question)
+        prompts = renderer.prompts.fill(dialogue.media[0].window(videos))
+        messages = subagent_messages(clips[0], stamped, dialogue.request, dialogue.system, dialogue.question, prompts)
     else:
         paths = tuple(media.path for media in dialogue.media)
         task = Task(dialogue.id, dialogue.question, paths, "oe", "")
-        messages = main_messages(task, clips, dialogue.agent == "main", stamped)
+        messages = main_messages(task, clips, dialogue.agent == "main", stamped, prompts=renderer.prompts)
 
     # Append the turns, and decode their media.
     for turn in dialogue.turns:

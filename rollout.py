@@ -170,7 +170,7 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     cfg, contract = context.cfg, context.renderer.contract
     frames = data.overview(task, k, context.videos, contract)
     messages = data.main_messages(
-        task, frames, with_tools=cfg.dispatch != "none", stamped=contract.stamped, tool_return=cfg.tool_return
+        task, frames, cfg.dispatch != "none", contract.stamped, cfg.tool_return, context.renderer.prompts
     )
     return context.renderer.render(messages, cfg.schemas, generate=True)
 
@@ -333,7 +333,9 @@ def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tup
     """Ask a sub-agent for a report: same weights, fresh context. It reads only these frames and the tool's request, not the
     question (as in the paper)."""
     cfg = context.cfg.subagents
-    messages = data.subagent_messages(clip.frames, context.renderer.contract.stamped, clip.request, clip.system)
+    prompts = context.renderer.prompts.fill(clip.window)
+    stamped = context.renderer.contract.stamped
+    messages = data.subagent_messages(clip.frames, stamped, clip.request, clip.system, prompts=prompts)
     trajectory = open_trajectory(context.renderer.render(messages, generate=True))
     sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, context.renderer.ends_of_turn)
     start, end = trajectory.prompt_length, len(trajectory.ids)

@@ -117,15 +117,16 @@ def check_start(run: Path, checkpoint: Path) -> None:
 
 
 def check_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
-    """Return the checkpoint's folder and renderer. Refuse a checkpoint with another visual contract, and refuse to resume
+    """Return the checkpoint's folder and renderer. Refuse a checkpoint with another visual contract or other prompts, and refuse to resume
     from other weights than the run began with: reference and frozen tower would be new, and the text model old."""
     source, run = find_checkpoint(cfg.policy.checkpoint), Path(cfg.run)
     cfg.visual.check(source)
+    cfg.prompts.check(source)
     began = (read_json(run / "run.json") or {}).get("checkpoint")  # a run from before this check has none
     if began and saved_step(run / "state") and began != weights_digest(source):
         told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {run} started from it"
         raise ConfigError(f"{told}: restore it, or choose another `run`")
-    return source, Renderer(load_tokenizer(source), cfg.visual)
+    return source, Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
 
 
 def check_nodes(cfg: Any, start: Path) -> None:

@@ -168,6 +168,8 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
             raise ConfigError(f"{key} = {shown(value, key)}: must be a list, as in [{item}]")
         return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if origin is dict or dataclasses.is_dataclass(hint):
+        if origin is None and isinstance(value, str) and value.endswith((".yaml", ".yml")):  # a section in its own file
+            value = read_tree(Path(value))
         if not isinstance(value, dict):
             raise ConfigError(f"{key} = {shown(value, key)}: must be a mapping")
         if origin is None:

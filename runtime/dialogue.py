@@ -37,6 +37,12 @@ class Media:
         fps, max_frames = contract.crop_fps, contract.crop_max_frames
         return videos.window(self.path, self.start, self.end, contract.crop_size, fps, max_frames)
 
+    def window(self, videos: Videos) -> tuple[float, float]:
+        """Return which seconds of its file it shows."""
+        if self.start is not None:
+            return self.start, self.end
+        return 0.0, 0.0 if self.still else videos.info(self.path).duration
+
 
 @dataclass(frozen=True)
 class Dialogue:

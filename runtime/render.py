@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.prompts import OURS, Prompts
 from runtime.video import Frames
 from runtime.visual import ContractError, VisualContract, read_json
 
@@ -77,10 +78,12 @@ def clock(seconds: float) -> str:
 class Renderer:
     """Turns messages into tokens, with the checkpoint's own chat template."""
 
-    def __init__(self, tokenizer, contract: VisualContract):
+    def __init__(self, tokenizer, contract: VisualContract, prompts: Prompts = OURS):
         from transformers.convert_slow_tokenizer import bytes_to_unicode  # how byte-level vocabularies write bytes
 
-        self.tokenizer, self.contract = tokenizer, contract
+        self.tokenizer = tokenizer
+        self.contract = contract
+        self.prompts = prompts
         # `encode` calls the library below transformers: transformers' checks take longer than the work and block other threads.
         self._plain = tokenizer.backend_tokenizer
         self._plain.no_padding()
@@ -191,6 +194,8 @@ class Renderer:
                     text = part if isinstance(part, Live) else self.inert(part, role)
                     parts.append({"type": "text", "text": text})
             chat.append({"role": role, "content": parts})
+        if chat[0]["role"] == "system" and any("<tools>" in part["text"] for part in chat[0]["content"]):
+            tools = None  # a system prompt of one's own that declares them already
         text = self.tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=generate)
         return text, clips
 

@@ -28,6 +28,7 @@ from runtime.dataset import DataConfig, Dataset, check_rows
 from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
 from runtime.plan import Plan, PlanConfig, meta_policy
 from runtime.policy import OptimConfig, Policy, PolicyConfig, learning_rate
+from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
 
 MAX_BAD_STEPS = 5  # an update whose gradient is not finite is skipped; more of them than this stop the run
@@ -45,6 +46,8 @@ class RunConfig:
     val: DataConfig | None = None
     """Held-out rows, evaluated every `eval_every` steps and at the end."""
     visual: VisualContract = VisualContract()
+    prompts: Prompts = OURS
+    """A YAML file with texts in place of ours. SFT, RL and evaluation of one model need the same."""
     optim: OptimConfig = OptimConfig()
     steps: int
     eval_every: int = 10
@@ -157,4 +160,6 @@ class Run:
     def export(self) -> None:
         """Write the result as a Hugging Face checkpoint."""
         export(self.policy, self.folder / "model", self.policy.cfg.checkpoint, self.cfg.visual)
+        if rank() == 0:
+            self.cfg.prompts.save(self.folder / "model")
         print0(f"done: {self.folder}/model")

@@ -37,6 +37,7 @@ from runtime.config import ConfigError, expandable_segments
 from runtime.doctor import engine_logprobs, flaw_of, position_error, trainer_logprobs
 from runtime.engine import Engine, EngineError, Sample
 from runtime.policy import Policy, PolicyConfig, load
+from runtime.prompts import Prompts
 from runtime.render import END_OF_TURN, Renderer, load_tokenizer
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
@@ -62,6 +63,9 @@ def main() -> int:
     parser.add_argument("--model", required=not doctor, help="a checkpoint's folder, or its name on the hub")
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
+    parser.add_argument(
+        "--prompts", type=Path, help="YAML with texts in place of our prompts (default: the checkpoint's)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="the doctor's is always 1")
     parser.add_argument("--max-new-tokens", type=int, default=64 if doctor else 2048, help="per turn")
     args = parser.parse_args()
@@ -91,7 +95,10 @@ def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> 
     check_servers(cfg, ranks=1)
     contract = VisualContract.load(source)
     contract.check(source)
-    renderer = Renderer(load_tokenizer(source), contract)
+    prompts = Prompts.load(source)
+    if args.prompts:
+        prompts = config.build(Prompts, config.read_tree(args.prompts), "")
+    renderer = Renderer(load_tokenizer(source), contract, prompts)
     return AgentContext(open_engine(source, renderer, cfg), renderer, videos, cfg)
 
 
@@ -287,7 +294,8 @@ def _normal_text(ids: Sequence[int], renderer: Renderer) -> str:
 
 def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
     """Return the episode as chat messages."""
-    messages = data.main_messages(episode.task, episode.main.prompt_frames, True, renderer.contract.stamped)
+    stamped, prompts = renderer.contract.stamped, renderer.prompts
+    messages = data.main_messages(episode.task, episode.main.prompt_frames, True, stamped, prompts=prompts)
     said = [renderer.decode(episode.main.ids[start:end]).removesuffix(END_OF_TURN) for start, end in episode.main.turns]
     messages.append({"role": "assistant", "content": said[0]})
     messages += [{"role": "tool", "content": [call.text]} for call in episode.calls]

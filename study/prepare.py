@@ -28,6 +28,7 @@ from runtime import config
 from runtime.checks import find_checkpoint
 from runtime.dataset import DataConfig, RowError, Rows, decode_json, row_errors
 from runtime.dialogue import Dialogue, Media, parse_dialogue
+from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, Videos
 from runtime.visual import VisualContract
@@ -69,7 +70,11 @@ def check(target: str, model: str) -> int:
         contract = config.build(VisualContract, tree.get("visual") or {}, "visual.")
     else:
         contract = VisualContract.load(model)
-    renderer = Renderer(load_tokenizer(find_checkpoint(model, weights=False)), contract) if model else None
+    texts = tree.get("prompts") or {}
+    if isinstance(texts, str):
+        texts = config.read_tree(Path(texts))
+    prompts = config.build(Prompts, texts, "prompts.")
+    renderer = Renderer(load_tokenizer(find_checkpoint(model, weights=False)), contract, prompts) if model else None
     tools = tree.get("tools", ["crop_video"])
     longest = tree.get("pack_tokens", math.inf)
 

@@ -30,7 +30,7 @@ def replay(cfg: RLConfig, path: str) -> None:
     init_distributed()
     source = find_checkpoint(cfg.policy.checkpoint)
     cfg.visual.check(source)
-    renderer = Renderer(load_tokenizer(source), cfg.visual)
+    renderer = Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
     check_room(cfg, lambda cfg: plan_rl(cfg)[:1])  # the trainer's
 
     # Read the groups, decode their frames again, and share them out over the ranks. Then take the step as rl.train does.

@@ -1,0 +1,72 @@
+"""prompts.py: words of one's own in place of the prompts in data.py, the same in training, sampling and evaluation.
+
+prompts = Prompts(system="...")     # in a config: `prompts: FILE.yaml`, with the fields below as its keys
+prompts.check(checkpoint_dir)       # refuses a checkpoint that was trained with other words
+Prompts.load(checkpoint_dir)        # the words that the checkpoint was trained with
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.config import differences
+from runtime.visual import ContractError, read_json
+
+FILE = "prompts.json"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts that replace ours. null: our text. An empty system text: no system message."""
+
+    system: str | None = None
+    """The main agent's system prompt. If it has a <tools> block of its own, the chat template adds none."""
+    system_without_tools: str | None = None
+    """The same for an agent without tools."""
+    subagent_system: str | None = None
+    """A sub-agent's system prompt. Both texts of the sub-agent can use {start}, {end} and {duration}: of its window, in
+    seconds. A tool's own texts go first."""
+    subagent_request: str | None = None
+    """The text after a sub-agent's frames."""
+
+    @classmethod
+    def load(cls, checkpoint: str | Path) -> "Prompts":
+        """Read the texts of a checkpoint. A stock checkpoint gets ours."""
+        path = Path(checkpoint) / FILE
+        try:
+            return cls(**(read_json(path) or {}))
+        except TypeError as error:
+            raise ContractError(f"{path}: {error}") from None
+
+    def fill(self, window: tuple[float, float]) -> "Prompts":
+        """Put the seconds of a sub-agent's window into its texts. All other braces stay."""
+        start, end = window
+        filled = {}
+        for field in ("subagent_system", "subagent_request"):
+            text = getattr(self, field)
+            for name, seconds in {"start": start, "end": end, "duration": end - start}.items():
+                text = text and text.replace(f"{{{name}}}", f"{seconds:.1f}")
+            filled[field] = text
+        return dataclasses.replace(self, **filled)
+
+    def save(self, checkpoint: str | Path) -> None:
+        (Path(checkpoint) / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1))
+
+    def unlike(self, checkpoint: str | Path) -> list[str]:
+        """Name the texts that differ from the checkpoint's. One that was not trained here has none."""
+        if not (Path(checkpoint) / FILE).exists():
+            return []
+        trained = dataclasses.asdict(self.load(checkpoint))
+        return list(differences({"prompts": trained}, {"prompts": dataclasses.asdict(self)}).values())
+
+    def check(self, checkpoint: str | Path) -> None:
+        """Raise ContractError if the checkpoint was trained with other texts."""
+        if unlike := self.unlike(checkpoint):
+            raise ContractError(
+                f"{checkpoint} was trained with other prompts ({'; '.join(unlike)}). "
+                "Set the run's `prompts` as in that training, or start from another checkpoint."
+            )
+
+
+OURS = Prompts()

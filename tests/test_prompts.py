@@ -1,0 +1,116 @@
+"""Own words in place of our prompts: one file reaches every agent in training and sampling, and stays with the checkpoint."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from test_sft import write_config
+from tiny_checkpoint import END, TASK, MemoryVideos, play, turns
+
+import sft
+from data import encode_dialogue, main_messages, subagent_messages, subagent_system_prompt, system_prompt
+from rl import RLConfig
+from runtime import checks, config
+from runtime.dialogue import Dialogue, Media
+from runtime.prompts import OURS, Prompts
+from runtime.render import Renderer
+from runtime.visual import ContractError
+from sft import SFTConfig
+from tools import TOOLS
+
+TEXTS = {
+    "system": "Watch, call and answer.",
+    "system_without_tools": "Watch and answer.",
+    "subagent_system": "You see {start} to {end} of a video.",
+    "subagent_request": 'Sum up these {duration} seconds as {"what": ...}.',
+}
+CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 4, "end_time": 9.5}}\n</tool_call>'
+SCHEMAS = [TOOLS["crop_video"].schema]
+
+
+def asked(renderer: Renderer, **cfg) -> list[str]:
+    """Return what the main agent and its sub-agent read in a rollout, frames as #."""
+    reply = turns("Closer.</think>" + CALL + END, "Seen.</think><answer>a</answer>" + END)
+    [episode] = play(
+        renderer, lambda prompt, seed: reply(prompt, seed) if "<tool_call>" in prompt else "A cat." + END, **cfg
+    )
+    return [read(renderer, t.ids[: t.prompt_length]) for t in episode.trajectories]
+
+
+def read(renderer: Renderer, ids: list[int]) -> str:
+    return re.sub(r"<\|vision_start\|>.*?<\|vision_end\|>", "#", renderer.decode(ids))
+
+
+def test_every_agent_reads_the_own_words_in_rollouts_and_in_sft_rows(renderer):
+    own = Renderer(renderer.tokenizer, renderer.contract, Prompts(**TEXTS))
+    main, sub = asked(own)
+    assert TEXTS["system"] in main and system_prompt(True) not in main and "crop_video" in main
+    assert "You see 4.0 to 9.5 of a video." in sub and 'Sum up these 5.5 seconds as {"what": ...}.' in sub
+    [direct] = asked(own, dispatch="none")
+    assert TEXTS["system_without_tools"] in direct and TEXTS["system"] not in direct
+
+    said = ({"role": "assistant", "content": ["a cat"]},)
+    media = {
+        "main": Media("/data/v.mp4"),
+        "direct": Media("/data/v.mp4"),
+        "sub": Media("/data/v.mp4", start=4, end=9.5),
+    }
+    for agent, prompt in (("main", main), ("direct", direct), ("sub", sub)):
+        row = Dialogue("d", agent, TASK.question if agent != "sub" else "", (media[agent],), said)
+        [learned] = encode_dialogue(row, MemoryVideos(), own, SCHEMAS).suffixes
+        assert read(own, learned).startswith(prompt.removesuffix("<|im_start|>assistant\n"))
+
+
+def test_a_text_that_is_not_replaced_is_ours(renderer):
+    ours = asked(renderer)
+    assert asked(Renderer(renderer.tokenizer, renderer.contract, Prompts())) == ours
+    assert subagent_system_prompt() in ours[1] and "\nWhat happens here?" in ours[1]
+    one = Renderer(renderer.tokenizer, renderer.contract, Prompts(subagent_request="Go."))
+    assert asked(one) == [ours[0], ours[1].replace("What happens here?", "Go.")]
+    # A tool's own texts go first.
+    own = subagent_messages(None, True, "What is read out?", "You read.", prompts=Prompts(**TEXTS))
+    assert [own[0]["content"], own[1]["content"][1]] == ["You read.", "\nWhat is read out?"]
+
+
+def test_a_system_text_may_be_empty_or_declare_the_tools_itself(renderer):
+    """The tools are declared once in any case."""
+    for text, declared in (("", "crop_video"), ("Mine: <tools>look()</tools>, called in <tool_call>.", "look()")):
+        main, _ = asked(Renderer(renderer.tokenizer, renderer.contract, Prompts(text)))
+        assert (
+            main.count("<tools>") == 1 and declared in main and main.count("crop_video") == (declared == "crop_video")
+        )
+        assert text in main and system_prompt(True) not in main
+    assert [message["role"] for message in main_messages(TASK, [[]], True, prompts=Prompts(""))] == ["user"]
+
+
+def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path):
+    """SFT writes them, RL under other words is refused with both, and the same file is accepted."""
+    words = tmp_path / "words.yaml"
+    words.write_text(yaml.safe_dump(TEXTS))
+    cfg = config.load(SFTConfig, write_config(tmp_path / "sft.yaml", toy_dir, steps=1, prompts=str(words)))
+    sft.main(cfg)
+    model = Path(cfg.run) / "model"
+    assert Prompts.load(model) == cfg.prompts == Prompts(**TEXTS)
+
+    rl = RLConfig(run="r", policy=cfg.policy, data=cfg.data, visual=cfg.visual, prompts=cfg.prompts)
+    rl = dataclasses.replace(rl, policy=dataclasses.replace(cfg.policy, checkpoint=str(model)))
+    _, renderer = checks.check_checkpoint(rl)
+    assert renderer.prompts == Prompts(**TEXTS)
+    other = dataclasses.replace(rl, prompts=dataclasses.replace(rl.prompts, system="Hi."))
+    with pytest.raises(
+        ContractError, match=r"with other prompts \(prompts.system: 'Watch, call and answer.', now 'Hi.'\)"
+    ):
+        checks.check_checkpoint(other)
+    assert Prompts.load(toy_dir / "model") == OURS  # a checkpoint that was not trained here accepts any words
+    other.prompts.check(toy_dir / "model")
+
+
+def test_a_file_of_words_with_another_name_is_refused(toy_dir, tmp_path):
+    words = tmp_path / "words.yaml"
+    words.write_text("sytem: Hello.\n")
+    with pytest.raises(config.ConfigError, match="prompts.sytem = 'Hello.': unknown key; did you mean prompts.system?"):
+        config.load(SFTConfig, write_config(tmp_path / "sft.yaml", toy_dir, prompts=str(words)))
+    with pytest.raises(config.ConfigError, match="gone.yaml: not a readable YAML file"):
+        config.load(SFTConfig, write_config(tmp_path / "sft.yaml", toy_dir, prompts="gone.yaml"))
