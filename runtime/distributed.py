@@ -38,9 +38,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from runtime.cleanup import MEMORY, end_with_parent, memory_folder
 from runtime.config import ConfigError, leave, write_whole
+from runtime.render import write_chat_template
 from runtime.visual import VisualContract
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -279,6 +282,19 @@ def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) ->
         raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
 
 
+def published_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return each weight's name in published checkpoints, by its name in transformers' model. They differ for Qwen2.5-VL, and
+    SGLang loads only published names."""
+    renamings = [renaming.reverse_transform() for renaming in get_model_conversion_mapping(model, add_legacy=False)]
+    names = {}
+    for name, _ in model.named_parameters():
+        published = name
+        for renaming in reversed(renamings):
+            published, _ = renaming.rename_source_key(published)
+        names[name] = published
+    return names
+
+
 def export(
     policy, folder: str | Path, source: str | Path, contract: VisualContract, file_bytes: int = 2 << 30, per_node=False,
     frozen=True,
@@ -291,7 +307,9 @@ def export(
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + ".tmp")
     me, ranks = rank_and_size(per_node)
-    weights = dict(policy.model.named_parameters())  # a tied head is listed once, as transformers stores it
+    published = published_names(policy.model)
+    # A tied head is listed once, as transformers stores it.
+    weights = {published[name]: weight for name, weight in policy.model.named_parameters()}
     refuse_not_finite(weights, f"{folder} is not written")
     if not frozen:
         weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
@@ -336,6 +354,7 @@ def export(
             part["dtype"] = str(policy.dtype).removeprefix("torch.")
         (unfinished / "config.json").write_text(json.dumps(config, indent=2))
         contract.save(unfinished)
+        write_chat_template(unfinished)
         for path in unfinished.glob("*.safetensors"):  # safetensors makes them readable only for the owner
             shutil.copymode(unfinished / "config.json", path)
         replaced = folder.with_name(folder.name + ".old")

@@ -30,9 +30,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AttentionInterface, Cache, DynamicLayer, Qwen3VLForConditionalGeneration
+from transformers import AttentionInterface, AutoModelForImageTextToText, Cache, DynamicLayer
 
 from runtime import packing
+from runtime.distributed import published_names
 from runtime.engine import Engine, EngineError, Sample
 from runtime.render import Bundle, Renderer
 from runtime.video import Frames
@@ -80,7 +81,7 @@ class InProcess(Engine):
         self.version = 0
         self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
         attention = {"text_config": "packed_then_matmul", "vision_config": "sdpa"}
-        self.model = Qwen3VLForConditionalGeneration.from_pretrained(
+        self.model = AutoModelForImageTextToText.from_pretrained(
             checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention
         )
         packing.prepare_tower(self.model.model.visual)
@@ -113,9 +114,10 @@ class InProcess(Engine):
             self._changed.notify_all()
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
+        ours = {published: name for name, published in published_names(self.model).items()}
         state = {}
         for file in sorted(Path(path).glob("*.safetensors")):
-            state |= load_file(file)
+            state |= {ours.get(name, name): weight for name, weight in load_file(file).items()}
         with self._weights:
             missing, unknown = self.model.load_state_dict(state, strict=False)
             if unknown or set(missing) - set(self.model.all_tied_weights_keys):

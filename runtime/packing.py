@@ -201,13 +201,14 @@ def frames_flash_attention(
     module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_kernel: str, longest_frame: int, **_
 ):
     """Attend within each frame, many frames in one call: [1, heads, P, size] -> [1, P, heads, size]. `encode_frames` passes
-    the kernel and the number of patches of the largest frame."""
+    the kernel and the number of patches of the largest frame. In most blocks of Qwen2.5-VL's tower, `cu_seq_lens_q` has the
+    ends of windows instead of frames."""
     if frame_kernel != "sdpa":
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [P, heads, size]
         ends = (cu_seq_lens_q, cu_seq_lens_q, longest_frame, longest_frame)
         return _attend_varlen(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
 
-    # SDPA needs sequences of one length in a batch, so batch consecutive frames of equal size.
+    # SDPA needs sequences of one length in a batch, so batch consecutive frames (or windows) of equal size.
     out = []
     start = 0
     lengths, counts = cu_seq_lens_q.diff().unique_consecutive(return_counts=True)
@@ -247,21 +248,27 @@ def encode_frames(vision, clips: Sequence[Frames], patch: int, merge: int, kerne
     runs, counts = grid.unique_consecutive(dim=0, return_counts=True)
     runs[:, 0] = counts
     encoded = vision(patches, grid_thw=runs.to(vision.device), frame_kernel=kernel, longest_frame=longest)
-    return torch.stack([encoded.pooler_output, *encoded.deepstack_features])
+    return torch.stack([encoded.pooler_output, *getattr(encoded, "deepstack_features", [])])
+
+
+def count_levels(vision) -> int:
+    """Return 1 + D. A tower without DeepStack, as Qwen2.5-VL's, has D = 0."""
+    return 1 + len(getattr(vision.config, "deepstack_visual_indexes", []))
 
 
 def run_text_model(model, packed: Packed, visual: Tensor | None, kernel: str, **cache) -> Tensor:
-    """Run Qwen3-VL's text model over a packed sequence. Return its last hidden states [L, H]. `visual` [1 + D, M, H] comes
+    """Run the text model over a packed sequence. Return its last hidden states [L, H]. `visual` [1 + D, M, H] comes
     from `encode_frames`; None: no frames."""
     text = model.model.language_model
     where = text.norm.weight.device
     ids = torch.from_numpy(packed.ids).to(where)[None]  # [1, L]
     embeds = text.embed_tokens(ids)  # [1, L, H]
     levels = {}
-    if visual is not None:  # replace the frames' pads by their embeddings; DeepStack adds its levels there
+    if visual is not None:  # replace the frames' pads by their embeddings
         pads = ids == model.config.image_token_id  # [1, L]
         embeds = embeds.masked_scatter(pads[..., None], visual[0].to(embeds.dtype))
-        levels = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(visual[1:])}
+        if len(visual) > 1:  # DeepStack adds its levels there
+            levels = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(visual[1:])}
     return text(
         inputs_embeds=embeds,
         # Three rows: time, height, width. transformers reads a fourth as text positions, and splits where they restart.

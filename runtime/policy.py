@@ -1,4 +1,4 @@
-"""policy.py: Qwen3-VL as a function from bundles to log-probs, on one CPU core or on many GPUs.
+"""policy.py: a vision-language model as a function from bundles to log-probs, on one CPU core or on many GPUs.
 
     init_distributed()                                       # distributed.py: torchrun's ranks, or a single process
     policy = load(PolicyConfig(checkpoint), renderer.never_sampled)
@@ -35,13 +35,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
 
 from runtime import packing
 from runtime.config import ConfigError
-from runtime.distributed import checkpoint_dir, device, local_size, refuse_not_finite, world_size
+from runtime.distributed import checkpoint_dir, device, local_size, published_names, refuse_not_finite, world_size
 from runtime.render import Bundle
 from runtime.video import Frames
+
+# The classes that this code trains and samples from, by the `model_type` in config.json.
+MODELS = {"qwen3_vl": Qwen3VLForConditionalGeneration, "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration}
 
 # Keep a block's inputs and recompute the rest in the backward pass. The RNG state can go: nothing here draws random numbers.
 recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -97,7 +107,7 @@ class TokenScores(NamedTuple):
 class Policy(nn.Module):
     """The model and its scoring, as FSDP2's root module: embeddings and head are gathered when log-probs are computed."""
 
-    def __init__(self, model: Qwen3VLForConditionalGeneration, cfg: PolicyConfig, never_sampled: Sequence[int] = ()):
+    def __init__(self, model: PreTrainedModel, cfg: PolicyConfig, never_sampled: Sequence[int] = ()):
         super().__init__()
         self.model, self.cfg, self.never_sampled = model, cfg, list(never_sampled)
         self.dtype = torch.float32  # dtype of computation; `load` sets it and the kernel
@@ -152,7 +162,7 @@ class Policy(nn.Module):
         """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
         nothing = not any(len(clip.pixels) for clip in clips)
         if nothing and self.vision_frozen:
-            levels = 1 + len(self.vision.deepstack_visual_indexes)
+            levels = packing.count_levels(self.vision)
             return torch.zeros(levels, 0, self.text.config.hidden_size, dtype=self.dtype, device=self.device)
         if nothing:
             # Every rank must run the tower in every pass. Encode a blank frame and use no row of it: zero gradients.
@@ -290,17 +300,18 @@ def set_node_reduction(policy: nn.Module, on: bool) -> None:
         policy.set_requires_all_reduce(on)
 
 
-def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:
+def empty(model_config: PreTrainedConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:
     """Build the policy on the meta device, which allocates no memory."""
-    if model_config.model_type != "qwen3_vl":
-        raise ConfigError(f"{cfg.checkpoint} is a {model_config.model_type!r} model; this code needs dense Qwen3-VL")
+    if model_config.model_type not in MODELS:
+        told = f"{cfg.checkpoint} is a {model_config.model_type!r} model"
+        raise ConfigError(f"{told}; this code trains {' and '.join(MODELS)}: docs/add_a_base_model.md")
     for part in (model_config, model_config.text_config, model_config.vision_config):
         part.dtype = torch.float32  # for master weights; transformers would use the dtype that config.json names
     AttentionInterface.register("group_packed", packing.group_packed_attention)
     model_config.text_config._attn_implementation = "group_packed"
     model_config.vision_config._attn_implementation = "sdpa"
     with torch.device("meta"):
-        policy = Policy(Qwen3VLForConditionalGeneration(model_config), cfg, never_sampled)
+        policy = Policy(MODELS[model_config.model_type](model_config), cfg, never_sampled)
     if policy.vision_frozen:
         policy.vision.requires_grad_(False)
     return policy
@@ -308,14 +319,16 @@ def empty(model_config: Qwen3VLConfig, cfg: PolicyConfig, never_sampled: Sequenc
 
 def _read_weights(model: nn.Module, path: Path) -> None:
     """Fill every parameter from the safetensors files. If it is sharded, read only this rank's rows."""
+    ours = {published: name for name, published in published_names(model).items()}
     missing = dict(model.named_parameters())  # a tied head is listed once
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
+            for stored_name in tensors.keys():  # noqa: SIM118
+                name = ours.get(stored_name, stored_name)
                 if name not in missing:
                     continue
                 parameter = missing.pop(name).detach()
-                stored = tensors.get_slice(name)
+                stored = tensors.get_slice(stored_name)
                 if stored.get_shape() != list(parameter.shape):  # slicing would hide surplus rows
                     raise ConfigError(f"{file}: {name} is {stored.get_shape()}, in config.json {list(parameter.shape)}")
                 start = 0

@@ -26,12 +26,30 @@ NEVER_SAMPLED = (IMAGE_PAD, "<|video_pad|>", VISION_START, VISION_END)  # banned
 END_OF_TURN = "<|im_end|>"
 THINK_PREFIX = "<think>\n"  # every turn of a main agent begins with it: rollouts force it, and SFT rows get it
 NO_REPORT = "(empty report)"  # replaces a tool result without text
+# The tags of chat templates and of our prompts. In some vocabularies they are no single tokens.
+TEMPLATE_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja").read_text(encoding="utf-8")
 
 
 def load_tokenizer(checkpoint: str | Path):
     from transformers import AutoTokenizer  # takes 2 s, and `--help` does not need it
 
     return AutoTokenizer.from_pretrained(str(checkpoint))
+
+
+def template_with_tools(own: str) -> str:
+    """Return a checkpoint's own chat template, or ours if that renders no tools, as Qwen2.5-VL's."""
+    return own if "tools" in own else CHAT_TEMPLATE
+
+
+def write_chat_template(checkpoint: Path) -> None:
+    """Give a checkpoint whose own chat template renders no tools ours, with which it was trained."""
+    path = checkpoint / "chat_template.jinja"
+    config = read_json(checkpoint / "tokenizer_config.json") or {}
+    own = path.read_text(encoding="utf-8") if path.exists() else config.get("chat_template", "")
+    if template_with_tools(own) != own:
+        path.write_text(CHAT_TEMPLATE, encoding="utf-8")
+        (checkpoint / "chat_template.json").unlink(missing_ok=True)  # the processor's copy of the other one
 
 
 @dataclass
@@ -57,8 +75,8 @@ class Bundle:
         return len(self.prompt) + sum(map(len, self.suffixes))
 
 
-# `inert` puts this private-use character into control tokens that outside text spells. `encode` splits there, so none
-# matches. Remove it from outside text, and also lone surrogates (half an emoji in JSON), which no tokenizer accepts.
+# `inert` puts this private-use character into control tokens and tags that outside text spells. `encode` splits there, so
+# none matches. Remove it from outside text, and also lone surrogates (half an emoji in JSON), which no tokenizer accepts.
 _CUT = "\U000f0000"
 _REMOVED = re.compile(f"[\ud800-\udfff{_CUT}]")
 _ASSISTANT = "<|im_start|>assistant\n"
@@ -76,7 +94,7 @@ def clock(seconds: float) -> str:
 
 
 class Renderer:
-    """Turns messages into tokens, with the checkpoint's own chat template."""
+    """Turns messages into tokens, with the checkpoint's own chat template if that renders tools."""
 
     def __init__(self, tokenizer, contract: VisualContract, prompts: Prompts = OURS):
         from transformers.convert_slow_tokenizer import bytes_to_unicode  # how byte-level vocabularies write bytes
@@ -89,7 +107,7 @@ class Renderer:
         self._plain.no_padding()
         self._plain.no_truncation()
         added = tokenizer.added_tokens_decoder.values()
-        self._control = _any_of([token.content for token in added])
+        self._control = _any_of([token.content for token in added] + list(TEMPLATE_TAGS))
         self._special = _any_of([token.content for token in added if token.special])
         self.image_pad = tokenizer.convert_tokens_to_ids(IMAGE_PAD)
         self.end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
@@ -127,7 +145,7 @@ class Renderer:
         return ids
 
     def inert(self, text: str, role: str = "user") -> str:
-        """Cut every control token that `text` spells, so that `encode` sees ordinary characters. An assistant's text keeps
+        """Cut every control token and every tag that `text` spells, so that `encode` sees ordinary characters. An assistant's text keeps
         its tags (`<think>`, ...), which are not special tokens, but it cannot end its turn."""
         pattern = self._special if role == "assistant" else self._control
         text = _REMOVED.sub("", text)
@@ -196,7 +214,12 @@ class Renderer:
             chat.append({"role": role, "content": parts})
         if chat[0]["role"] == "system" and any("<tools>" in part["text"] for part in chat[0]["content"]):
             tools = None  # a system prompt of one's own that declares them already
-        text = self.tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=generate)
+        # A model that is only asked, without tools, sees its own template.
+        with_tools = tools or any(message["role"] == "tool" for message in messages)
+        template = template_with_tools(self.tokenizer.chat_template or "") if with_tools else None
+        text = self.tokenizer.apply_chat_template(
+            chat, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=generate
+        )
         return text, clips
 
     def _expand(self, ids: list[int], mask: list[int], frames: list[Frames]) -> Rendered:

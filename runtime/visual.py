@@ -5,7 +5,7 @@
     contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another contract
     pixel_values, grid = patchify(frames)          # tensors: float32 [patches, 1536], int64 [frames, 3]
 
-Deliberately missing: the video channel of Qwen3-VL (frame pairs), torchvision, the Hugging Face processor classes.
+Deliberately missing: the video channel (frame pairs), torchvision, the Hugging Face processor classes.
 """
 
 import dataclasses
@@ -23,6 +23,15 @@ from runtime.video import Frames
 
 TEMPORAL_PATCH = 2  # a patch spans two frames; an image is repeated to fill it
 LARGEST_IMAGE = 16_777_216  # pixels; Qwen3-VL's published processor shrinks larger images
+# The published processors, by their patch size in pixels: Qwen2.5-VL normalises with CLIP's mean and std.
+PROCESSORS = {
+    14: {
+        "processor_class": "Qwen2_5_VLProcessor",
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],  # red, green, blue
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+    },
+    16: {"processor_class": "Qwen3VLProcessor", "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
+}
 
 
 class ContractError(ValueError):
@@ -56,6 +65,8 @@ class VisualContract:
         for name in ("patch", "merge", "overview_frames", "crop_fps", "crop_max_frames"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+        if self.patch not in PROCESSORS:
+            raise ValueError(f"patch = {self.patch}: 16 (Qwen3-VL) or 14 (Qwen2.5-VL)")
         for name in ("frame_pixels", "crop_frame_pixels"):
             area = getattr(self, name)
             if area is not None and area < self.cell**2:
@@ -116,9 +127,10 @@ class VisualContract:
 
     @classmethod
     def load(cls, checkpoint: str | Path) -> "VisualContract":
-        """Read the contract of a checkpoint. A stock checkpoint gets the default one."""
+        """Read the contract of a checkpoint. A stock checkpoint gets the default one, with its own patch size."""
         path = Path(checkpoint) / "visual.json"
-        saved = read_json(path) or {}
+        processor = read_json(Path(checkpoint) / "preprocessor_config.json") or {}
+        saved = read_json(path) or {"patch": processor.get("patch_size", cls.patch)}
         try:
             return cls(**saved)
         except (TypeError, ValueError) as error:  # a key of another version, an impossible value
@@ -129,7 +141,8 @@ class VisualContract:
         checkpoint = Path(checkpoint)
         (checkpoint / "visual.json").write_text(json.dumps(dataclasses.asdict(self), indent=1))
         path = checkpoint / "preprocessor_config.json"
-        stock = {"image_processor_type": "Qwen2VLImageProcessorFast", "processor_class": "Qwen3VLProcessor"}
+        stock = {"image_processor_type": "Qwen2VLImageProcessorFast"}
+        stock["processor_class"] = PROCESSORS[self.patch]["processor_class"]
         processor = (read_json(path) or stock) | self._processor_constants() | {"size": self.processor_size()}
         path.write_text(json.dumps(processor, indent=1))
 
@@ -153,9 +166,7 @@ class VisualContract:
 
     def _processor_constants(self) -> dict[str, Any]:
         constants = {"patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": TEMPORAL_PATCH}
-        if self.patch == 16:  # Qwen2.5-VL (patch 14) has other means, but we only serve it
-            constants |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}  # as in `patchify`
-        return constants
+        return constants | {name: PROCESSORS[self.patch][name] for name in ("image_mean", "image_std")}
 
 
 def read_json(path: Path) -> dict | None:
@@ -166,8 +177,13 @@ def read_json(path: Path) -> dict | None:
         raise ContractError(f"{path}: not readable: {error}; restore it, or copy its folder here again") from None
 
 
-# 0 ... 255 -> [-1, 1], rounded exactly as transformers' PIL image processor rounds (rescale in float64, then float32).
-_NORMALISED = ((np.arange(256) * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)
+def _normalised(patch: int) -> np.ndarray:
+    """Return the model's inputs float32 [3, 256] for the values 0 ... 255 of each channel, rounded exactly as transformers' PIL
+    image processor rounds (rescale in float64, then float32)."""
+    values = (np.arange(256) * (1 / 255)).astype(np.float32)
+    mean = np.array(PROCESSORS[patch]["image_mean"], np.float32)[:, None]
+    std = np.array(PROCESSORS[patch]["image_std"], np.float32)[:, None]
+    return (values - mean) / std
 
 
 def patchify(frames: Sequence[Frames], patch: int = 16, merge: int = 2, device="cpu"):
@@ -185,8 +201,8 @@ def patchify(frames: Sequence[Frames], patch: int = 16, merge: int = 2, device="
         cut.append(x.reshape(n * rows * columns, 3 * patch * patch))
         grid += [[1, rows, columns]] * n
     # Reorder and send bytes, then normalise on the device: a full micro-batch is 48 MiB of bytes or 384 MiB of values.
-    x = torch.from_numpy(np.concatenate(cut)).to(device)
-    x = torch.from_numpy(_NORMALISED).to(device)[x.int()]  # [P, 3 * patch * patch]
-    x = x.view(len(x), 3, 1, patch * patch).expand(-1, -1, TEMPORAL_PATCH, -1)
+    x = torch.from_numpy(np.concatenate(cut)).to(device).view(-1, 3, patch * patch)  # [P, 3, patch * patch]
+    x = torch.from_numpy(_normalised(patch)).to(device)[torch.arange(3, device=device)[:, None], x.int()]
+    x = x.unsqueeze(2).expand(-1, -1, TEMPORAL_PATCH, -1)
     x = x.reshape(len(x), 3 * TEMPORAL_PATCH * patch * patch)
     return x, torch.tensor(grid, dtype=torch.int64).view(len(grid), 3)

@@ -35,9 +35,11 @@ import pyarrow.parquet as pq
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 import data
+from runtime.policy import MODELS
+from runtime.render import CHAT_TEMPLATE, TEMPLATE_TAGS
 from runtime.video import uniform_indices, window_indices
 from runtime.visual import VisualContract
 from tools import TOOLS
@@ -243,10 +245,6 @@ def rl_row(rng: random.Random, flash: Flash) -> dict:
 
 ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 ADDED += ["<|video_pad|>"]  # special tokens; the tags below are also single tokens, but ordinary text
-TAGS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-
-# Jinja drops the newline after a statement, so the template writes the needed ones out.
-CHAT_TEMPLATE = Path(__file__).with_name("toy_chat.jinja").read_text(encoding="utf-8")
 
 
 def build_tokenizer(texts: list[str], vocabulary: int = 2048):
@@ -262,14 +260,14 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=ADDED + TAGS,
+        special_tokens=ADDED + list(TEMPLATE_TAGS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
         min_frequency=1,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(ADDED)
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TEMPLATE_TAGS])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<|endoftext|>",
@@ -280,9 +278,27 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     )
 
 
-def untrained_model(text: dict, vision: dict, ids: dict[str, int], seed: int) -> Qwen3VLForConditionalGeneration:
-    """Build an untrained Qwen3-VL of the real class. `ids`: token of ADDED -> id."""
-    config = Qwen3VLConfig(
+# What differs between the families. In Qwen2.5-VL's tower, the first block attends within windows of 2 x 2 tokens.
+FAMILIES = {
+    "qwen3_vl": {
+        "rope": {"mrope_interleaved": True},
+        "text": {"head_dim": 32},
+        "tower": {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        "video_processor": "Qwen3VLVideoProcessor",
+    },
+    "qwen2_5_vl": {
+        "rope": {},
+        "text": {},
+        "tower": {"window_size": 56, "fullatt_block_indexes": [1]},
+        "video_processor": "Qwen2VLVideoProcessor",
+    },
+}
+
+
+def untrained_model(family: str, text: dict, vision: dict, ids: dict[str, int], seed: int) -> PreTrainedModel:
+    """Build an untrained model of the real class. `ids`: token of ADDED -> id."""
+    config = AutoConfig.for_model(
+        family,
         text_config=text,
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
@@ -292,17 +308,19 @@ def untrained_model(text: dict, vision: dict, ids: dict[str, int], seed: int) ->
         tie_word_embeddings=text["tie_word_embeddings"],
     )
     torch.manual_seed(seed)
-    model = Qwen3VLForConditionalGeneration(config)
+    model = MODELS[family](config)
     model.generation_config = GenerationConfig(eos_token_id=[ids["<|im_end|>"]], pad_token_id=ids["<|endoftext|>"])
     return model
 
 
 def write_checkpoint(
-    path: Path, tokenizer, contract: VisualContract, seed: int = 0, vision: dict | None = None, **text_sizes
-) -> None:
+    path: Path, tokenizer, contract: VisualContract, seed: int = 0, vision: dict | None = None, family: str = "qwen3_vl",
+    **text_sizes,
+) -> None:  # fmt: skip
     """Write an untrained model, with all other files that transformers and SGLang need."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+    own = FAMILIES[family]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]} | own["rope"]
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -310,13 +328,13 @@ def write_checkpoint(
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
         "rope_parameters": rope,
-    } | text_sizes
+    }
+    text |= own["text"] | text_sizes
     tower = {
         "depth": 2,
         "hidden_size": 64,
@@ -326,14 +344,13 @@ def write_checkpoint(
         "spatial_merge_size": contract.merge,
         "temporal_patch_size": 2,
         "out_hidden_size": text["hidden_size"],
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    } | (vision or {})
-    untrained_model(text, tower, ids, seed).save_pretrained(path)
+    }
+    tower |= own["tower"] | (vision or {})
+    untrained_model(family, text, tower, ids, seed).save_pretrained(path)
     tokenizer.save_pretrained(path)
     contract.save(path)
     images = json.loads((path / "preprocessor_config.json").read_text())
-    frames = {"video_processor_type": "Qwen3VLVideoProcessor"} | images
+    frames = {"video_processor_type": own["video_processor"]} | images
     del frames["image_processor_type"]
     (path / "video_preprocessor_config.json").write_text(json.dumps(frames, indent=1))
 

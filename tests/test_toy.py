@@ -15,7 +15,7 @@ from data import parse_task
 from rollout import AgentContext, RolloutConfig
 from runtime.dataset import Rows
 from runtime.dialogue import parse_dialogue
-from runtime.render import END_OF_TURN, Renderer
+from runtime.render import END_OF_TURN, TEMPLATE_TAGS, Renderer
 from study import gate, toy
 
 
@@ -91,7 +91,7 @@ def test_the_loose_prior_is_exactly_what_was_asked_for(p_loose, p_tool):
 
 def test_the_answer_tags_are_several_tokens_and_the_others_one(tokenizer):
     """This is as in Qwen's vocabulary, so anchors must be found by character spans."""
-    for tag in toy.TAGS:
+    for tag in TEMPLATE_TAGS:
         assert len(tokenizer.encode(tag)) == 1
     for text in ("<answer>", "</answer>"):
         assert len(tokenizer.encode(text)) == 3

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-VL without a tokenizer, random bundles, and two oracles: plain transformers for log-probs, and a
+"""A tiny random Qwen3-VL or Qwen2.5-VL without a tokenizer, random bundles, and two oracles: plain transformers for log-probs, and a
 reference implementation of the GPU's attention kernels."""
 
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from runtime.distributed import init_distributed, rank, world_size
 from runtime.render import Bundle
@@ -40,21 +40,24 @@ class Pieces:
         return list(zip([0, *ends], ends))
 
 
-def write(path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None) -> Path:
+def write(
+    path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None,
+    family: str = "qwen3_vl",
+) -> Path:  # fmt: skip
     """Write a checkpoint of random weights that are large enough to make attention far from uniform."""
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "head_dim": 16,
-    }
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 96, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    sizes |= {"tie_word_embeddings": tied, "rope_parameters": rope} | (text or {})
-    tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 16}
-    tower |= {"out_hidden_size": sizes["hidden_size"], "deepstack_visual_indexes": [0, 1]} | (vision or {})
-    model = toy.untrained_model(sizes, tower, TOKENS, seed)
+    tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    if family == "qwen3_vl":
+        sizes |= {"hidden_size": 48, "head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}}
+        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    else:
+        sizes |= {"hidden_size": 64, "rope_parameters": rope}
+        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}  # windows of 2 x 2 tokens
+    sizes |= {"tie_word_embeddings": tied} | (text or {})
+    tower |= {"out_hidden_size": sizes["hidden_size"]} | (vision or {})
+    model = toy.untrained_model(family, sizes, tower, TOKENS, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -65,8 +68,8 @@ def write(path: Path, tied: bool = True, seed: int = 0, text: dict | None = None
     return path
 
 
-def plain(path: Path, attention: str = "eager") -> Qwen3VLForConditionalGeneration:
-    return Qwen3VLForConditionalGeneration.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
+def plain(path: Path, attention: str = "eager") -> PreTrainedModel:
+    return AutoModelForImageTextToText.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
 
 
 @dataclass
@@ -77,22 +80,22 @@ class Piece:
     clips: list[Frames]
 
 
-def piece(rng: np.random.Generator, length: int, images: int) -> Piece:
+def piece(rng: np.random.Generator, length: int, images: int, cell: int = 32) -> Piece:
     """Make `length` text tokens with images of different sizes between them."""
     ids, clips = rng.integers(2, IMAGE_PAD, length).tolist(), []
     for at in sorted(rng.integers(0, length + 1, images).tolist(), reverse=True):
-        rows, columns = rng.integers(2, 4, 2).tolist()  # at least 64 px a side: with 32, M-RoPE is degenerate
-        pixels = rng.integers(0, 256, (1, 32 * rows, 32 * columns, 3), dtype=np.uint8)
+        rows, columns = rng.integers(2, 4, 2).tolist()  # at least two tokens a side: with one, M-RoPE is degenerate
+        pixels = rng.integers(0, 256, (1, cell * rows, cell * columns, 3), dtype=np.uint8)
         clips.insert(0, Frames(pixels, (0.0,)))
         ids[at:at] = [VISION_START, *[IMAGE_PAD] * (rows * columns), VISION_END]
     return Piece(ids, clips)
 
 
 def bundle(
-    rng: np.random.Generator, prompt: tuple[int, int], suffixes: list[tuple[int, int]]
+    rng: np.random.Generator, prompt: tuple[int, int], suffixes: list[tuple[int, int]], cell: int = 32
 ) -> tuple[Bundle, list[Piece]]:
     """Make a bundle from the numbers (text tokens, images) of its prompt and suffixes. Also return each row unpacked."""
-    start, ends = piece(rng, *prompt), [piece(rng, *sizes) for sizes in suffixes]
+    start, ends = piece(rng, *prompt, cell), [piece(rng, *sizes, cell) for sizes in suffixes]
     masks = []
     for end in ends:
         mask = [int(token < IMAGE_PAD and rng.random() < 0.7) for token in end.ids]
@@ -104,7 +107,7 @@ def bundle(
     return Bundle(start.ids, [end.ids for end in ends], masks, frames), rows
 
 
-def random_bundles(seed: int, images: bool = True) -> tuple[list[Bundle], list[list[Piece]]]:
+def random_bundles(seed: int, images: bool = True, cell: int = 32) -> tuple[list[Bundle], list[list[Piece]]]:
     rng = np.random.default_rng(seed)
 
     def some(limit):
@@ -113,7 +116,7 @@ def random_bundles(seed: int, images: bool = True) -> tuple[list[Bundle], list[l
     made = []
     for _ in range(rng.integers(1, 4)):
         suffixes = [(int(rng.integers(0, 14)), some(1)) for _ in range(rng.integers(1, 5))]
-        made.append(bundle(rng, (int(rng.integers(0, 20)), some(3)), suffixes))
+        made.append(bundle(rng, (int(rng.integers(0, 20)), some(3)), suffixes, cell))
     return [b for b, _ in made], [rows for _, rows in made]
 
 
@@ -123,7 +126,8 @@ def plain_inputs(model, ids: list[int], clips: list[Frames]) -> dict[str, torch.
     given = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     given["mm_token_type_ids"] = (row == model.config.image_token_id).int()
     if clips:
-        given["pixel_values"], given["image_grid_thw"] = patchify(clips)
+        tower = model.config.vision_config
+        given["pixel_values"], given["image_grid_thw"] = patchify(clips, tower.patch_size, tower.spatial_merge_size)
     return given
 
 

@@ -17,7 +17,7 @@ import data
 from data import Episode, Task, Trajectory
 from rollout import RolloutConfig, rollout
 from runtime.engine import Sample
-from runtime.render import Renderer, load_tokenizer
+from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer
 from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
 from runtime.visual import VisualContract
 from study import toy
@@ -25,17 +25,23 @@ from tools import TOOLS
 
 # Four tokens per frame: with one, M-RoPE positions are plain positions, and the tests would prove nothing.
 CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)
+# For Qwen2.5-VL. A frame is 2 x 3 tokens, and windows are 2 x 2, so it has two windows.
+CONTRACT_14 = VisualContract(patch=14, frame_pixels=2 * 3 * 28 * 28, overview_frames=4, crop_max_frames=4)
 
 
 TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
 END = "<|im_end|>"
 
 
-def build(path: Path, contract: VisualContract = CONTRACT, seed: int = 0, **sizes) -> Path:
+def build(
+    path: Path, contract: VisualContract = CONTRACT, seed: int = 0, family: str = "qwen3_vl", **sizes
+) -> Path:
     prompts = [data.system_prompt(with_tools=True), data.subagent_system_prompt()]
-    texts = [*prompts, toy.CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
-    two_levels = {"deepstack_visual_indexes": [0, 1]}  # with one level, as in the toy, a wrong order would go unnoticed
-    toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, two_levels, **sizes)
+    texts = [*prompts, CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
+    vision = {}
+    if family == "qwen3_vl":
+        vision = {"deepstack_visual_indexes": [0, 1]}  # with one level, as in the toy, a wrong order would go unnoticed
+    toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, vision, family, **sizes)
     return path
 
 
