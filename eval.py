@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, Qwen3VLConfig
+from transformers import AutoConfig
 
 from evals import results, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
@@ -44,7 +44,7 @@ from runtime.checks import USER_ERRORS, check_run, check_servers, find_checkpoin
 from runtime.engine import Engine, run_all
 from runtime.judge import Judge, JudgeError
 from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
-from runtime.policy import PolicyConfig
+from runtime.policy import MODELS, PolicyConfig
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
@@ -313,12 +313,12 @@ def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it runs in bf16
     elif cfg.checkpoint in PUBLISHED:
-        model = Qwen3VLConfig(**PUBLISHED[cfg.checkpoint])
+        model = AutoConfig.for_model(**PUBLISHED[cfg.checkpoint])
         weights = 2 * count(meta_policy(PolicyConfig(cfg.checkpoint)))
     else:
         return
-    if not cfg.rollout.server_gpus and model.model_type != "qwen3_vl":
-        told = f"checkpoint = {cfg.checkpoint!r}: this process only runs Qwen3-VL, not {model.model_type!r}"
+    if not cfg.rollout.server_gpus and model.model_type not in MODELS:
+        told = f"checkpoint = {cfg.checkpoint!r}: this process runs {' and '.join(MODELS)}, not {model.model_type!r}"
         raise config.ConfigError(f"{told}; install SGLang, or set rollout.urls")
     if torch.cuda.is_available():
         longest = cfg.rollout.max_context  # the cache holds at least one trajectory

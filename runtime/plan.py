@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, Qwen3VLConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from runtime.checks import find_checkpoint, on_the_hub
 from runtime.config import ConfigError
 from runtime.distributed import local_size, print0, world_size
+from runtime.packing import count_levels
 from runtime.policy import Policy, PolicyConfig, empty
 
 GIB = 1 << 30
@@ -30,18 +31,32 @@ _SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "de
 
 
 def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: dict, tied: bool) -> dict:
-    """Return the arguments of Qwen3VLConfig for one model size."""
+    """Return config.json's values for one size of Qwen3-VL."""
     text = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
     rope = {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
     text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": rope}
     vision = tower | {"num_heads": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}
-    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+    return {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
 # Checkpoints whose shapes --dry-run knows without their config.json.
 PUBLISHED = {
     "Qwen/Qwen3-VL-8B-Instruct": _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False),
     "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
+    "Qwen/Qwen2.5-VL-7B-Instruct": {
+        "model_type": "qwen2_5_vl",
+        "text_config": {
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 128_000,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000, "mrope_section": [16, 24, 24]},
+        },
+        "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+    },
 }
 PUBLISHED["ParaVT/ParaVT-8B"] = PUBLISHED["Qwen/Qwen3-VL-8B-Instruct"]
 
@@ -90,13 +105,18 @@ def meta_policy(cfg: PolicyConfig) -> Policy:
     if cfg.family and not Path(name).exists() and not on_the_hub(name):
         name = cfg.family
     if name in PUBLISHED:
-        return empty(Qwen3VLConfig(**PUBLISHED[name]), cfg)
+        return empty(AutoConfig.for_model(**PUBLISHED[name]), cfg)
     return empty(AutoConfig.from_pretrained(find_checkpoint(name, weights=False)), cfg)
 
 
 def count(module: nn.Module, trained: bool = False) -> int:
     """Count the weights; with `trained`, only those that train."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
+
+
+def head_size(text: PreTrainedConfig) -> int:
+    """Return the size of an attention head, which some configs leave out."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int = 0, reference: bool = False) -> Plan:
@@ -115,14 +135,13 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     # Kept from the forward to the backward pass. Per token a block keeps norms, heads (queries, and keys, which are repeated
     # for each suffix) and the MLP, in bf16 and fp32. With checkpointing it keeps only its input.
     used = {"embeddings and head, bf16, whole": 2 * (trained - count(policy.text.layers))}
-    heads = (12 * text.num_attention_heads + 26 * text.num_key_value_heads) * text.head_dim
+    heads = (12 * text.num_attention_heads + 26 * text.num_key_value_heads) * head_size(text)
     block = 16 * text.hidden_size + heads + 8 * text.intermediate_size  # bytes
     if cfg.activation_checkpointing:
         used[f"inputs of {layers} blocks at {tokens} tokens"] = 2 * text.hidden_size * layers * tokens
     else:
         used[f"activations of {layers} blocks at {tokens} tokens"] = block * layers * tokens
-    levels = 1 + len(policy.vision.config.deepstack_visual_indexes)
-    used["visual features"] = 2 * levels * text.hidden_size * visual_tokens
+    used["visual features"] = 2 * count_levels(policy.vision) * text.hidden_size * visual_tokens
 
     # Two peaks that never coincide, so only the larger counts. The first is a block's backward pass: two gathered blocks, one
     # gradient in bf16 and one in fp32, the recomputed activations, and the head's gradient, which is kept until the end.
@@ -165,8 +184,9 @@ def plan_engine(rollout, text, weights: float, rows: int, tokens: int) -> Plan:
     """Plan a GPU that samples: one of a RolloutConfig's servers, with a KV cache of `rows` x `tokens`, or the in-process engine.
     `text`: the language model's config. `weights`: bytes. The GPUs of a server share weights and cache."""
     share = rollout.tensor_parallel
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head / share  # bytes of a token's keys and values
+    kv = (
+        2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text) / share
+    )  # bytes of a token's keys and values
     if rollout.server_gpus:
         used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
     else:

@@ -278,7 +278,7 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     )
 
 
-# What differs between the families. In Qwen2.5-VL's tower, the first block attends within windows of 2 x 2 tokens.
+# What differs between the model types. In Qwen2.5-VL's tower, the first block attends within windows of 2 x 2 tokens.
 FAMILIES = {
     "qwen3_vl": {
         "rope": {"mrope_interleaved": True},
@@ -295,10 +295,10 @@ FAMILIES = {
 }
 
 
-def untrained_model(family: str, text: dict, vision: dict, ids: dict[str, int], seed: int) -> PreTrainedModel:
+def untrained_model(model_type: str, text: dict, vision: dict, ids: dict[str, int], seed: int) -> PreTrainedModel:
     """Build an untrained model of the real class. `ids`: token of ADDED -> id."""
     config = AutoConfig.for_model(
-        family,
+        model_type,
         text_config=text,
         vision_config=vision,
         image_token_id=ids["<|image_pad|>"],
@@ -308,18 +308,18 @@ def untrained_model(family: str, text: dict, vision: dict, ids: dict[str, int], 
         tie_word_embeddings=text["tie_word_embeddings"],
     )
     torch.manual_seed(seed)
-    model = MODELS[family](config)
+    model = MODELS[model_type](config)
     model.generation_config = GenerationConfig(eos_token_id=[ids["<|im_end|>"]], pad_token_id=ids["<|endoftext|>"])
     return model
 
 
 def write_checkpoint(
-    path: Path, tokenizer, contract: VisualContract, seed: int = 0, vision: dict | None = None, family: str = "qwen3_vl",
+    path: Path, tokenizer, contract: VisualContract, seed: int = 0, vision: dict | None = None, model_type: str = "qwen3_vl",
     **text_sizes,
 ) -> None:  # fmt: skip
     """Write an untrained model, with all other files that transformers and SGLang need."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
-    own = FAMILIES[family]
+    own = FAMILIES[model_type]
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]} | own["rope"]
     text = {
         "vocab_size": len(tokenizer),
@@ -346,7 +346,7 @@ def write_checkpoint(
         "out_hidden_size": text["hidden_size"],
     }
     tower |= own["tower"] | (vision or {})
-    untrained_model(family, text, tower, ids, seed).save_pretrained(path)
+    untrained_model(model_type, text, tower, ids, seed).save_pretrained(path)
     tokenizer.save_pretrained(path)
     contract.save(path)
     images = json.loads((path / "preprocessor_config.json").read_text())

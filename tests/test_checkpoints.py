@@ -49,7 +49,7 @@ def path(tmp_path_factory):
     path = tiny.write(tmp_path_factory.mktemp("tiny") / "model")
     CONTRACT.save(path)
     (path / "tokenizer.json").write_text('{"any": "bytes"}')
-    (path / "chat_template.jinja").write_text("{{ messages }}")
+    (path / "chat_template.jinja").write_text("{{ tools }}{{ messages }}")
     (path / "merges.txt").write_text("a b")
     return path
 

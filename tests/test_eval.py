@@ -792,11 +792,11 @@ def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_
 
 
 def test_another_family_is_not_answered_by_random_weights(write, toy_dir, tmp_path, refused):
-    """Past bug: without SGLang, a Qwen2.5-VL was loaded into a Qwen3-VL with "newly initialized" layers."""
+    """Past bug: without SGLang, another family was loaded into a Qwen3-VL with "newly initialized" layers."""
     shutil.copytree(toy_dir / "model", tmp_path / "other")
-    (tmp_path / "other" / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "qwen2_vl"}')
     cfg = load(write(), f"checkpoint={tmp_path}/other")
-    refused(cfg, "only runs Qwen3-VL, not 'qwen2_5_vl'; install SGLang, or set")
+    refused(cfg, "runs qwen3_vl and qwen2_5_vl, not 'qwen2_vl'; install SGLang, or set")
     cfg = replace(cfg, rollout=replace(cfg.rollout, urls=("localhost:9",)))
     refused(cfg, "no server answers at")  # a server may support it
 

@@ -18,25 +18,24 @@ from tiny_checkpoint import CONTRACT_14, noise
 from runtime import packing
 from runtime.distributed import export, rank, world_size
 from runtime.inprocess import InProcess
-from runtime.policy import load
+from runtime.policy import PolicyConfig, load
 from runtime.render import Bundle, Renderer, load_tokenizer
-from runtime.settings import PolicyConfig
 from runtime.visual import ContractError, VisualContract
 
 torch.set_num_threads(1)
-FAMILY = "qwen2_5_vl"
+MODEL_TYPE = "qwen2_5_vl"
 CELL = 28
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return tiny.write(tmp_path_factory.mktemp("tiny") / "model", tied=False, family=FAMILY)
+    return tiny.write(tmp_path_factory.mktemp("tiny") / "model", tied=False, model_type=MODEL_TYPE)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny") / "model"
-    return tiny_checkpoint.build(path, CONTRACT_14, family=FAMILY, initializer_range=0.1)
+    return tiny_checkpoint.build(path, CONTRACT_14, model_type=MODEL_TYPE, initializer_range=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def group_of_windows() -> tuple[list[Bundle], list[list[tiny.Piece]]]:
 
 
 def test_a_packed_group_of_several_windows_is_its_plain_rows(tmp_path):
-    path = tiny.write(tmp_path / "model", family=FAMILY, vision={"window_size": 112})
+    path = tiny.write(tmp_path / "model", model_type=MODEL_TYPE, vision={"window_size": 112})
     policy, model = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED), tiny.plain(path)
     bundles, rows = group_of_windows()
     logprobs, expected = policy(bundles, 0.7).logprobs, tiny.plain_scores(model, bundles, rows, 0.7)[0]
@@ -89,9 +88,9 @@ def test_random_groups_are_their_plain_rows(path, seed):
     assert relative_error(ours, theirs) < 1e-5
 
 
-@pytest.mark.parametrize("family, cell", [("qwen2_5_vl", 28), ("qwen3_vl", 32)])
-def test_positions_are_those_of_get_rope_index(tmp_path, family, cell):
-    model = tiny.plain(tiny.write(tmp_path / "model", family=family))
+@pytest.mark.parametrize("model_type, cell", [("qwen2_5_vl", 28), ("qwen3_vl", 32)])
+def test_positions_are_those_of_get_rope_index(tmp_path, model_type, cell):
+    model = tiny.plain(tiny.write(tmp_path / "model", model_type=model_type))
     for seed in range(4):
         row = tiny.piece(np.random.default_rng(seed), 20, 3, cell)
         given = tiny.plain_inputs(model, row.ids, row.clips)
@@ -145,7 +144,10 @@ def as_published(path, folder):
     config = json.loads((folder / "config.json").read_text())
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
-    text |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
     for name in ("model_type", "architectures"):
         text.pop(name, None)
     (folder / "config.json").write_text(json.dumps(text | config))
@@ -230,7 +232,11 @@ def engine(checkpoint, renderer):
 def prompts(renderer) -> list[tuple[list[int], list]]:
     """Text only; one and several images of different sizes; a second turn with frames of a tool."""
     made = []
-    for clips in ([], [noise(1, width=84, height=56)], [noise(2, width=140, height=84), noise(1, width=56, height=112)]):
+    for clips in (
+        [],
+        [noise(1, width=84, height=56)],
+        [noise(2, width=140, height=84), noise(1, width=56, height=112)],
+    ):
         ids = renderer.render([{"role": "user", "content": [*clips, "What happens?"]}], generate=True).ids
         made.append((ids, clips))
     ids, clips = made[2]
@@ -247,7 +253,7 @@ def test_the_engines_log_probs_are_the_trainers(engine, checkpoint, renderer):
 
 
 def test_a_snapshot_serves_the_next_sample(engine, checkpoint, renderer, tmp_path):
-    other = tiny_checkpoint.build(tmp_path / "other", CONTRACT_14, 1, FAMILY, initializer_range=0.1)
+    other = tiny_checkpoint.build(tmp_path / "other", CONTRACT_14, 1, MODEL_TYPE, initializer_range=0.1)
     policy = load(PolicyConfig(str(other), freeze=()), renderer.never_sampled)
     export(policy, tmp_path / "weights-1", other, CONTRACT_14)
     engine.update_weights(tmp_path / "weights-1", 1)

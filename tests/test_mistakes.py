@@ -44,12 +44,12 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     row = {"video": "a.mp4", "prompt": [{"role": "user", "content": "Why?"}]}
     (root / "mine" / "rows.jsonl").write_text(json.dumps(row))
     shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths are now wrong
-    shutil.copytree(toy_dir / "model", root / "qwen25")
+    shutil.copytree(toy_dir / "model", root / "qwen2")
     (root / "other" / "state" / "step-00000009").mkdir(parents=True)
     (root / "other" / "metrics.jsonl").write_text("")
     (root / "other" / "config.yaml").write_text("run: other\ngroup_size: 8\nsteps: 9")
-    shape = json.loads((root / "qwen25" / "config.json").read_text())
-    (root / "qwen25" / "config.json").write_text(json.dumps(shape | {"model_type": "qwen2_5_vl"}))
+    shape = json.loads((root / "qwen2" / "config.json").read_text())
+    (root / "qwen2" / "config.json").write_text(json.dumps(shape | {"model_type": "qwen2_vl"}))
     return root
 
 
@@ -95,10 +95,10 @@ MISTAKES = [  # the page has more
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),
     ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
     ("its own start, tried out", f"{SFT} run=toy_data --dry-run", "'toy_data/model' is in the folder of run = 'toy_data'"),
-    ("a folder that is no run's, tried out", f"{RL} policy.checkpoint=qwen25 run=same --dry-run", "same has a model or states, but no config.yaml"),
-    ("its own start, elsewhere in the run", f"{RL} policy.checkpoint=qwen25 run=.", "'qwen25' is in the folder of run = '.'"),
-    ("a folder that is no run's", f"{RL} policy.checkpoint=qwen25 run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
-    ("another family", f"{RL} policy.checkpoint=qwen25", "qwen25 is a 'qwen2_5_vl' model; this code needs dense Qwen3-VL"),
+    ("a folder that is no run's, tried out", f"{RL} policy.checkpoint=qwen2 run=same --dry-run", "same has a model or states, but no config.yaml"),
+    ("its own start, elsewhere in the run", f"{RL} policy.checkpoint=qwen2 run=.", "'qwen2' is in the folder of run = '.'"),
+    ("a folder that is no run's", f"{RL} policy.checkpoint=qwen2 run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
+    ("another family", f"{RL} policy.checkpoint=qwen2", "qwen2 is a 'qwen2_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
     # data
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; a relative path starts at"),
     ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "an RL row needs the field `prompt`; this one has messages, agent (`messages` is for sft.py)"),

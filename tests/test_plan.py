@@ -30,6 +30,12 @@ def test_the_8b_shapes_are_the_published_ones():
     assert count(meta_policy(PolicyConfig(EIGHT.checkpoint, freeze=())), trained=True) == count(policy)
 
 
+def test_the_shapes_of_qwen25_vl_7b_are_the_published_ones():
+    policy = meta_policy(PolicyConfig("Qwen/Qwen2.5-VL-7B-Instruct"))
+    assert count(policy) == 8_292_166_656 and count(policy, trained=True) == 7_615_616_512
+    assert plan_training(policy.cfg, 8, 8192, 4096).gib < plan_training(EIGHT, 8, 8192, 4096).gib
+
+
 def test_the_sums_are_what_the_real_update_holds():
     """The figures are GiB of live tensors at the peak of a real update, counted on meta tensors. Past bug: the plan added up
     peaks that never coincide, and gave 58.9, 34.3, 35.0 and 39.4."""
@@ -147,10 +153,11 @@ def test_the_mfu_is_six_flops_a_weight_and_token_over_the_peak_of_a_known_gpu(mo
     assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {}
 
 
-def test_activations_are_what_autograd_keeps(tmp_path):
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+@pytest.mark.parametrize("model_type, own", [("qwen3_vl", {"mrope_interleaved": True}), ("qwen2_5_vl", {})])
+def test_activations_are_what_autograd_keeps(tmp_path, model_type, own):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]} | own
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
-    path = tiny.write(tmp_path / "model", text=sizes | {"head_dim": 32, "rope_parameters": rope})
+    path = tiny.write(tmp_path / "model", text=sizes | {"head_dim": 32, "rope_parameters": rope}, model_type=model_type)
     rng = np.random.default_rng(0)
     prompt, suffixes = rng.integers(2, 100, 600).tolist(), rng.integers(2, 100, (4, 100)).tolist()
     tokens = 1000

@@ -42,14 +42,14 @@ class Pieces:
 
 def write(
     path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None,
-    family: str = "qwen3_vl",
+    model_type: str = "qwen3_vl",
 ) -> Path:  # fmt: skip
     """Write a checkpoint of random weights that are large enough to make attention far from uniform."""
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
     sizes = {"vocab_size": VOCABULARY, "intermediate_size": 96, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-    if family == "qwen3_vl":
+    if model_type == "qwen3_vl":
         sizes |= {"hidden_size": 48, "head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}}
         tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
     else:
@@ -57,7 +57,7 @@ def write(
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}  # windows of 2 x 2 tokens
     sizes |= {"tie_word_embeddings": tied} | (text or {})
     tower |= {"out_hidden_size": sizes["hidden_size"]} | (vision or {})
-    model = toy.untrained_model(family, sizes, tower, TOKENS, seed)
+    model = toy.untrained_model(model_type, sizes, tower, TOKENS, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
