@@ -27,12 +27,12 @@ from tools import parse_calls
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
 TAG = re.compile("|".join(TAGS))
-BROKEN_TAG = re.compile(r"<(?![ =\d])")  # but `<12.5 seconds>` and `x < 5` are plain text
-CALL_JSON = re.compile(r"\s*\{[^<]*\}\s*")
+TAGS_AND_CODE = (*TAGS, "<tool_code>", "</tool_code>")  # a call in <tool_code> runs, but the format does not ask for it
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
 STATED = re.compile(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", re.I | re.S)
 CALL_BLOCK = re.compile(r"<(tool_call|tool_code)>.*?(?:</\1>|\Z)", re.S)
-TAG_PIECE = re.compile(r"</?(?:th|to|an)[a-z_]*>?|</?\s*\Z")  # `</answe`, and a `<` at the end
+TAG_PIECE = re.compile(r"</?(?:th|to|an)[a-z_]*>?|</?\s*\Z")  # `</answe` and a last `<`, but not `a<b` or `<video>`
+CALL_JSON = re.compile(r"\s*\{.*\}\s*", re.S)
 PARTS = ("R", "R_acc", "f", "R_fmt", "R_fmt_paid", "R_tool", "R_anchor", "well_formed")
 MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
 # The most opening or closing tags of one kind in a turn. More is spam, and the episode scores 0.
@@ -97,7 +97,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     anchor = anchor_reward(turns, cfg.anchor)
     tagged = bool(final_answer(texts))
     turns_that_called = {call.turn for call in episode.calls if not call.error}
-    fmt, f = format_rewards(turns, tagged, turns_that_called, cfg.answer_suffix, cfg.anchor.lam * anchor)
+    fmt, f = format_rewards(turns, tagged, turns_that_called, cfg.anchor.lam * anchor, cfg)
     paid = f if cfg.anchor.credit == "sequence" else fmt
     parts = {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool, and under credit `sequence` f in place of R_fmt
@@ -192,7 +192,7 @@ def split_turn(text: str) -> Turn:
 
     "<think>\\nI see it.\\n</think>\\n<answer>B</answer><|im_end|>"
     -> "<think>", "\\nI see it.\\n", "</think>", "<answer>", "B", "</answer>", "<|im_end|>" """
-    elements = re.split(f"({TAG.pattern}|<tool_code>)", text.removesuffix(END_OF_TURN))
+    elements = re.split(f"({'|'.join(TAGS_AND_CODE)})", text.removesuffix(END_OF_TURN))
     if text.endswith(END_OF_TURN):
         elements.append(END_OF_TURN)
     return [element for element in elements if element.strip()]
@@ -200,17 +200,17 @@ def split_turn(text: str) -> Turn:
 
 def shape_of(turn: Turn) -> str:
     """Return the turn with each text as one word: `<think> text </think> <answer> text </answer> end`. A text that contains
-    a piece of a tag, such as `</think`, becomes `broken`. The {...} of a call becomes `json`."""
+    a piece of one of our tags, such as `</think`, becomes `broken`. The {...} of a call becomes `json`."""
     words = []
     for i, element in enumerate(turn):
-        if element in TAGS:
+        if element in TAGS_AND_CODE:
             words.append(element)
         elif element == END_OF_TURN:
             words.append("end")
+        elif TAG_PIECE.search(element):
+            words.append("broken")
         elif i > 0 and turn[i - 1] == "<tool_call>" and CALL_JSON.fullmatch(element):
             words.append("json")
-        elif BROKEN_TAG.search(element):
-            words.append("broken")
         else:
             words.append("text")
     return " ".join(words)
@@ -235,7 +235,7 @@ def thought_ends(turn: Turn) -> list[int]:
                 ends.append(i)
             thinking = False
             letters = 0
-        elif thinking and element not in TAGS:
+        elif thinking and element not in TAGS_AND_CODE:
             letters += sum(char.isalnum() for char in element)  # dots and zero-width spaces do not count
     return ends
 
@@ -301,25 +301,27 @@ def token_f1(answer: str, gold: str) -> float:
 
 
 def format_rewards(
-    turns: list[Turn], tagged: bool, turns_that_called: set[int], answer_suffix: bool, anchor_term: float
+    turns: list[Turn], tagged: bool, turns_that_called: set[int], anchor_term: float, cfg: RewardConfig
 ) -> tuple[float, float]:
     """Return R_fmt and f. `tagged`: the final answer is in <answer> tags. `anchor_term`: lambda * R_anchor."""
     # s     = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
     #       + 0.3 * [calls ran, and every turn with such a call thinks before its first call]
-    # R_fmt = min(0.9, s)                     + 0.1 * [s > 0 and all tags balanced]
-    # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [s > 0 and all tags balanced]
-    # The release computes min(1, s + 0.1 * [balanced]). With calls, s alone can reach 1, and broken tags cost nothing. Capping s
-    # at 0.9 gives balanced text the same score, and broken tags always cost 0.1.
+    # R_fmt = min(0.9, s)                     + 0.1 * [well formed]
+    # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [well formed]
+    # The release computes min(1, s + 0.1 * [s > 0 and all tags balanced]). With calls, s alone can reach 1, and broken tags cost
+    # nothing. Capping s at 0.9 gives well-formed text the same score, and any flaw costs 0.1. Under credit `off` the 0.1 stays
+    # with balanced tags: well-formed text needs a thought, which the release does not ask of plain GRPO.
     # Without a call, R_fmt is at most 0.8.
-    w_think, w_answer = format_weights(answer_suffix)
+    w_think, w_answer = format_weights(cfg.answer_suffix)
     thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
     thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
-    balanced = all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
-
     s = w_think * thinks
     s += w_answer * tagged
     s += 0.3 * thinks_before_calls
-    bonus = 0.1 * (balanced and s > 0)
+    flawless = well_formed(turns)
+    if cfg.anchor.credit == "off":
+        flawless = s > 0 and all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
+    bonus = 0.1 * flawless
     return min(0.9, s) + bonus, min(0.9, s + anchor_term) + bonus
 
 
@@ -338,8 +340,13 @@ def thinks_before_call(turn: Turn) -> bool:
 
 
 def well_formed(turns: list[Turn]) -> bool:
-    """Return whether every turn is exactly a thought and calls, and the last one exactly a thought and an answer, with only
-    white space between. A turn with calls needs no end of turn, because sequential dispatch stops at </tool_call>."""
+    """Return whether every turn is a thought and then calls, and the last one a thought, an answer and the end of the turn. Only
+    white space may stand between these parts.
+
+    A thought and an answer may contain any text, and a call any {...}, without our tags, <tool_code> and pieces of both. A piece
+    is `<` or `</` directly before th, to or an (`</answe`), or at the end of the text. So `a<b`, `<video>`, `</b>`, `<-` and
+    `<12.5 seconds>` may stand there. A thought may be empty, an answer may not. A call need not run. A turn with calls needs no
+    end of turn, because sequential dispatch stops at </tool_call>."""
     think = "<think>( text)? </think>"
     calls = re.compile(f"{think}( <tool_call> json </tool_call>)+( end)?")
     answer = re.compile(f"{think} <answer> text </answer> end")

@@ -1,5 +1,6 @@
 """Rewards: hand-computed values, adversarial completions, and structural tokens that never touch content."""
 
+import itertools
 import subprocess
 import sys
 
@@ -100,24 +101,24 @@ CASES = {
     "tidy direct answer": ([DONE], 0, 1, 0.2 + 0.3 + 0.2 + 0.1, 0, 0.7),
     "tidy trajectory with tools": ([LOOK, DONE], 1, 1, 1.0, 0.8, 0.7),
     "call without execution": ([LOOK, DONE], 0, 1, 0.8, 0.1, 0.7),
-    "an answer before the reports": ([LOOK.replace("<tool_call>", "<answer>B</answer><tool_call>"), DONE.replace("<answer>B</answer>", "ok")], 1, 0, 0.5 + 0.1, 0.3, 0.4),
-    "a call beside the answer": ([DONE.replace("<answer>", f"{CALL}<answer>")], 1, 1, 1.0, 0.3, 0.4),
-    "an answer inside the last thought": ([f"<think>\nThe clip shows it.\n</think><think>\nIt is blue, so <answer>B</answer>\n</think>\nok{END_OF_TURN}"], 0, 0, 0.2 + 0.1, 0, 0.4),
+    "an answer before the reports": ([LOOK.replace("<tool_call>", "<answer>B</answer><tool_call>"), DONE.replace("<answer>B</answer>", "ok")], 1, 0, 0.5, 0.3, 0.4),
+    "a call beside the answer": ([DONE.replace("<answer>", f"{CALL}<answer>")], 1, 1, 0.9, 0.3, 0.4, 0.9),
+    "an answer inside the last thought": ([f"<think>\nThe clip shows it.\n</think><think>\nIt is blue, so <answer>B</answer>\n</think>\nok{END_OF_TURN}"], 0, 0, 0.2, 0, 0.4),
     "three rounds of calls": ([LOOK, LOOK, LOOK, DONE], 3, 1, 1.0, 0.8, 0.7),
     "executed, but the answer is wrong": ([LOOK, DONE.replace("B<", "A<")], 1, 0, 1.0, 0.3, 0.7),
     "unreadable call": ([LOOK.replace('{"name"', "{name"), DONE], 0, 1, 0.8, 0, 0.7),
-    "unreadable call and no answer": ([LOOK.replace('{"name"', "{name")], 0, 0, 0.2 + 0.1, 0, 0.4),
-    "a thought behind the call": ([f"{CALL}<think>\nLet me look closer.\n</think>{END_OF_TURN}"], 1, 0, 0.2 + 0.1, 0.3, 0.4),
-    "a thought before <tool_code>": ([LOOK.replace(CALL, CODE), DONE], 1, 1, 1.0, 0.8, 0.7),
-    "a thought behind <tool_code>": ([CODE + LOOK.replace(CALL, ""), DONE], 1, 1, 0.8, 0.8, 0.7),
-    "a thought behind an empty one and the call": ([LOOK.replace("<think>", f"<think></think>{CALL}<think>"), DONE], 1, 1, 0.8, 0.8, 0.7),
+    "unreadable call and no answer": ([LOOK.replace('{"name"', "{name")], 0, 0, 0.2, 0, 0.4),
+    "a thought behind the call": ([f"{CALL}<think>\nLet me look closer.\n</think>{END_OF_TURN}"], 1, 0, 0.2, 0.3, 0.4),
+    "a thought before <tool_code>": ([LOOK.replace(CALL, CODE), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
+    "a thought behind <tool_code>": ([CODE + LOOK.replace(CALL, ""), DONE], 1, 1, 0.7, 0.8, 0.7, 0.9),
+    "a thought behind an empty one and the call": ([LOOK.replace("<think>", f"<think></think>{CALL}<think>"), DONE], 1, 1, 0.7, 0.8, 0.7, 0.9),
     "empty tags": ([f"<think></think><answer></answer>{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
     "empty thought": ([EMPTY_DONE], 0, 1, 0.5 + 0.1, 0, 0.0),
     "short thought": ([DONE.replace("The clip shows it.", "See it.")], 0, 1, 0.5 + 0.1, 0, 0.0),
     "a thought of ten letters": ([DONE.replace("The clip shows it.", "It is so blue")], 0, 1, 0.8, 0, 0.7),
     "a thought of ten syllables": ([DONE.replace("The clip shows it.", "영상에서파란색이보임")], 0, 1, 0.8, 0, 0.7),
     "a thought of dots": ([DONE.replace("The clip shows it.", 10 * "." + 10 * "\u200b")], 0, 1, 0.5 + 0.1, 0, 0.0),
-    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<answer></answer></think>")], 0, 1, 0.5 + 0.1, 0, 0.0),
+    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<answer></answer></think>")], 0, 1, 0.5, 0, 0.0),
     "an empty thought before the call": ([EMPTY_LOOK, DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
     "an empty thought before the answer": ([LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.3 + 0.1, 0.8, 0.0),
     "an empty thought before the second call": ([LOOK, EMPTY_LOOK, DONE], 2, 1, 0.5 + 0.1, 0.8, 0.0),
@@ -127,14 +128,14 @@ CASES = {
     "an answer closed twice after a call": ([LOOK, DONE.replace("</answer>", "</answer></answer>")], 1, 1, 0.9, 0.8, 0.4, 0.9),
     "a call that ran and twenty unclosed ones": ([LOOK.replace(END_OF_TURN, 20 * "<tool_call>" + END_OF_TURN), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
     "a second call without its opening tag": ([LOOK.replace(CALL, CALL + CALL.replace("<tool_call>", "")), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
-    "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.8, 0, 0.7),
+    "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.7, 0, 0.7, 0.9),
     "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
     "unclosed think after a call": ([LOOK, DONE.replace("</think>", "")], 1, 0, 0.3 + 0, 0.3, -0.3),
-    "no think": ([f"<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5 + 0.1, 0, 0.0),
+    "no think": ([f"<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5, 0, 0.0),
     "unclosed answer": ([f"<think>\nIt is clearly blue.\n</think>\n<answer>B{END_OF_TURN}"], 0, 0, 0.2, 0, 0.4),
     "prose only": ([f"The answer is B.{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
     "answer repeated after the end": ([DONE.replace(END_OF_TURN, "B</answer>" + END_OF_TURN)], 0, 1, 0.7, 0, 0.4),
-    "as many answers as are no spam": ([DONE.replace("<answer>B", 2 * "<answer>A</answer>" + "<answer>B")], 0, 1, 0.8, 0, 0.4),
+    "as many answers as are no spam": ([DONE.replace("<answer>B", 2 * "<answer>A</answer>" + "<answer>B")], 0, 1, 0.7, 0, 0.4),
     "nested answers": ([DONE.replace("<answer>B", "<answer>A<answer>B")], 0, 1, 0.7, 0, 0.4),
     "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7, 0, -0.3),
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, -0.3),
@@ -143,8 +144,10 @@ CASES = {
     "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
     "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> B <12.5 seconds><")], 0, 1, 0.8, 0, 0.7),
     "a comparison is no tag": ([DONE.replace("shows it", "shows that 3 < 5").replace(">B<", "> B, <= 5<")], 0, 1, 0.8, 0, 0.7),
-    "a broken tag is not text": ([DONE.replace(">B<", ">B</answe<")], 0, 1, 0.8, 0, 0.4),
-    "call tags in the thought": ([f"<think>\nI could {CALL} here.\n</think>\n<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.8, 0.1, 0.7),
+    "a broken tag is not text": ([DONE.replace(">B<", ">B</answe<")], 0, 1, 0.7, 0, 0.4),
+    "<tool_code> before the answer": ([DONE.replace("<answer>", "<tool_code><answer>")], 0, 1, 0.7, 0, 0.4),
+    "a thought of <tool_code>": ([DONE.replace("The clip shows it.", "<tool_code> It </tool_code> is")], 0, 1, 0.5, 0, 0.0),
+    "call tags in the thought": ([f"<think>\nI could {CALL} here.\n</think>\n<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.7, 0.1, 0.7, 0.9),
 }  # fmt: skip
 
 
@@ -162,26 +165,88 @@ def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
 
 
+def one_edit_away(turns: list[str]) -> list[list[str]]:
+    """Return the texts in which a tag is left out, replaced or swapped with the next, or a tag, a pair of tags, a piece of one or
+    a word is added before or after any tag."""
+    added = [
+        *rewards.TAGS_AND_CODE,
+        " ok ",
+        "</answe",
+        "<",
+        "<think></think>",
+        "<answer>B</answer>",
+        "<tool_call></tool_call>",
+    ]
+    edited = []
+    for i, turn in enumerate(turns):
+        tags = [(tag.start(), tag.end()) for tag in rewards.TAG.finditer(turn)]
+        texts = []
+        for place in {0, len(turn), *itertools.chain(*tags)}:
+            texts += [turn[:place] + more + turn[place:] for more in added]
+        for start, end in tags:
+            texts += [turn[:start] + other + turn[end:] for other in ("", *rewards.TAGS) if other != turn[start:end]]
+        for (a, b), (c, d) in itertools.pairwise(tags):
+            texts.append(turn[:a] + turn[c:d] + turn[b:c] + turn[a:b] + turn[d:])
+        edited += [[*turns[:i], text, *turns[i + 1 :]] for text in texts]
+    return edited
+
+
 @pytest.mark.parametrize("suffix", [True, False])
 @pytest.mark.parametrize("credit", ["struct", "sequence", "off"])
-@pytest.mark.parametrize("honest", [[DONE], [LOOK, DONE], [LOOK.replace(CALL, f"{CALL}\n{CALL}"), DONE]])
-def test_no_text_with_a_tag_too_many_or_too_few_earns_what_the_honest_one_does(honest, credit, suffix):
-    """Past bug: the cap at 1 gave every calling episode the full R_fmt, even with broken tags, and a thought closed twice cost
-    less than one left open. Here each tag is inserted before and after every other one, and each is left out once."""
+@pytest.mark.parametrize("honest", [[DONE], [LOOK, DONE], [LOOK.replace(CALL, f"{CALL}\n{CALL}"), LOOK, DONE]])
+def test_no_text_one_edit_from_an_honest_one_earns_as_much_unless_it_is_well_formed(honest, credit, suffix):
+    """Past bugs: the cap at 1 gave every calling episode the full R_fmt, even with broken tags; a thought closed twice cost less
+    than one left open; and words, second answers and empty calls between balanced tags cost nothing. Plain GRPO (`off`) still
+    pays for those, as the release does."""
     cfg = RewardConfig(answer_suffix=suffix, anchor=Anchor(credit=credit))
     full = earned(honest, 9, cfg=cfg)
-    broken = []
-    for i, turn in enumerate(honest):
-        for tag in rewards.TAG.finditer(turn):
-            before, after = turn[: tag.start()], turn[tag.end() :]
-            changed = [before + after]
-            changed += [f"{before}{added}{tag[0]}{after}" for added in rewards.TAGS]
-            changed += [f"{before}{tag[0]}{added}{after}" for added in rewards.TAGS]
-            broken += [[*honest[:i], text, *honest[i + 1 :]] for text in changed]
-    assert len(broken) >= 52
-    for turns in broken:
+    unlike = 0
+    for turns in one_edit_away(honest):
         parts = earned(turns, 9, cfg=cfg)
-        assert parts["R"] < full["R"] - 0.04 and parts["R_anchor"] <= full["R_anchor"] and parts["f"] < full["f"], turns
+        flawed = not parts["well_formed"]
+        if credit == "off":
+            elements = [rewards.split_turn(turn) for turn in turns]
+            flawed = not all(rewards.tags_pair(turn, name) for turn in elements for name in rewards.TAG_LIMITS)
+        most = full["R"] - 0.09 * flawed
+        assert parts["R"] < most + 1e-9 and parts["f"] < full["f"] - 0.04 * flawed + 1e-9, turns
+        assert parts["R_anchor"] <= full["R_anchor"], turns
+        unlike += flawed
+    assert unlike > 50
+
+
+HONEST_THOUGHTS = (
+    "The clip shows it.",
+    "At <12.5 seconds> a man opens the door, so 3 < 5 frames are enough.",
+    "If a<b and b<c, then a<c holds; also x <= y.",
+    "The question says <video>, so I look at the overview.",
+    "The title reads <b>News</b> in <i>bold</i>.",
+    "He walks left <- right, then -> back <-> again.",
+    "The score is 2:1 (<90 min). Q&A: \"who?\" - 'nobody'.",
+    "1. First, a car.\n2. Then, **a bus**.\n\n- So it is `B`.",
+    "视频中有一把红伞，所以选择B。时间<20秒。",
+    "Let $t < 20$ and \\(u > 3\\), so \\boxed{B} fits.",
+    "if (i<n) { std::vector<int> v; } is on the screen",
+    "He writes I <3 U on the wall :> and draws <*)))><.",
+    "The sign shows <<EXIT>> and an arrow <=.",
+    "영상에서 파란색이 보입니다. <화면>",
+    "",
+)  # fmt: skip
+VIDEO_CALL = CALL.replace('"start_time"', '"video_path": "<video>", "start_time"')
+HONEST_TURNS = (
+    [LOOK.replace(CALL, VIDEO_CALL), DONE],
+    [LOOK.replace(CALL, f"{CALL}\n{VIDEO_CALL}\n{CALL}"), LOOK, DONE.replace(">B<", ">\nB. a<b\n<")],
+    [LOOK.removesuffix(END_OF_TURN), DONE],  # sequential dispatch
+    [LOOK.replace("\n<tool_call>\n", "<tool_call>").replace("\n</tool_call>", "</tool_call>"), DONE.replace("\n", "")],
+    [DONE.replace(">B<", "> 12.5 - 20.1 <").replace("</answer>", "</answer>\n")],
+)
+
+
+@pytest.mark.parametrize(
+    "turns", [*([DONE.replace("The clip shows it.", text)] for text in HONEST_THOUGHTS), *HONEST_TURNS]
+)
+def test_an_honest_text_is_well_formed(turns):
+    """Past bug: `a<b`, `<video>`, `<-` and `</b>` counted as broken tags, and so did `<video>` in a call."""
+    assert earned(turns)["well_formed"] == 1
 
 
 def test_options_are_read_from_the_question_where_the_row_has_none():
