@@ -23,7 +23,8 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,12 +33,13 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from data import Episode
 from evals import results, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import EvalJob, Results, contract_of, read_results
+from evals.results import EvalJob, Results, contract_of, prompts_of, read_results
 from rewards import RewardConfig, final_answer, score, turn_texts
-from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
+from rollout import AgentContext, RolloutConfig, derive_seed, dump, open_engine
 from runtime import checks, config
 from runtime.api import Api, OpenAI, check_api
 from runtime.checks import USER_ERRORS, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
@@ -45,6 +47,7 @@ from runtime.engine import Engine, run_all
 from runtime.judge import Judge, JudgeError
 from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
 from runtime.policy import MODELS, PolicyConfig
+from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
@@ -76,10 +79,14 @@ class EvalConfig:
     template. `rollout.concurrency` limits the concurrent requests."""
     visual: VisualContract | None = None
     """How frames are sampled and sized. null: the checkpoint's own contract."""
+    prompts: Prompts | None = None
+    """A YAML file with texts in place of our agent's prompts. null: those that the checkpoint was trained with."""
     grading: RewardConfig = RewardConfig(open_answer="exact")
     """Only the fields for reading answers are used: open_answer, untagged_answer, judge."""
     limit: int = 0
     """Ask only the first `limit` items of each split. 0: all."""
+    save_episodes: bool = False
+    """Write each episode to RUN/episodes/, for study.report."""
     seed: int = 0
     decoders: int = min(64, os.cpu_count() or 1)
 
@@ -143,6 +150,14 @@ def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentCo
     """Write the lines to keep, then ask the items concurrently. Each item appends its line when it ends."""
     config.write_whole(job.path, "".join(json.dumps(line) + "\n" for line in lines))
     judge = Judge(cfg.grading.judge)
+    writing = threading.Lock()
+
+    def keep(episode: Episode) -> None:
+        path = Path(cfg.run) / "episodes" / job.path.name
+        path.parent.mkdir(exist_ok=True)
+        with writing, path.open("a", encoding="utf-8") as file:
+            dump(episode, file, context.renderer)
+
     bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
     with job.path.open("a", encoding="utf-8") as file, bar:
 
@@ -152,14 +167,17 @@ def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentCo
             bar.update()
 
         try:
-            asked = [functools.partial(ask_item, item, job.k, context, cfg, judge) for item in items]
+            asked = [functools.partial(ask_item, item, job.k, context, cfg, judge, keep) for item in items]
             run_all(context.engine, asked, cfg.rollout.concurrency, done)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
 
 
-def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: Judge) -> dict[str, Any]:
-    """Ask one item and return its line of the results. The episode is dropped: its frames would fill the memory."""
+def ask_item(
+    item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: Judge, keep: Callable[[Episode], None]
+) -> dict[str, Any]:
+    """Ask one item and return its line of the results. The episode is dropped: its frames would fill the memory. With
+    `save_episodes`, `keep` first writes it without them."""
     episode, answer = run_protocol(context, item, k, derive_seed(cfg.seed, item.task.id), cfg.prompting)
     turns = turn_texts(episode.main, context.renderer)
     error = episode.error
@@ -182,6 +200,11 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
         parts = score(episode, context.renderer, RewardConfig(open_answer="exact"))
         format_rewards = {"f": parts["f"], "well_formed": parts["well_formed"]}
 
+    if cfg.save_episodes:
+        episode.error = error
+        episode.rewards = {"R": strict["score"], "R_acc": strict["score"], **format_rewards}
+        keep(episode)
+
     calls = []
     for call in episode.calls:
         names = ("name", "window", "error", "text", "seconds")
@@ -192,6 +215,7 @@ def ask_item(item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: 
         "videos": ["/".join(Path(path).parts[-2:]) for path in item.task.videos],  # MMVU numbers its videos per folder
         "kind": item.task.kind,
         "gold": item.task.answer,
+        "fields": item.fields,
         "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: shows why an answer could not be read
         "answer": answer,
         **strict,
@@ -273,7 +297,9 @@ def inspect(cfg: EvalConfig, checklist: checks.Checklist) -> tuple[list[EvalJob]
             folder = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)  # an API needs only the tokenizer
             contract = contract_of(cfg, folder)
             contract.check(folder)
-            renderer = Renderer(load_tokenizer(folder), contract)
+            prompts = prompts_of(cfg, folder)
+            prompts.check(folder)
+            renderer = Renderer(load_tokenizer(folder), contract, prompts)
             checklist.ok(f"checkpoint: {folder}")
 
     # The run's folder. A file of answers under other settings is refused, and so are results of another model.

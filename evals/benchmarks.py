@@ -19,7 +19,7 @@ import re
 import shlex
 import urllib.parse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data import Task, parse_task
@@ -52,6 +52,7 @@ class Item:
     task: Task
     subtitles: tuple[Cue, ...] = ()  # in order
     caption: str = ""  # the event to locate, in a dataset of spans
+    fields: dict[str, str] = field(default_factory=dict)  # of its row, to break scores down by: Split.fields
 
 
 # What `grade` returns. A prediction is a letter, "[start, end]" in seconds, or text. None: nothing could be read.
@@ -219,20 +220,27 @@ class Split:
     tables: str  # glob of the files with the questions, in the root or one folder down
     counts: tuple[int, ...] = ()  # allowed numbers of items; (): any
     subtitled: int = 0  # how many of its videos have an .srt file
+    fields: tuple[str, ...] = ()  # columns that results keep, if the dataset has them
 
 
-_VIDEOMME = Split("lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,))
+_VIDEOMME = Split(
+    "lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,), fields=("duration", "domain", "task_type")
+)
 SPLITS = {
     "videomme": _VIDEOMME,
     "videomme_wsub": replace(_VIDEOMME, parse=_videomme_wsub, subtitled=744),
     # Gated: accept its terms on its page first.
-    "longvideobench": Split("longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,)),
+    "longvideobench": Split(
+        "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,),
+        fields=("duration_group", "question_category"),
+    ),
     "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,)),  # its only split is called train
-    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175)),  # papers quote either number
+    # Papers quote either number.
+    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175), fields=("task_type",)),
     "mmvu": Split("yale-nlp/MMVU", _mmvu, "validation.json", (1000,)),
     "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,)),
     "toy": Split("", _toy, "test.parquet"),
-}
+}  # fmt: skip
 
 
 def count_items(name: str, root: str) -> int:
@@ -254,7 +262,9 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     missing = []  # names of videos
     for i, (rows, n) in enumerate(places[: limit or None]):
         try:
-            items.append(split.parse(rows[n], i, files))
+            row = rows[n]
+            fields = {name: str(row[name]) for name in split.fields if name in row}
+            items.append(replace(split.parse(row, i, files), fields=fields))
         except FileNotFoundError as error:
             missing.append(str(error))
         except (KeyError, RowError) as error:

@@ -25,6 +25,7 @@ from rollout import RolloutConfig
 from runtime import config
 from runtime.checks import MAY_CHANGE
 from runtime.dataset import DataError
+from runtime.prompts import Prompts
 from runtime.visual import VisualContract
 
 PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
@@ -140,8 +141,8 @@ def items_left(job: EvalJob) -> list[Item]:
 
 
 def changes(before: dict, now: dict) -> str:
-    """Name the settings that differ. A dry run without the checkpoint does not know its weights and contract."""
-    unknown = [name for name in ("weights", "visual") if name in now and now[name] is None]
+    """Name the settings that differ. A dry run without the checkpoint does not know its weights, contract and prompts."""
+    unknown = [name for name in ("weights", "visual", "own_prompts") if name in now and now[name] is None]
     was = {name: value for name, value in before.items() if name not in unknown}
     now = {name: value for name, value in now.items() if name not in unknown}
     return "; ".join(config.differences(was, now).values())
@@ -167,6 +168,7 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None
     if contract:
         contract = dataclasses.asdict(replace(contract, **READS.get(cfg.prompting.protocol, {})))
 
+    own = prompts_of(cfg, folder)
     header = {
         "name": cfg.name,
         "split": job.split,
@@ -176,6 +178,7 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None
         "weights": weights,  # a digest, or the model's name at an API
         "api": {"url": cfg.api.url, "parameters": cfg.api.parameters},
         "prompts": digest(prompts),
+        "own_prompts": own and dataclasses.asdict(own),
         "prompting": dataclasses.asdict(cfg.prompting),
         "rollout": rollout,
         "visual": contract,
@@ -189,6 +192,11 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None
 def contract_of(cfg: Any, folder: Path | None) -> VisualContract | None:
     """Return how frames are read. `visual: null` means the checkpoint's own contract."""
     return cfg.visual or (VisualContract.load(folder) if folder else None)
+
+
+def prompts_of(cfg: Any, folder: Path | None) -> Prompts | None:
+    """Return the words in place of our prompts. `prompts: null` means those of the checkpoint's training."""
+    return cfg.prompts or (Prompts.load(folder) if folder else None)
 
 
 def item_digest(item: Item) -> str:

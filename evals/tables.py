@@ -1,13 +1,14 @@
 """tables.py: turn results of eval.py into Markdown tables.
 
-    python eval.py table runs/eval/* [--baseline NAME]
+    python eval.py table runs/eval/* [--baseline NAME] [--by duration]
 
 1. Scores with 95 % intervals: one row per model, arm and reading of the answers (READINGS), at the K of the paper's
    table, with the average and the gain over the baseline's first arm. Other K have their own rows. Further rows give
    the gain on shared items and the published scores of finished splits; the others say `n of N`. Errors count as wrong.
 2. The cost and quality per item: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
+3. With --by, the scores by a field of the split's rows (benchmarks.Split.fields), such as duration or task_type.
 
-Deliberately missing: significance tests, breakdowns.
+Deliberately missing: significance tests.
 """
 
 import argparse
@@ -69,6 +70,7 @@ def costs(results: Results) -> dict[str, float]:
     totals = Counter()
     for record in results.records:
         totals["calls"] += executed(record)
+        totals["tool_usage_rate"] += 100 * (executed(record) > 0)
         totals["failed_calls"] += len(record["calls"]) - executed(record)
         for name in ("turns", "tokens", "agent_tokens", "seconds"):
             totals[name] += record[name]
@@ -83,7 +85,7 @@ def costs(results: Results) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ the tables
 
 
-def report(runs: Sequence[str | Path], baseline: str = "") -> str:
+def report(runs: Sequence[str | Path], baseline: str = "", by: str = "") -> str:
     """Print all tables as Markdown, and return the text."""
     all_results = read_runs(runs)
     refuse_mixtures(all_results)
@@ -95,6 +97,8 @@ def report(runs: Sequence[str | Path], baseline: str = "") -> str:
     all_results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
     published = read_published()["table"]
     text = scores_table(all_results, published, baseline) + "\n\n" + costs_table(all_results)
+    if by:
+        text += "\n\n" + breakdown_table(all_results, by)
     print(text)
     return text
 
@@ -275,13 +279,31 @@ def costs_table(all_results: Sequence[Results]) -> str:
     return markdown("### Per item", header, rows)
 
 
+def breakdown_table(all_results: Sequence[Results], by: str) -> str:
+    """Write the scores of the items with each value of a field, in both readings."""
+    rows = []
+    for results in all_results:
+        groups: dict[str, list[dict]] = {}  # value -> its records
+        for record in results.records:
+            if by in record.get("fields", {}):
+                groups.setdefault(record["fields"][by], []).append(record)
+        for value, records in sorted(groups.items()):
+            part = Results(results.settings | {"total": len(records)}, records)
+            cells = [score_cell(part.read(reading)) for reading in READINGS]
+            rows.append([results.name, results.arm, results.k, results.split, value, len(records), *cells])
+    if not rows:
+        raise DataError(f"--by {by}: no results have that field; VideoMME has duration, MLVU task_type")
+    return markdown(f"### By {by}", ["model", "arm", "K", "split", by, "items", *READINGS], rows)
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="eval.py table")
     parser.add_argument("runs", nargs="+", help="folders of results")
     parser.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
+    parser.add_argument("--by", default="", help="also print scores by this field of the rows, such as duration")
     args = parser.parse_args(arguments)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     try:
-        report(args.runs, args.baseline)
+        report(args.runs, args.baseline, args.by)
     except DataError as error:
         sys.exit(f"error: {error}")

@@ -103,7 +103,8 @@ def read_run(path: Path, name: str, pictures: dict[str, int], max_episodes: int,
         files = sorted((path / "episodes").glob("*.jsonl"))
     if not files:
         return run
-    for place in (model, path / "model", run.config.get("policy", {}).get("checkpoint")):
+    trained = run.config.get("policy", run.config)  # an evaluation has its checkpoint at the top
+    for place in (model, path / "model", trained.get("checkpoint")):
         if place and (Path(place) / "tokenizer_config.json").exists():
             visual = run.config.get("visual")
             contract = build(VisualContract, visual, "visual.") if visual else VisualContract.load(place)
@@ -136,7 +137,7 @@ def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
     with Videos(workers=1) as videos:
         for file in chosen:
             episodes = []
-            for record in read_lines(file):
+            for record in read_lines(file)[:max_episodes]:
                 try:
                     episodes.append(episode_of(record, videos, run.renderer.contract))
                 except DataError as error:
@@ -165,7 +166,7 @@ def add_episodes(run: RunData, step: int, episodes: Sequence[Episode], videos: V
                 groups[key]["durations"] = [videos.info(path).duration for path in task.videos]
         groups[key]["episodes"].append(view_episode(episode, run))
     if groups:
-        run.steps[step] = list(groups.values())
+        run.steps.setdefault(step, []).extend(groups.values())  # the files of an evaluation have no steps
 
 
 def view_episode(episode: Episode, run: RunData) -> dict:

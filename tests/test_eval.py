@@ -39,13 +39,15 @@ from evals.protocols import READS
 from evals.results import EvalJob, read_results
 from evals.tables import interval
 from rl import RLConfig
-from rollout import derive_seed
+from rollout import derive_seed, load_episodes
 from runtime import config
 from runtime.checks import only_run_in
 from runtime.dataset import DataError
 from runtime.engine import EngineError
+from runtime.prompts import Prompts
 from runtime.render import END_OF_TURN
 from runtime.visual import VisualContract
+from study import report as report_page
 from study.toy import DURATIONS
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 1000}}\n</tool_call>'
@@ -170,6 +172,47 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
     assert row == ["toy", "parallel", "tagged", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
     lost = f"{100 * (few / many - 1):+.1f}"
     assert shown["Scores"][4][-1] == f"{lost} / {lost} % (1)"  # over the first arm, not its own
+
+
+def test_saved_episodes_are_all_of_the_run_and_the_page_shows_them(write, model, toy_dir, tmp_path):
+    calls = says(f"I look closer.\n</think>\n{CALL}")
+    seen = says("A clip shows it.\n</think>\n<answer>red</answer>")
+    model(
+        lambda prompt, seed: (seen if "A flash." in prompt else says("A flash.") if is_subagent(prompt) else calls)(
+            prompt, seed
+        )
+    )
+    cfg = {"prompting": {"protocol": "agent"}, "arms": ["parallel", "none"], "limit": 3}
+    run(write(**cfg))
+    assert not (tmp_path / "run" / "episodes").exists()
+    run(write(**cfg | {"limit": 0, "save_episodes": True}))  # the five others
+    episodes = load_episodes(tmp_path / "run" / "episodes" / "toy-K4-parallel.jsonl")
+    records = read_results(results_file(tmp_path, "parallel")).records
+    assert {e.task.id: e.rewards["R_acc"] for e in episodes} == {r["id"]: r["score"] for r in records[3:]}
+    page = report_page.read_run(tmp_path / "run", "run", {}, 100)
+    groups = page.steps[0]  # of both arms
+    assert len(groups) == 10 and not page.notes
+    assert {len(group["episodes"][0]["calls"]) for group in groups} == {0, 1}
+
+
+def test_the_agents_prompts_are_the_checkpoints_or_the_runs_and_a_mismatch_is_named(
+    write, model, toy_dir, tmp_path, refused
+):
+    shutil.copytree(toy_dir / "model", tmp_path / "model")
+    Prompts(system_without_tools="Answer in tags.").save(tmp_path / "model")
+    engines = model(says("Hm.\n</think>\n<answer>red</answer>"))
+    cfg = {"prompting": {"protocol": "agent"}, "arms": ["none"], "limit": 1, "checkpoint": str(tmp_path / "model")}
+    run(write(**cfg))
+    assert "Answer in tags." in engines[0].asked[0].prompt
+    (tmp_path / "words.yaml").write_text("system_without_tools: Guess.")
+    own = write(**cfg | {"prompts": str(tmp_path / "words.yaml"), "run": str(tmp_path / "other")})
+    refused(load(own), r"with other prompts \(prompts.system_without_tools: 'Answer in tags.', now 'Guess.'\)")
+    stock = write(**cfg | {"prompts": str(tmp_path / "words.yaml"), "checkpoint": str(toy_dir / "model")})
+    refused(
+        load(stock), "own_prompts.system_without_tools: 'Answer in tags.', now 'Guess.'"
+    )  # its answers are of others
+    run(stock, f"run={tmp_path}/other")
+    assert "Guess." in engines[1].asked[0].prompt
 
 
 def test_results_of_other_settings_are_refused_and_the_setting_is_named(write, model, toy_dir, tmp_path):
@@ -439,7 +482,7 @@ def line(id, score, *, video="", **more) -> dict:
     """Return a line of results."""
     plain = {
         "id": id, "videos": [video or f"v/{id}.mp4"], "kind": "mcq", "gold": "A",
-        "said": "A", "answer": "A", "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
+        "said": "A", "answer": "A", "fields": {}, "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
         "agent_tokens": 0, "truncated": False, "seconds": 1.0, "error": "",
         "lenient": {"prediction": "A", "score": float(score), "judged": False},
     }  # fmt: skip
@@ -637,9 +680,19 @@ def test_costs_are_means_and_rates_over_all_items(tmp_path):
     rows = [line("a", 1), line("b", 0, prediction=None)]
     rows[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "tokens": 30, "seconds": 3.0, "truncated": True}
     assert tables.costs(read_results(write_results(tmp_path, "videomme", rows, total=2700))) == {
-        "calls": 0.5, "failed_calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
+        "calls": 0.5, "tool_usage_rate": 50, "failed_calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
         "error_rate": 0, "refused_rate": 0, "unparsed_rate": 50, "truncated_rate": 50,
     }  # fmt: skip
+
+
+def test_scores_are_broken_down_by_a_field_of_the_rows(tmp_path):
+    rows = [line(str(i), int(score), fields={"duration": size}) for i, (score, size) in enumerate(zip("1101", "sslz"))]
+    write_results(tmp_path, "videomme", [*rows, line("4", 1)], total=2700)  # the last is from before rows kept fields
+    found = sections(tables.report([tmp_path], by="duration"))["By duration"]
+    cells = {row[4]: [cell.split(" ")[0] for cell in row[5:]] for row in found[2:]}
+    assert cells == {"l": ["1", "0.0", "0.0"], "s": ["2", "100.0", "100.0"], "z": ["1", "100.0", "100.0"]}
+    with pytest.raises(DataError, match="--by topic: no results have that field; VideoMME has duration"):
+        tables.report([tmp_path], by="topic")
 
 
 def test_results_that_make_no_table_are_refused(tmp_path):
