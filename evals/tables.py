@@ -14,6 +14,7 @@ Deliberately missing: significance tests.
 import argparse
 import difflib
 import signal
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -63,6 +64,17 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
 def executed(record: dict) -> int:
     """Count the calls that ran, like `data.Episode.n_executed`."""
     return sum(not call["error"] for call in record["calls"])
+
+
+def outcomes(records: Sequence[dict]) -> dict[str, float]:
+    """Return means over items: f, well_formed, calls (the paper's kappa) and accuracy. Failed items have no format: 0."""
+    columns = {
+        "f": [record.get("f", 0.0) for record in records],
+        "well_formed": [record.get("well_formed", 0.0) for record in records],
+        "calls": [executed(record) for record in records],
+        "accuracy": [record["score"] for record in records],
+    }
+    return {name: statistics.fmean(values) for name, values in columns.items()}
 
 
 def costs(results: Results) -> dict[str, float]:

@@ -22,13 +22,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from evals.results import read_published, read_results
-from evals.tables import executed, markdown, put_between_marks
+from evals.tables import markdown, outcomes, put_between_marks
 from rewards import final_answer, turn_texts
 from rollout import render_prompt, run_episode
 from runtime.config import read_tree, write_whole
@@ -136,8 +135,9 @@ def demo_jobs(root: Path) -> list[Job]:
     jobs = []
     for name in CONTRAST:
         jobs += [job for job in row_jobs(ROWS[name], root, seed=0) if job.name != "seed0-gate"]
-    page = report_command([f"{root}/seed0/grpo", f"{root}/seed0/paragrpo"], root, root)
-    jobs.append(Job("report", "seed0-page", page, needs=["seed0-grpo", "seed0-paragrpo"]))
+    runs = [f"{root}/seed0/{run}" for run in ("grpo", "paragrpo", "eval/grpo", "eval/paragrpo", "eval/sft")]
+    needs = [job.name for job in jobs if job.kind in ("train", "evaluate")]
+    jobs.append(Job("report", "seed0-page", report_command(runs, root, root), needs))
     return jobs
 
 
@@ -187,18 +187,17 @@ def read_figures(root: Path) -> Figures:
 
 
 def means_of(records: list[dict], flashes: dict[str, toy.Flash]) -> dict[str, float]:
-    """Return means over episodes: `f` and `calls` are the paper's f and kappa, `reports_right` is the report accuracy."""
-    values = defaultdict(list)
+    """Return means over episodes. `reports_right` is the report accuracy, if there are reports."""
+    means = outcomes(records)
+    right = []
     for record in records:
-        values["f"].append(record["f"])
-        values["well_formed"].append(record["well_formed"])
-        values["calls"].append(executed(record))
-        values["accuracy"].append(record["score"])
         flash = flashes[Path(record["videos"][0]).name]
         for call in record["calls"]:
             if not call["error"]:
-                values["reports_right"].append(toy.report_is_right(flash, call["window"], call["text"]))
-    return {name: round(statistics.fmean(column), 4) for name, column in values.items()}
+                right.append(toy.report_is_right(flash, call["window"], call["text"]))
+    if right:
+        means["reports_right"] = statistics.fmean(right)
+    return {name: round(mean, 4) for name, mean in means.items()}
 
 
 def last_third(lines: list[dict]) -> dict[str, float]:
@@ -392,9 +391,10 @@ def outcome_table(figures: Figures) -> str:
 
 
 def draw_outcomes(figures: Figures, path: Path) -> None:
-    """Draw two panels: accuracy and calls of sampled episodes by K, after training."""
-    with png_axes(path, 2, (9, 3)) as axes:
-        for axis, what, title in zip(axes, ("accuracy", "calls"), ("accuracy", "κ: calls per episode")):
+    """Draw accuracy, calls and format of sampled episodes by K, after training."""
+    titles = {"accuracy": "accuracy", "calls": "κ: calls per episode", "well_formed": "exactly well-formed episodes"}
+    with png_axes(path, len(titles), (11, 3)) as axes:
+        for axis, (what, title) in zip(axes, titles.items()):
             for name, color in zip((*DRAWN, "sft"), (*LINE_COLORS[: len(DRAWN)], "#777777")):
                 by_k = [list(by_seed(figures, name, what, k).values()) for k in KS]
                 if min(map(len, by_k)) < 2:  # a K has no evaluation, or only one seed
@@ -462,7 +462,7 @@ def main() -> int:
     write_tables(root, Path("results"))
 
     runs = []  # on the native path
-    for name in DRAWN:
+    for name in (*DRAWN, *(f"eval/{name}" for name in (*DRAWN, "sft"))):
         runs += [str(folder) for folder in sorted(root.glob(f"seed?/{name}"))]
     drawn = not runs or subprocess.call([sys.executable, *report_command(runs, root, Path("results"))]) == 0
     return 0 if good and drawn else 1

@@ -1,10 +1,11 @@
-"""report.py: write one HTML file about runs: curves, a table, and the recorded episodes token by token.
+"""report.py: write one HTML file about runs: results, curves, and the recorded episodes token by token.
 
     python -m study.report RUN... [-o FILE] [--png DIR]             # the file needs no server and no network
     python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. for study.ask's --trace
 
-Runs that differ only in their seed share one line: their mean, with a band of one standard deviation. The viewer shows
-each token's source, log-prob, advantage and whether it is structural, next to the frames that the agents saw.
+A RUN is the folder of a training or an evaluation. Evaluations come first on the page. Runs that differ only in their
+seed share one line: their mean, with a band of one standard deviation. The viewer shows each token's source, log-prob,
+advantage and whether it is structural, next to the frames that the agents saw.
 Deliberately missing: live updates, statistics beyond mean and deviation.
 """
 
@@ -28,7 +29,9 @@ import numpy as np
 from PIL import Image
 
 from data import Call, Episode, Task, Trajectory
-from rewards import final_answer, structural_mask, turn_texts
+from evals import results
+from evals.tables import outcomes
+from rewards import final_answer, shape_of, split_turn, structural_mask, turn_texts
 from rollout import episode_of
 from runtime.config import ConfigError, build, read_tree
 from runtime.dataset import DataError
@@ -38,7 +41,6 @@ from runtime.visual import ContractError, VisualContract
 from tools import ToolError, choose_video
 
 TEMPLATE = Path(__file__).with_name("report.html")
-LAST = 10  # steps that the table averages
 EPISODES = 200  # in the viewer, approximately, over all runs
 STYLE = {  # of PNGs
     "backend": "Agg", "savefig.dpi": 160, "font.size": 9, "axes.titlelocation": "left", "axes.titlesize": 10,
@@ -47,20 +49,24 @@ STYLE = {  # of PNGs
 LINE_COLORS = ["#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777"]  # as on the page
 SIDE = 96  # pixels: longest side of a thumbnail
 
+OUTCOMES = ("accuracy", "calls", "well_formed")  # of evaluations
 # The panels by section: keys of metrics.jsonl, or patterns. Keys that no run has are left out.
 SECTIONS = {
-    "Reward": "R R_acc R_tool",
-    "Accuracy by K": "acc/K=*[0-9]",
     "Format": "f f_release well_formed R_anchor closure/* surplus/*",
     "Calls": "kappa turns calls/distinct critical_tokens all_tokens",
     "Sub-agents' reports": "report/ended report/tagged report/tokens",
+    "Evaluation while training": "eval/* eval_no_tools/*",
+    "Accuracy by K": "acc/K=*[0-9]",
+    "Reward": "R R_acc R_tool",
     "Learning": "loss val_loss entropy kl clip_fraction logprob_gap grad_norm flat_groups lr",
-    "Evaluation": "eval/* eval_no_tools/*",
     "Seconds": "seconds *_seconds",
     "More": "*",
 }
+FOLDED = ("Learning", "Seconds", "More")
 TITLES = {  # for keys whose names do not explain themselves
     "R_acc": "accuracy at the drawn K",
+    "accuracy": "accuracy after training",
+    "calls": "κ: executed calls per episode",
     "f": "format reward f",
     "f_release": "f on the scale of the released code, and of the paper",
     "well_formed": "exactly well-formed",
@@ -73,8 +79,6 @@ TITLES = {  # for keys whose names do not explain themselves
     "kl": "KL to the reference",
     "logprob_gap": "log-prob gap between trainer and engine",
 }
-# Columns of the table, after accuracy by K.
-COLUMNS = ["f", "well_formed", "kappa", "acc/K=4/called", "acc/K=4/skipped", "R", "val_loss", "seconds"]
 
 
 @dataclass
@@ -86,6 +90,7 @@ class RunData:
     renderer: Renderer | None = None  # for the episodes
     config: dict[str, Any] = field(default_factory=dict)  # as the run saved it
     metrics: list[dict[str, float]] = field(default_factory=list)  # by step
+    outcomes: list[dict[str, float]] = field(default_factory=list)  # of its evaluation, by K
     steps: dict[int, list[dict]] = field(default_factory=dict)  # step -> groups of episodes, as JSON
     notes: list[str] = field(default_factory=list)  # what is missing, to show on the page
 
@@ -100,6 +105,7 @@ def read_run(path: Path, name: str, pictures: dict[str, int], max_episodes: int,
     if not path.is_file():
         run.config = read_tree(path / "config.yaml")
         run.metrics = read_metrics(path / "metrics.jsonl")
+        run.outcomes = read_outcomes(path)
         files = sorted((path / "episodes").glob("*.jsonl"))
     if not files:
         return run
@@ -127,6 +133,28 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     for row in read_lines(path) if path.exists() else []:
         rows.append({k: v for k, v in row.items() if isinstance(v, int | float) and math.isfinite(v)})
     return rows
+
+
+def read_outcomes(path: Path) -> list[dict[str, float]]:
+    """Read the results of an evaluation, if the folder has some: for each K, means over the items of all splits."""
+    records: dict[int, list[dict]] = {}
+    for result in results.read_run(path).values():
+        if result.arm == "parallel":
+            records.setdefault(result.k, []).extend(result.records)
+    return [{"K": k, **outcomes(asked)} for k, asked in sorted(records.items())]
+
+
+def join_evaluations(runs: list[RunData]) -> list[RunData]:
+    """Give the outcomes of each evaluation to the run that trained its model. An evaluation without that run stands alone."""
+    trained = {Path(run.config.get("run", ""), "model"): run for run in runs}
+    joined = []
+    for run in runs:
+        model = Path(run.config.get("checkpoint", ""))
+        if model in trained:
+            trained[model].outcomes, run.outcomes = run.outcomes, []
+        if model not in trained or run.steps:
+            joined.append(run)
+    return joined
 
 
 def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
@@ -174,9 +202,11 @@ def view_episode(episode: Episode, run: RunData) -> dict:
     reward = run.config.get("reward", {})
     anchor = reward.get("anchor", {})
     lam = anchor["lam"] if anchor.get("credit") == "struct" else 0.0
+    texts = turn_texts(episode.main, run.renderer)
     shown = {name: getattr(episode, name) for name in ("error", "seconds", "rewards", "advantage")}
     return shown | {
-        "answer": final_answer(turn_texts(episode.main, run.renderer), reward.get("untagged_answer", "off")),
+        "answer": final_answer(texts, reward.get("untagged_answer", "off")),
+        "shapes": [shape_of(split_turn(text)) for text in texts],
         "kappa": episode.n_executed,
         # A_t = advantage + anchor_advantage * [t is structural]. The page adds them up.
         "anchor_advantage": lam * episode.anchor_advantage,
@@ -258,15 +288,15 @@ def seed_groups(runs: Sequence[RunData]) -> list[tuple[str, list[RunData]]]:
     return named
 
 
-def curves(groups: Sequence[tuple[str, list[RunData]]], key: str) -> list[dict[str, Any]]:
-    """Return a line per group that has the key: steps x, the mean y over the runs with a value there, and std (n - 1)."""
+def curves(groups: Sequence[tuple[str, list[RunData]]], key: str, by: str = "step") -> list[dict[str, Any]]:
+    """Return a line per group that has the key: x is the step or K, y the mean over the runs with a value there, std (n - 1)."""
     lines = []
     for g, (_, runs) in enumerate(groups):
         values: dict[int, list[float]] = {}
         for run in runs:
-            for row in run.metrics:
+            for row in run.metrics if by == "step" else run.outcomes:
                 if key in row:
-                    values.setdefault(int(row["step"]), []).append(row[key])
+                    values.setdefault(int(row[by]), []).append(row[key])
         x = sorted(values)
         line = {"group": g, "x": x, "y": [statistics.fmean(values[s]) for s in x]}
         if len(runs) > 1:
@@ -276,19 +306,13 @@ def curves(groups: Sequence[tuple[str, list[RunData]]], key: str) -> list[dict[s
     return lines
 
 
-def keys_of(groups: Sequence[tuple[str, list[RunData]]]) -> set[str]:
-    """Return the keys that any step of any run has."""
-    keys = set()
-    for _, runs in groups:
-        for run in runs:
-            keys.update(*run.metrics)
-    return keys
-
-
 def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
-    """Return the panels of the page, each with a line per group that has its key."""
-    keys = keys_of(groups) - {"step", "time"}
+    """Return the panels of the page, each with a line per group that has its key. Evaluations come first."""
+    panels = [{"key": key, "title": TITLES.get(key, key), "lines": curves(groups, key, "K")} for key in OUTCOMES]
     shown = []
+    if panels[0]["lines"]:
+        shown.append({"title": "Evaluations, by K, the number of overview frames", "by": "K", "panels": panels})
+    keys = {key for _, runs in groups for run in runs for row in run.metrics for key in row} - {"step", "time"}
     for section, patterns in SECTIONS.items():
         panels = []
         for pattern in patterns.split():
@@ -298,30 +322,8 @@ def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
             for key in matches:
                 panels.append({"key": key, "title": TITLES.get(key, key), "lines": curves(groups, key)})
         if panels:
-            shown.append({"title": section, "panels": panels})
+            shown.append({"title": section, "by": "step", "folded": section in FOLDED, "panels": panels})
     return shown
-
-
-def table(groups: Sequence[tuple[str, list[RunData]]]) -> dict:
-    """Return a row per group: the mean of each run's last steps, then [mean, std] of these over the runs. Accuracy is
-    split by K, since runs that draw K differently do not compare."""
-    by_k = [key for key in keys_of(groups) if re.fullmatch(r"acc/K=\d+", key)]
-    by_k.sort(key=lambda key: int(key.removeprefix("acc/K=")))
-    columns = [*by_k, *COLUMNS]
-    rows = []
-    for g, (_, runs) in enumerate(groups):
-        cells = []
-        for key in columns:
-            means = []
-            for run in runs:
-                values = [row[key] for row in run.metrics[-LAST:] if key in row]
-                if values:
-                    means.append(statistics.fmean(values))
-            std = statistics.stdev(means) if len(means) > 1 else None
-            cells.append([statistics.fmean(means), std] if means else None)
-        if any(cells):
-            rows.append({"group": g, "steps": min(len(run.metrics) for run in runs), "cells": cells})
-    return {"columns": columns, "rows": rows, "last": LAST}
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -338,7 +340,6 @@ def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
         "notes": [note for run in runs for note in run.notes],
         "groups": [name for name, _ in groups],
         "sections": panel_sections(groups),
-        "table": table(groups),
         "runs": shown,
         "pictures": list(runs[0].pictures),
     }
@@ -357,25 +358,30 @@ def png_axes(path: Path, count: int, size: tuple[float, float]) -> Iterator[np.n
     with rc_context(STYLE):
         figure, axes = pyplot.subplots(1, count, figsize=size, layout="constrained")
         yield axes
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=5)
+        legend = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels())}
+        figure.legend(legend.values(), legend.keys(), loc="outside upper left", ncols=5)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         pyplot.close(figure)
 
 
 def draw_png(path: Path, runs: Sequence[RunData]) -> None:
-    """Draw f, well_formed, kappa and accuracy of the runs that have them."""
-    shown = ("f", "well_formed", "kappa", "R_acc")
+    """Draw accuracy by K after training, if it was evaluated, and format and calls while the runs train."""
+    shown = {"accuracy": "K", "well_formed": "step", "kappa": "step", "f": "step"}
     groups = seed_groups(runs)
+    if not curves(groups, "accuracy", "K"):
+        del shown["accuracy"]
     with png_axes(path, len(shown), (11, 2.7)) as axes:
-        for axis, key in zip(axes, shown):
-            for line in curves(groups, key):
+        for axis, (key, by) in zip(axes, shown.items()):
+            for line in curves(groups, key, by):
                 x, y, std = line["x"], np.array(line["y"]), np.array(line.get("std", 0.0))
                 color = LINE_COLORS[line["group"] % len(LINE_COLORS)]
                 axis.fill_between(x, y - std, y + std, color=color, alpha=0.18, linewidth=0)
                 axis.plot(x, y, color=color, label=groups[line["group"]][0])
+                if by == "K":
+                    axis.set_xticks(x)
             axis.set_title(TITLES[key])
-            axis.set_xlabel("step")
+            axis.set_xlabel("overview frames K" if by == "K" else by)
             axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]), top=None if key == "kappa" else 1.03)
 
 
@@ -391,12 +397,14 @@ def main() -> int:
     out = args.out or parent / "report.html"
     pictures = {}
     runs = []
+    with_episodes = sum(path.is_file() or (path / "episodes").exists() for path in paths)
     try:
         for path in paths:
             name = path.relative_to(parent).as_posix()
-            runs.append(read_run(path, name, pictures, EPISODES // len(paths), args.model))
+            runs.append(read_run(path, name, pictures, EPISODES // max(1, with_episodes), args.model))
     except ConfigError as error:
         sys.exit(f"error: {error}")
+    runs = join_evaluations(runs)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, runs)
     print(f"{out}: {len(runs)} runs, {out.stat().st_size / 2**20:.1f} MiB")

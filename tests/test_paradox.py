@@ -244,7 +244,8 @@ def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypa
     assert "study.report" in run_command(monkeypatch)[0]
     assert (studied / "results" / "outcomes.png").exists()
     accuracy, calls = ([0.625], [pytest.approx(0.125 * 2**0.5)]), ([0.875], [pytest.approx(0.375 * 2**0.5)])
-    assert drawn == [accuracy, calls]
+    well_formed = ([1.0], [0.0])
+    assert drawn == [accuracy, calls, well_formed]
     text = path.read_text()
     assert text.startswith("# Ours") and text.endswith("What it means.\n") and "STALE" not in text
     assert "at commit abc;" in text and "#### The rows" in text

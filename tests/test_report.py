@@ -19,6 +19,7 @@ from test_rollout import turns
 from tiny_checkpoint import MemoryVideos
 
 from data import Task
+from evals.results import RECORD
 from rollout import dump
 from runtime.config import ConfigError
 from runtime.render import Renderer, load_tokenizer
@@ -39,7 +40,7 @@ def play(renderer, videos=None, task=TASK, group_size=2):
     said = turns(FIRST, SECOND, report="A red cube.")
     episodes = roll_out(renderer, said, (task,), group_size, videos=videos)
     for i, episode in enumerate(episodes):
-        episode.rewards = {"R": i + 0.5, "R_acc": 1.0 - i, "well_formed": 1.0, "R_anchor": 0.7}
+        episode.rewards = {"R": i + 0.5, "R_acc": 1.0 - i, "f": 1.0, "well_formed": 1.0 - i, "R_anchor": 0.7}
         episode.advantage, episode.anchor_advantage = 0.25 - i, 0.8
     return episodes
 
@@ -53,6 +54,27 @@ def write_run(folder, rows, episodes=(), renderer=None, steps=(0,), **config):
         with (folder / "episodes" / f"step-{step:06d}.jsonl").open("w") as file:
             for episode in episodes:
                 dump(episode, file, renderer)
+    return folder
+
+
+def write_evaluation(folder, scores_by_k, **settings):
+    """Write an evaluation's folder as eval.py does. Its second item has a call, a call that failed, and an error."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"run": str(folder), "name": "x", **settings}))
+    for k, scores in scores_by_k.items():
+        for arm in ("parallel", "none"):  # the page shows the first
+            lines = [json.dumps({"name": "x", "split": "toy", "arm": arm, "k": k, "total": len(scores)})]
+            for i, score in enumerate(scores):
+                record = dict.fromkeys(RECORD, "") | {"score": score if arm == "parallel" else 0.0, "calls": []}
+                if i == 1:
+                    record |= {
+                        "calls": [{"error": ""}, {"error": ""}, {"error": "timeout"}],
+                        "error": "EngineError: gone",
+                    }
+                else:
+                    record |= {"f": 1.0, "well_formed": 1.0}
+                lines.append(json.dumps(record))
+            (folder / f"toy-K{k}-{arm}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -84,29 +106,58 @@ def test_runs_that_differ_in_their_seed_alone_are_a_mean_with_std():
     assert line == {"group": 0, "x": [0, 1], "y": [2.0, 4.0], "std": [pytest.approx(math.sqrt(2)), 0.0]}
 
 
-def test_the_table_is_the_mean_of_last_ten_steps_and_std_over_runs():
-    """Past bug: accuracy was not split by K. Gating asks harder questions, so it showed 0.91, and plain GRPO 0.98."""
-    first = run_of("a", *({"acc/K=16": float(i), "f": 1.0, "R_acc": 0.9} for i in range(12)), lr=1.0, seed=0)
-    second = run_of("b", *({"acc/K=16": 4.5} for _ in range(12)), lr=1.0, seed=1)
-    sparse = run_of("c", {"acc/K=4/called": 0.2}, *({"acc/K=4": 1.0} for _ in range(7)), {"acc/K=4/called": 0.5}, {}, {}, lr=2.0)  # fmt: skip
-    made = report.table(seed_groups([first, second, sparse]))
-    assert made["columns"][:3] == ["acc/K=4", "acc/K=16", "f"]
-    cells = [dict(zip(made["columns"], row["cells"])) for row in made["rows"]]
-    assert cells[0]["acc/K=16"] == [5.5, pytest.approx(math.sqrt(2))]  # 2 ... 11 -> 6.5
-    assert cells[0]["f"] == [1.0, None]
-    assert cells[1]["acc/K=4/called"] == [0.5, None]  # the 0.2 is eleven steps back
-    assert cells[1]["acc/K=16"] is None
+def test_the_page_begins_with_evaluations_by_k_each_on_the_line_of_its_training(tmp_path):
+    """Past bug: the page began with the trainings' last rewards. GRPO, which sees all frames, had 0.99, PARA-GRPO 0.97."""
+    runs = []
+    for seed, scores in enumerate(([1, 0, 0, 0], [1, 1, 1, 0])):
+        run = write_run(tmp_path / f"seed{seed}" / "grpo", [{"step": 0, "R_acc": 1.0}], seed=seed)
+        told = {"checkpoint": f"{run}/model"}  # as a user types it
+        runs += [run, write_evaluation(tmp_path / f"seed{seed}" / "eval", {4: scores, 64: [1, 1, 1, 1]}, **told)]
+    runs.append(write_evaluation(tmp_path / "start", {4: [1, 1, 0, 0]}, checkpoint="elsewhere/model"))
+    read = [read_run(path, path.relative_to(tmp_path).as_posix(), {}, 200) for path in runs]
+    groups = seed_groups(report.join_evaluations(read))
+    assert [name for name, _ in groups] == ["grpo (2 seeds)", "start"]
+
+    first = panel_sections(groups)[0]
+    assert first["by"] == "K" and [panel["key"] for panel in first["panels"]] == ["accuracy", "calls", "well_formed"]
+    trained, start = first["panels"][0]["lines"]
+    assert (trained["x"], trained["y"]) == ([4, 64], [0.5, 1.0])
+    assert trained["std"] == [pytest.approx(0.5 / math.sqrt(2)), 0.0]  # of 0.25 and 0.75
+    assert start == {"group": 1, "x": [4], "y": [0.5]}
+    assert [panel["lines"][1]["y"] for panel in first["panels"][1:]] == [[0.5], [0.75]]  # a failed item has no format
+
+
+def test_an_evaluation_with_episodes_is_in_the_viewer_too():
+    trained, asked = run_of("a", run="runs/a"), run_of("b", run="runs/e", checkpoint="runs/a/model")
+    asked.outcomes = [{"K": 4, "accuracy": 1.0}]
+    assert report.join_evaluations([trained, asked]) == [trained]
+    asked.outcomes, asked.steps = trained.outcomes, {0: []}
+    assert [run.name for run in report.join_evaluations([trained, asked])] == ["a", "b"]
+    assert (len(trained.outcomes), asked.outcomes) == (1, [])
 
 
 def test_every_key_has_one_panel_and_no_key_none():
     by_k = {f"acc/K={k}": 0.5 for k in (16, 4, 64, 8)}
-    run = run_of("a", {"R_acc": 1.0, "closure/think": 0.5, "my_own": 2.0, "eval/acc": 0.5, "report/ended": 1.0, **by_k})
+    run = run_of(
+        "a",
+        {
+            "R_acc": 1.0,
+            "closure/think": 0.5,
+            "my_own": 2.0,
+            "eval/acc": 0.5,
+            "report/ended": 1.0,
+            "loss": 0.1,
+            "seconds": 1.0,
+            **by_k,
+        },
+    )
     shown = panel_sections(seed_groups([run]))
     titles = {s["title"]: [panel["key"] for panel in s["panels"]] for s in shown}
     assert titles == {
         "Reward": ["R_acc"], "Accuracy by K": [f"acc/K={k}" for k in (4, 8, 16, 64)], "Format": ["closure/think"], "Sub-agents' reports": ["report/ended"],
-        "Evaluation": ["eval/acc"], "More": ["my_own"],
+        "Evaluation while training": ["eval/acc"], "Learning": ["loss"], "Seconds": ["seconds"], "More": ["my_own"],
     }  # fmt: skip
+    assert [s["title"] for s in shown if s["folded"]] == ["Learning", "Seconds", "More"]
 
 
 # ---- what is missing or broken
@@ -237,13 +288,15 @@ def test_the_steps_that_are_kept_are_spread_over_the_run(tmp_path, renderer, che
 def page(tmp_path_factory, renderer, checkpoint):
     """Write a page of two seeds of one method and one other run. The viewer has steps 0 and 10."""
     root = tmp_path_factory.mktemp("runs")
-    rows = [{"step": s, "kappa": 1.0 + s / 50, "f": s / 50, "R_acc": 0.5} for s in range(40)]
+    rows = [{"step": s, "kappa": 1.0 + s / 50, "f": s / 50, "R_acc": 0.5, "loss": 0.1} for s in range(40)]
     struct = {"anchor": {"credit": "struct", "lam": 0.5}}
     first = write_run(root / "para-seed0", rows, play(renderer), renderer, steps=(0, 10), reward=struct)
     second = write_run(root / "para-seed1", rows, reward=struct, seed=1)
     other = write_run(root / "grpo", rows, kl_coef=0.5)
+    evaluations = [write_evaluation(root / "eval", {4: [1, 0], 16: [1, 1]}, checkpoint=f"{first}/model")]
+    evaluations.append(write_evaluation(root / "start", {4: [0, 0]}, checkpoint="elsewhere/model"))
     with pytest.MonkeyPatch.context() as patch:
-        given = [first, second, other, "--model", checkpoint, "--png", root / "png"]
+        given = [first, second, other, *evaluations, "--model", checkpoint, "--png", root / "png"]
         patch.setattr(sys, "argv", ["report.py", *map(str, given)])
         assert report.main() == 0
     return root / "report.html"
@@ -256,7 +309,7 @@ def test_the_page_needs_nothing_but_itself_and_has_a_picture_beside_it(page):
     assert text.count("</script>") == template.count("</script>")  # no text of a model ends the element
     assert "<img" not in text
     shown = content(page)
-    assert shown["groups"] == ["para (2 seeds)", "grpo"]
+    assert shown["groups"] == ["para (2 seeds)", "grpo", "start"]
     assert shown["runs"][0]["steps"][0][1][0]["question"] == HOSTILE
     colors = {color for _, color in Image.open(page.parent / "png" / "curves.png").convert("RGB").getcolors(1 << 24)}
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colors  # in the PNG, both groups have a line
@@ -268,13 +321,17 @@ def test_a_browser_draws_the_curves_opens_an_episode_and_finds_others(page):
     const all = selector => [...document.querySelectorAll(selector)];
     const text = selector => document.querySelector(selector).textContent;
     const hover = token => { token.dispatchEvent(new MouseEvent("mousemove", {bubbles: true})); return text("#tip"); };
-    seen.rows = all("#table tr").length;
+    seen.table = all("#table tr").map(row => [...row.children].map(cell => cell.textContent));
+    seen.folded = all("details > .panels").map(panels => panels.children.length);
+    all("details").forEach(fold => { fold.open = true; });
     seen.lines = all("figure[data-key=kappa] polyline[style*='1.7']").length;
     location.hash = "run=0&step=10&group=0&episode=1";
     render();
     seen.title = text("#question");
     seen.said = all(".two > :first-child .tok.s").map(token => token.textContent).join("");
     seen.calls = all(".window").length;
+    seen.why = all(".note").at(-1).textContent;
+    seen.values = all(".parts > span").map(span => span.textContent);
     seen.tag = hover(document.querySelector(".two .tok.s.struct"));
     seen.word = hover(document.querySelector(".two .tok.s:not(.struct)"));
     const select = document.querySelector("select.kind");
@@ -290,7 +347,20 @@ def test_a_browser_draws_the_curves_opens_an_episode_and_finds_others(page):
     told = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "CONSOLE" not in told.stderr, told.stderr
     seen = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", told.stdout, re.S)[1]))
-    assert (seen["rows"], seen["lines"], seen["calls"]) == (3, 2, 2)
+    header, *rows = seen["table"]
+    assert header == ["run", *(f"{name}, K = {k}" for k in (4, 16) for name in ("accuracy", "calls", "well-formed"))]
+    assert rows[0] == [
+        "para (2 seeds)",
+        *("0.50 ± 0.00", "1.00 ± 0.00", "0.50 ± 0.00"),
+        *("1.00 ± 0.00",) * 2,
+        "0.50 ± 0.00",
+    ]
+    assert rows[1] == ["start", "0.00", "1.00", "0.50", "–", "–", "–"]
+    assert (seen["folded"], seen["lines"], seen["calls"]) == ([0], 2, 2)
+    assert seen["why"].startswith(
+        "not well-formed: <think> text </think> <tool_call> json </tool_call> <tool_call> json"
+    )
+    assert seen["values"][:4] == ["R 1.50", "R_acc 0.00", "f 1.00", "advantage −0.750, of structural tokens −0.350"]
     assert seen["title"] == HOSTILE and seen["said"] == FIRST + SECOND
     assert "advantage −0.350" in seen["tag"] and "structural" in seen["tag"]  # -0.75 + 0.5 * 0.8
     assert "advantage −0.750" in seen["word"] and "log p −1.0000" in seen["word"]
