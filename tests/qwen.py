@@ -1,4 +1,4 @@
-"""Qwen3-VL's own vocabulary and chat template, and a small random checkpoint with them: what `make test-qwen` stands on.
+"""The vocabularies and chat templates of Qwen3-VL and Qwen2.5-VL, and a small random checkpoint: what `make test-qwen` stands on.
 
 `qwen.tiktoken` holds the 151,643 byte strings of the vocabulary in the order in which they were merged, and equals
 Qwen3's tokenizer.json; the added tokens are those of the published tokenizer_config.json."""
@@ -32,6 +32,8 @@ _ORDINARY = """
     <tool_response> </tool_response> <think> </think>
 """
 SPECIAL, ORDINARY = _SPECIAL.split(), _ORDINARY.split()
+QWEN3, QWEN25 = "Qwen3-VL-Instruct", "qwen2.5-vl-instruct"  # as the package names them
+ADDED_LATER = 4  # of ORDINARY, the last four: Qwen2.5-VL's vocabulary has no single tokens for them
 CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)
 
 
@@ -48,9 +50,9 @@ def ranks() -> dict[bytes, int]:
     return {base64.b64decode(token): int(rank) for token, rank in lines}
 
 
-def chat_template() -> str:
+def chat_template(model: str) -> str:
     families = json.loads(_read("xinference", "xinference/model/llm/llm_family.json"))
-    [family] = [family for family in families if family["model_name"] == "Qwen3-VL-Instruct"]
+    [family] = [family for family in families if family["model_name"] == model]
     return family["chat_template"]
 
 
@@ -73,7 +75,7 @@ def encode_plainly(text: str) -> list[int]:
     return [ranks()[part] for word in words for part in merge_bytes(word.encode(), FIRST_ADDED)]
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
+def build_tokenizer(model: str = QWEN3) -> Qwen2Tokenizer:
     spelled = bytes_to_unicode()
     vocabulary, merges = {}, []
     for token, rank in ranks().items():
@@ -82,9 +84,10 @@ def build_tokenizer() -> Qwen2Tokenizer:
             # A token was made from the two parts into which the merges before its own leave it.
             left, right = ("".join(spelled[byte] for byte in part) for part in merge_bytes(token, rank))
             merges.append((left, right))
-    tokenizer = Qwen2Tokenizer(vocabulary, merges, chat_template=chat_template(), model_max_length=262_144)
+    tokenizer = Qwen2Tokenizer(vocabulary, merges, chat_template=chat_template(model), model_max_length=262_144)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ORDINARY])
+    ordinary = ORDINARY if model == QWEN3 else ORDINARY[:-ADDED_LATER]
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ordinary])
     tokenizer.eos_token = "<|im_end|>"
     return tokenizer
 

@@ -18,15 +18,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from scripts import metrics
 from test_engine import at_once, check_logprobs, request
+from test_families import as_published
+from test_families import prompts as prompts_of_families
 from test_rl import paid_by_chance as paid_by_chance
 from test_rl import write_config
-from tiny_checkpoint import MemoryVideos, noise
+from tiny_checkpoint import CONTRACT_14, MemoryVideos, noise
 
 import rl
 from data import Task
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
+from runtime.distributed import export
 from runtime.engine import EngineError
+from runtime.policy import PolicyConfig, load
 from runtime.servers import SGLang, server_command, server_flags
 from runtime.visual import ContractError
 from study import ask
@@ -200,3 +204,21 @@ def test_training_samples_one_step_ahead_on_a_server_of_its_own(
     assert not any(line["failed_rate"] for line in lines)
     assert lines[0]["logprob_gap"] < 1e-4
     assert all(1e-3 < line["logprob_gap"] < 0.1 for line in lines[1:])  # one small update between the two policies
+
+
+def test_an_exported_qwen25_vl_serves_what_plain_transformers_says(tmp_path):
+    """SGLang skips weights whose names it does not know, so an export or a snapshot under other names would go unnoticed."""
+    stock, other = tmp_path / "stock", tmp_path / "other"
+    for path, seed in ((stock, 0), (other, 1)):
+        tiny_checkpoint.build(path, CONTRACT_14, seed, "qwen2_5_vl", initializer_range=0.1)
+    policy = load(PolicyConfig(str(as_published(stock, tmp_path / "published"))))
+    export(policy, tmp_path / "out", tmp_path / "published", CONTRACT_14)
+    renderer = tiny_checkpoint.renderer(tmp_path / "out", CONTRACT_14)
+    rows = prompts_of_families(renderer)
+    client = serve(tmp_path / "out", renderer)
+    try:
+        check_rows(client, tiny.plain(stock), renderer, rows, temperatures=(0.0, 1.0))
+        client.update_weights(other, 1)
+        check_rows(client, tiny.plain(other), renderer, rows)
+    finally:
+        client.close()
