@@ -1,4 +1,4 @@
-"""gate.py: seven figures, over 256 items each, that show whether a cold start of the toy has learned what RL needs.
+"""gate.py: nine figures, over 256 items each, that show whether a cold start of the toy has learned what RL needs.
 
 `python -m study.gate MODEL TOY --seed 0 --output gate.json` needs the seed that the toy was built with. It writes:
 
@@ -6,7 +6,8 @@
     copied                         share of answers that repeat a report's color (the overview shows no flash)
     tools_k4                       accuracy of greedy answers with tools, at K = 4
     direct_k64                     accuracy of greedy answers without tools, at K = 64
-    well_formed, kappa             the injected fragility: samples at tau = 1, a third each at K = 4, 16 and 64
+    well_formed, f, kappa          the injected fragility: samples at tau = 1, a third each at K = 4, 16 and 64
+    kappa_k64                      calls of samples at K = 64, which is what plain GRPO sees
 """
 
 import argparse
@@ -61,7 +62,8 @@ def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: 
     figures["tools_k4"] = run_tasks(context, tasks, [4])["R_acc"]
     figures["direct_k64"] = run_tasks(context, tasks, [64], dispatch="none")["R_acc"]
     sampled = run_tasks(context, tasks, [4, 16, 64], temperature=1.0)
-    return figures | {"well_formed": sampled["well_formed"], "kappa": sampled["kappa"]}
+    figures |= {name: sampled[name] for name in ("well_formed", "f", "kappa")}
+    return figures | {"kappa_k64": run_tasks(context, tasks, [64], temperature=1.0)["kappa"]}
 
 
 def greedy_agent(model: Path, videos: Videos, think_prefix: bool = False) -> AgentContext:
@@ -109,7 +111,7 @@ def copies(context: AgentContext, root: Path, flash: toy.Flash, cue: str, i: int
 
 
 def run_tasks(context: AgentContext, tasks: list[Task], ks: list[int], **changes) -> dict[str, float]:
-    """Run each task once, cycling through `ks`. Return the means of accuracy, well_formed and kappa."""
+    """Run each task once, cycling through `ks`. Return the means of accuracy, well_formed, f and kappa."""
     parts = {"engine": context.engine, "renderer": context.renderer, "videos": context.videos}
     k_of_task = [ks[i % len(ks)] for i in range(len(tasks))]
     groups = rollout.rollout(tasks, k_of_task, 1, **parts, cfg=replace(context.cfg, **changes), progress=False)
@@ -118,6 +120,7 @@ def run_tasks(context: AgentContext, tasks: list[Task], ks: list[int], **changes
     return {
         "R_acc": fmean(earned["R_acc"] for earned in rewards),
         "well_formed": fmean(earned["well_formed"] for earned in rewards),
+        "f": fmean(earned["f"] for earned in rewards),
         "kappa": fmean(episode.n_executed for episode in episodes),
     }
 

@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +44,11 @@ ALL = 0  # in place of a K: all K of an evaluation together
 # Bounds on the figures of a cold start. Outside of them, RL from it would measure nothing.
 GATE = {"reports_flash": (0.97, 1.0), "reports_none": (0.97, 1.0), "copied": (0.98, 1.0), "tools_k4": (0.97, 1.0)}
 GATE |= {"direct_k64": (0.97, 1.0), "well_formed": (0.15, 0.40), "kappa": (0.5, 1.0)}
+# The same for the weak prior of Qwen2.5-VL's class: it can do everything, its format is tidy, and it rarely calls.
+WEAK_GATE = {what: GATE[what] for what in ("reports_flash", "reports_none", "copied", "direct_k64")}
+WEAK_GATE |= {"f": (0.75, 0.95), "kappa_k64": (0.0, 0.1)}
+WEAK_TOY = ("--p-loose", "0.1", "--p-tool", "0.1", "--model-type", "qwen2_5_vl")
+WEAK_VISUAL = ("visual.patch=14", "visual.frame_pixels=784")
 # Lower bounds that a PARA-GRPO training must hold until its end. Otherwise its repair is luck.
 REPAIR = {"lowest_accuracy": 0.85, "lowest_well_formed": 0.8, "last_f": 0.9, "reports_right": 0.98}
 
@@ -58,6 +64,7 @@ class Variant(NamedTuple):
     prefix: bool = True  # whether training used the think prefix
     paper: str = ""  # its row in the paper's tables
     seeds: int = 2
+    visual: tuple[str, ...] = ()  # overrides of the visual contract
 
 
 VARIANTS = (
@@ -76,8 +83,12 @@ VARIANTS = (
     Variant("anchor_only", "anchor and gating, no prefix", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
     Variant("grpo_tidy_start", "GRPO, from the tidy start", "toy_grpo", start="sft_tidy", prefix=False),
     Variant("paragrpo_tidy_start", "PARA-GRPO, from there", "toy_paragrpo", start="sft_tidy"),
+    Variant("sft_weak", "weak cold start", changes=WEAK_TOY, prefix=False, seeds=3, visual=WEAK_VISUAL),
+    Variant("grpo_weak", "GRPO, from the weak start", "toy_grpo", start="sft_weak", prefix=False, seeds=3, visual=WEAK_VISUAL),
+    Variant("paragrpo_weak", "PARA-GRPO, from there", "toy_paragrpo", start="sft_weak", seeds=3, visual=WEAK_VISUAL),
 )  # fmt: skip
 ROWS = {row.name: row for row in VARIANTS}
+GATES = {"sft": "gate", "sft_weak": "weak_gate"}  # a cold start -> the job that measures it
 CONTRAST = ("sft", "grpo", "paragrpo")
 DRAWN = ("grpo", "anchoring", "gating", "paragrpo")  # in the curves: plain GRPO, each part of the method alone, both
 
@@ -99,7 +110,7 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
     # Train. Each cold start has its own toy. RL starts from a cold start, on the toy of `sft`.
     own_toy = folder / f"{row.name}-toy"
     rl_toy = folder / "sft-toy"
-    changes = [f"run={folder / row.name}", f"data.seed={seed}"]
+    changes = [f"run={folder / row.name}", f"data.seed={seed}", *row.visual]
     if row.config:
         changes += [f"policy.checkpoint={folder / row.start / 'model'}", f"seed={seed}"]
         changes += [f"data.sources=[{{path: {rl_toy}/rl.parquet}}]", "val=null", *row.changes]
@@ -124,9 +135,10 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
     changes += ["grading.untagged_answer=stated", f"splits.toy={rl_toy}", "limit=64"]
     needs = ["sft-toy"] if untrained else [row.name, "sft-toy"]
     add("evaluate", f"{row.name}-eval", ["eval.py", "configs/eval/toy.yaml", *changes], needs)
-    if row.name == "sft":
-        command = ["-m", "study.gate", str(model), str(rl_toy), "--seed", str(seed), "--output", f"{folder}/gate.json"]
-        add("evaluate", "gate", command, needs)
+    if row.name in GATES:
+        written = folder / f"{GATES[row.name]}.json"
+        command = ["-m", "study.gate", str(model), str(rl_toy), "--seed", str(seed), "--output", str(written)]
+        add("evaluate", GATES[row.name], command, needs)
     return jobs
 
 
@@ -160,10 +172,11 @@ def read_figures(root: Path) -> Figures:
     """Read the figures of all finished gates, trainings and evaluations."""
     figures: Figures = {}
     done = root / "done"
-    for marker in sorted(done.glob("seed*-gate")):
-        place = marker.name.removesuffix("-gate")
-        measured = json.loads((root / place / "gate.json").read_text())
-        figures[f"{place}/gate"] = measured | {"commit": marker.read_text()}
+    for name in GATES.values():
+        for marker in sorted(done.glob(f"seed*-{name}")):
+            place = marker.name.removesuffix(f"-{name}")
+            measured = json.loads((root / place / f"{name}.json").read_text())
+            figures[f"{place}/{name}"] = measured | {"commit": marker.read_text()}
 
     for name in [row.name for row in VARIANTS if row.config]:
         for marker in sorted(done.glob(f"seed*-{name}")):
@@ -269,6 +282,12 @@ CLAIMS = (
     Claim("PARA-GRPO raises accuracy at K=4", "accuracy", 4, "paragrpo", "sft", 0.1),
     Claim("plain GRPO does not: accuracy at K=4", "accuracy", 4, "paragrpo", "grpo", 0.2),
 )
+# The paper's cross-model contrast. Plain GRPO from a weak prior neither loses its format nor finds calls. A null result is a format
+# that falls by more, or calls that stay: then the paradox does not come from the strong prior. Both were fixed before any RL.
+WEAK_CLAIMS = (
+    Claim("plain GRPO keeps a tidy format (f falls by at most 0.1)", "f", ALL, "grpo_weak", "sft_weak", -0.1),
+    Claim("plain GRPO drops the few calls (kappa)", "calls", 4, "sft_weak", "grpo_weak", 0.1),
+)
 
 
 def judge(figures: Figures, recorded: Figures) -> list[str]:
@@ -315,33 +334,33 @@ def runs_of(name: str) -> list[tuple[str, int]]:
     return [(path, seed) for path in PATHS for seed in range(ROWS[name].seeds)]
 
 
-def gate_table(figures: Figures) -> str:
+def gate_table(figures: Figures, start: str, gate: dict[str, tuple[float, float]]) -> str:
     """Return one row per cold start: its figures, and whether they are within the bounds."""
     rows = []
     sound = 0
-    for path, seed in runs_of("sft"):
-        measured = figures.get(f"seed{seed}{path}/gate")
+    for path, seed in runs_of(start):
+        measured = figures.get(f"seed{seed}{path}/{GATES[start]}")
         if measured:
-            good = all(low <= measured[what] <= high for what, (low, high) in GATE.items())
+            good = all(low <= measured[what] <= high for what, (low, high) in gate.items())
             sound += good
-            cells = [f"{measured[what]:.3f}" for what in GATE]
+            cells = [f"{measured[what]:.3f}" for what in gate]
             rows.append([title_of(path), f"seed{seed}", *cells, "yes" if good else "NO"])
-    bounds = [f"{what} [{low:g}, {high:g}]" for what, (low, high) in GATE.items()]
-    title = f"#### The gate: {sound} of {len(rows)} cold starts are sound"
+    bounds = [f"{what} [{low:g}, {high:g}]" for what, (low, high) in gate.items()]
+    title = f"#### The gate, {ROWS[start].title}: {sound} of {len(rows)} are sound"
     return markdown(title, ["path", "seed", *bounds, "sound"], rows)
 
 
-def contrast_table(figures: Figures) -> str:
+def contrast_table(figures: Figures, title: str, claims: Sequence[Claim]) -> str:
     """Return one row per claim: by how much it holds in each run, seed by seed."""
     rows = []
-    for claim in CLAIMS:
+    for claim in claims:
         row = [claim.text, claim.compare(figures), claim.margin]
         for path in PATHS:
             row.append(" ".join(f"{gain:.2f}" for gain in claim.gains(figures, path).values()))
         true, runs = claim.tally(figures)
         rows.append([*row, f"{true} of {runs}"])
     gains = [f"gains, {title_of(path)}" for path in PATHS]
-    return markdown("#### The contrast", ["claim", "native path, mean ± std", "margin", *gains, "holds in"], rows)
+    return markdown(f"#### {title}", ["claim", "native path, mean ± std", "margin", *gains, "holds in"], rows)
 
 
 def repair_table(figures: Figures) -> str:
@@ -424,7 +443,9 @@ def write_tables(root: Path, written: Path) -> None:
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in figures.items())
     write_whole(file, f"{{\n{lines}\n}}\n")
 
-    tables = [table(figures) for table in (gate_table, contrast_table, repair_table, outcome_table)]
+    tables = [gate_table(figures, "sft", GATE), contrast_table(figures, "The contrast", CLAIMS), repair_table(figures)]
+    tables += [gate_table(figures, "sft_weak", WEAK_GATE), contrast_table(figures, "The weak prior", WEAK_CLAIMS)]
+    tables.append(outcome_table(figures))
     draw_outcomes(figures, written / "outcomes.png")
     commits = ", ".join(sorted({str(value["commit"]) for value in figures.values()}))
     made = f"`python -m study.paradox study` at commit {commits}; mean ± std over seeds. All figures: [paradox.json](paradox.json)."

@@ -100,6 +100,14 @@ def test_positions_are_those_of_get_rope_index(tmp_path, model_type, cell):
         assert np.array_equal(packed.positions, expected[:, 0].numpy())
 
 
+def test_a_frozen_towers_features_are_reused_also_beside_text(path):
+    policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
+    bundles = [*tiny.random_bundles(4, cell=CELL)[0], Bundle([5, 6], [[7, 8]], [[1, 1]], [])]
+    features = policy.encode(bundles)
+    assert [len(feature) for feature in features] == [1] * len(bundles)  # no level of DeepStack
+    torch.testing.assert_close(policy(bundles, features=features).logprobs, policy(bundles).logprobs)
+
+
 def test_loading_leaves_nothing_uninitialised(path):
     policy, model = load(PolicyConfig(str(path)), train=False), tiny.plain(path)
     for kind in ("named_parameters", "named_buffers"):

@@ -95,6 +95,11 @@ def test_a_row_and_its_control_differ_in_what_the_name_says():
     assert by_name["anchor_only"] == replace(para, rollout=replace(para.rollout, think_prefix=False))
     assert by_name["gating"] == replace(by_name["grpo"], gating=para.gating)
     assert by_name["anchoring"] == replace(para, gating=())
+    for name in ("grpo", "paragrpo"):  # from the weak prior: another start, and the patches of its class
+        weak, strong = by_name[f"{name}_weak"], by_name[name]
+        assert weak.policy.checkpoint == strong.policy.checkpoint.replace("/sft/", "/sft_weak/")
+        assert (weak.visual, strong.visual) == (toy.CONTRACT_14, toy.CONTRACT)
+        assert replace(weak, policy=strong.policy, visual=strong.visual) == strong
     assert by_name["no_tool_reward"] == replace(full, reward=replace(full.reward, w_tool=0))
     assert (para.reward.w_fmt, para.reward.w_tool, full.reward.w_fmt, full.reward.w_tool) == (0, 0, 1, 1)
 
