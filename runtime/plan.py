@@ -146,8 +146,8 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     # Two peaks that never coincide, so only the larger counts. The first is a block's backward pass: two gathered blocks, one
     # gradient in bf16 and one in fp32, the recomputed activations, and the head's gradient, which is kept until the end.
     backward = 10 * count(policy.text.layers[0]) + block * tokens + 2 * head
-    # The second is the logits in fp32, their exponentials, the gradients of both, and the head's gradient in fp32.
-    logits = 16 * min(cfg.logit_chunk, tokens) * text.vocab_size + 4 * head
+    # The second is the head's gradient in fp32, and beside it a chunk's logits and their exponentials, or its own bf16 copy.
+    logits = 4 * head + max(8 * min(cfg.logit_chunk, tokens) * text.vocab_size, 2 * head)
     used["at the peak: a block's backward pass, or logits"] = max(backward, logits)
 
     if gpus == 1:  # FSDP2 scales it into a second tensor on its own stream, and the allocator keeps that memory

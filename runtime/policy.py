@@ -55,6 +55,7 @@ MODELS = {"qwen3_vl": Qwen3VLForConditionalGeneration, "qwen2_5_vl": Qwen2_5_VLF
 
 # Keep a block's inputs and recompute the rest in the backward pass. The RNG state can go: nothing here draws random numbers.
 recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+HEAD_BLOCK = 16_384  # rows of the head whose gradient is computed at once
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,9 @@ class Policy(nn.Module):
         hidden = packing.run_text_model(self.model, packed, visual, self.kernel, use_cache=False)[sources]  # [N, H]
 
         # score chunk by chunk
-        score = functools.partial(self._score, temperature=temperature)
         head = self.model.lm_head.weight
-        return TokenScores(*_ChunkedScores.apply(hidden, head, targets, score, self.cfg.logit_chunk))
+        chunk = self.cfg.logit_chunk
+        return TokenScores(*_ChunkedScores.apply(hidden, head, targets, self._logits, temperature, chunk))
 
     def _encode_frames(self, clips: Sequence[Frames]) -> Tensor:
         """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
@@ -172,32 +173,29 @@ class Policy(nn.Module):
             visual = packing.encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
         return visual[:, :0] if nothing else visual
 
-    def _score(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies of one chunk: fp32 [n, V], [n] -> [n], [n]."""
-        logits = logits / temperature
+    def _logits(self, hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+        """Return the logits of one chunk, divided by the temperature: [n, H], [V, H] -> fp32 [n, V]."""
+        logits = packing.matmul_fp32(hidden, head.t())  # [n, V]
+        logits /= temperature
         # The engine bans these ids, so mask them here as well. Not with -inf: the entropy would have 0 * inf, a nan.
         logits[:, self.never_sampled] = torch.finfo(torch.float32).min
-        total = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
-        with torch.no_grad():  # H = log Z - sum_v p(v) logit(v)
-            entropies = total - ((logits - total[:, None]).exp() * logits).sum(-1)
-        return logprobs, entropies
+        return logits
 
 
 class _ChunkedScores(torch.autograd.Function):
-    """Computes scores chunk by chunk, and again in the backward pass, so that logits exist for one chunk at a time.
+    """Computes scores chunk by chunk, and the logits again in the backward pass, so that they exist for one chunk at a time.
 
     Logits and the head's gradient are fp32 even if everything else is bf16. (With `recompute`, autograd would sum the head's
     gradient over the chunks in the head's dtype. In bf16, chunks that are small beside the sum are lost.)"""
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, score, chunk):
+    def forward(ctx, hidden, head, targets, logits_of, temperature, chunk):
         ctx.save_for_backward(hidden, head, targets)
-        ctx.score, ctx.chunk = score, chunk
+        ctx.logits_of, ctx.temperature, ctx.chunk = logits_of, temperature, chunk
         logprobs, entropies = [], []
         # Without targets, `split` returns one empty chunk, so the head is still part of the graph.
         for h, t in zip(hidden.split(chunk), targets.split(chunk)):
-            chunk_logprobs, chunk_entropies = score(packing.matmul_fp32(h, head.t()), t)
+            chunk_logprobs, chunk_entropies = _scores(logits_of(h, head, temperature), t)
             logprobs.append(chunk_logprobs)
             entropies.append(chunk_entropies)
         logprobs, entropies = torch.cat(logprobs), torch.cat(entropies)
@@ -211,13 +209,32 @@ class _ChunkedScores(torch.autograd.Function):
         head_grad = torch.zeros_like(head, dtype=torch.float32)
         chunks = list(zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), grad.split(ctx.chunk)))
         for h, t, g in reversed(chunks):  # in autograd's order
-            logits = packing.matmul_fp32(h, head.t()).requires_grad_()  # [n, V]
-            with torch.enable_grad():
-                logprobs, _ = ctx.score(logits, t)
-            logits_grad = torch.autograd.grad(logprobs, logits, g)[0].to(head.dtype)
+            logits = ctx.logits_of(h, head, ctx.temperature)
+            logits_grad = _logits_grad(logits, t, g, ctx.temperature).to(head.dtype)  # [n, V]
             hidden_grads.append(logits_grad @ head)
-            head_grad += packing.matmul_fp32(logits_grad.t(), h)
-        return torch.cat(hidden_grads[::-1]), head_grad.to(head.dtype), None, None, None
+            # Add block by block: the product of all rows would be a second head in fp32.
+            for rows, columns in zip(head_grad.split(HEAD_BLOCK), logits_grad.split(HEAD_BLOCK, dim=1)):
+                rows += packing.matmul_fp32(columns.t(), h)
+            del logits, logits_grad, columns  # before the logits of the next chunk
+        return torch.cat(hidden_grads[::-1]), head_grad.to(head.dtype), None, None, None, None
+
+
+def _scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probs and entropies of one chunk: fp32 [n, V], [n] -> [n], [n]."""
+    total = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
+    # H = log Z - sum_v p(v) logit(v)
+    p = (logits - total[:, None]).exp_()
+    return logprobs, total - p.mul_(logits).sum(-1)
+
+
+def _logits_grad(logits: Tensor, targets: Tensor, grad: Tensor, temperature: float) -> Tensor:
+    """Turn the logits of one chunk into their gradient, in place. `grad`: that of the log-probs, [n]."""
+    # d log p(t) / d logit(v) = (1[v = t] - p(v)) / temperature
+    logits -= logits.logsumexp(-1, keepdim=True)
+    logits.exp_().mul_(-grad[:, None])
+    logits.scatter_add_(-1, targets[:, None], grad[:, None])
+    return logits.div_(temperature)
 
 
 # ------------------------------------------------------------------------------------------------ loading

@@ -1,6 +1,5 @@
 """The packed policy equals plain transformers, token for token and gradient for gradient."""
 
-import functools
 import json
 import math
 import os
@@ -179,13 +178,13 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path):
     policy, at_once = (load(PolicyConfig(str(path), logit_chunk=n), tiny.NEVER_SAMPLED) for n in (7, 1024))
     bundle, _ = tiny.bundle(np.random.default_rng(0), (60, 2), [(20, 0), (15, 0), (18, 0)])
     attend = mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention)
-    score = mock.patch.object(policy, "_score", wraps=policy._score)
-    with attend as attended, score as scored:
+    compute = mock.patch.object(policy, "_logits", wraps=policy._logits)
+    with attend as attended, compute as computed:
         logprobs = policy([bundle]).logprobs
         ours = gradients(policy, logprobs.sum())
     masks = [call.kwargs.get("attn_mask") for call in attended.call_args_list]
     assert 0 < max(mask.numel() for mask in masks if mask is not None) <= 20 * (len(bundle.prompt) + 20)
-    chunks = [len(call.args[0]) for call in scored.call_args_list]
+    chunks = [len(call.args[0]) for call in computed.call_args_list]
     assert max(chunks) == 7 and sum(chunks) == 2 * len(logprobs)  # once forward, once backward
     expected = at_once([bundle]).logprobs
     torch.testing.assert_close(logprobs, expected)
@@ -229,13 +228,13 @@ def test_logits_are_not_rounded_where_the_rest_is_bf16(path):
     policy = load(PolicyConfig(str(path), logit_chunk=7), tiny.NEVER_SAMPLED)
     torch.manual_seed(0)
     hidden, head = (torch.randn(rows, 256).bfloat16().requires_grad_() for rows in (40, tiny.VOCABULARY))
-    targets, score = torch.randint(0, 100, (40,)), functools.partial(policy._score, temperature=0.7)
+    targets = torch.randint(0, 100, (40,))
     exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
     logits = exact[0] @ exact[1].t()
     assert logits.abs().max() > 32
     expected = (logits / 0.7).index_fill(1, torch.tensor(tiny.NEVER_SAMPLED), -torch.inf).log_softmax(-1)
     expected = expected[range(40), targets]
-    logprobs, _ = _ChunkedScores.apply(hidden, head, targets, score, 7)
+    logprobs, _ = _ChunkedScores.apply(hidden, head, targets, policy._logits, 0.7, 7)
     assert (logprobs - expected).abs().max() < 1e-4
     logprobs.sum().backward()
     expected.sum().backward()
