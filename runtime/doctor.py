@@ -2,7 +2,7 @@
 
     self_check(policy, groups, temperature)     # rl.py, on every rank before its first update; raises EngineError
     refuse_empty(groups, step); check_gap(mean, largest, step)      # rl.py, in every step
-    flaw_of, trainer_logprobs, ...              # `python -m study.ask doctor` prints them as a table
+    position_error, logprob_gap, ...            # `python -m study.ask doctor` prints them
 
 A `trajectory` is a data.Trajectory, a `group` a data.Group. This file cannot import data.py, so it only reads their fields.
 """
@@ -91,9 +91,9 @@ def flaw_of(trajectory, policy: Policy) -> str:
     return ""
 
 
-def trainer_logprobs(policy: Policy, trajectories: Sequence, temperature: float, start: int = 0) -> Tensor:
-    """Return the trainer's log-probs of the tokens sampled from position `start` on. All ranks call it."""
-    bundles = [Bundle(t.ids[:start], [t.ids[start:]], [t.mask[start:]], t.frames) for t in trajectories]
+def trainer_logprobs(policy: Policy, trajectories: Sequence, temperature: float) -> Tensor:
+    """Return the trainer's log-probs of the sampled tokens. All ranks call it."""
+    bundles = [Bundle([], [t.ids], [t.mask], t.frames) for t in trajectories]
     with torch.no_grad():
         return policy(bundles, temperature).logprobs.cpu()
 
@@ -104,9 +104,9 @@ def logprob_gap(policy: Policy, trajectories: Sequence, temperature: float) -> f
     return gaps.sum().item() / max(1, len(gaps))
 
 
-def engine_logprobs(trajectories: Sequence, start: int = 0) -> Tensor:
+def engine_logprobs(trajectories: Sequence) -> Tensor:
     """Return the log-probs that the engine reported for the same tokens."""
-    return torch.tensor([p for t in trajectories for p, m in zip(t.logprobs[start:], t.mask[start:]) if m])
+    return torch.tensor([p for t in trajectories for p, m in zip(t.logprobs, t.mask) if m])
 
 
 def position_error(policy: Policy, trajectory, renderer: Renderer) -> int:

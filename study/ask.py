@@ -2,14 +2,14 @@
 
     python -m study.ask --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
     python -m study.ask ... --call '{"name": "crop_video", "arguments": {...}}'     # begin with this call
-    python -m study.ask doctor --model M --video v.mp4          # a table; exit status 1 if a check fails
+    python -m study.ask doctor --model M --video v.mp4          # exit status 1 if a check fails
     python -m study.ask doctor --gpu 7 --video v.mp4            # checks an SGLang server of configs/paragrpo_8b.yaml
 
 The first command prints the agent's thoughts turn by turn, its parallel calls on a timeline, and their reports.
 The *token doctor* lets the model's own engine continue after two parallel calls that work and one that fails. It checks
-the episode against independent sources: the chat template, transformers' position ids, and the trainer's log-probs. Run
-it on every new checkpoint, SGLang version or contract: it finds errors that training would only show as noise. With
---gpu it starts a server there, checks it at two temperatures, kills it, and checks the server that restarts.
+that our positions are transformers' own, that trainer and engine agree on the log-probs, and that the frames are seen, and
+runs the check of a training's first batch. Run it on every new checkpoint, SGLang version or contract: it finds errors
+that training would only show as noise. With --gpu it starts a server there.
 """
 
 import argparse
@@ -19,26 +19,24 @@ import os
 import re
 import sys
 import threading
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
-import data
-from data import Call, Episode, Task
+from data import Call, Episode, Group, Task
 from rl import RLConfig
-from rollout import NO_CALLS_LEFT, AgentContext, RolloutConfig, dump, open_engine, render_prompt, run_episode
+from rollout import AgentContext, RolloutConfig, dump, open_engine, render_prompt, run_episode
 from runtime import config
 from runtime.checks import check_servers, find_checkpoint
-from runtime.cleanup import kill_group
 from runtime.config import ConfigError, expandable_segments
-from runtime.doctor import engine_logprobs, flaw_of, position_error, trainer_logprobs
+from runtime.doctor import logprob_gap, position_error, self_check, trainer_logprobs
 from runtime.engine import Engine, EngineError, Sample
-from runtime.policy import Policy, PolicyConfig, load
+from runtime.policy import PolicyConfig, load
 from runtime.prompts import Prompts
-from runtime.render import END_OF_TURN, Renderer, load_tokenizer
+from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS
@@ -119,9 +117,7 @@ def run_task(context: AgentContext, question: str, args: argparse.Namespace) -> 
 def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     """Show one episode while it runs."""
     if args.call:
-        said = f"I look.\n</think>\n<tool_call>\n{args.call}\n</tool_call>"
-        witness = Witness(context.engine, [*context.renderer.encode(said), context.renderer.end_of_turn])
-        context = replace(context, engine=witness)
+        context = begin_with(f"I look.\n</think>\n<tool_call>\n{args.call}\n</tool_call>", context)
     screen = Screen(context.videos.info(args.video[0]).duration)
     episode = run_task(replace(context, observe=screen.show), args.question, args)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
@@ -158,150 +154,71 @@ def _window(call: Call) -> str:
 # ------------------------------------------------------------------------------------------------ doctor
 
 
-class Witness:
-    """An engine that records every request to the real one. It writes the first turn itself, so that there are calls to
-    check for every model."""
-
-    def __init__(self, engine: Engine, first: list[int]):
-        self.engine = engine
-        self.first = first  # tokens of the first turn
-        self.version = engine.version
-        self.announce = engine.announce
-        self.asked: list[tuple[list[int], Sample]] = []  # (tokens, reply) of each request
-
-    def generate(self, ids: list[int], frames: Sequence[Frames], **more) -> Sample:
-        if self.asked:
-            sample = self.engine.generate(ids, frames, **more)
-        else:
-            sample = Sample(list(self.first), [0.0] * len(self.first), "stop", self.version)
-        self.asked.append((list(ids), sample))
-        return sample
-
-
 def run_doctor(args: argparse.Namespace, context: AgentContext) -> int:
-    """Print the checks of one episode and, with a server of our own, of two more. Return 1 if one fails."""
-    policy = load(PolicyConfig(args.model), context.renderer.never_sampled, train=False)
-    rows = list(examine(args, context, policy))
-    if context.cfg.server_gpus:
-        rows += examine_server(args, context, policy)
-    for name, good, detail in rows:
-        print(f"{'ok  ' if good else 'FAIL'}  {name:27}  {detail}")
-    return int(not all(good for _, good, _ in rows))
-
-
-def run_witnessed(args: argparse.Namespace, context: AgentContext, temperature: float) -> tuple[Episode, Witness]:
-    """Run an episode with two calls that work and one that fails, and record its requests."""
+    """Run an episode with two calls that work and one that fails, and print four checks of it. Return 1 if one fails."""
     middle = context.videos.info(args.video[0]).duration / 2
     said = "Let me look.\n</think>"
     for start, end in ((0, middle), (middle, 0), (middle, 2 * middle)):
         call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end}}
         said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
-    witness = Witness(context.engine, [*context.renderer.encode(said), context.renderer.end_of_turn])
-    context = replace(context, engine=witness, cfg=replace(context.cfg, max_turns=1, temperature=temperature))
+    context = replace(begin_with(said, context), cfg=replace(context.cfg, max_turns=1, temperature=1.0))
     episode = run_task(context, "What happens in this video?", args)
     if episode.error:
         raise EngineError(episode.error)
-    return episode, witness
+    for i in range(*episode.main.turns[0]):  # these tokens are ours, not the engine's
+        episode.main.mask[i] = 0
+        episode.main.versions[i] = -1
 
+    # Positions: ours must be those of transformers.
+    policy = load(PolicyConfig(args.model), context.renderer.never_sampled, train=False)
+    worst = max(position_error(policy, trajectory, context.renderer) for trajectory in episode.trajectories)
+    passed = show(worst == 0, f"positions: they differ from transformers' by at most {worst}")
 
-def agreement(policy: Policy, episode: Episode, temperature: float) -> tuple[bool, str]:
-    """Compare the log-probs of trainer and engine on each trajectory's last turn. Judge the worst trajectory by its mean
-    and its 99th percentile: in bf16, single tokens can differ widely even if all is well."""
-    means = []
-    highest = []
-    tokens = 0
+    # Log-probs: the engine reported those that the trainer computes. (Reports are greedy. Their log-probs are at temperature 1.)
+    limit = 1e-3 if policy.dtype == torch.float32 else 0.05
+    gap = max(logprob_gap(policy, [trajectory], 1.0) for trajectory in episode.trajectories)
+    passed &= show(gap < limit, f"log-probs: trainer and engine differ by {gap:.1e} on average (limit {limit:g})")
+
+    # Pixels: the same tokens have other log-probs with black frames.
+    changes = []
     for trajectory in episode.trajectories:
-        start = trajectory.turns[-1][0]
-        scale = temperature if trajectory is episode.main else 1.0  # reports are greedy, so unscaled
-        ours = trainer_logprobs(policy, [trajectory], scale, start)
-        gaps = (ours - engine_logprobs([trajectory], start)).abs().numpy()
-        means.append(gaps.mean())
-        highest.append(np.quantile(gaps, 0.99, method="lower"))
-        tokens += len(gaps)
-    low, high = (1e-3, 1e-3) if str(policy.dtype).endswith("float32") else (0.05, 0.3)
-    evidence = f"mean {max(means):.1e} (limit {low:g}), 99th percentile {max(highest):.1e} (limit {high:g}) over {tokens} tokens"
-    return max(means) < low and max(highest) < high, evidence
-
-
-def examine_server(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
-    """Yield the agreement for a server that we started: at the temperature of training, and after a kill."""
-    episode, _ = run_witnessed(args, context, 0.7)
-    yield "they agree at 0.7", *agreement(policy, episode, 0.7)
-
-    # The engine restarts the server with the newest weights.
-    context.engine.update_weights(find_checkpoint(args.model), 1)
-    kill_group(context.engine._servers[0].process)
-    episode, witness = run_witnessed(args, context, 1.0)
-    good, evidence = agreement(policy, episode, 1.0)
-    back = context.engine.restarts == 1 and witness.asked[-1][1].version == 1
-    yield "and after kill -9", good and back, f"{context.engine.restarts} restart, {evidence}"
-
-
-def examine(args: argparse.Namespace, context: AgentContext, policy: Policy) -> Iterator[tuple[str, bool, str]]:
-    """Yield (claim, whether it holds, evidence) for an episode with recorded requests."""
-    episode, witness = run_witnessed(args, context, 1.0)
-    renderer = context.renderer
-    main = episode.main
-    trajectories = episode.trajectories
-
-    # Each request to the engine plus its reply must be a prefix of some trajectory.
-    kept = 0
-    for ids, sample in witness.asked:
-        whole = ids + sample.ids
-        kept += any(trajectory.ids[: len(whole)] == whole for trajectory in trajectories)
-    asked = len(witness.asked)
-    yield "tokens in, tokens out", kept == asked, f"{kept} of {asked} requests are prefixes of a trajectory"
-
-    # The trajectory grew by deltas. The chat template must render the same text at once.
-    template = renderer.render(_messages(episode, renderer), context.cfg.schemas).ids
-    same = _normal_text(template, renderer).startswith(_normal_text(main.ids, renderer))
-    yield "one conversation", same, "same text as the chat template renders at once"
-
-    # Three calls must get three responses in one turn. Only the second is an error.
-    delta = renderer.decode(main.ids[main.turns[0][1] : main.turns[1][0]])
-    responses = re.findall(r"<tool_response>\n.*?\n</tool_response>", delta, re.S)
-    errors = [call.error or "ok" for call in episode.calls]
-    siblings = len(responses) == 3 and errors == ["ok", "bad_arguments", "ok"]
-    yield "siblings survive a bad call", siblings, f"{len(responses)} responses in one turn: {', '.join(errors)}"
-
-    # The trainer must learn all sampled tokens and no others.
-    sampled = sum(len(sample.ids) for _, sample in witness.asked)
-    masked = sum(trajectory.n_sampled for trajectory in trajectories)
-    flaws = {flaw_of(trajectory, policy) for trajectory in trajectories} - {""}
-    evidence = "; ".join([f"{masked} learned tokens, {sampled} sampled", *sorted(flaws)])
-    yield "mask", masked == sampled and not flaws, evidence
-
-    worst = max(position_error(policy, trajectory, renderer) for trajectory in trajectories)
-    yield "positions", worst == 0, f"M-RoPE differs from transformers' by at most {worst}"
-
-    yield "engine and trainer agree", *agreement(policy, episode, 1.0)
-
-    # Compute the log-probs of the same tokens with black frames.
-    moved = []
-    for trajectory in trajectories:
-        start = trajectory.turns[-1][0]
-        ours = trainer_logprobs(policy, [trajectory], 1.0, start)
         black = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in trajectory.frames]
-        blind = trainer_logprobs(policy, [replace(trajectory, prompt_frames=black, call_frames=[])], 1.0, start)
-        moved.append((blind - ours).abs().max().item())
-    yield "frames are seen", min(moved) > 1e-4, f"black frames change log-probs by {min(moved):.1e} or more"
+        blind = replace(trajectory, prompt_frames=black, call_frames=[])
+        seen, unseen = (trainer_logprobs(policy, [t], 1.0) for t in (trajectory, blind))
+        changes.append((seen - unseen).abs().max().item())
+    passed &= show(min(changes) > 1e-4, f"pixels: black frames change log-probs by {min(changes):.1e} or more")
+
+    # The check of a training's first batch. It raises EngineError.
+    self_check(policy, [Group(episode.task, episode.k, [episode])], 1.0)
+    return int(not passed)
 
 
-def _normal_text(ids: Sequence[int], renderer: Renderer) -> str:
-    """Decode ids, and apply the normalisation that Qwen's tokenizer applies to its input but not to its output."""
-    return unicodedata.normalize("NFC", renderer.decode(renderer.compact(ids)))
+def show(good: bool, claim: str) -> bool:
+    print(f"{'ok  ' if good else 'FAIL'}  {claim}")
+    return good
 
 
-def _messages(episode: Episode, renderer: Renderer) -> list[dict]:
-    """Return the episode as chat messages."""
-    stamped, prompts = renderer.contract.stamped, renderer.prompts
-    messages = data.main_messages(episode.task, episode.main.prompt_frames, True, stamped, prompts=prompts)
-    said = [renderer.decode(episode.main.ids[start:end]).removesuffix(END_OF_TURN) for start, end in episode.main.turns]
-    messages.append({"role": "assistant", "content": said[0]})
-    messages += [{"role": "tool", "content": [call.text]} for call in episode.calls]
-    messages[-1]["content"].append(f"\n{NO_CALLS_LEFT}")
-    messages.append({"role": "assistant", "content": said[1]})
-    return messages
+class FirstTurn:
+    """An engine that writes the first turn itself and then asks the real one, so that every model makes these calls."""
+
+    def __init__(self, engine: Engine, first: list[int]):
+        self.engine = engine
+        self.first = first  # its tokens; empty once it has been said
+        self.version = engine.version
+        self.announce = engine.announce
+
+    def generate(self, ids: list[int], frames: Sequence[Frames], **more) -> Sample:
+        if not self.first:
+            return self.engine.generate(ids, frames, **more)
+        first, self.first = self.first, []
+        return Sample(first, [0.0] * len(first), "stop", self.version)
+
+
+def begin_with(said: str, context: AgentContext) -> AgentContext:
+    """Return a context whose episode begins with this turn."""
+    return replace(
+        context, engine=FirstTurn(context.engine, [*context.renderer.encode(said), context.renderer.end_of_turn])
+    )
 
 
 if __name__ == "__main__":

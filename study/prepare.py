@@ -1,16 +1,15 @@
-"""prepare.py: what is done to data before training. The trainers never import it.
+"""prepare.py: check data before training. The trainers never import it.
 
-python -m study.prepare check PATH|CONFIG [--model DIR]
-    every row parsed, every image read and video opened, calls read as a rollout reads them, ids that rows share, token
-    lengths under the model's tokenizer; of a config, its `data` and its `val`; exit status 1 if any row is unusable
-python -m study.prepare materialize --root MEDIA --parquet-dir IN --output-dir OUT
-    sentinel paths (`longvt_source/...`, `museg/...`, `selfqa/...`) -> file://MEDIA/...; lists what is missing
+    python -m study.prepare check PATH|CONFIG [--model DIR]
+
+It parses every row, reads every image, opens every video, and reads calls as a rollout reads them. It counts the ids that
+rows share, and the tokens of each row under the model's tokenizer. Of a config, it checks `data` and `val`. The exit
+status is 1 if any row is unusable.
 """
 
 import argparse
 import collections
 import functools
-import json
 import math
 import os
 import sys
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -26,17 +24,13 @@ from tqdm import tqdm
 from data import Call, Task, encode_dialogue, parse_task
 from runtime import config
 from runtime.checks import find_checkpoint
-from runtime.dataset import DataConfig, RowError, Rows, decode_json, row_errors
+from runtime.dataset import DataConfig, RowError, Rows, row_errors
 from runtime.dialogue import Dialogue, Media, parse_dialogue
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Frames, Videos
 from runtime.visual import VisualContract
 from tools import TOOLS, parse_calls
-
-MEDIA_KEYS = ("video", "video_url", "image", "image_url", "url")
-
-# ------------------------------------------------------------------------------------------------ check
 
 
 class Undecoded(Videos):
@@ -169,79 +163,14 @@ def count(names: Iterable[str]) -> str:
     return ", ".join(f"{name} {n}" for name, n in collections.Counter(names).most_common())
 
 
-# ------------------------------------------------------------------------------------------------ materialize
-
-
-def materialize(root: Path, parquet_dir: Path, output_dir: Path) -> int:
-    """Make the media paths of every parquet absolute; report each path that is not there."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if output_dir.resolve() == parquet_dir.resolve():  # a wrong `root` would spoil the only copy
-        raise ValueError(f"--output-dir {output_dir} is --parquet-dir itself; write into another folder")
-    files = sorted(parquet_dir.glob("*.parquet"))
-    if not files:
-        print(f"{parquet_dir}: no parquet files here", file=sys.stderr)
-        return 1
-    output_dir.mkdir(parents=True, exist_ok=True)
-    missing: collections.Counter[str] = collections.Counter()
-
-    def absolute(url: str) -> str:
-        if url.startswith(("file://", "/", "http://", "https://", "data:")):
-            return url
-        path = root.resolve() / url
-        if not path.exists():
-            missing[str(path)] += 1
-        return f"file://{path}"
-
-    def walk(value: Any) -> Any:
-        if isinstance(value, list):
-            return [walk(v) for v in value]
-        if isinstance(value, dict):
-            return {k: absolute(v) if k in MEDIA_KEYS and isinstance(v, str) else walk(v) for k, v in value.items()}
-        return value
-
-    for file in files:
-        table = pq.read_table(file)
-        rows = table.to_pylist()
-        for i, row in enumerate(rows):
-            for column in {"messages", "videos", "images"} & row.keys():
-                with row_errors(f"{file}: row {i}: "):
-                    if isinstance(row[column], str):
-                        row[column] = json.dumps(walk(decode_json(row[column], column)), ensure_ascii=False)
-                    else:
-                        row[column] = walk(row[column])
-        # Under another name first: half a file is never taken for a whole one, and what a link leads to stays.
-        target = output_dir / file.name
-        unborn = target.with_name(target.name + ".new")
-        pq.write_table(pa.Table.from_pylist(rows, table.schema), unborn)
-        unborn.rename(target)
-        print(f"{target}: {len(rows)} rows")
-    if missing:
-        listing = output_dir / "missing.txt"
-        listing.write_text("".join(f"{n}\t{path}\n" for path, n in sorted(missing.items())))
-        uses = missing.total()
-        print(f"{len(missing)} media files ({uses} uses) are not below {root}: see {listing}", file=sys.stderr)
-    return int(bool(missing))
-
-
-# ------------------------------------------------------------------------------------------------ the commands
-
-
 def main() -> int:
     parser = argparse.ArgumentParser("python -m study.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("check", help="tell the truth about a data file or a config's data")
     command.add_argument("target", metavar="PATH|CONFIG")
     command.add_argument("--model", default="", help="checkpoint whose tokenizer counts the tokens")
-    command = commands.add_parser("materialize", help="sentinel paths -> file:// paths")
-    command.add_argument("--root", type=Path, required=True, help="where the media archives were unpacked")
-    command.add_argument("--parquet-dir", type=Path, required=True)
-    command.add_argument("--output-dir", type=Path, required=True)
     args = parser.parse_args()
     try:
-        if args.command == "materialize":
-            return materialize(args.root, args.parquet_dir, args.output_dir)
         return check(args.target, args.model)
     except (config.ConfigError, FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -694,27 +694,3 @@ def test_check_reads_the_data_of_a_config(toy_dir, tmp_path, command):
     assert "No such file" in command("check", tmp_path / "other.yaml", expect=2)
     path.write_text("run: x\n")
     assert "data.sources" in command("check", path, expect=2)  # not "all rows are usable"
-
-
-def test_materialize_makes_sentinels_absolute_and_lists_what_is_missing(tmp_path, command):
-    media, given, made, twice = (tmp_path / name for name in ("media", "in", "out", "twice"))
-    (media / "selfqa").mkdir(parents=True)
-    (media / "selfqa" / "a.mp4").write_bytes(b"x")
-    given.mkdir()
-    message = json.dumps([{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "selfqa/a.mp4"}}]}])
-    sft = [{"messages": message}, {"messages": message.replace("a.mp4", "b.mp4")}]
-    pq.write_table(pa.Table.from_pylist(sft), given / "sft.parquet")
-    pq.write_table(pa.Table.from_pylist([rl("selfqa/a.mp4", answer="x")]), given / "rl.parquet")
-    told = command("materialize", "--root", media, "--parquet-dir", given, "--output-dir", made, expect=1)
-    assert "1 media files (1 uses)" in told
-    assert (made / "missing.txt").read_text() == f"1\t{media}/selfqa/b.mp4\n"
-    url = f"file://{media}/selfqa/a.mp4"
-    row = Rows(made / "rl.parquet")[0]
-    assert row["videos"] == [{"video": url}] and url in Rows(made / "sft.parquet")[0]["messages"]
-    assert parse_task(row, "rl:0", Path("/")).videos == (url.removeprefix("file://"),)
-    command("materialize", "--root", "/", "--parquet-dir", made, "--output-dir", twice)  # absolute paths stay unchanged
-    for deep in ("[" * 100_000, "[" * 600 + "]" * 600):
-        pq.write_table(pa.Table.from_pylist([sft[0], {"messages": deep}]), given / "sft.parquet")
-        told = command("materialize", "--root", media, "--parquet-dir", given, "--output-dir", made, expect=2)
-        assert f"error: {given}/sft.parquet: row 1: " in told and "RecursionError" in told
-    assert Rows(twice / "sft.parquet")[0] == Rows(made / "sft.parquet")[0]

@@ -103,7 +103,6 @@ MISTAKES = [  # the page has more
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; a relative path starts at"),
     ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "an RL row needs the field `prompt`; this one has messages, agent (`messages` is for sft.py)"),
     ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),
-    ("sources as output", "study/prepare.py materialize --root gone --parquet-dir holiday --output-dir linked/../holiday", "--output-dir linked/../holiday is --parquet-dir itself; write into another folder"),
     # settings that passed the dry run and crashed the run
     ("no decoders", f"{SFT} --dry-run decoders=0", "decoders = 0: must be at least 1"),
     ("empty chunks", f"{SFT} --dry-run policy.logit_chunk=0", "logit_chunk = 0: must be at least 1"),
@@ -200,18 +199,6 @@ def test_a_resumed_run_may_find_its_data_elsewhere_but_not_mix_them_anew(tmp_pat
             ConfigError, match=rf"belongs to a run with other settings \({key}: .*, so it cannot resume"
         ):
             checks.check_run(cfg(change))
-
-
-def test_materialize_never_writes_into_a_source(tmp_path, typed, toy_dir):
-    (tmp_path / "out").mkdir()
-    for name in ("a", "b"):
-        shutil.copy(toy_dir / "val.parquet", tmp_path / f"{name}.parquet")
-    (tmp_path / "out" / "a.parquet").symlink_to(tmp_path / "a.parquet")
-    before = (tmp_path / "a.parquet").read_bytes()
-    command = f"study/prepare.py materialize --root gone --parquet-dir {tmp_path} --output-dir {tmp_path}/out"
-    assert "media files" in typed(command)[1]
-    assert (tmp_path / "a.parquet").read_bytes() == before
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.parquet", "b.parquet", "missing.txt"]
 
 
 # ------------------------------------------------------------------------------------------------ the page

@@ -76,6 +76,7 @@ def train_beside_stand_ins(toy: Path) -> None:
     sys.argv = ["rl.py", str(REPO / "configs/paragrpo_8b.yaml"), "visual.frame_pixels=1024", "save_every=1"]
     sys.argv += [
         f"data.sources=[{{path: {toy}/rl.parquet}}]",
+        f"data.video_root={toy}",
         "decoders=1",
         "grpo.group_size=8",
         "grpo.train_tokens=4096",
@@ -86,8 +87,8 @@ def train_beside_stand_ins(toy: Path) -> None:
 
 @pytest.mark.slow
 def test_the_8bs_configs_run_go_on_and_log_the_figures_that_it_explains(tmp_path, toy_dir):
-    rows = f"data.sources=[{{path: {toy_dir}/sft.parquet}}]"
-    command = [str(REPO / "sft.py"), str(REPO / "configs/sft_8b.yaml"), rows, "visual.frame_pixels=1024"]
+    command = [str(REPO / "sft.py"), str(REPO / "configs/sft_8b.yaml"), "visual.frame_pixels=1024"]
+    command += [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]", f"data.video_root={toy_dir}"]
     command += [f"policy.checkpoint={toy_dir}/model", "steps=1", "batch_rows=4", "decoders=1"]
     assert "done: runs/sft_8b/model" in finish(Forked(command, tmp_path))
     told = finish(Forked(partial(train_beside_stand_ins, toy_dir), tmp_path), code=1)

@@ -322,4 +322,4 @@ def test_the_doctor_finds_the_checkpoint_healthy(checkpoint, toy_dir):
     video = toy_dir / "videos" / "test00000.mp4"
     command = ["-m", "study.ask", "doctor", "--model", str(checkpoint), "--video", str(video), "--max-new-tokens", "16"]
     told = finish(Forked(command))
-    assert told.count("\nok  ") >= 5 and "FAIL" not in told
+    assert told.count("\nok  ") >= 2 and "FAIL" not in told

@@ -816,13 +816,15 @@ def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(to
 
 def on_node(name: str, toy_dir: Path) -> RLConfig:
     """Load a config of configs/ whose data exist, but whose cold start does not."""
-    return config.load(RLConfig, REPO / "configs" / name, [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]"])
+    data = [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]", f"data.video_root={toy_dir}"]
+    return config.load(RLConfig, REPO / "configs" / name, data)
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*_[28]b*.yaml")), ids=lambda path: path.stem)
 def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
     if path.stem.startswith("sft"):
-        cfg = config.load(sft.SFTConfig, path, [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]"])
+        data = [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]", f"data.video_root={toy_dir}"]
+        cfg = config.load(sft.SFTConfig, path, data)
         assert dry_run(cfg, parse_dialogue, sft.plan_sft) == 0
     else:
         cfg = on_node(path.name, toy_dir)

@@ -158,7 +158,7 @@ def test_the_doctor_finds_a_server_healthy_or_with_other_weights(
     assert doctor(monkeypatch, client, checkpoint, toy_dir) == 0, capsys.readouterr().out
     client.update_weights(other, 5)
     assert doctor(monkeypatch, client, checkpoint, toy_dir) == 1
-    assert "FAIL  engine and trainer agree" in capsys.readouterr().out
+    assert "FAIL  log-probs" in capsys.readouterr().out
 
 
 def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, other, monkeypatch):
