@@ -63,7 +63,7 @@ class RLConfig(RunConfig):
     batch_tasks: int = 8
     """B: tasks per step, over all ranks."""
     minibatches: int = 1
-    """Updates per batch."""
+    """Optimizer steps per batch. Each needs a task of every rank."""
     staleness: Literal[0, 1] = 0
     """0: sample, then train. 1: sample the next batch while this one trains, with weights that are one update old."""
     val_tasks: int = 64
@@ -78,6 +78,10 @@ class RLConfig(RunConfig):
     def __post_init__(self):
         super().__post_init__()
         config.refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
+        if self.batch_tasks < self.minibatches:
+            raise ValueError(
+                f"batch_tasks = {self.batch_tasks}: each of {self.minibatches} minibatches needs a task; raise it"
+            )
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")
@@ -329,12 +333,14 @@ def update(
 
     # Average over the tokens of all ranks. The loss is already a mean.
     sums = distributed.sum_over_ranks(sums)
-    learned_tokens = max(1.0, sums.pop("tokens"))
+    learned_tokens = sums.pop("tokens")
     loss = sums.pop("loss")
-    measured = {"logprob_gap": 0.0, "entropy": 0.0} | {name: value / learned_tokens for name, value in sums.items()}
+    means = {name: value / max(1.0, learned_tokens) for name, value in sums.items()}
+    measured = {"logprob_gap": 0.0, "entropy": 0.0} | means
     measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if any gap is NaN
     doctor.check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
-    return measured | {"loss": loss, "learned_tokens": learned_tokens, "grad_norm": float(np.mean(norms or [0.0]))}
+    measured |= {"loss": loss, "learned_tokens": learned_tokens, "optimizer_steps": len(norms)}
+    return measured | {"grad_norm": float(np.mean(norms or [0.0]))}
 
 
 def micro_step(
@@ -487,10 +493,9 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 
 def check_hardware(cfg: RLConfig) -> None:
     """Refuse a run whose servers cannot start or whose models do not fit on this machine's GPUs."""
-    if cfg.batch_tasks < world_size():
-        raise config.ConfigError(
-            f"batch_tasks = {cfg.batch_tasks}: each of {world_size()} ranks needs a task; raise it"
-        )
+    if cfg.batch_tasks // world_size() < cfg.minibatches:
+        needs = f"each of {world_size()} ranks needs a task for each of {cfg.minibatches} minibatches"
+        raise config.ConfigError(f"batch_tasks = {cfg.batch_tasks}: {needs}; raise it")
     checks.check_servers(cfg.rollout, local_size())
     check_room(cfg, plan.plan_rl)
 

@@ -664,7 +664,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
         found = []
         cut = replace(cfg, minibatches=minibatches)
         measured = rl.update(policy, reference, optimizer, examples, total_tokens, cut, 0)
-        assert len(found) == minibatches and measured["learned_tokens"] == len(new)
+        assert len(found) == minibatches == measured["optimizer_steps"] and measured["learned_tokens"] == len(new)
         assert measured["loss"] == pytest.approx(loss.item(), rel=1e-4)  # past mutant: divided by the tokens again
         assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
         assert measured["logprob_gap"] == pytest.approx((new - old).abs().mean().item(), rel=1e-4)
@@ -672,6 +672,8 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
         assert measured["entropy"] == pytest.approx(scores.entropies.mean().item(), rel=1e-4)
         means = {name: sum(step[name] for step in found) / minibatches for name in expected}
         tiny.assert_close(means, expected, 1e-3)
+    idle = rl.update(policy, reference, optimizer, [], total_tokens, cfg, 0)
+    assert idle["learned_tokens"] == idle["optimizer_steps"] == 0  # past bug: one token of nothing
     examples[1].behaviour_logprobs[3] = math.nan
     with pytest.raises(EngineError, match="step 1: .* differ by nan on average, nan at most"):
         rl.update(policy, reference, optimizer, examples, total_tokens, cfg, 0)
@@ -767,7 +769,9 @@ def test_a_rank_without_any_task_keeps_step(toy_dir, tmp_path):
     """Invariant 10: with one task for two ranks, the second rank has nothing to sample or train on. A run that begins like
     this is refused, but ranks can also lose their tasks."""
     cfg = write_config(tmp_path / "run.yaml", toy_dir, batch_tasks=1, steps=2)
-    assert "batch_tasks = 1: each of 2 ranks needs a task" in finish(run(cfg, ranks=2), code=1)
+    assert "batch_tasks = 1: each of 2 ranks needs a task for each of 1 minibatches" in finish(
+        run(cfg, ranks=2), code=1
+    )
     finish(Forked(partial(unchecked, cfg), ranks=2))
     assert len(metrics(tmp_path / "run")) == 2
 
@@ -797,6 +801,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
         ({"rollout": {"subagents": {"train": True}}}, "needs rollout.subagents.temperature = 0.7"),
         ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
         ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
+        ({"minibatches": 3}, "batch_tasks = 2: each of 3 minibatches needs a task; raise it"),
         ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
         ({"grpo": {"clip_eps": 0}}, "grpo: clip_eps = 0.0: must be greater than 0"),
         ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
@@ -806,6 +811,17 @@ def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
     path = write_config(tmp_path / "c.yaml", toy_dir, **({"rollout": {}} | changes))
     with pytest.raises(config.ConfigError, match=says):
         config.load(RLConfig, path)
+
+
+def test_every_rank_has_a_task_for_every_minibatch(toy_dir, tmp_path, monkeypatch):
+    """Past bug: with fewer tasks than minibatches on a rank, two minibatches silently became one."""
+    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3, minibatches=2))
+    rl.check_hardware(cfg)
+    monkeypatch.setattr(rl, "world_size", lambda: 2)
+    with pytest.raises(
+        config.ConfigError, match="batch_tasks = 3: each of 2 ranks needs a task for each of 2 minibatches"
+    ):
+        rl.check_hardware(cfg)
 
 
 def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
