@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.answers import normalise, parse_span
+from runtime.answers import LETTERS, normalise, parse_span
 from runtime.dataset import RowError, decode_json, resolve_path
 from runtime.dialogue import Dialogue, Media
 from runtime.prompts import OURS, Prompts
@@ -258,12 +258,10 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     videos = _read_videos(row, root)
     info = decode_json(row.get("extra_info") or {}, "extra_info")
     kind, answer = _read_gold(info)
-    options = info.get("options") or []
-    if not isinstance(options, list):
-        raise RowError(f"options = {options!r}: must be a list of texts")
+    options = _read_options(info, question, kind, answer)
     name = origin if info.get("id") is None else str(info["id"])
     name.encode()  # K and all seeds hash its bytes; this raises if it holds half a surrogate pair
-    return Task(name, question, videos, kind, answer, tuple(map(str, options)))
+    return Task(name, question, videos, kind, answer, options)
 
 
 def _read_question(row: dict) -> str:
@@ -309,6 +307,46 @@ def _read_gold(info: dict) -> tuple[str, str]:
     if kind == "oe" and not normalise(gold):
         raise RowError(f"answer = {gold!r}: the answer of an open question must have a word or a number")
     return kind, gold
+
+
+def _read_options(info: dict, question: str, kind: str, gold: str) -> tuple[str, ...]:
+    """Return the options of the row, or those that its question lists, as published RL rows do."""
+    options = info.get("options") or []
+    if not isinstance(options, list):
+        raise RowError(f"options = {options!r}: must be a list of texts")
+    if kind == "mcq" and not options:
+        listed = listed_options(question)
+        return listed if gold in LETTERS[: len(listed)] else ()  # without the gold, it is another list
+    if kind == "mcq" and gold not in LETTERS[: len(options)]:
+        raise RowError(
+            f"answer = {gold!r}: the row has {len(options)} options, so it must be a letter of {LETTERS[: len(options)]}"
+        )
+    return tuple(map(str, options))
+
+
+def listed_options(question: str) -> tuple[str, ...]:
+    """Return the options that a question lists in its text, without their letters. Return () if it lists none."""
+    one_per_line = r"(?m)^[ \t]*[(\[]?([A-J])[)\].:]+[ \t]*(?=\S)"  # "A. red\nB. blue"
+    in_one_line = r"(?<![\w.])[(\[]?([A-J])(?:[)\]][ \t]*|[.:][ \t]+)(?=\S)"  # "(A) red (B) blue"
+    for form in (one_per_line, in_one_line):
+        labels = list(re.finditer(form, question))
+        letters = "".join(label[1] for label in labels)
+        # Find the longest sequence A, B, C, ... without a gap, and take its last occurrence.
+        for count in range(len(LETTERS), 1, -1):
+            first = letters.rfind(LETTERS[:count])
+            if first >= 0:
+                return _texts_after(labels[first : first + count], question)
+    return ()
+
+
+def _texts_after(labels: list[re.Match], question: str) -> tuple[str, ...]:
+    """Return the first line after each label, up to the next label."""
+    texts = []
+    ends = [label.start() for label in labels[1:]] + [len(question)]
+    for label, end in zip(labels, ends):
+        line = question[label.end() : end].strip().split("\n")[0]
+        texts.append(line.strip(" \t;,"))
+    return tuple(texts)
 
 
 @functools.cache  # so an unknown type is reported once

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data import Episode, Group, Task, Trajectory
-from runtime.answers import LETTERS, listed_options, normalise, parse_letter, parse_span, words_of
+from runtime.answers import normalise, parse_letter, parse_span, words_of
 from runtime.judge import Judge, JudgeConfig, JudgeError
 from runtime.render import END_OF_TURN, Renderer
 from tools import parse_calls
@@ -268,11 +268,7 @@ def accuracy(answer: str | None, task: Task, cfg: RewardConfig, judge: Judge | N
     if not answer:
         return 0.0
     if task.kind == "mcq":
-        gold = task.answer.strip("() .").upper()
-        options = task.options or listed_options(task.question)  # published RL rows list them only in the question
-        if gold not in LETTERS[: len(options)]:  # then this is not the list of options
-            options = ()
-        return float(parse_letter(answer, options) == gold)
+        return float(parse_letter(answer, task.options) == task.answer.strip("() .").upper())
     if task.kind == "tvg":
         span, gold = parse_span(answer), parse_span(task.answer)
         return iou(span, gold) if span and gold else 0.0

@@ -22,10 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from data import Task, parse_task
+from data import Task, listed_options, parse_task
 from rewards import RewardConfig, accuracy, final_answer
 from runtime import answers
-from runtime.answers import listed_options, parse_letter, parse_span, spoken, words_of
+from runtime.answers import parse_letter, parse_span, words_of
 from runtime.dataset import DataError, RowError, Rows
 from runtime.judge import Judge
 from runtime.render import END_OF_TURN
@@ -332,6 +332,12 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None
     return {"prediction": prediction, "score": accuracy(text, task, cfg, judge), "judged": judged}
 
 
+def spoken(turn: str) -> str:
+    """Return the text of a turn after its thoughts, without calls. An unclosed thought is not an answer."""
+    said = turn.rpartition("</think>")[2]
+    return re.sub(r"<(think|tool_call)>.*?(?:</\1>|\Z)", " ", said, flags=re.S).strip()
+
+
 def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, judge: Judge | None = None) -> dict:
     """Read prose and open tags in the last turn if `verdict`, from `grade`, has no prediction. The splits' own scorers
     take the first letter there, even a denied one or an article, or guess. We accept one option's text instead."""
@@ -355,8 +361,12 @@ def affirms(text: str, words: str) -> bool:
     """Return whether the text contains these words anywhere that its statement does not deny them. "Four" equals 4."""
     if f" {_in_digits(words)} " not in f" {_in_digits(text)} ":
         return False
-    places = list(re.finditer(r"\W*".join(map(re.escape, words_of(words))), text, re.I))
-    denied = [answers.weigh_words(text[: place.start()]) == answers.DENIED for place in places]
+    form = r"(?<![a-z\d])" + r"\W*".join(map(re.escape, words_of(words))) + r"(?![a-z\d])"
+    places = list(re.finditer(form, text, re.I))
+    denied = [
+        answers.has_word(f"{answers.DENIES}|{answers.HEDGES}", answers.clause_before(place.start(), text))
+        for place in places
+    ]
     return not places or not all(denied)
 
 

@@ -31,10 +31,10 @@ import numpy as np
 
 import rollout
 from data import Call, Episode, Task, Trajectory
-from evals.benchmarks import Item, ask_with_subtitles
+from evals.benchmarks import Item, ask_with_subtitles, spoken
 from rewards import ANSWER, final_answer, last_answer, turn_texts
 from rollout import AgentContext, Stopped, derive_seed
-from runtime.answers import parse_span, spoken, unboxed
+from runtime.answers import parse_span, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer, clock

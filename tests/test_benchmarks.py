@@ -281,7 +281,8 @@ def test_what_cannot_be_read_strictly_scores_nothing():
         (MCQ, "<answer>D", "D", 1),  # an open tag
         (MCQ, "A is wrong, B too. Answer: D", "D", 1),  # a stated answer comes first
         (MCQ, "The answer is A, because B is blue.", "A", 0),
-        (MCQ, "Perhaps D, perhaps B", "D", 1),  # the first of several letters
+        (MCQ, "The answer is B. No, it must be D.", "D", 1),  # the last of several conclusions
+        (MCQ, "Perhaps D, perhaps B", None, 0),
         (MCQ, "D or A", None, 0),  # unless letters are named together
         (MCQ, "It is (D), (B)", None, 0),
         (MCQ, "A man gets in.", None, 0),  # the official scorers read the article
@@ -297,6 +298,7 @@ def test_what_cannot_be_read_strictly_scores_nothing():
         (OPEN, "It must be a redcar.", "It must be a redcar.", 0),  # whole words, so "art" is not in "cart"
         (OPEN, "It must be a bred car.", "It must be a bred car.", 0),
         (OPEN, "It is not a red car.", "It is not a red car.", 0),
+        (OPEN, "It could be a red car or a bus.", "It could be a red car or a bus.", 0),  # past bug: a hedge was a hit
         (OPEN, "Not a red car? Yes, a red car.", "Not a red car? Yes, a red car.", 1),  # denied, and then affirmed
         (replace(OPEN, task=replace(OPEN.task, answer="4")), "There are four of them.", "There are four of them.", 1),
         (OPEN, "<think>\nred car\n</think>\n", None, 0),

@@ -30,6 +30,7 @@ from tiny_checkpoint import Scripted
 
 from data import Task, draw_k, encode_dialogue, main_messages, overview, parse_task
 from grpo import GRPOConfig
+from rewards import RewardConfig, accuracy
 from rl import RLConfig, Sampler
 from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import dataset
@@ -275,11 +276,42 @@ def test_an_rl_row_becomes_a_task_without_what_parquet_fills_up(video, tmp_path)
         ({"question_type": "oe", "answer": "?"}, {}, "answer = '\\?'"),
         # Past bug: each character became an option.
         ({"options": "red, blue"}, {}, "options = 'red, blue': must be a list of texts"),
+        # Past bug: no answer could earn this gold.
+        ({"question_type": "mcq", "answer": "D", "options": ["red", "blue"]}, {}, "answer = 'D': the row has 2 options"),
     ],
 )  # fmt: skip
 def test_an_rl_row_that_cannot_be_learned_from_is_refused(video, info, change, says):
     with pytest.raises(RowError, match=says), row_errors():
         parse_task(rl(video, **{"answer": "x"} | info) | change, "rl:0", Path("/nowhere"))
+
+
+def test_options_are_read_from_the_question_where_the_row_has_none(video):
+    """Past bug: published RL rows have no `options`, so a labelled answer counted as wrong."""
+    listed = "Which?\nA. Vitamin B\nB. Vitamin C\nC. U.S. Team A"
+    odd = "A. What\nB. an odd question"
+    for question, gold, options in (
+        ("Which?", "B", ()),
+        (listed, "B", ("Vitamin B", "Vitamin C", "U.S. Team A")),
+        (odd, "B", ("What", "an odd question")),
+        (odd, "D", ()),  # a list that lacks the gold letter is not the list of options
+    ):
+        row = rl(video, answer=gold, question_type="mcq") | {"prompt": [{"role": "user", "content": question}]}
+        task = parse_task(row, "rl:0", Path("/"))
+        assert task.options == options
+        assert accuracy(gold, task, RewardConfig()) == 1
+    task = parse_task(
+        rl(video, answer="B", question_type="mcq") | {"prompt": [{"role": "user", "content": listed}]},
+        "rl:0",
+        Path("/"),
+    )
+    for said, worth in {
+        "B. Vitamin C": 1,
+        "Vitamin C": 1,
+        "vitamin c.": 1,
+        "C. U.S. Team A": 0,
+        "Vitamin B": 0,
+    }.items():
+        assert accuracy(said, task, RewardConfig()) == worth, said
 
 
 def test_a_gold_may_be_written_in_many_ways(video):

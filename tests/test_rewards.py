@@ -249,20 +249,6 @@ def test_an_honest_text_is_well_formed(turns):
     assert earned(turns)["well_formed"] == 1
 
 
-def test_options_are_read_from_the_question_where_the_row_has_none():
-    """Past bug: published RL rows have no `options`, so a labelled answer counted as wrong."""
-    listed = "Which?\nA. Vitamin B\nB. Vitamin C\nC. U.S. Team A"
-    for question, right in (
-        ("Which?", {"B": 1, "B. Vitamin C": 1, "B) Plan A": 1, "B: U.S. Team A": 1, "A or B": 0, "Vitamin C": 0}),
-        (listed, {"B": 1, "B. Vitamin C": 1, "Vitamin C": 1, "vitamin c.": 1, "C. U.S. Team A": 0, "Vitamin B": 0}),
-        ("A. What\nB. an odd question", {"B": 1}),
-    ):
-        for said, worth in right.items():
-            assert accuracy(said, Task("t", question, (), "mcq", "B"), PLAIN) == worth, (question, said)
-    # A list that lacks the gold letter is not the list of options.
-    assert accuracy("D", Task("t", "A. What\nB. an odd question", (), "mcq", "D"), PLAIN) == 1
-
-
 def test_spam_is_a_rate_over_all_episodes():
     """Past bug: only spam episodes had the key, so its mean was always 1."""
     tidy, spam = earned([DONE]), earned([f"<think>{'</think>' * 9}"])
