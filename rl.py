@@ -44,7 +44,7 @@ from runtime.engine import Engine
 from runtime.judge import Judge
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, set_node_reduction
 from runtime.render import Renderer
-from runtime.run import Clock, Run, RunConfig, check_room, dry_run
+from runtime.run import Clock, Run, RunConfig, check_room
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync
 from tools import TOOLS
@@ -491,16 +491,23 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def check_hardware(cfg: RLConfig) -> None:
-    """Refuse a run whose servers cannot start or whose models do not fit on this machine's GPUs."""
-    if cfg.batch_tasks // world_size() < cfg.minibatches:
-        needs = f"each of {world_size()} ranks needs a task for each of {cfg.minibatches} minibatches"
-        raise config.ConfigError(f"batch_tasks = {cfg.batch_tasks}: {needs}; raise it")
-    checks.check_servers(cfg.rollout, local_size())
-    check_room(cfg, plan.plan_rl)
+def check_hardware(cfg: RLConfig, checklist: checks.Checklist) -> None:
+    """Refuse a run whose models do not fit on this machine's GPUs, or whose servers cannot start."""
+    check_room(cfg, checklist, plan.plan_rl)
+    with checklist.item("servers"):
+        if cfg.batch_tasks // world_size() < cfg.minibatches:
+            needs = f"each of {world_size()} ranks needs a task for each of {cfg.minibatches} minibatches"
+            raise config.ConfigError(f"batch_tasks = {cfg.batch_tasks}: {needs}; raise it")
+        # A dry run may be on a machine without GPUs.
+        if not checklist.dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
+            checks.check_servers(cfg.rollout, local_size())
+        places = [f"GPU {gpu}" for gpu in cfg.rollout.server_gpus] or cfg.rollout.urls
+        checklist.ok(f"servers: {', '.join(places) or 'none, the model samples in this process'}")
 
 
 if __name__ == "__main__":
     cfg, args = config.command_line(RLConfig, __doc__)
-    check = partial(dry_run, parse=parse_task, plans=plan.plan_rl)
+    step = f"{cfg.batch_tasks} tasks x {cfg.grpo.group_size} episodes at K in {list(cfg.choices_of_k)}"
+    step += f", updates: {cfg.minibatches}; {cfg.steps} steps"
+    check = partial(checks.dry_run, parse=parse_task, check_hardware=check_hardware, step=step)
     config.run_script(check if args.dry_run else main, cfg, *checks.USER_ERRORS)

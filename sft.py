@@ -27,7 +27,7 @@ import torch
 
 from data import encode_dialogue
 from rewards import TAG
-from runtime.checks import USER_ERRORS, open_run
+from runtime.checks import USER_ERRORS, dry_run, open_run
 from runtime.config import choose, command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, parse_dialogue
@@ -36,7 +36,7 @@ from runtime.packing import best_fit
 from runtime.plan import Plan, plan_training, utilisation
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step, set_node_reduction
 from runtime.render import Bundle, Renderer
-from runtime.run import Run, RunConfig, check_room, dry_run
+from runtime.run import Run, RunConfig, check_room
 from runtime.video import Videos
 from tools import TOOLS
 
@@ -79,13 +79,14 @@ def plan_sft(cfg: SFTConfig) -> list[Plan]:
     return [plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)]
 
 
+check_hardware = partial(check_room, plans=plan_sft)
 SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr", "tokens_per_second", "seconds")
 
 
 def main(cfg: SFTConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
     init_distributed()
-    with open_run(cfg, parse_dialogue, partial(check_room, plans=plan_sft)) as (source, renderer):
+    with open_run(cfg, parse_dialogue, check_hardware) as (source, renderer):
         # Load the policy and make the optimizer. Run restores both from the newest state.
         policy = load(replace(cfg.policy, checkpoint=str(source)), renderer.never_sampled)
         run = Run(cfg, "sft", SHOWN, policy, make_optimizer(policy, cfg.optim))
@@ -260,5 +261,6 @@ def token_kind(kinds: list[str]) -> str:
 
 if __name__ == "__main__":
     cfg, args = command_line(SFTConfig, __doc__)
-    check = partial(dry_run, parse=parse_dialogue, plans=plan_sft)
+    step = f"{cfg.batch_rows} rows in micro-batches of at most {cfg.pack_tokens} tokens, one update; {cfg.steps} steps"
+    check = partial(dry_run, parse=parse_dialogue, check_hardware=check_hardware, step=step)
     run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

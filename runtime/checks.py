@@ -20,10 +20,9 @@ import requests
 import torch
 
 from runtime.config import ConfigError, differences, git_commit, leave, load
-from runtime.dataset import DataError, check_rows
+from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first, saved_step
 from runtime.engine import EngineError
-from runtime.policy import dtype_of
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import ContractError, read_json
 
@@ -62,24 +61,57 @@ class Checklist:
             print(f"  ok      {found}")
 
 
+def inspect(
+    cfg: Any, parse: Callable, check_hardware: Callable[[Any, Checklist], None], checklist: Checklist
+) -> tuple[Path | None, Renderer | None]:
+    """Refuse a training that cannot work, before anything is written or loaded. Return the checkpoint's folder and renderer. In
+    a dry run, what was refused is left out. `check_hardware` is the script's own check of memory and servers."""
+    with checklist.item("run"):
+        check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
+        check_run(cfg)
+        checklist.ok(f"run: {cfg.run}")
+
+    # The checkpoint. A dry run downloads nothing.
+    source = None
+    renderer = None
+    with checklist.item("checkpoint"):
+        if checklist.dry and on_the_hub(cfg.policy.checkpoint):
+            checklist.ok(f"checkpoint: {cfg.policy.checkpoint} is on the hub; the run fetches it if it is not here")
+        else:
+            source, renderer = check_checkpoint(cfg)
+            cfg = replace(cfg, policy=replace(cfg.policy, checkpoint=str(source)))
+            checklist.ok(f"checkpoint: {source}")
+
+    with checklist.item("data"):
+        check_rows(parse, cfg.data, cfg.val)
+        checklist.ok(f"data: {Dataset(cfg.data, parse).total} rows")
+    check_hardware(cfg, checklist)
+    return source, renderer
+
+
+def dry_run(cfg: Any, parse: Callable, check_hardware: Callable[[Any, Checklist], None], step: str) -> int:
+    """List what a training run needs, and what a step does. Exit status 1: something is missing or cannot work."""
+    checklist = Checklist(dry=True)
+    inspect(cfg, parse, check_hardware, checklist)
+    print(f"  step    {step}")
+    return checklist.status
+
+
 @contextlib.contextmanager
-def open_run(cfg: Any, parse: Callable, check_hardware: Callable[[Any], None]) -> Iterator[tuple[Path, Renderer]]:
+def open_run(
+    cfg: Any, parse: Callable, check_hardware: Callable[[Any, Checklist], None]
+) -> Iterator[tuple[Path, Renderer]]:
     """Check everything that a training run needs, then lock its folder. Yield the checkpoint's folder and its renderer.
-    `check_hardware` is the script's own check of GPUs, memory and disk. Rank 0 checks first and reports for all ranks."""
+    Rank 0 checks first and reports for all ranks."""
     with contextlib.ExitStack() as until_it_ends:
 
-        def inspect() -> tuple[Path, Renderer]:
-            check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
-            check_run(cfg)
-            dtype_of(cfg.policy)
-            source, renderer = check_checkpoint(cfg)
-            check_rows(parse, cfg.data, cfg.val)
-            check_hardware(replace(cfg, policy=replace(cfg.policy, checkpoint=str(source))))
+        def inspect_and_lock() -> tuple[Path, Renderer]:
+            found = inspect(cfg, parse, check_hardware, Checklist())
             if rank() == 0:
                 until_it_ends.enter_context(only_run_in(Path(cfg.run)))
-            return source, renderer
+            return found
 
-        source, renderer = rank0_first(inspect)
+        source, renderer = rank0_first(inspect_and_lock)
         check_nodes(cfg, source)
         yield source, renderer
 

@@ -22,12 +22,12 @@ import torch
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from runtime.checks import check_checkpoint, check_run, check_start, weights_digest
+from runtime.checks import Checklist, weights_digest
 from runtime.config import Metrics, refuse_below_1, save_run
-from runtime.dataset import DataConfig, Dataset, check_rows
+from runtime.dataset import DataConfig
 from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
 from runtime.plan import Plan, PlanConfig, meta_policy
-from runtime.policy import OptimConfig, Policy, PolicyConfig, learning_rate
+from runtime.policy import OptimConfig, Policy, PolicyConfig, dtype_of, learning_rate
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
 
@@ -80,28 +80,17 @@ class RunConfig:
         return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))
 
 
-def check_room(cfg: RunConfig, plans: Callable[[RunConfig], list[Plan]]) -> None:
-    """Refuse a run that does not fit on this machine's GPUs."""
-    if torch.cuda.is_available():
-        for plan in plans(replace(cfg, plan=replace(cfg.plan, gpus=local_size()))):
-            plan.check(cfg.plan.gpu_gib)
-    meta_policy(cfg.policy)  # refuses other model families
-
-
-def dry_run(cfg: RunConfig, parse: Callable, plans: Callable[[RunConfig], list[Plan]]) -> int:
-    """Check memory, data and checkpoint without loading weights (--dry-run). Exit status 1: the checkpoint does not exist yet."""
-    check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
-    check_run(cfg)
-    for plan in plans(cfg):
-        plan.check(cfg.plan.gpu_gib)
-    if Path(cfg.policy.checkpoint).is_dir():
-        check_checkpoint(cfg)
-    check_rows(parse, cfg.data, cfg.val)
-    print(f"data: {Dataset(cfg.data, parse).total} rows")
-    if cfg.policy.family and not Path(cfg.policy.checkpoint).exists():
-        print(f"policy.checkpoint: {cfg.policy.checkpoint} is not there yet; the plan is that of {cfg.policy.family}")
-        return 1
-    return 0
+def check_room(cfg: RunConfig, checklist: Checklist, plans: Callable[[RunConfig], list[Plan]]) -> None:
+    """Refuse a run that does not fit on this machine's GPUs. A dry run plans for the GPUs of `plan`."""
+    with checklist.item("memory"):
+        meta_policy(cfg.policy)  # refuses other model families
+        if not checklist.dry:
+            dtype_of(cfg.policy)
+            cfg = replace(cfg, plan=replace(cfg.plan, gpus=local_size()))
+        if checklist.dry or torch.cuda.is_available():
+            for plan in plans(cfg):
+                plan.check(cfg.plan.gpu_gib)
+        checklist.ok(f"memory: {cfg.plan.gpus} GPUs of {cfg.plan.gpu_gib:g} GiB hold weights and optimizer state")
 
 
 class Clock:

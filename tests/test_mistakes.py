@@ -138,6 +138,26 @@ def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, t
     assert set(desk.rglob("*")) == before
 
 
+def test_a_dry_run_lists_what_is_there_and_what_is_missing_and_then_what_a_step_does(desk, typed):
+    """Past bug: a training's dry run stopped at the first missing file, and named neither checkpoint nor steps."""
+    before = set(desk.rglob("*"))
+    status, told = typed(f"{RL} run=run policy.checkpoint=gone 'data.sources=[{{path: gone.parquet}}]' --dry-run")
+    lines = [line.strip() for line in told.splitlines() if line.startswith("  ")]
+    assert status == 1 and lines[0] == "ok      run: run"
+    assert lines[1].startswith("ERROR   checkpoint: gone: neither a folder nor a model on the hub")
+    assert lines[2].startswith("ERROR   data: gone.parquet: no such data file")
+    assert lines[3].startswith("ERROR   memory: gone: neither")
+    assert lines[4] == "ok      servers: none, the model samples in this process"
+    assert re.fullmatch(r"step    8 tasks x 8 episodes at K in \[4, 8, 16, 32, 64\], updates: 1; 60 steps", lines[5])
+
+    status, told = typed(f"{SFT} run=run --dry-run")
+    assert status == 0 and "ERROR" not in told and "  ok      checkpoint: toy_data/model\n" in told
+    assert re.search(
+        r"  ok      data: \d+ rows\n(.*\n)+  ok      memory: .*\n  step    .* rows in micro-batches of", told
+    )
+    assert set(desk.rglob("*")) == before
+
+
 @pytest.mark.parametrize("local_rank, speaks", [("0", True), ("1", False)])
 def test_a_mistake_is_told_once_on_each_node(typed, monkeypatch, local_rank, speaks):
     """Past bug: a mistake on the second node only was never reported, since that node's first rank is not rank 0."""

@@ -45,15 +45,15 @@ from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive_seed, render_prompt
 from runtime import config
-from runtime.checks import differences
+from runtime.checks import Checklist, differences, dry_run
 from runtime.dataset import Dataset, RowError
 from runtime.dialogue import parse_dialogue
 from runtime.doctor import check_gap, self_check, trainer_logprobs
 from runtime.engine import EngineError
-from runtime.plan import PlanConfig, plan_rl
+from runtime.plan import PlanConfig
 from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
 from runtime.render import END_OF_TURN
-from runtime.run import Run, dry_run
+from runtime.run import Run
 from runtime.servers import SGLang
 from runtime.video import Videos
 from runtime.weights import WeightSync
@@ -215,7 +215,11 @@ def test_updates_that_are_not_finite_are_skipped_and_end_the_run(toy_dir, tmp_pa
     assert [line["bad_steps"] for line in metrics(tmp_path / "c")] == [0, 1, 2]
 
 
-def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path, monkeypatch):
+def try_out(cfg: RLConfig) -> int:
+    return dry_run(cfg, parse_task, rl.check_hardware, "")
+
+
+def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path, monkeypatch, capsys):
     """Past bug: reference and frozen tower came from the new checkpoint, the text model from the old state."""
     monkeypatch.chdir(tmp_path)
     more = {"policy": {"checkpoint": "start"}, "steps": 1}
@@ -224,9 +228,10 @@ def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy
     weights = load_file("start/model.safetensors")
     save_file({name: w + 0.01 for name, w in weights.items()}, "start/model.safetensors", {"format": "pt"})
     cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **more | {"steps": 2}))
-    for go_on in (rl.main, partial(dry_run, parse=parse_task, plans=plan_rl)):
-        with pytest.raises(config.ConfigError, match=r"'start' has changed since .*/c started from it: restore it"):
-            go_on(cfg)
+    changed = r"'start' has changed since .*/c started from it: restore it"
+    with pytest.raises(config.ConfigError, match=changed):
+        rl.main(cfg)
+    assert try_out(cfg) == 1 and re.search(f"ERROR   checkpoint: .*{changed}", capsys.readouterr().out)
     save_file(weights, "start/model.safetensors", {"format": "pt"})
     rl.main(cfg)
     assert len(metrics(tmp_path / "c")) == 2
@@ -777,7 +782,7 @@ def test_a_rank_without_any_task_keeps_step(toy_dir, tmp_path):
 
 
 def unchecked(cfg: Path) -> None:
-    rl.check_hardware = lambda _: None
+    rl.check_hardware = lambda *_: None
     rl.main(config.load(RLConfig, cfg))
 
 
@@ -827,7 +832,7 @@ def test_every_rank_has_a_task_for_every_minibatch(toy_dir, tmp_path, monkeypatc
 def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
     path = write_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
     with pytest.raises(config.ConfigError, match="no server answers at http://127.0.0.1:9"):
-        rl.check_hardware(config.load(RLConfig, path))
+        rl.check_hardware(config.load(RLConfig, path), Checklist())
 
 
 def on_node(name: str, toy_dir: Path) -> RLConfig:
@@ -841,22 +846,23 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
     if path.stem.startswith("sft"):
         data = [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]", f"data.video_root={toy_dir}"]
         cfg = config.load(sft.SFTConfig, path, data)
-        assert dry_run(cfg, parse_dialogue, sft.plan_sft) == 0
+        assert dry_run(cfg, parse_dialogue, sft.check_hardware, "") == 0
     else:
         cfg = on_node(path.name, toy_dir)
-        assert dry_run(cfg, parse_task, plan_rl) == 1  # only the cold start is missing
+        assert try_out(cfg) == 1
     told = capsys.readouterr().out
+    assert told.count("ERROR") == (not path.stem.startswith("sft"))  # only the cold start is missing
     used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
     assert used and all(20 < gib < 80 for gib in used)
     assert f"training, each of {cfg.plan.gpus} GPUs" in told or "training and engine on the same GPU" in told
     if cfg.policy.checkpoint.startswith("runs"):
-        assert f"{cfg.policy.checkpoint} is not there yet; the plan is that of Qwen/Qwen3-VL" in told
+        assert f"ERROR   checkpoint: {cfg.policy.checkpoint}: neither a folder nor a model on the hub" in told
 
 
 def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
-    with pytest.raises(config.ConfigError, match="training and engine on the same GPU: .* do not fit into 20 GiB"):
-        dry_run(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), plan=PlanConfig(1, gpu_gib=20)), parse_task, plan_rl)
+    assert try_out(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), plan=PlanConfig(1, gpu_gib=20))) == 1
     told = capsys.readouterr().out
+    assert re.search("ERROR   memory: training and engine on the same GPU: .* do not fit into 20 GiB", told)
     assert "KV cache" in told and told.count("sum") == 1
 
 
