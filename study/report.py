@@ -62,7 +62,6 @@ SECTIONS = {
     "Seconds": "seconds *_seconds",
     "More": "*",
 }
-FOLDED = ("Learning", "Seconds", "More")
 TITLES = {  # for keys whose names do not explain themselves
     "R_acc": "accuracy at the drawn K",
     "accuracy": "accuracy after training",
@@ -151,7 +150,8 @@ def join_evaluations(runs: list[RunData]) -> list[RunData]:
     for run in runs:
         model = Path(run.config.get("checkpoint", ""))
         if model in trained:
-            trained[model].outcomes, run.outcomes = run.outcomes, []
+            trained[model].outcomes += run.outcomes
+            run.outcomes = []
         if model not in trained or run.steps:
             joined.append(run)
     return joined
@@ -322,7 +322,7 @@ def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
             for key in matches:
                 panels.append({"key": key, "title": TITLES.get(key, key), "lines": curves(groups, key)})
         if panels:
-            shown.append({"title": section, "by": "step", "folded": section in FOLDED, "panels": panels})
+            shown.append({"title": section, "folded": section in ("Learning", "Seconds", "More"), "panels": panels})
     return shown
 
 
