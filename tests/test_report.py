@@ -131,9 +131,9 @@ def test_an_evaluation_with_episodes_is_in_the_viewer_too():
     trained, asked = run_of("a", run="runs/a"), run_of("b", run="runs/e", checkpoint="runs/a/model")
     asked.outcomes = [{"K": 4, "accuracy": 1.0}]
     assert report.join_evaluations([trained, asked]) == [trained]
-    asked.outcomes, asked.steps = trained.outcomes, {0: []}
+    asked.outcomes, asked.steps = [{"K": 16, "accuracy": 0.5}], {0: []}
     assert [run.name for run in report.join_evaluations([trained, asked])] == ["a", "b"]
-    assert (len(trained.outcomes), asked.outcomes) == (1, [])
+    assert ([row["K"] for row in trained.outcomes], asked.outcomes) == ([4, 16], [])
 
 
 def test_every_key_has_one_panel_and_no_key_none():
