@@ -42,8 +42,8 @@ PATHS = {"": {}, "-old": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATI
 KS = (4, 16, 64)  # values of K in evaluations, which sample as training does
 ALL = 0  # in place of a K: all K of an evaluation together
 # Bounds on the figures of a cold start. Outside of them, RL from it would measure nothing.
-GATE = {"reports_flash": (0.97, 1.0), "reports_none": (0.97, 1.0), "copied": (0.98, 1.0), "tools_k4": (0.97, 1.0)}
-GATE |= {"direct_k64": (0.97, 1.0), "well_formed": (0.15, 0.40), "kappa": (0.5, 1.0)}
+GATE = {"reports_flash": (0.97, 1.0), "reports_none": (0.97, 1.0), "copied": (0.98, 1.0), "direct_k64": (0.97, 1.0)}
+GATE |= {"well_formed": (0.15, 0.40), "kappa": (0.5, 1.0)}  # from its evaluation
 # The same for the weak prior of Qwen2.5-VL's class: it can do everything, its format is tidy, and it rarely calls.
 WEAK_GATE = {what: GATE[what] for what in ("reports_flash", "reports_none", "copied", "direct_k64")}
 WEAK_GATE |= {"f": (0.75, 0.95), "kappa_k64": (0.0, 0.1)}
@@ -137,7 +137,7 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
     add("evaluate", f"{row.name}-eval", ["eval.py", "configs/eval/toy.yaml", *changes], needs)
     if row.name in GATES:
         written = folder / f"{GATES[row.name]}.json"
-        command = ["-m", "study.gate", str(model), str(rl_toy), "--seed", str(seed), "--output", str(written)]
+        command = ["-m", "study.gate", str(model), str(rl_toy), str(seed), str(written)]
         add("evaluate", GATES[row.name], command, needs)
     return jobs
 
@@ -339,8 +339,12 @@ def gate_table(figures: Figures, start: str, gate: dict[str, tuple[float, float]
     rows = []
     sound = 0
     for path, seed in runs_of(start):
-        measured = figures.get(f"seed{seed}{path}/{GATES[start]}")
-        if measured:
+        place = f"seed{seed}{path}"
+        evaluated = figures.get(f"{place}/{start}/K={ALL}")
+        if evaluated and f"{place}/{GATES[start]}" in figures:
+            sampled = {"f": evaluated["f"], "well_formed": evaluated["well_formed"], "kappa": evaluated["calls"]}
+            sampled["kappa_k64"] = figures[f"{place}/{start}/K=64"]["calls"]
+            measured = figures[f"{place}/{GATES[start]}"] | sampled
             good = all(low <= measured[what] <= high for what, (low, high) in gate.items())
             sound += good
             cells = [f"{measured[what]:.3f}" for what in gate]

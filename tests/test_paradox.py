@@ -46,7 +46,7 @@ def test_every_job_needs_exactly_those_that_make_what_it_reads():
     for listed in (JOBS, paradox.demo_jobs(ROOT)):
         makers = {}  # file or folder -> the job that makes it
         for job in listed:
-            made = re.search(r"(?:\brun=|toy build |--output |-o )(\S+)", " ".join(job.command))[1]
+            made = re.search(r"(?:\brun=|toy build |study.gate \S+ \S+ \d |-o )(\S+)", " ".join(job.command))[1]
             assert made not in makers, job
             makers[made] = job
         assert len({job.name for job in listed}) == len(listed)

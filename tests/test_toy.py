@@ -122,5 +122,4 @@ def test_the_gate_tells_the_circuits_apart(toy_dir, tokenizer, videos):
     cfg = RolloutConfig(temperature=0.0, think_prefix=False)
     context = AgentContext(Scripted(renderer, blind), renderer, videos, cfg)
     figures = gate.measure(context, toy_dir, toy.draw_splits(0, conftest.SMALL)["test"], items=6)
-    right = {"reports_none": 1, "copied": 1, "well_formed": 1, "f": 1, "kappa": 1, "kappa_k64": 1}
-    assert figures == right | {"reports_flash": 0, "tools_k4": 0, "direct_k64": 0}
+    assert figures == {"reports_none": 1, "copied": 1, "reports_flash": 0, "direct_k64": 0}
