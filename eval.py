@@ -4,6 +4,7 @@
     python eval.py configs/eval/paravt_8b.yaml              # called again, it resumes where it stopped
     python eval.py configs/eval/paravt_8b.yaml --dry-run    # lists what is missing and what differs from the paper
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
+    python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b    # evals/ablation.py: the paper's ablation tables
 
 RUN/SPLIT-K64-parallel.jsonl gets one line per item as soon as the item ends: the end of the last turn, the answer, its
 score (under `lenient`, answer and score of a reader that accepts prose), calls, costs, and the error if there was one.
@@ -34,7 +35,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from data import Episode
-from evals import results, tables
+from evals import ablation, results, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
 from evals.protocols import Prompting, run_protocol
 from evals.results import EvalJob, Results, contract_of, prompts_of, read_results
@@ -353,9 +354,10 @@ def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
 
 if __name__ == "__main__":
     first = "".join(sys.argv[1:2])
-    if first == "table":
-        sys.exit(tables.main(sys.argv[2:]))
-    if difflib.get_close_matches(first, ["table"]) and not Path(first).exists():
-        sys.exit(f"error: {first}: neither a config nor a command; did you mean table?")
+    commands = {"table": tables.main, "ablation": ablation.main}
+    if first in commands:
+        sys.exit(commands[first](sys.argv[2:]))
+    if (near := difflib.get_close_matches(first, commands)) and not Path(first).exists():
+        sys.exit(f"error: {first}: neither a config nor a command; did you mean {near[0]}?")
     cfg, args = config.command_line(EvalConfig, __doc__)
     config.run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)
