@@ -58,7 +58,8 @@ PUBLISHED = {
         "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
     },
 }
-PUBLISHED["ParaVT/ParaVT-8B"] = PUBLISHED["Qwen/Qwen3-VL-8B-Instruct"]
+for name in ("ParaVT/ParaVT-8B", "mwxely/ParaVT-8B-SFT"):
+    PUBLISHED[name] = PUBLISHED["Qwen/Qwen3-VL-8B-Instruct"]
 
 
 @dataclass(frozen=True)

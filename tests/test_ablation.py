@@ -1,0 +1,134 @@
+"""The paper's ablation tables: each row has a config and a command, and the toy's runs print through the same command."""
+
+import json
+import re
+import shlex
+
+import pytest
+from scripts import REPO
+from test_eval import line, lines, sections, write_results
+
+import eval as evaluation
+import rl
+from eval import EvalConfig
+from evals import ablation
+from evals.results import read_published
+from rl import RLConfig
+from runtime import config, plan
+from runtime.run import dry_run
+
+PAGE = (REPO / "docs" / "node.md").read_text("utf-8")
+SECTION = PAGE.partition("## Every row of the paper")[2].partition("\n## ")[0]
+
+
+def train(folder, f: list[float], kappa: list[float]) -> None:
+    folder.mkdir(parents=True)
+    steps = [{"step": i, "f": f, "f_release": f / 2, "kappa": k} for i, (f, k) in enumerate(zip(f, kappa, strict=True))]
+    text = "".join(json.dumps(step) + "\n" for step in steps)
+    (folder / "metrics.jsonl").write_text(text + '{"step": 9, "f": 0.')  # a running training's last line
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """The toy's runs: the cold start, GRPO and PARA-GRPO, the last with both dispatches."""
+    train(tmp_path / "grpo", [0.4, 0.2, 0.0], [2.0, 1.0, 0.0])
+    train(tmp_path / "paragrpo", [0.4, 1.0], [2.0, 2.0])
+    results = tmp_path / "eval"
+    results.mkdir()
+    write_results(results / "sft", "toy", lines("1100"), k=4)
+    write_results(results / "paragrpo", "toy", lines("1110"), k=4)
+    write_results(results / "paragrpo", "toy", lines("1010"), k=4, arm="sequential")
+    prose = line("a", 0, prediction=None, lenient={"prediction": "A", "score": 1.0, "judged": False})
+    write_results(results / "paragrpo", "lvbench", [prose], total=1549)
+    return tmp_path
+
+
+def cells(table: list[list[str]], row: str, source: str = "ours") -> dict[str, str]:
+    header, _, *rows = table
+    [found] = [cells for cells in rows if cells[:2] == [row, source]]
+    return {column: cell.split(" [")[0] for column, cell in zip(header[2:], found[2:], strict=True)}
+
+
+def test_the_toys_ablation_prints_beside_the_papers(toy, capsys):
+    assert ablation.main([f"{toy}/NAME", f"{toy}/eval/NAME"]) is None
+    found = sections(capsys.readouterr().out)
+    stages, components, dispatch = (next(found[title] for title in found if title[0] == letter) for letter in "ABC")
+    dash = dict.fromkeys(("videomme", "videomme_wsub", "mlvu", "lvbench", "toy, K=4"), "–")
+    # A start has the first step of plain GRPO from it, and a training the mean of its steps.
+    start = {"steps": "1", "f": "0.40", "f_release": "0.20", "kappa": "2.00"}
+    assert cells(stages, "+SFT") == dash | start | {"toy, K=4": "50.0"}
+    mean = {"steps": "3", "f": "0.20", "f_release": "0.10", "kappa": "1.00"}
+    assert cells(stages, "+SFT+GRPO") == cells(components, "SFT+GRPO") == dash | mean
+    ours = cells(components, "Full PARA-GRPO")
+    assert ours == cells(stages, "+SFT+PARA-GRPO") and (ours["f"], ours["steps"], ours["toy, K=4"]) == (
+        "0.70",
+        "2",
+        "75.0",
+    )
+    assert ours["lvbench"] == "100.0 (1 of 1549)"  # in prose, as the published scores
+    # What is missing is a dash, and the paper's f stands in the column of its scale.
+    assert set(cells(stages, "Qwen3-VL-8B").values()) == set(cells(components, "-R_tool").values()) == {"–"}
+    paper = cells(stages, "+SFT", "paper")
+    assert (paper["f"], paper["f_release"], paper["kappa"], paper["lvbench"]) == ("–", "0.13", "2.5", "39.1")
+    assert cells(dispatch, "sequential")["toy, K=4"] == "50.0" and cells(dispatch, "parallel")["toy, K=4"] == "75.0"
+    assert "kappa" not in cells(dispatch, "parallel") and cells(dispatch, "sequential", "paper")["lvbench"] == "37.5"
+
+
+def test_a_place_without_runs_is_refused(tmp_path):
+    told = ablation.main([f"{tmp_path}/NAME", f"{tmp_path}/eval/NAME"])
+    assert told.startswith(f"error: nothing at {tmp_path}/NAME or {tmp_path}/eval/NAME, with NAME = grpo")
+    assert (
+        ablation.main(["runs/toy", "runs/eval/NAME"])
+        == "error: runs/toy: write NAME where the rows' names differ, as in runs/NAME_8b"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ docs/node.md
+
+
+def commands(script: str) -> list[tuple[str, ...]]:
+    """Return the config and the overrides of each command in the columns of a script."""
+    found = []
+    for table in re.findall(r"^\| row .*?(?=\n\n)", SECTION, re.M | re.S):
+        header, _, *rows = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines())
+        for row in rows:
+            for title, cell in zip(header, row, strict=True):
+                if script in title and cell.startswith("`"):
+                    found.append(tuple(shlex.split(cell.split("`")[1])))
+    for words in re.findall(rf"^python {script} (configs/.*)", SECTION, re.M):
+        found.append(tuple(shlex.split(words, comments=True)))
+    return found
+
+
+def test_every_row_of_the_paper_is_in_the_tables():
+    published = read_published()
+    named = re.findall(r"^\| ([^|]+?) \|", SECTION, re.M)
+    assert {row["name"] for row in published["table"]["rows"]} <= set(named)
+    for splits in published["table"]["columns"]:
+        assert f"`{splits}`" in SECTION
+    # The names that `eval.py ablation` looks for are those of the configs.
+    trainings = {config.load(RLConfig, REPO / file, words).run for file, *words in commands("rl.py")}
+    evaluations = {config.load(EvalConfig, REPO / file, words).run for file, *words in commands("eval.py")}
+    for block in ablation.TITLES:
+        for row in published["ablations"][block]:
+            assert "run" not in row or f"runs/{row['run']}_8b" in trainings
+            assert f"runs/eval/own/{row.get('eval') or row['run']}_8b" in evaluations
+
+
+@pytest.mark.parametrize("words", commands("rl.py"), ids=lambda words: words[0].split("/")[-1])
+def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsys):
+    rows = f"data.sources=[{{path: {toy_dir}/rl.parquet}}]"
+    cfg = config.load(RLConfig, REPO / words[0], [*words[1:], rows])
+    missing = cfg.policy.checkpoint.startswith("runs/")
+    assert dry_run(cfg, rl.parse_task, plan.plan_rl) == missing
+    assert ("is not there yet" in capsys.readouterr().out) == missing
+
+
+@pytest.mark.parametrize("words", commands("eval.py"), ids=lambda words: words[0].removeprefix("configs/eval/"))
+def test_the_dry_run_of_each_evaluation_lacks_only_data_and_weights(words, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation, "check_engine", lambda *_: None)  # servers, a key, SGLang
+    cfg = config.load(EvalConfig, REPO / words[0], words[1:])
+    assert evaluation.dry_run(cfg) == 1
+    told = dict(re.findall(r"^  ERROR +(\w+): (.*)", capsys.readouterr().out, re.M))
+    assert set(told) == set(cfg.splits) | ({"checkpoint"} if cfg.checkpoint.startswith("runs/") else set())
+    assert all("hf download" in told[split] for split in cfg.splits)
