@@ -14,8 +14,8 @@ from eval import EvalConfig
 from evals import ablation
 from evals.results import read_published
 from rl import RLConfig
-from runtime import config, plan
-from runtime.run import dry_run
+from runtime import config
+from runtime.checks import dry_run
 
 PAGE = (REPO / "docs" / "node.md").read_text("utf-8")
 SECTION = PAGE.partition("## Every row of the paper")[2].partition("\n## ")[0]
@@ -117,11 +117,11 @@ def test_every_row_of_the_paper_is_in_the_tables():
 
 @pytest.mark.parametrize("words", commands("rl.py"), ids=lambda words: words[0].split("/")[-1])
 def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsys):
-    rows = f"data.sources=[{{path: {toy_dir}/rl.parquet}}]"
-    cfg = config.load(RLConfig, REPO / words[0], [*words[1:], rows])
-    missing = cfg.policy.checkpoint.startswith("runs/")
-    assert dry_run(cfg, rl.parse_task, plan.plan_rl) == missing
-    assert ("is not there yet" in capsys.readouterr().out) == missing
+    rows = [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]", f"data.video_root={toy_dir}"]
+    cfg = config.load(RLConfig, REPO / words[0], [*words[1:], *rows])
+    missing = ["checkpoint"] if cfg.policy.checkpoint.startswith("runs/") else []
+    assert dry_run(cfg, rl.parse_task, rl.check_hardware, "") == len(missing)
+    assert re.findall(r"^  ERROR +(\w+): ", capsys.readouterr().out, re.M) == missing
 
 
 @pytest.mark.parametrize("words", commands("eval.py"), ids=lambda words: words[0].removeprefix("configs/eval/"))
