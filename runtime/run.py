@@ -62,9 +62,7 @@ class RunConfig:
 
     def __post_init__(self):
         if self.eval_every < 1:
-            raise ValueError(
-                f"eval_every = {self.eval_every}: must be at least 1; `val: null` turns the evaluation off"
-            )
+            raise ValueError(f"eval_every = {self.eval_every}: must be at least 1; `val: null` evaluates nothing")
         refuse_below_1(self, "steps", "save_every", "keep", "decoders")
         refuse_below_1(self.policy, "logit_chunk")
         refuse_below_1(self.plan, "gpus", "gpu_gib")

@@ -87,7 +87,7 @@ MISTAKES = [  # the page has more
     ("a tab in YAML", "sft.py mine/tab.yaml", "; indent with spaces, not with tabs"),
     ("a source without its braces", f"{SFT} data.sources=x.parquet", "data.sources = 'x.parquet': must be a list, as in [{path: x.parquet}]"),
     ("a value instead of a list", f"{RL} gating=8", "gating = 8: must be a list, as in [8]"),
-    ("no evaluation, by a zero", f"{SFT} eval_every=0", "eval_every = 0: must be at least 1; `val: null` turns the evaluation off"),
+    ("no evaluation, by a zero", f"{SFT} eval_every=0", "eval_every = 0: must be at least 1; `val: null` evaluates nothing"),
     ("a misspelled command", "eval.py tabel runs/x", "tabel: neither a config nor a command; did you mean table?"),
     ("an old key", f"{RL} rollout.gpus=[0]", "rollout.gpus = [0]: unknown key; did you mean rollout.server_gpus?"),
     # checkpoints
