@@ -42,10 +42,9 @@ from evals.results import EvalJob, Results, contract_of, prompts_of, read_result
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, dump, open_engine
 from runtime import checks, config
-from runtime.api import Api, OpenAI, check_api
+from runtime.api import Api, Judge, JudgeError, OpenAI, check_api
 from runtime.checks import USER_ERRORS, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
 from runtime.engine import Engine, run_all
-from runtime.judge import Judge, JudgeError
 from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
 from runtime.policy import MODELS, PolicyConfig
 from runtime.prompts import Prompts

@@ -21,7 +21,7 @@ from typing import Literal
 
 from data import Episode, Group, Task, Trajectory
 from runtime.answers import normalise, parse_letter, parse_span, words_of
-from runtime.judge import Judge, JudgeConfig, JudgeError
+from runtime.api import Judge, JudgeConfig, JudgeError
 from runtime.render import END_OF_TURN, Renderer
 from tools import parse_calls
 
@@ -133,8 +133,8 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig,
         except JudgeError as error:
             episode.error = f"JudgeError: {error}"
 
-    with ThreadPoolExecutor(16) as pool:  # a judge takes seconds per answer
-        list(pool.map(give, [episode for group in groups for episode in group.ran]))
+    pool = ThreadPoolExecutor(16)  # a judge takes seconds per answer
+    list(pool.map(give, [episode for group in groups for episode in group.ran]))
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:

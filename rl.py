@@ -38,10 +38,10 @@ from grpo import GRPOConfig, TrainExample, assign_advantages, bundles, examples_
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime import checks, config, distributed, doctor, plan, servers
+from runtime.api import Judge
 from runtime.dataset import Dataset
 from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
 from runtime.engine import Engine
-from runtime.judge import Judge
 from runtime.policy import Policy, load, make_optimizer, optimizer_step, set_node_reduction
 from runtime.render import Renderer
 from runtime.run import Clock, Run, RunConfig, check_room
@@ -222,7 +222,7 @@ class Sampler:
         barrier()
 
     def sample(self, step: int) -> tuple[list[Group], float]:
-        """Sample the batch of a step, and report rows and videos that turn out to be unusable."""
+        """Sample the batch of a step, and report rows that turn out to be unusable."""
         cfg, started = self.cfg, time.perf_counter()
 
         # The decoders have little to do while this batch is sampled, so they decode the next batch's overviews.
@@ -238,11 +238,6 @@ class Sampler:
             kind, _, reason = group.episodes[0].error.partition(": ")
             if kind == "RowError":
                 self.dataset.reject(task.id, reason)
-        # An unreadable video counts as one bad row, however many tasks use it.
-        for task in tasks:
-            for path in task.videos:
-                if path in self.videos.unreadable:
-                    self.dataset.reject(path, self.videos.unreadable[path])
         return groups, time.perf_counter() - started
 
     def draw(self, step: int) -> tuple[list[Task], list[int]]:
@@ -269,7 +264,7 @@ class Sampler:
     def __exit__(self, *_) -> None:
         self.stopped.set()
         self.engine.close()  # requests in flight fail now; their batch is not needed
-        self.thread.shutdown()
+        self.thread.shutdown(wait=False, cancel_futures=True)  # a tool of its batch may never return
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from data import encode_dialogue
 from rewards import TAG
 from runtime.checks import USER_ERRORS, dry_run, open_run
 from runtime.config import choose, command_line, refuse_below_1, run_script
-from runtime.dataset import DataConfig, Dataset, RowError, row_errors
+from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import best_fit
@@ -105,33 +105,36 @@ def main(cfg: SFTConfig) -> None:
 
 def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[MicroBatch]", run: Run) -> None:
     """Train to the last step: read, forward and backward, update, log, save."""
-    with ThreadPoolExecutor(1, "batch") as ahead:
-        upcoming = ahead.submit(batches.make, run.done)
-        for step in range(run.done, cfg.steps):
-            # Wait for this step's batch. The next one is made in a thread while this one trains.
-            started = time.perf_counter()
-            batch = upcoming.result()
-            if step + 1 < cfg.steps:
-                upcoming = ahead.submit(batches.make, step + 1)
-            waited = time.perf_counter() - started
+    ahead = ThreadPoolExecutor(1, "batch")  # not in a `with`, which would wait for a decoder that hangs
+    upcoming = ahead.submit(batches.make, run.done)
+    for step in range(run.done, cfg.steps):
+        # Wait for this step's batch. The next one is made in a thread while this one trains.
+        started = time.perf_counter()
+        batch = upcoming.result()
+        if step + 1 < cfg.steps:
+            upcoming = ahead.submit(batches.make, step + 1)
+        waited = time.perf_counter() - started
 
-            # Forward, backward, update. A gradient that is not finite is skipped and counted.
-            measured = batch_loss(policy, batch)
-            measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
-            seconds = time.perf_counter() - started
+        # Forward, backward, update. A gradient that is not finite is skipped and counted.
+        measured = batch_loss(policy, batch)
+        if "loss" not in measured:  # on all ranks
+            bad = [f"{origin}: {reason}" for origin, reason in batches.dataset.bad.items()]
+            raise DataError(f"step {step + 1}: none of its rows can be used; the last: {''.join(bad[-1:])}")
+        measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
+        seconds = time.perf_counter() - started
 
-            # Log.
-            measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
-            measured |= utilisation(policy.cfg, int(measured["tokens"]), seconds, world_size())
-            measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
-            if cfg.val and run.is_time(step, cfg.eval_every):
-                with torch.no_grad():
-                    losses = batch_loss(policy, held_out)
-                measured |= {f"val_{name}": value for name, value in losses.items() if name.startswith("loss")}
-            run.log(step, measured)
+        # Log.
+        measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
+        measured |= utilisation(policy.cfg, int(measured["tokens"]), seconds, world_size())
+        measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
+        if cfg.val and run.is_time(step, cfg.eval_every):
+            with torch.no_grad():
+                losses = batch_loss(policy, held_out)
+            measured |= {f"val_{name}": value for name, value in losses.items() if name.startswith("loss")}
+        run.log(step, measured)
 
-            # Save.
-            run.save(step)
+        # Save.
+        run.save(step)
 
 
 # ------------------------------------------------------------------------------------------------ the loss

@@ -26,8 +26,8 @@ from data import Task, listed_options, parse_task
 from rewards import RewardConfig, accuracy, final_answer
 from runtime import answers
 from runtime.answers import parse_letter, parse_span, words_of
+from runtime.api import Judge
 from runtime.dataset import DataError, RowError, Rows
-from runtime.judge import Judge
 from runtime.render import END_OF_TURN
 
 LETTERS = tuple("ABCDEFGHIJ")

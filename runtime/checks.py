@@ -16,15 +16,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
 
 from runtime.config import ConfigError, differences, git_commit, leave, load
 from runtime.dataset import DataError, Dataset, check_rows
-from runtime.distributed import checkpoint_dir, gather, local_size, rank, rank0_first, saved_step
+from runtime.distributed import checkpoint_dir, gather, local_size, print0, rank, saved_step
 from runtime.engine import EngineError
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import ContractError, read_json
+from runtime.web import NoReply, request
 
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
@@ -102,16 +102,9 @@ def open_run(
     cfg: Any, parse: Callable, check_hardware: Callable[[Any, Checklist], None]
 ) -> Iterator[tuple[Path, Renderer]]:
     """Check everything that a training run needs, then lock its folder. Yield the checkpoint's folder and its renderer.
-    Rank 0 checks first and reports for all ranks."""
-    with contextlib.ExitStack() as until_it_ends:
-
-        def inspect_and_lock() -> tuple[Path, Renderer]:
-            found = inspect(cfg, parse, check_hardware, Checklist())
-            if rank() == 0:
-                until_it_ends.enter_context(only_run_in(Path(cfg.run)))
-            return found
-
-        source, renderer = rank0_first(inspect_and_lock)
+    All ranks check, and the first one reports."""
+    source, renderer = inspect(cfg, parse, check_hardware, Checklist())
+    with only_run_in(Path(cfg.run)) if rank() == 0 else contextlib.nullcontext():
         check_nodes(cfg, source)
         yield source, renderer
 
@@ -198,10 +191,14 @@ def check_run(cfg: Any) -> None:
         raise ConfigError(
             f"{run} is of another script, or of another version of this code ({error}): {advice}"
         ) from None
-    changed = []
+    changed, allowed = [], []
     for key, text in differences(comparable(before), comparable(cfg)).items():
-        if not {key, key.partition(".")[0]} & MAY_CHANGE:
+        if {key, key.partition(".")[0]} & MAY_CHANGE:
+            allowed.append(text)
+        else:
             changed.append(text)
+    if allowed:
+        print0(f"{run} has other settings than before: {'; '.join(allowed)}")
     if changed:
         raise ConfigError(
             f"{run} belongs to a run with other settings ({'; '.join(changed)}), so it cannot resume: {advice}"
@@ -273,10 +270,11 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
 
 def check_urls(urls: Sequence[str]) -> None:
     """Refuse URLs where no server answers."""
-    session = requests.Session()
-    session.trust_env = False  # connect directly, whatever http_proxy says
     for url in urls:
         try:
-            session.get(url.rstrip("/") + "/model_info", timeout=10).raise_for_status()
-        except requests.RequestException as error:
-            raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
+            reply = request(url.rstrip("/") + "/model_info", 10)
+            told = f"status {reply.status}"
+        except NoReply as error:
+            told = str(error)
+        if told != "status 200":
+            raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {told}")

@@ -10,6 +10,7 @@ Deliberately missing: interpolation, environment variables.
 """
 
 import argparse
+import atexit
 import contextlib
 import dataclasses
 import difflib
@@ -18,10 +19,10 @@ import importlib.metadata
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
+import traceback
 import types
 import typing
 from collections.abc import Callable
@@ -210,7 +211,7 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not first_of_node():
         parser.error = leave
     args = parser.parse_intermixed_args()
     expandable_segments()
@@ -227,40 +228,53 @@ def expandable_segments() -> None:
 
 
 def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:
-    """Run a script's main function and exit. `errors`, a full disk and Ctrl-C end with one sentence instead of a traceback."""
-    interrupted = []
-
-    def interrupt(which: int, _) -> None:
-        """Raise KeyboardInterrupt, and raise it again a second later if it was lost: Python drops what a file object raises
-        while it is deleted, and torch deletes one per saved tensor. During another exception the run is ending: wait."""
-        interrupted.append(True)
-        signal.setitimer(signal.ITIMER_REAL, 1)
-        if which == signal.SIGINT or sys.exception() is None:
-            raise KeyboardInterrupt
-
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        for which in (signal.SIGINT, signal.SIGALRM):
-            signal.signal(which, interrupt)
+    """Run a script's main function, then end the process. `errors`, a full disk and Ctrl-C end with one sentence instead of a
+    traceback."""
     try:
-        sys.exit(work(cfg))
-    except errors as error:
-        leave(f"error: {error}")
+        status = work(cfg)
+    except SystemExit as ended:  # of `leave`
+        status = ended.code
+    except KeyboardInterrupt:
+        status = f"interrupted. {GOES_ON} in {cfg.run}" if first_of_node() else 1
     except BaseException as error:
-        if interrupted:  # torch may turn Ctrl-C into another exception, even one that is no Exception
-            sys.exit(f"interrupted. {GOES_ON} in {cfg.run}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
-        if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        leave(f"error: {error.filename or cfg.run}: the disk is full; what was complete is untouched. {GOES_ON}")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        status = traceback.format_exc().rstrip()
+        if isinstance(error, errors):
+            status = f"error: {error}"
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            lost = error.filename or cfg.run
+            status = f"error: {lost}: the disk is full; what was complete is untouched. {GOES_ON}"
+        wait_for_first()
+    end_process(status)
 
 
-def leave(sentence: str = "") -> NoReturn:
-    """End the process with a sentence. The first rank of a node prints it for all its ranks."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        # torchrun kills us once the first rank exits. If we exited earlier, the first rank would be killed before it prints.
+def end_process(status: int | str | None) -> NoReturn:
+    """End the process with a status, or with a sentence and status 1. `sys.exit` would join all threads, but a thread can hang
+    for ever: in a tool, in a video, at a silent API."""
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+        status = 1
+    atexit._run_exitfuncs()  # they free the memory in /dev/shm and close logs
+    with contextlib.suppress(OSError):  # nobody reads them any more
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status or 0)
+
+
+def first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def wait_for_first() -> None:
+    """Let the first rank of the node report an error that all its ranks have. torchrun kills the others once it exits; if they
+    exited earlier, it would be killed before it prints. A rank that is still alive after 60 s has an error of its own."""
+    if not first_of_node():
         time.sleep(60)
-    sys.exit(sentence or 1)  # still alive after 60 s: no other rank has reported this error
+
+
+def leave(sentence: str) -> NoReturn:
+    """End the program with a sentence. The first rank of a node prints it for all its ranks."""
+    wait_for_first()
+    sys.exit(sentence)
 
 
 # ------------------------------------------------------------------------------------------------ records of a run
@@ -273,9 +287,15 @@ def save_run(cfg: Any, run_dir: str | Path, **more: str) -> None:
     # JSON turns tuples into lists, so the file is plain YAML that `load` reads back.
     text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(cfg))), sort_keys=False, allow_unicode=True)
     write_whole(run_dir / "config.yaml", text)  # `check_run` reads it before a run resumes
+    # A run that continues with other code keeps the commits with which it began.
+    path = run_dir / "run.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    commits = before.get("commits", [before.get("commit", "unknown")] if before else [])
+    if commits[-1:] != [git_commit()]:
+        commits.append(git_commit())
     packages = {package.name: package.version for package in importlib.metadata.distributions()}
-    run = {"command": sys.argv, "commit": git_commit(), "python": sys.version, **more, "packages": packages}
-    write_whole(run_dir / "run.json", json.dumps(run, indent=1))
+    run = {"command": sys.argv, "commits": commits, "python": sys.version, **more, "packages": packages}
+    write_whole(path, json.dumps(run, indent=1))
 
 
 def write_whole(path: Path, text: str) -> None:

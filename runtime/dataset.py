@@ -55,7 +55,8 @@ class DataConfig:
     """Folder at which the rows' relative paths start. Empty: the data file's own folder."""
     seed: int = 0
     max_bad_fraction: float = 0.01
-    """The run stops if more than this share of a rank's rows is unusable. In RL, an unreadable video counts as a row."""
+    """The run stops if more than this share of a rank's rows is unusable. In RL, a video that cannot be read fails its episodes, and
+    no row counts for it."""
 
 
 class DataError(ValueError):
@@ -181,7 +182,7 @@ class Dataset:
         return draws
 
     def reject(self, origin: str, reason: str) -> None:
-        """Count a row or a video as bad, and print it once. A bad row is skipped from now on. Too many stop the run."""
+        """Count a row as bad, and print it once. It is skipped from now on. Too many bad rows stop the run."""
         if origin in self.bad:
             return
         self.bad[origin] = reason

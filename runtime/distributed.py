@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from runtime.cleanup import MEMORY, end_with_parent, memory_folder
-from runtime.config import ConfigError, leave, write_whole
+from runtime.config import ConfigError, write_whole
 from runtime.render import write_chat_template
 from runtime.visual import VisualContract
 
@@ -124,21 +124,6 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def rank0_first(work: Callable[[], Any]) -> Any:
-    """Return work(). Rank 0 calls it before the others. If it fails there, the other ranks exit without a message."""
-    if rank() == 0:
-        try:
-            result = work()
-        except Exception:
-            gather("failed")
-            raise
-        gather("done")
-        return result
-    if gather(None)[0] == "failed":
-        leave()
-    return work()
-
-
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Return the sum by name. Names can differ between ranks."""
     sums = Counter()
@@ -170,8 +155,7 @@ def _writing(unfinished: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, CheckpointException) as error:
-        if isinstance(error, CheckpointException) and rank() > 0:
-            leave()  # all ranks raise it, and rank 0 reports it
+        _raise_interrupt(error)
         if shutil.disk_usage(unfinished.parent).free > 1 << 30:
             raise
         if rank() == 0:
@@ -228,11 +212,7 @@ def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, An
         dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
         return run["step"], run["extra"]
     except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
-        cause = error
-        if isinstance(error, CheckpointException):  # it holds the exception of each rank that failed
-            cause, _ = next(iter(error.failures.values()))
-        if not isinstance(cause, Exception):  # Ctrl-C
-            raise
+        cause = _raise_interrupt(error)
         then = f"resume from {states[-2].name}" if states[1:] else "start again"
         raise ConfigError(f"{states[-1]} is damaged ({cause!r:.200}); delete it to {then}") from None
 
@@ -242,6 +222,16 @@ def _group() -> dict[str, Any]:
     return {"process_group": _gloo()} if world_size() > 1 else {"no_dist": True}
 
 
+def _raise_interrupt(error: BaseException) -> BaseException:
+    """Return what a CheckpointException hides: the exception of the first rank that failed. Raise it if it is Ctrl-C."""
+    cause = error
+    if isinstance(error, CheckpointException):
+        cause, _ = next(iter(error.failures.values()))
+    if isinstance(cause, KeyboardInterrupt):
+        raise cause
+    return cause
+
+
 def saved_step(folder: str | Path) -> int:
     """Return the step of the newest complete state, or 0 if there is none."""
     states = _states(Path(folder))
@@ -249,8 +239,8 @@ def saved_step(folder: str | Path) -> int:
 
 
 def _states(folder: Path) -> list[Path]:
-    """List the complete states, oldest first. A state's name has a suffix until it is complete."""
-    return sorted(path for path in folder.glob("step-*") if not path.suffix)
+    """List the complete states, oldest first. A state's name has a suffix until it is complete. A user's copies have other names."""
+    return sorted(folder.glob("step-" + 8 * "[0-9]"))
 
 
 def _state(policy, optimizer) -> dict[str, dict[str, Any]]:

@@ -4,8 +4,9 @@
     engine = SGLang(checkpoint, renderer, urls=(...,))      # uses servers that already run
     engine.wait_until_ready()                               # servers start in the background
 
-Every response must echo the trainer's prompt ids and carry the current weights' version. A server that exits is restarted
-and loads the current snapshot. Lost requests are sent again. Our servers end with this process, even after kill -9.
+Every response must echo the trainer's prompt ids and carry the current weights' version. A server that dies, hangs or gives
+replies that do not fit is started again, and loads the current snapshot. Lost requests are sent again. Our servers end
+with this process, even after kill -9.
 
 Deliberately missing: streaming, weight sync over NCCL, seeds (only the in-process engine uses them).
 """
@@ -27,36 +28,35 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 from PIL import Image
 
-from runtime.cleanup import kill_group, memory_folder, note_shared_memory, start_group
+from runtime.cleanup import kill_group, memory_folder, shared_memory, start_group
 from runtime.engine import Engine, EngineError, Sample
 from runtime.render import Renderer
 from runtime.video import Frames
 from runtime.visual import ContractError, read_json
+from runtime.web import NoReply, request
 
 log = logging.getLogger(__name__)
 
 # Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
-MAX_REPLY = 64 << 20  # bytes to read of a reply; a reply of 262,144 tokens has about 12 MB
 IMAGES = 7e9  # bytes of /dev/shm for the servers' images: 64 requests in flight x 64 frames x 1.6 MB
 
 
-class _Retry(Exception):
-    """A request was lost, or answered with the wrong weights. Send it again, to a healthy server."""
+STRIKES = 3  # failures without a served request in between, after which a server of ours is started again, once
+LONGEST_PAUSE = 30.0  # seconds between two attempts at a server that fails
 
 
-class _BadReply(_Retry):
-    """A reply that does not have SGLang's format. After three in a row, the server is given up."""
+class _Failure(Exception):
+    """A server failed: it is gone, hangs, is busy, or gives a reply that does not fit."""
 
 
 @dataclass
@@ -64,20 +64,22 @@ class _Server:
     url: str
     gpus: str = ""  # "4,5"; empty: we did not start it
     process: subprocess.Popen | None = None
+    files: list[Path] = field(default_factory=list)  # in /dev/shm, which it would leave behind
     warm: bool = False  # it has sampled a first batch
-    has_our_snapshot: bool = (
-        False  # it has loaded a snapshot of this run; a snapshot of another run can have the same version
-    )
+    has_our_snapshot: bool = False  # a snapshot of another run can have the same version
     healthy: bool = False  # it answers, with the current weights
-    failed: str = ""  # why it was given up
+    strikes: int = 0  # failures since it last served a request
+    problem: str = ""  # the last failure
+    given_up: str = ""  # why it is not started again
     busy: int = 0  # requests in flight
-    bad_replies: int = 0  # consecutive
 
 
 class SGLang(Engine):
     """Client and supervisor of SGLang servers."""
 
-    timeout = 1200.0  # seconds for one `generate`, including a server's restart and another attempt
+    timeout = 1200.0  # seconds for one `generate`, including other attempts and a server's restart
+    attempt_timeout = 400.0  # seconds for one attempt, or for one load of weights
+    probe_timeout = 10.0  # seconds within which a server must say that it lives
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class SGLang(Engine):
         logs: str | Path | None = None,  # folder of the servers' logs; None: a new one in /tmp
         launch: Callable[[int], list[str]] | None = None,  # port -> command; tests start a stand-in
         start_timeout: float = 900.0,  # seconds within which a server must start
-        patience: float = 2.0,  # seconds between attempts
+        patience: float = 0.5,  # seconds until a server that failed is asked again; doubles with each strike
     ):  # fmt: skip
         self.version = 0
         self.snapshot: str | None = None  # the folder of the current weights; None: the checkpoint's weights
@@ -96,7 +98,7 @@ class SGLang(Engine):
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
         self._vocabulary = _text_config(checkpoint).get("vocab_size", math.inf)
         self._frames = FrameFiles(in_memory=on_this_machine(urls))
-        self._servers = [_Server(url.rstrip("/")) for url in urls]
+        self._servers = [_Server(url.rstrip("/"), warm=True) for url in urls]
         with contextlib.ExitStack() as probes:  # stay open until each server has a port, so that no two get the same
             for first in range(0, len(gpus), tensor_parallel):
                 probe = probes.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -107,21 +109,18 @@ class SGLang(Engine):
         offset = int(os.environ.get("RANK", 0)) % len(self._servers)
         self._servers = self._servers[offset:] + self._servers[:offset]
         self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
-        self._sockets: set[socket.socket] = set()  # of requests in flight
         self._closed = False
-        self._changed = (
-            threading.Condition()
-        )  # guards `busy`, the version and `_closed`; other fields are also set without it
-        self._supervisors = [threading.Thread(target=self._supervise, args=(s,), daemon=True) for s in self._servers]
+        # Guards `busy`, the version, `_closed` and the start of processes. Other fields are also set without it.
+        self._changed = threading.Condition()
         if gpus:
             self._logs = logs = Path(logs or tempfile.mkdtemp(prefix="sglang-"))
             logs.mkdir(parents=True, exist_ok=True)
             print(f"SGLang starts on GPUs {list(gpus)}: up to {start_timeout / 60:g} minutes; logs: {logs}", flush=True)
-        for supervisor in self._supervisors:
-            supervisor.start()
+        for server in self._servers:
+            threading.Thread(target=self._supervise, args=(server,), daemon=True).start()
 
     def wait_until_ready(self) -> None:
-        """Wait for all servers that we start. Of `urls`, wait for any one: only its owner knows that a server failed."""
+        """Wait for all servers that we start. Of `urls`, wait for any one: another process may still start the others."""
         self._wait_for_servers(all if self._servers[0].gpus else any)
 
     def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
@@ -139,32 +138,26 @@ class SGLang(Engine):
 
         # Ask healthy servers until one answers.
         deadline = time.monotonic() + self.timeout
-        problem = None
-        while True:
+        problem = ""
+        while (left := deadline - time.monotonic()) > 0:
             with self._changed:
-                ready = self._wait_for_servers(any, deadline - time.monotonic())
-                left = deadline - time.monotonic()
-                if not ready or left <= 0:
-                    raise EngineError(f"not served within {self.timeout:g} s, last: {problem}")
-                server = self._choose(ready, prompt_key)
+                server = self._choose(self._wait_for_servers(any, left), prompt_key)
                 server.busy += 1
                 oldest = self.version
             try:
-                reply = self._ask(server, "/generate", left, payload)
+                reply = self._ask(server, "/generate", min(self.attempt_timeout, deadline - time.monotonic()), payload)
                 sample = self._read_sample(reply, ids, max_new_tokens, oldest)
-                server.bad_replies = 0
+                server.strikes = 0
                 return sample
-            except _Retry as error:
+            except _Failure as error:
                 problem = str(error)  # only its text: the traceback would keep this call and its frames in memory
-                server.healthy = False  # until its supervisor has checked it
-                server.bad_replies += isinstance(error, _BadReply)
-                if server.bad_replies > 2:
-                    server.failed = f"{server.url} is given up: three replies in a row do not fit, the last: {problem}"
+                if server.healthy:  # if not, another request has already reported it
+                    self._strike(server, problem)
             finally:
                 with self._changed:
                     server.busy -= 1
                     self._changed.notify_all()
-            self._wait(self.patience)
+        raise EngineError(f"not served within {self.timeout:g} s, last: {problem}")
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
         with self._changed:
@@ -178,17 +171,13 @@ class SGLang(Engine):
         self._wait_for_servers(all if push else any)  # the rank that pushes knows which servers were given up
 
     def close(self) -> None:
-        """Fail requests in flight with an EngineError, and kill our servers and their child processes."""
+        """Start no further request, and kill our servers and their child processes."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        for sock in list(self._sockets):
-            _break_off(sock)
-        for server, supervisor in zip(self._servers, self._supervisors):
-            supervisor.join()
+        for server in self._servers:
             if server.process:
-                kill_group(server.process)
-                server.process = None
+                kill_group(server.process, server.files)
         self._frames.close()
 
     def _sampling(self, max_new_tokens: int, temperature: float, seed: int, stop: Sequence[int]) -> dict:
@@ -220,13 +209,13 @@ class SGLang(Engine):
         meta = _field(reply, "meta_info", dict)
         finish = _field(meta, "finish_reason", dict).get("type")
         if finish not in ("stop", "length"):
-            raise _Retry(f"finish reason {meta['finish_reason']}")
+            raise _Failure(f"finish reason {meta['finish_reason']}")
 
         # The weights were current at some time since the request was sent.
-        label = _field(meta, "weight_version", str)
-        version = int(label) if label.isdecimal() else 0  # "default" if the server has loaded no snapshot
-        if self.snapshot and not oldest <= version <= self.version:
-            raise _Retry(f"sampled by weights {label!r}, expected {oldest} ... {self.version}")
+        label = _field(meta, "weight_version", str)  # "default" if the server has loaded no snapshot
+        current = {str(version): version for version in range(oldest, self.version + 1)}
+        if self.snapshot and label not in current:
+            raise _Failure(f"sampled by weights {label[:20]!r}, expected {oldest} ... {self.version}")
 
         # The server read the same ids that the trainer will read.
         prompt = _field(reply, "prompt_token_ids", list)
@@ -235,22 +224,20 @@ class SGLang(Engine):
             told = f"the server and the trainer read prompts that differ from position {same} on"
             raise ContractError(f"{told}: compare preprocessor_config.json with the run's `visual` keys")
 
-        # Each sampled token has a finite log-prob.
+        # Each sampled token has a log-prob.
         sampled, logprobs = [], []
         for entry in _field(meta, "output_token_logprobs", list):
             match entry:
-                case [float() | int() as logprob, int(token), _] if (
-                    math.isfinite(logprob) and 0 <= token < self._vocabulary
-                ):
+                case [float() | int() as logprob, int(token), _] if -1e9 < logprob <= 0 <= token < self._vocabulary:
                     sampled.append(token)
-                    logprobs.append(logprob)
+                    logprobs.append(float(logprob))
                 case _:
                     told = f"output_token_logprobs has {str(entry)[:80]}"
-                    raise _BadReply(f"{told}, not [a finite log-prob, a token below {self._vocabulary}, its text]")
+                    raise _Failure(f"{told}, not [a log-prob, a token below {self._vocabulary}, its text]")
         if not 1 <= len(sampled) <= max_new_tokens:
             count = len(sampled)
-            raise _BadReply(f"output_token_logprobs has {count} tokens, expected 1 to {max_new_tokens}")
-        return Sample(sampled, logprobs, finish, version)
+            raise _Failure(f"output_token_logprobs has {count} tokens, expected 1 to {max_new_tokens}")
+        return Sample(sampled, logprobs, finish, current.get(label, 0))
 
     def _wait(self, seconds: float | None, until: Callable[[], bool] = lambda: False) -> None:
         """Wait at most `seconds` until `until()` holds. Raise EngineError if the engine is closed meanwhile."""
@@ -260,99 +247,127 @@ class SGLang(Engine):
                 raise EngineError("the engine was closed")
 
     def _wait_for_servers(self, enough: Callable, seconds: float | None = None) -> list[_Server]:
-        """Wait until `enough` (`all` or `any`) of the servers not given up are healthy. Return the healthy ones."""
+        """Wait until `enough` (`all` or `any`) servers are healthy, at most as long as two starts may take. Return the healthy
+        ones. Nobody waits for servers that are given up, or for servers of `urls` that keep failing."""
 
-        def living() -> list[_Server]:
-            return [server for server in self._servers if not server.failed]
+        def expected() -> list[_Server]:
+            kept = [server for server in self._servers if not server.given_up]
+            return [server for server in kept if server.healthy or server.gpus or server.strikes <= STRIKES] or kept
 
+        if seconds is None:
+            seconds = 2 * self.start_timeout
         with self._changed:  # the lock is re-entrant, and waiting in _wait releases it completely
-            self._wait(seconds, lambda: enough(server.healthy for server in living()) or not living())
-            if not living():
-                raise EngineError(self._servers[0].failed)
-            return [server for server in living() if server.healthy]
+            self._wait(seconds, lambda: enough(server.healthy for server in expected()) or not expected())
+            healthy = [server for server in expected() if server.healthy]
+            if not healthy:
+                first = self._servers[0]
+                raise EngineError(first.given_up or f"no server is ready after {seconds:.3g} s, last: {first.problem}")
+            return healthy
 
-    def _ask(self, server: _Server, route: str, timeout: float, payload: dict | None = None) -> dict:
-        """Send a request over its own connection, which `close` can break off. Ignore any http_proxy."""
-        address = urlsplit(server.url)
-        connection = (HTTPSConnection if address.scheme == "https" else HTTPConnection)(address.netloc, timeout=10)
-        method = "POST" if payload else "GET"
-        body = json.dumps(payload) if payload else None
-        deadline = time.monotonic() + timeout
-        sock = None
-        # A socket's own timeout restarts with each byte, so a timer limits the whole request.
-        watchdog = threading.Timer(timeout, lambda: _break_off(sock))
+    def _ask(self, server: _Server, route: str, seconds: float, payload: dict | None = None) -> Any:
+        """Send a request, and return the reply's JSON. A request that the server refuses is an EngineError."""
+        self._wait(0)  # raises if the engine is closed
         try:
-            connection.connect()
-            sock = connection.sock
-            sock.settimeout(timeout)
-            self._sockets.add(sock)
-            watchdog.start()
-            self._wait(0)  # raises if `close` ran before this socket was in the set
-            connection.request(method, address.path + route, body, {"Content-Type": "application/json"})
-            reply = connection.getresponse()
-            text = reply.read(MAX_REPLY).decode("utf-8", "replace")
-            if reply.status == 400:
-                raise EngineError(f"{server.url}{route} refuses the request: {text[:500]}")
-            if reply.status != 200:
-                raise _Retry(f"{server.url}{route}: status {reply.status}: {text[:500]}")
-            return json.loads(text)
-        except (OSError, HTTPException, ValueError, RecursionError) as error:  # the last two: not JSON
-            told = "timed out" if time.monotonic() >= deadline else repr(error)
-            raise _Retry(f"{server.url}{route}: {told}") from None
-        finally:
-            self._sockets.discard(sock)
-            watchdog.cancel()
-            connection.close()
+            reply = request(server.url + route, seconds, payload)
+            if reply.status == 200:
+                return reply.json()
+        except NoReply as error:
+            raise _Failure(f"{server.url}{route}: {error}") from None
+        if reply.status == 400:
+            raise EngineError(f"{server.url}{route} refuses the request: {reply.text[:500]}")
+        raise _Failure(f"{server.url}{route}: status {reply.status}: {reply.text[:500]}")
+
+    def _strike(self, server: _Server, problem: str) -> None:
+        with self._changed:
+            server.healthy = False
+            server.strikes += 1
+            server.problem = problem
+            self._changed.notify_all()
 
     def _supervise(self, server: _Server) -> None:
         """Move one server through these states, in its own thread, until it is given up or the engine is closed.
 
             started -> warm -> healthy        a server that we did not start begins as warm
                ^         ^        |
-               |         +--------+           it has lost a request, or there are newer weights
-               +------------------+           its process has exited
+               |         +--------+           it has failed, or there are newer weights
+               +------------------+           its process has exited, or it has failed STRIKES times
 
-        It is given up if it has not been healthy for `start_timeout` seconds, or if, without being healthy in between, it
-        exits twice or gives five refusals or bad replies."""
-        starts = refusals = 0  # since it was last healthy
-        deadline = time.monotonic() + self.start_timeout
+        Each failure is a strike, and a served request clears them. A server of `urls` is asked for ever, in longer pauses."""
+        started = time.monotonic()
         try:
             while True:
-                if server.gpus and (server.process is None or server.process.poll() is not None):
-                    server.healthy = server.warm = False
-                    starts += 1
-                    self._start(server, starts)
+                if server.gpus and self._must_start(server):
+                    self._start(server)
+                    started = time.monotonic()
+                elif server.warm and server.strikes and not server.healthy:
+                    self._wait(min(LONGEST_PAUSE, self.patience * 2 ** min(server.strikes, 10)))
                 try:
-                    if server.gpus and not server.warm:
+                    if not server.warm:
                         self._warm_up(server)
-                    if not server.healthy:
-                        self._bring_up_to_date(server)
-                    self._wait(2.0, lambda: not server.healthy)  # notices within 2 s that an idle server has exited
-                    starts = refusals = 0
-                    deadline = time.monotonic() + self.start_timeout
-                except (_Retry, EngineError) as error:
-                    # Allow a few refusals: a server refuses a snapshot that the next one has already replaced.
-                    refusals += isinstance(error, EngineError | _BadReply)
-                    if refusals > 4 or time.monotonic() > deadline:
-                        raise EngineError(f"the server is given up: {error}") from None
-                    self._wait(0.5)
+                    self._bring_up_to_date(server)
+                    self._wait(2.0, lambda: not server.healthy)  # then look whether an idle server still lives
+                except (_Failure, EngineError) as error:  # EngineError: a newer snapshot has replaced this one
+                    if server.warm or server.process.poll() is not None:
+                        self._strike(server, str(error))
+                    elif time.monotonic() - started > self.start_timeout:
+                        self._give_up(server, f"it did not start within {self.start_timeout:g} s")
+                    else:
+                        self._wait(self.patience)
         except Exception as error:  # the waiting threads report it, even if it is a bug of ours
             with self._changed:
                 server.healthy = False
-                server.failed = str(error) if isinstance(error, EngineError) else repr(error)
+                server.given_up = str(error) if isinstance(error, EngineError) else repr(error)
                 self._changed.notify_all()
                 if not self._closed:
-                    log.warning("%s serves no more: %s", server.url, server.failed)
+                    log.warning("%s serves no more: %s", server.url, server.given_up)
+
+    def _must_start(self, server: _Server) -> bool:
+        """Return whether a server of ours must start, at first or once more. Give it up if it fails again without having
+        served a request."""
+        if server.process is None:
+            return True
+        exited = server.process.poll() is not None
+        if exited:
+            server.problem = f"exit code {server.process.returncode}"
+        started_again = server.strikes > STRIKES
+        if started_again and (exited or server.strikes > 2 * STRIKES):
+            self._give_up(server, server.problem)
+        return exited or server.strikes == STRIKES
+
+    def _start(self, server: _Server) -> None:
+        """Start a server's process. If it had one, kill that first."""
+        if server.process:
+            self.restarts += 1
+            told = f"restarting the server on GPU {server.gpus}: {server.problem}, {self._log_of(server)}"
+            log.warning(told)
+            kill_group(server.process, server.files)  # its child processes can outlive it
+            server.strikes = STRIKES + 1
+        server.healthy = server.warm = False
+        command = self._launch(urlsplit(server.url).port)
+        with open(self._log_of(server), "ab") as file, self._changed:
+            self._wait(0)  # `close` kills every process that has started by then
+            server.process = start_group(command, env=_server_environment(server.gpus), stdout=file, stderr=file)
+
+    def _give_up(self, server: _Server, problem: str) -> NoReturn:
+        end = "\n".join(self._log_of(server).read_text("utf-8", "replace").splitlines()[-20:])
+        raise EngineError(
+            f"the server on GPU {server.gpus} is given up: {problem}; {self._log_of(server)} ends:\n{end}"
+        )
+
+    def _log_of(self, server: _Server) -> Path:
+        return self._logs / f"sglang-gpu{server.gpus}.log"
 
     def _bring_up_to_date(self, server: _Server) -> None:
-        """Make a server load the current snapshot, unless it already has it."""
-        info = self._ask(server, "/model_info", 10)
+        """Make a server load the current snapshot, unless it already has it. Raise if it does not answer."""
+        info = self._ask(server, "/model_info", self.probe_timeout)
+        if server.healthy:  # its version can be newer by now: another rank pushes it before this one hears of it
+            return
         with self._changed:
             snapshot = self.snapshot
             version = self.version
         if snapshot and not (server.has_our_snapshot and _field(info, "weight_version", str) == str(version)):
             load = {"model_path": snapshot, "weight_version": str(version), "flush_cache": True}
-            self._ask(server, "/update_weights_from_disk", self.start_timeout, load)
+            self._ask(server, "/update_weights_from_disk", self.attempt_timeout, load)
             server.has_our_snapshot = True
         with self._changed:
             server.healthy = version == self.version  # False if newer weights have arrived meanwhile
@@ -364,23 +379,8 @@ class SGLang(Engine):
         sampling = [self._sampling(8, temperature, 0, ()) | {"ignore_eos": True} for temperature in (0.0, 1.0)]
         asked = {"input_ids": [[0], [0]], "sampling_params": sampling, "return_logprob": True}
         self._ask(server, "/generate", self.start_timeout, asked)
-        note_shared_memory(server.process)  # by now it has opened all its shared memory
+        server.files = shared_memory(server.process)  # by now it has opened all of it
         server.warm = True
-
-    def _start(self, server: _Server, attempt: int) -> None:
-        """Start a server's process. At the third attempt in a row, raise EngineError with the end of its log."""
-        output = self._logs / f"sglang-gpu{server.gpus}.log"
-        if attempt > 2:
-            end = "\n".join(output.read_text("utf-8", "replace").splitlines()[-20:])
-            raise EngineError(f"the server on GPU {server.gpus} died twice at its start; {output} ends:\n{end}")
-        if server.process:
-            self.restarts += 1
-            code = server.process.returncode
-            log.warning("restarting the server on GPU %s: exit code %s, %s", server.gpus, code, output)
-            kill_group(server.process)  # its child processes can outlive it
-        command = self._launch(urlsplit(server.url).port)
-        with open(output, "ab") as file:
-            server.process = start_group(command, env=_server_environment(server.gpus), stdout=file, stderr=file)
 
 
 class FrameFiles:
@@ -439,17 +439,11 @@ def _server_environment(gpus: str) -> dict[str, str]:
 
 
 def _field(reply: Any, name: str, kind: type) -> Any:
-    """Return a field of a reply. Raise _BadReply if it is missing or has another type."""
+    """Return a field of a reply. Raise _Failure if it is missing or has another type."""
     value = reply.get(name) if isinstance(reply, dict) else None
     if not isinstance(value, kind):
-        raise _BadReply(f"`{name}` must be a {kind.__name__}, in {str(reply)[:300]}")
+        raise _Failure(f"`{name}` must be a {kind.__name__}, in {str(reply)[:300]}")
     return value
-
-
-def _break_off(sock: socket.socket | None) -> None:
-    """Shut down a socket, which ends the request that waits for it."""
-    with contextlib.suppress(OSError, AttributeError):
-        sock.shutdown(socket.SHUT_RDWR)
 
 
 def on_this_machine(urls: Sequence[str]) -> bool:

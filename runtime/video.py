@@ -25,9 +25,9 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,10 +41,8 @@ Identity = tuple[str, int, int, str]  # (real path, bytes, mtime in ns, kind): a
 class VideoError(Exception):
     """A file that cannot give the requested frames."""
 
-    def __init__(self, path: str | Path, reason: str, transient: bool = False):
+    def __init__(self, path: str | Path, reason: str):
         super().__init__(f"{path}: {reason}")
-        self.reason = reason
-        self.transient = transient  # the machine can be the cause: it was slow, or short of memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,6 +279,9 @@ class _Worker:
             command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno()), str(timeout)]
             null = subprocess.DEVNULL
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
+
+    def wait_until_ready(self) -> None:
+        """Wait until its decoder is imported. Raise RuntimeError if it is not."""
         try:
             ready = self.pipe.poll(START_LIMIT) and self.pipe.recv()
         except (EOFError, OSError):  # it has exited
@@ -335,14 +336,11 @@ class Videos(AbstractContextManager):
         self._closed = False
         self._cache: OrderedDict[tuple, Future] = OrderedDict()  # least recently used first; not done: being made
         self._cached_bytes = 0
-        self._bad: dict[Identity, tuple[str, bool]] = {}  # file -> what is wrong with it, and whether that is transient
-        # path -> why it has no overview, for callers that count such files; without errors that the machine can have caused
-        self.unreadable: dict[str, str] = {}
+        self._bad: dict[Identity, str] = {}  # the quarantine: file -> what is wrong with it
 
     def info(self, path: str | Path) -> VideoInfo:
-        with self._record_unreadable(path):
-            identity = self._identify(path)
-            info = self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
+        identity = self._identify(path)
+        info = self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
         info.times.flags.writeable = False
         return info
 
@@ -360,8 +358,7 @@ class Videos(AbstractContextManager):
     def overview(self, path: str | Path, k: int, size_rule: SizeRule) -> Frames:
         """Return k frames spread evenly over the video, or all of them if it has fewer."""
         info = self.info(path)
-        with self._record_unreadable(path):
-            return self.frames(path, uniform_indices(info.n_frames, k), size_rule(info.width, info.height))
+        return self.frames(path, uniform_indices(info.n_frames, k), size_rule(info.width, info.height))
 
     def window(
         self, path: str | Path, start: float, end: float, size_rule: SizeRule, fps: float, max_frames: int
@@ -390,16 +387,6 @@ class Videos(AbstractContextManager):
     def __exit__(self, *_) -> None:
         self.close()
 
-    @contextmanager
-    def _record_unreadable(self, path: str | Path) -> Iterator[None]:
-        """If the block raises a VideoError that is not transient, record its reason in `unreadable`."""
-        try:
-            yield
-        except VideoError as error:
-            if not error.transient:
-                self.unreadable[str(path)] = error.reason
-            raise
-
     def _identify(self, path: str | Path, kind: str = "video") -> Identity:
         try:
             status = os.stat(path)
@@ -409,7 +396,7 @@ class Videos(AbstractContextManager):
             raise VideoError(path, "is not a regular file; pass the path of a video or an image")
         identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns, kind)  # a bad image can be a good video
         if identity in self._bad:
-            raise VideoError(path, *self._bad[identity])
+            raise VideoError(path, self._bad[identity])
         return identity
 
     def _cached(self, key: tuple, make: Callable) -> VideoInfo | np.ndarray:
@@ -438,23 +425,23 @@ class Videos(AbstractContextManager):
     def _ask(self, path: str | Path, identity: Identity, verb: str, *arguments) -> tuple | np.ndarray:
         worker = self._idle.get()  # blocks until one is free; the timeout does not include this wait
         try:
-            for _ in range(2):  # try twice: a worker can be killed from outside (out of memory)
-                worker = self._live_worker(worker)
-                good, value = worker.ask((verb, identity[0], *arguments))
-                dead = worker.process.returncode is not None
-                if not dead or worker.expired or self._closed:
-                    break
+            worker = self._live_worker(worker)
+            good, value = worker.ask((verb, identity[0], *arguments))
+        except RuntimeError:  # it did not start
+            if not self._closed:
+                raise
         finally:
             self._idle.put(worker)
         if self._closed:  # close() killed the worker, so the file is not at fault
-            raise VideoError(path, "Videos is closed: close it after its users are done", transient=True)
+            raise VideoError(path, "Videos is closed: close it after its users are done")
         if not good:
-            # If the worker was killed from outside, the file may be good. If the worker survived a failed `decode`, the
-            # file is damaged in one place and can be good elsewhere.
-            outside = worker.process.returncode in (-signal.SIGKILL, -signal.SIGTERM) and not worker.expired
-            if not outside and (dead or verb != "decode"):
-                self._bad[identity] = value, worker.expired
-            raise VideoError(path, value, outside or worker.expired)
+            # If the worker was killed from outside (out of memory), the file may be good. If the worker survived a failed
+            # `decode`, the file is damaged in one place and can be good elsewhere.
+            status = worker.process.returncode
+            outside = status in (-signal.SIGKILL, -signal.SIGTERM) and not worker.expired
+            if not outside and (status is not None or verb != "decode"):
+                self._bad[identity] = value
+            raise VideoError(path, value)
         return value
 
     def _live_worker(self, worker: _Worker | None) -> _Worker:
@@ -463,15 +450,13 @@ class Videos(AbstractContextManager):
             return worker
         if worker:
             worker.pipe.close()
-        try:  # without the lock, since a start takes long
-            new = _Worker(self._timeout)
-        except RuntimeError:  # it can have been killed from outside (out of memory): try again
-            new = _Worker(self._timeout)
         with self._lock:  # close() must know every worker
+            new = _Worker(self._timeout)
             self._workers.discard(worker)
             self._workers.add(new)
             if self._closed:
                 new.stop()
+        new.wait_until_ready()  # without the lock, since it takes long
         return new
 
 

@@ -16,9 +16,9 @@ from rewards import give_rewards
 from rl import RLConfig, update
 from rollout import load_episodes
 from runtime import config
+from runtime.api import Judge
 from runtime.checks import USER_ERRORS, find_checkpoint
 from runtime.distributed import init_distributed, print0, rank, world_size
-from runtime.judge import Judge
 from runtime.plan import plan_rl
 from runtime.policy import load, make_optimizer
 from runtime.render import Renderer, load_tokenizer

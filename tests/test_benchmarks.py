@@ -17,8 +17,8 @@ from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, co
 from evals.protocols import READS
 from rewards import RewardConfig
 from runtime import config
+from runtime.api import JudgeConfig
 from runtime.dataset import DataError
-from runtime.judge import JudgeConfig
 from runtime.visual import VisualContract
 
 CFG = RewardConfig(open_answer="exact")  # as eval.py grades

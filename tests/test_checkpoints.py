@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from scripts import Forked, finish
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
 
 from runtime import distributed
 from runtime.cleanup import memory_folder
@@ -183,8 +182,18 @@ def test_ctrl_c_while_a_state_is_read_damages_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("torch.load", interrupted)
-    with pytest.raises(CheckpointException, match="KeyboardInterrupt"):
+    with pytest.raises(KeyboardInterrupt):
         load_state(tmp_path, model, optimizer)
+
+
+def test_a_users_copy_of_a_state_is_left_alone(tmp_path):
+    """Past bug: its name was read as a number, with a traceback."""
+    model, optimizer = small()
+    save_state(tmp_path, model, optimizer, 2)
+    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000002-backup")
+    assert saved_step(tmp_path) == 2 and load_state(tmp_path, model, optimizer) == (2, {})
+    save_state(tmp_path, model, optimizer, 3, keep=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002-backup", "step-00000003"}
 
 
 def test_a_state_is_on_the_disk_before_it_gets_its_name(path, tmp_path, monkeypatch):

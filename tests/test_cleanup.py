@@ -34,26 +34,15 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in told.stdout.split()]
 
 
-@pytest.mark.parametrize("end", ["its end", "kill -9"])
-def test_the_folder_is_private_and_goes_with_its_process(end):
-    process, folder = owner()
-    (folder / "frame.bmp").write_bytes(b"pixels")
-    assert folder.parent == cleanup.MEMORY and folder.stat().st_mode & 0o777 == 0o700
-    if end == "its end":
+def test_the_folder_is_private_and_goes_with_its_process_or_after_a_kill_with_the_next_one():
+    for kill in (False, True):
+        process, folder = owner()
+        (folder / "frame.bmp").write_bytes(b"pixels")
+        assert folder.parent == cleanup.MEMORY and folder.stat().st_mode & 0o777 == 0o700
+        if kill:
+            process.kill()
         process.communicate()
-        assert not folder.exists()
-    else:
-        process.kill()
-        process.communicate()
-        wait_for(lambda: not folder.exists(), seconds=10)
-
-
-def test_what_nobody_could_tidy_up_is_removed_by_the_next_process():
-    process, folder = owner()
-    for pid in (*children(process.pid), process.pid):  # its guard first
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
-    assert folder.is_dir()
+        assert folder.exists() is kill
     owner()[0].communicate()
     assert not folder.exists()
 
@@ -116,24 +105,24 @@ time.sleep(120)
     wait_for(lambda: not any(map(alive, ranks)), seconds=10)
 
 
-def test_servers_and_their_children_end_with_a_process_that_is_killed(tmp_path):
-    """Past bug: torchrun kills ranks with SIGKILL, and a server kept running on its GPU. This also covers a restarted server.
-    Their shared memory is removed, and that of other processes stays."""
+def test_servers_end_with_a_process_that_is_killed_and_a_dead_server_leaves_no_memory(tmp_path):
+    """Past bugs: torchrun kills ranks with SIGKILL, and a server kept running on its GPU. A server that was restarted left its
+    shared memory and its children. The shared memory of other processes stays."""
     others = multiprocessing.get_context("spawn").Lock()
     theirs = Path(f"/dev/shm/sgl_shm_mm_{os.getpid()}_ab12cd34")
     theirs.touch()
     script = f"""
-import os, sys, time
+import os, time
 from runtime.servers import SGLang
 from types import SimpleNamespace
 fake = "sleep 300 & echo $! $$ >> {tmp_path}/pids; exec {sys.executable} tests/fake_sglang.py $0 1 32 2 memory"
 engine = SGLang("", SimpleNamespace(never_sampled=[]), gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
 engine.wait_until_ready()
-print(*engine._ask(engine._servers[0], "/model_info", 5)["memory"], flush=True)
+print(*engine._servers[0].files, flush=True)
 os.kill(engine._servers[0].process.pid, 9)
 while not (engine.restarts and engine._servers[0].healthy):
     time.sleep(0.01)
-print(*engine._ask(engine._servers[0], "/model_info", 5)["memory"], flush=True)
+print(*engine._servers[0].files, flush=True)
 time.sleep(300)
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
@@ -142,11 +131,13 @@ time.sleep(300)
         memory = [[Path(name) for name in process.stdout.readline().split()] for _ in range(2)]
         first, second = [list(map(int, line.split())) for line in (tmp_path / "pids").read_text().splitlines()]
         assert not any(map(alive, first)) and all(map(alive, second))
-        assert [[path.exists() for path in paths] for paths in memory] == [[False] * 4, [True] * 4]
+        assert [[path.exists() for path in paths] for paths in memory] == [[False] * 3, [True] * 3]
     finally:
         process.kill()
         process.communicate()
-    wait_for(lambda: not any(map(alive, second)), seconds=5)
-    wait_for(lambda: not any(path.exists() for path in memory[1]), seconds=5)
+    child, server = second
+    wait_for(lambda: not alive(server), seconds=5)
+    os.kill(child, signal.SIGKILL)  # SGLang's own children end with it
     assert Path(f"/dev/shm/sem.{others._semlock.name[1:]}").exists() and theirs.exists()
-    theirs.unlink()
+    for path in (*memory[1], *Path("/dev/shm").glob(f"sgl_shm_mm_{server}_*"), theirs):
+        path.unlink(missing_ok=True)

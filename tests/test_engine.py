@@ -1,8 +1,11 @@
 """Both engines: the in-process engine against plain transformers, and SGLang's client against a small fake server."""
 
 import gc
+import math
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 import types
@@ -26,7 +29,7 @@ from runtime.checks import check_servers, check_urls
 from runtime.config import ConfigError
 from runtime.engine import EngineError, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, draw
-from runtime.servers import SGLang
+from runtime.servers import SGLang, _Failure
 from runtime.visual import ContractError
 
 
@@ -429,16 +432,16 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, tmp_pat
     assert told == [("--a=1", "--tp-size=2")] * 2 and len(set(client.urls)) == 2
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"sglang-gpu4,5.log", "sglang-gpu6,7.log"}
     client._servers[1].process.kill()
-    wait_for(lambda: client._servers[1].failed)
-    assert "the server on GPU 6,7 died twice at its start" in caplog.text and "logs/sglang-gpu6,7.log" in caplog.text
+    wait_for(lambda: client._servers[1].given_up)
+    assert "the server on GPU 6,7 is given up: exit code 3; " in caplog.text and "logs/sglang-gpu6,7.log" in caplog.text
     client.update_weights(tmp_path, 1)  # a server that is given up does not end the run while another works
     assert client.generate(**request([1], [])).version == 1
     other_rank = SGLang("", renderer, urls=client.urls)
     other_rank.update_weights(tmp_path, 1, push=False)  # nor does a rank wait that has not yet given it up
     other_rank.close()
     client._servers[0].process.kill()
-    wait_for(lambda: client._servers[0].failed)
-    with pytest.raises(EngineError, match="the server on GPU 4,5 died twice at its start; .*logs/sglang-gpu4,5.log"):
+    wait_for(lambda: client._servers[0].given_up)
+    with pytest.raises(EngineError, match="the server on GPU 4,5 is given up: exit code 3; .*logs/sglang-gpu4,5.log"):
         client.wait_until_ready()
     client.close()
 
@@ -551,78 +554,123 @@ def test_a_server_that_dies_unasked_comes_back_with_the_current_weights(serve, r
         assert not alive(old)
         state = state_of(owner.urls[0])
         assert (state["version"], state["loads"], state["served"]) == ("3", 1, 0)
+        assert owner.generate(**request(*prompts[1])).version == 3
     assert client.generate(**request(*prompts[1])).version == 4
     client.close()
 
 
 def test_a_server_that_cannot_start_is_given_up_with_the_end_of_its_log(serve):
     """Past bug: it was restarted until start_timeout."""
-    with pytest.raises(EngineError, match="given up"):
+    with pytest.raises(EngineError, match="given up: it did not start within 1 s"):
         serve("slow_start=30", start_timeout=1.0)
-    with pytest.raises(EngineError, match="died twice") as error:
+    with pytest.raises(EngineError, match="given up: exit code 3; ") as error:
         serve("crash=30", start_timeout=1000.0)
     assert [line for line in str(error.value).splitlines() if "line" in line] == [f"line {i}" for i in range(10, 30)]
     first = serve("", "crash=30")
     os.kill(first._servers[0].process.pid, signal.SIGKILL)
-    wait_for(lambda: first._servers[0].failed)
-    assert first.restarts == 2
-    with pytest.raises(EngineError, match="died twice"):
+    wait_for(lambda: first._servers[0].given_up)
+    assert first.restarts == 1
+    with pytest.raises(EngineError, match="given up: exit code 3; "):
         first.generate(**request([1], []))
-    with pytest.raises(EngineError, match="died twice"):
+    with pytest.raises(EngineError, match="given up: exit code 3; "):
         first.update_weights("", 1)
 
 
-MISFITS = {
-    'body={"error": "out of memory"}': r"`meta_info` must be a dict, in {'error': 'out of memory'}",
-    "body=[]": r"`meta_info` must be a dict, in \[\]",
-    'reply={"meta_info": null}': "`meta_info` must be a dict",
-    'reply={"prompt_token_ids": null}': "`prompt_token_ids` must be a list",
-    'meta={"finish_reason": null}': "`finish_reason` must be a dict",
-    'meta={"finish_reason": "stop"}': "`finish_reason` must be a dict, in {",
-    'meta={"weight_version": null}': "`weight_version` must be a str",
-    'meta={"output_token_logprobs": null}': "`output_token_logprobs` must be a list",
-    'meta={"output_token_logprobs": []}': "has 0 tokens, expected 1 to 24",
-    'meta={"output_token_logprobs": [[-1.0, 5]]}': r"has \[-1.0, 5\], not \[a finite log-prob, a token below 5",
-    'meta={"output_token_logprobs": [[NaN, 5, null]]}': r"has \[nan, 5, None\], not \[a finite",
-    'meta={"output_token_logprobs": [[null, 5, null]]}': r"has \[None, 5, None\], not \[a finite",
-    'meta={"output_token_logprobs": [[-1.0, 99999, null]]}': r"has \[-1.0, 99999, None\], not \[a finite",
-    'meta={"output_token_logprobs": [[-1.0, -1, null]]}': r"has \[-1.0, -1, None\], not \[a finite",
-    f'meta={{"output_token_logprobs": {[[-1.0, 5, 0]] * 25}}}': "has 25 tokens, expected 1 to 24",
-}
+MISFITS = [  # (the reply, what is told)
+    ({"error": "out of memory"}, r"`meta_info` must be a dict, in {'error': 'out of memory'}"),
+    ([], r"`meta_info` must be a dict, in \[\]"),
+    ({"meta_info": None}, "`meta_info` must be a dict"),
+    ({"prompt_token_ids": None}, "`prompt_token_ids` must be a list"),
+    ({"finish_reason": None}, "`finish_reason` must be a dict"),
+    ({"finish_reason": "stop"}, "`finish_reason` must be a dict, in {"),
+    ({"weight_version": None}, "`weight_version` must be a str"),
+    ({"weight_version": "9" * 5000}, "sampled by weights '9+', expected 0 ... 0"),
+    ({"output_token_logprobs": None}, "`output_token_logprobs` must be a list"),
+    ({"output_token_logprobs": []}, "has 0 tokens, expected 1 to 24"),
+    ({"output_token_logprobs": [[-1.0, 5]]}, r"has \[-1.0, 5\], not \[a log-prob, a token below 5"),
+    ({"output_token_logprobs": [[math.nan, 5, None]]}, r"has \[nan, 5, None\], not \[a log-prob"),
+    ({"output_token_logprobs": [[None, 5, None]]}, r"has \[None, 5, None\], not \[a log-prob"),
+    ({"output_token_logprobs": [[0.1, 5, None]]}, r"has \[0.1, 5, None\], not \[a log-prob"),
+    ({"output_token_logprobs": [[-(10**400), 5, None]]}, "has .*, not .a log-prob"),
+    ({"output_token_logprobs": [[-1.0, 99999, None]]}, r"has \[-1.0, 99999, None\], not \[a log-prob"),
+    ({"output_token_logprobs": [[-1.0, -1, None]]}, r"has \[-1.0, -1, None\], not \[a log-prob"),
+    ({"output_token_logprobs": [[-1.0, 5, 0]] * 25}, "has 25 tokens, expected 1 to 24"),
+]
 
 
-@pytest.mark.parametrize("fault", MISFITS)
-def test_a_server_whose_replies_do_not_fit_is_given_up_by_the_name_of_the_field(serve, prompts, tmp_path, fault):
+@pytest.mark.parametrize("change, told", MISFITS)
+def test_a_reply_that_does_not_fit_is_a_failure_of_the_server_by_the_name_of_the_field(
+    checkpoint, renderer, change, told
+):
     """Past bug: most of these ended the training with a traceback."""
-    client = serve(fault)
-    with pytest.raises(EngineError, match="given up: three replies in a row do not fit, the last: .*" + MISFITS[fault]):
+    client = SGLang(checkpoint, renderer, urls=["http://127.0.0.1:9"])
+    client.snapshot = "somewhere"
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
+    good = {"meta_info": meta, "prompt_token_ids": [1, 2]}
+    assert client._read_sample(good, [1, 2], 24, 0) == Sample([5], [-1.0], "stop", 0)
+    reply = change
+    if isinstance(change, dict) and "error" not in change:
+        reply = {name: change.get(name, value) for name, value in good.items()}
+        if reply["meta_info"]:
+            reply["meta_info"] = meta | change
+    with pytest.raises(_Failure, match=told):
+        client._read_sample(reply, [1, 2], 24, 0)
+    client.close()
+
+
+def test_a_server_whose_replies_never_fit_starts_again_once_and_is_then_given_up(serve, prompts, tmp_path):
+    """Past bugs: it ended the training, and later it was given up without a second start."""
+    client = serve('meta={"weight_version": null}', patience=0.005)
+    with pytest.raises(EngineError, match="GPU 0 is given up: `weight_version` must be a str, in .*; .*gpu0.log ends:"):
         client.generate(**request(*prompts[0]))
-    assert state_of(client.urls[0])["served"] == 3
-    with pytest.raises(EngineError, match="do not fit"):
+    assert client.restarts == 1
+    with pytest.raises(EngineError, match="`weight_version` must be a str"):
         client.update_weights(tmp_path, 1)
 
 
-def test_other_servers_go_on_when_one_is_given_up_for_its_replies(serve, prompts):
+def test_other_servers_go_on_when_the_replies_of_one_do_not_fit(serve, prompts):
     client = serve('meta={"weight_version": 7}', "", servers=2)
     samples = at_once(client, [request(*prompts[0], seed=i) for i in range(8)])
     assert {sample.finish for sample in samples} == {"stop"}
-    assert [bool(server.failed) for server in client._servers] == [True, False]
+    assert "`weight_version` must be a str" in client._servers[0].problem
 
 
-def test_replies_that_are_no_json_or_too_large_are_lost(serve, prompts, monkeypatch):
+def test_a_server_of_ours_that_hangs_is_killed_and_started_again(serve, prompts, tmp_path):
+    """Past bug: it was given up, after up to 35 minutes."""
     client = serve()
-    client.timeout = 1.0
-    monkeypatch.setattr("runtime.servers.MAX_REPLY", 100)
-    with pytest.raises(EngineError, match="not served within 1 s, last: .*JSONDecodeError"):
-        client.generate(**request(*prompts[0]))
-    monkeypatch.undo()
-    for text in ("[" * 100_000, "9" * 5000, "<html>"):
-        client = serve()
-        client.timeout = 1.0
-        monkeypatch.setattr("http.client.HTTPResponse.read", lambda *_, text=text: text.encode())
-        with pytest.raises(EngineError, match="not served within 1 s, last: .*(Recursion|Value|JSONDecode)Error"):
-            client.generate(**request(*prompts[0]))
-        monkeypatch.undo()
+    client.update_weights(tmp_path, 3)
+    client.probe_timeout = 0.5
+    old = client._servers[0].process.pid
+    os.kill(old, signal.SIGSTOP)
+    started = time.monotonic()
+    assert client.generate(**request(*prompts[0])).version == 3
+    assert client.restarts == 1 and not alive(old) and time.monotonic() - started < 60
+
+
+def test_a_server_of_urls_that_hangs_holds_up_nobody_and_comes_back(renderer, checkpoint, prompts, tmp_path):
+    """Past bug: a request to it used up all its time, so none was left for the healthy server."""
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports.append(free.getsockname()[1])
+    owners = [subprocess.Popen(fake_server(renderer, port)) for port in ports]
+    client = SGLang(checkpoint, renderer, urls=[f"http://127.0.0.1:{port}" for port in ports], patience=0.02)
+    client.attempt_timeout = 1.0
+    client.probe_timeout = 0.3
+    try:
+        client._wait_for_servers(all)
+        owners[0].send_signal(signal.SIGSTOP)
+        samples = at_once(client, [request(*prompts[0], seed=i) for i in range(8)])
+        assert {sample.finish for sample in samples} == {"stop"}
+        client.update_weights(tmp_path, 1)
+        assert [server.healthy for server in client._servers] == [False, True]
+        owners[0].send_signal(signal.SIGCONT)
+        wait_for(lambda: client._servers[0].healthy)
+        assert state_of(client.urls[0])["version"] == "1"
+    finally:
+        client.close()
+        for owner in owners:
+            owner.kill()
 
 
 def test_one_deadline_covers_all_attempts_of_a_request(serve, prompts, tmp_path):
@@ -632,19 +680,17 @@ def test_one_deadline_covers_all_attempts_of_a_request(serve, prompts, tmp_path)
         client.timeout = 1.0
         client.update_weights(tmp_path, 5)
         started = time.monotonic()
-        with pytest.raises(EngineError, match="not served within 1 s, last: .*(weights 'default'|timed out)"):
+        with pytest.raises(EngineError, match=" s, last: .*(weights 'default'|timed out)"):
             client.generate(**request(*prompts[0]))
         assert 0.9 < time.monotonic() - started < 5
 
 
 def test_a_closed_client_lets_nobody_wait_and_ends_its_own_servers(serve, renderer, prompts):
-    """No call waits for an answer of its own server or of another's, or for a server that is unreachable."""
+    """No call waits for an answer of its own server, or for a server that is unreachable."""
     owner = serve("slow=60")
-    client, idle = (SGLang("", renderer, urls=owner.urls) for _ in range(2))
-    client.wait_until_ready(), idle.wait_until_ready()
-    idle._servers[0].url = "http://127.0.0.1:9"  # nobody listens there
+    idle = SGLang("", renderer, urls=["http://127.0.0.1:9"])  # nobody listens there
     process = owner._servers[0].process.pid
-    for engine in (idle, client, owner):
+    for engine in (idle, owner):
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(engine.generate, **request(*prompts[0]))
             time.sleep(0.5)
@@ -654,19 +700,16 @@ def test_a_closed_client_lets_nobody_wait_and_ends_its_own_servers(serve, render
                 waiting.result(3)
         with pytest.raises(EngineError, match="closed"):
             engine.generate(**request(*prompts[0]))
-        if engine is not owner:
-            assert requests.get(owner.urls[0] + "/model_info").ok
     assert not alive(process)
 
 
 def test_a_snapshot_that_is_missing_is_looked_for_again(serve, tmp_path):
     """The next snapshot can have replaced it. Past bug: a refused snapshot was sent for 15 minutes without a message."""
-    client = serve("swap", start_timeout=1000.0)
+    client = serve("swap", start_timeout=1000.0, patience=0.005)
     client.update_weights(tmp_path, 1)
     assert state_of(client.urls[0])["loads"] == 2
     with pytest.raises(EngineError, match="given up: .*update_weights_from_disk refuses .*no such folder"):
         client.update_weights(tmp_path / "nowhere", 2)
-    assert state_of(client.urls[0])["loads"] == 7
 
 
 def test_weights_of_another_run_are_replaced_even_under_the_same_number(serve, prompts, renderer, tmp_path):

@@ -17,7 +17,7 @@ import sft
 from data import main_messages, overview, parse_task
 from rollout import RolloutConfig, open_engine
 from runtime import config
-from runtime.dataset import Rows
+from runtime.dataset import DataError, Rows
 from runtime.policy import TokenScores, load
 from runtime.render import Bundle, Renderer, load_tokenizer
 from runtime.visual import VisualContract
@@ -255,11 +255,16 @@ def test_unusable_rows_cost_themselves_only(toy_dir, tmp_path, capsys):
     assert lines[-1]["bad_rows"] >= 2
 
 
-def test_a_step_or_a_held_out_set_without_a_usable_row_has_no_loss(toy_dir, tmp_path):
-    """Past bugs: such a step crashed in the norm of no gradients, and such a held-out set had a val_loss of 0."""
+def test_a_step_without_a_usable_row_is_refused_and_such_a_held_out_set_has_no_loss(toy_dir, tmp_path):
+    """Past bugs: a run without one usable row trained nothing and ended with "done". Such a held-out set had a val_loss of 0."""
     data = {"sources": [{"path": str(toy_dir / "sft.parquet")}], "max_bad_fraction": 1.0}
-    lines = train(tmp_path / "run.yaml", toy_dir, data=data, steps=4, batch_rows=1, pack_tokens=135)
-    assert [line["tokens"] > 0 for line in lines] == ["loss" in line for line in lines] and len(lines) == 4
-    assert not all("loss" in line for line in lines)
-    lines = train(tmp_path / "other.yaml", toy_dir, data=data, val=data, steps=1, pack_tokens=20)
+    with pytest.raises(
+        DataError, match="step 1: none of its rows can be used; the last: .* more than pack_tokens = 20"
+    ):
+        train(tmp_path / "run.yaml", toy_dir, data=data, steps=4, pack_tokens=20)
+    assert not (tmp_path / "run" / "model").exists()
+    (tmp_path / "videos").mkdir()
+    for video in (toy_dir / "videos").iterdir():
+        (tmp_path / "videos" / video.name).write_bytes(bytes(2000))
+    lines = train(tmp_path / "other.yaml", toy_dir, data=data, val=data | {"video_root": str(tmp_path)}, steps=1)
     assert "val_loss" not in lines[-1]
