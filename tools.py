@@ -276,7 +276,7 @@ def run_tool(
         raise ToolError(error.kind, _clip_text(str(error))) from None
     except VideoError:
         raise ToolError("failed", "This part of the video could not be read.") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         with _COUNTING:
             tool.crashes[type(error)] += 1
             crashes = tool.crashes.copy()
@@ -306,8 +306,8 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
         raise TypeError(f"it returned {type(result).__name__}: {wanted}")
     pixels, times = result.frames.pixels, result.frames.times
     start, end = result.window
-    if not start <= end:
-        raise ValueError(f"its window is {result.window}: it must not end before it starts")
+    if not -math.inf < start <= end < math.inf:  # or NaN
+        raise ValueError(f"its window is {result.window}: it must be finite, and it must not end before it starts")
     if pixels.dtype != "uint8" or pixels.ndim != 4 or pixels.shape[3] != 3 or not 1 <= len(pixels) == len(times):
         told = f"it returned {pixels.dtype} {pixels.shape} and {len(times)} times"
         raise ValueError(f"{told}: return uint8 [n, height, width, 3], at least one frame, and a time for each")
@@ -319,4 +319,6 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
         raise ValueError(f"it returned frames of {width} x {height}: decode them at contract.crop_size of the video")
     # Convert times to Python floats: JSON cannot hold np.float32 and the like. None is the time of an image.
     times = tuple(None if time is None else float(time) for time in times)
+    if not all(time is None or math.isfinite(time) for time in times):
+        raise ValueError(f"its frames have the times {times}: each must be finite")
     return replace(result, frames=Frames(pixels, times), window=(float(start), float(end)))

@@ -132,7 +132,9 @@ def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
         now = digests.get(record["id"])
         if record["item"] == now or (limited and now is None):
             kept[record["id"]] = record
-    return [job.header, *kept.values()], [item for item in job.items if item.task.id not in kept]
+    commits = earlier.settings.get("commits", [])
+    commits += [commit for commit in job.header["commits"] if commit not in commits]
+    return [job.header | {"commits": commits}, *kept.values()], [item for item in job.items if item.task.id not in kept]
 
 
 def items_left(job: EvalJob) -> list[Item]:
@@ -143,6 +145,7 @@ def items_left(job: EvalJob) -> list[Item]:
 def changes(before: dict, now: dict) -> str:
     """Name the settings that differ. A dry run without the checkpoint does not know its weights, contract and prompts."""
     unknown = [name for name in ("weights", "visual", "own_prompts") if name in now and now[name] is None]
+    unknown += ["commits", "unlike_training"]  # they shape no result; the second is of older files
     was = {name: value for name, value in before.items() if name not in unknown}
     now = {name: value for name, value in now.items() if name not in unknown}
     return "; ".join(config.differences(was, now).values())
@@ -175,6 +178,7 @@ def make_header(cfg: Any, job: EvalJob, folder: Path | None, weights: str | None
         "k": job.k,
         "arm": job.arm,
         "total": job.total,
+        "commits": [config.git_commit()],  # of all runs that answered items
         "weights": weights,  # a digest, or the model's name at an API
         "api": {"url": cfg.api.url, "parameters": cfg.api.parameters},
         "prompts": digest(prompts),

@@ -20,7 +20,7 @@ import torch
 
 from runtime.config import ConfigError, differences, git_commit, leave, load
 from runtime.dataset import DataError, Dataset, check_rows
-from runtime.distributed import checkpoint_dir, gather, local_size, print0, rank, saved_step
+from runtime.distributed import barrier, checkpoint_dir, gather, local_size, print0, rank, saved_step
 from runtime.engine import EngineError
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import ContractError, read_json
@@ -105,6 +105,7 @@ def open_run(
     All ranks check, and the first one reports."""
     source, renderer = inspect(cfg, parse, check_hardware, Checklist())
     with only_run_in(Path(cfg.run)) if rank() == 0 else contextlib.nullcontext():
+        barrier()  # the others read the lock
         check_nodes(cfg, source)
         yield source, renderer
 

@@ -58,6 +58,10 @@ class DataConfig:
     """The run stops if more than this share of a rank's rows is unusable. In RL, a video that cannot be read fails its episodes, and
     no row counts for it."""
 
+    def __post_init__(self):
+        if not self.sources:
+            raise ValueError("sources = []: name at least one data file")
+
 
 class DataError(ValueError):
     """Data that a run cannot use. The message says what to do."""

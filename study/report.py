@@ -48,6 +48,7 @@ STYLE = {  # of PNGs
 }  # fmt: skip
 LINE_COLORS = ["#0072b2", "#d55e00", "#009e73", "#b8639a", "#c98a00", "#3a9fd4", "#777777"]  # as on the page
 SIDE = 96  # pixels: longest side of a thumbnail
+MAX_POINTS = 2000  # of a curve; a screen is about as wide
 
 OUTCOMES = ("accuracy", "calls", "well_formed")  # of evaluations
 # The panels by section: keys of metrics.jsonl, or patterns. Keys that no run has are left out.
@@ -169,7 +170,8 @@ def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
                 try:
                     episodes.append(episode_of(record, videos, run.renderer.contract))
                 except DataError as error:
-                    raise ConfigError(f"{run.name}: {error}") from None
+                    run.notes.append(f"{run.name}: its episodes are left out: {error}")
+                    return
                 except (VideoError, ToolError, ContractError) as error:
                     episodes.append(episode_of(record, None, None))
                     bare.append(str(error))
@@ -289,7 +291,8 @@ def seed_groups(runs: Sequence[RunData]) -> list[tuple[str, list[RunData]]]:
 
 
 def curves(groups: Sequence[tuple[str, list[RunData]]], key: str, by: str = "step") -> list[dict[str, Any]]:
-    """Return a line per group that has the key: x is the step or K, y the mean over the runs with a value there, std (n - 1)."""
+    """Return a line per group that has the key: x is the step or K, y the mean over the runs with a value there, std (n - 1). A
+    line of more than MAX_POINTS is thinned."""
     lines = []
     for g, (_, runs) in enumerate(groups):
         values: dict[int, list[float]] = {}
@@ -298,6 +301,7 @@ def curves(groups: Sequence[tuple[str, list[RunData]]], key: str, by: str = "ste
                 if key in row:
                     values.setdefault(int(row[by]), []).append(row[key])
         x = sorted(values)
+        x = [x[i] for i in uniform_indices(len(x), MAX_POINTS)] if x else []
         line = {"group": g, "x": x, "y": [statistics.fmean(values[s]) for s in x]}
         if len(runs) > 1:
             line["std"] = [statistics.stdev(values[s]) if len(values[s]) > 1 else 0.0 for s in x]

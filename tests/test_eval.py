@@ -369,7 +369,9 @@ def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_p
     assert lines() == 9  # nothing was asked twice
 
 
-def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write, model, toy_dir, tokenizer, tmp_path):
+def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(
+    write, model, toy_dir, tokenizer, tmp_path, monkeypatch
+):
     items = [item.task.id for item in load_split("toy", str(toy_dir))]
     look = f"I look closer.\n</think>\n{CALL}{END_OF_TURN}"
     answer = f"It is red.\n</think>\n<answer>red</answer>{END_OF_TURN}"
@@ -388,7 +390,10 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
     file.write_bytes(file.read_bytes()[:-30])
     assert len(outcomes(file)) == 4 and outcomes(file)[items[0]] == (None, None, 0.0, False, 0, 0, "EngineError: gone")
     engines = model(reply)
+    [commit] = read_results(file).settings["commits"]
+    monkeypatch.setattr(config, "git_commit", lambda: "def")
     run(path)
+    assert read_results(file).settings["commits"] == [commit, "def"]  # of all runs that answered
     run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # a place is not a setting
     assert len(engines) == 1  # no engine was opened
     assert asked(engines) == 3 * 5 and len(outcomes(file)) == 8  # two turns and a report of all but three items
@@ -451,7 +456,7 @@ def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, m
     there.shutdown()
     for answer, prediction, score, judged, turns, _, error in outcomes(results_file(tmp_path)).values():
         assert (answer, prediction, score, judged, turns) == ("reddish", None, 0.0, False, 1)
-        assert error.startswith(f"JudgeError: EngineError: {there.url}: Error code: 500")
+        assert error.startswith(f"JudgeError: EngineError: {there.url}: status 500")
     header, _, row = sections(capsys.readouterr().out)["Per item"]
     assert row[header.index("error_rate")] == "100.00"
     with pytest.raises(config.ConfigError, match="'j' fails a first small request: http://127.0.0.1:1/v1"):

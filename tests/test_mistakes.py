@@ -101,6 +101,7 @@ MISTAKES = [  # the page has more
     ("a folder that is no run's", f"{RL} policy.checkpoint=qwen2 run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
     ("another family", f"{RL} policy.checkpoint=qwen2", "qwen2 is a 'qwen2_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
     # data
+    ("no source", f"{SFT} val.sources=[]", "val: sources = []: name at least one data file"),
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; a relative path starts at"),
     ("SFT rows for RL", f"{RL} 'data.sources=[{{path: toy_data/sft.parquet}}]'", "an RL row needs the field `prompt`; this one has messages, agent (`messages` is for sft.py)"),
     ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),

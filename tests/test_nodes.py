@@ -82,7 +82,9 @@ def test_a_node_that_differs_in_anything_is_refused(tmp_path, monkeypatch, what)
         monkeypatch.setattr(checks, "git_commit", lambda: number("commit"))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(number("nproc_per_node")))
         val, steps = DataConfig((Source(str(held_out)),)), number("config.steps")
-        cfg = RunConfig(run="run", policy=PolicyConfig(""), data=DataConfig(()), val=val, steps=steps)
+        cfg = RunConfig(
+            run="run", policy=PolicyConfig(""), data=DataConfig((Source(str(held_out)),)), val=val, steps=steps
+        )
         checks.check_nodes(cfg, model)
 
     check()

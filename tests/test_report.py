@@ -21,7 +21,6 @@ from tiny_checkpoint import MemoryVideos
 from data import Task
 from evals.results import RECORD
 from rollout import dump
-from runtime.config import ConfigError
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
 from study import report
@@ -200,12 +199,30 @@ def test_a_note_says_that_videos_are_gone_or_which_tokenizer_to_pass(tmp_path, r
     assert run.steps == {} and "--model" in run.notes[-1]
 
 
-def test_a_run_of_another_version_is_refused_by_its_name(tmp_path, renderer, checkpoint):
-    """Past bug: after a renaming, a report on an older run ended with a TypeError."""
-    file = write_run(tmp_path / "run", [], play(renderer), renderer) / "episodes" / "step-000000.jsonl"
+def test_a_run_of_another_version_keeps_its_curves_and_a_note_says_why_it_has_no_episodes(
+    tmp_path, renderer, checkpoint
+):
+    """Past bugs: after a renaming, a report on an older run ended with a TypeError, and then without its curves."""
+    file = (
+        write_run(tmp_path / "run", [{"step": 0, "loss": 1.0}], play(renderer), renderer)
+        / "episodes"
+        / "step-000000.jsonl"
+    )
     file.write_text(file.read_text().replace('"rewards"', '"reward"'))
-    with pytest.raises(ConfigError, match="old: an episode of another version of this code, whose Episode has other"):
-        read_run(tmp_path / "run", "old", {}, 200, checkpoint)
+    run = read_run(tmp_path / "run", "old", {}, 200, checkpoint)
+    assert run.metrics == [{"step": 0, "loss": 1.0}] and run.steps == {}
+    [note] = run.notes
+    assert note.startswith(
+        "old: its episodes are left out: an episode of another version of this code, whose Episode has"
+    )
+
+
+def test_a_long_curve_is_thinned_and_keeps_its_ends():
+    """Past bug: the page of a run of 100,000 steps was not finished in 150 s."""
+    run = RunData("long", {}, metrics=[{"step": step, "loss": step / 2} for step in range(5001)])
+    [line] = report.curves([("long", [run])], "loss")
+    assert len(line["x"]) == report.MAX_POINTS and (line["x"][0], line["x"][-1]) == (0, 5000)
+    assert line["y"] == [x / 2 for x in line["x"]]
 
 
 # ---- episodes

@@ -1,6 +1,7 @@
 """Runs as they happen on a node: started twice, interrupted, killed, on a full disk, under torchrun."""
 
 import faulthandler
+import json
 import os
 import random
 import re
@@ -50,6 +51,21 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(toy_dir
     done = len(metrics(tmp_path / "run"))
     told = finish(start("sft.py", cfg, f"steps={done + 1}"))
     assert f"{tmp_path}/run: resumes after step " in told and len(metrics(tmp_path / "run")) == done + 1
+
+
+def test_a_run_that_continues_says_what_changed(toy_dir, tmp_path):
+    """Past bug: after a default had changed, a run continued with another optim.betas without a word."""
+    cfg = sft_config(tmp_path / "run.yaml", toy_dir, steps=1)
+    finish(start("sft.py", cfg, "optim.betas=[0.9, 0.95]"))
+    record = tmp_path / "run" / "run.json"
+    first = json.loads(record.read_text())
+    record.write_text(json.dumps(first | {"commits": ["abc"]}))
+    told = finish(start("sft.py", cfg, "steps=2"))
+    assert (
+        f"{tmp_path}/run has other settings than before: optim.betas: (0.9, 0.95), now (0.9, 0.999); steps: 1, now 2\n"
+        in told
+    )
+    assert json.loads(record.read_text())["commits"] == ["abc", *first["commits"]]
 
 
 # ------------------------------------------------------------------------------------------------ ends

@@ -241,9 +241,18 @@ RETURNS = {
     "too small": (clip_of(np.zeros((2, 32, 32, 3), np.uint8)), "frames of 32 x 32"),
     "too large": (clip_of(np.broadcast_to(np.uint8(0), (2, 8192, 8192, 3))), "frames of 8192 x 8192"),
     "no window": (clip_of(window=None), "cannot unpack"),
-    "two windows": (clip_of(window=(8, 2)), r"its window is \(8, 2\): it must not end before it starts"),
+    "two windows": (clip_of(window=(8, 2)), r"its window is \(8, 2\): .* must not end before it starts"),
+    "an endless window": (clip_of(window=(math.nan, 2)), r"its window is \(nan, 2\): it must be finite"),
+    "a time that is none": (
+        clip_of(times=(1.0, math.nan)),
+        r"its frames have the times \(1.0, nan\): each must be finite",
+    ),
     "words": (clip_of(times=("soon", "later")), "could not convert string to float"),
     "an exception": (KeyError("a bug of the fork"), "a bug of the fork"),
+    "an exit": (
+        SystemExit("the fork's tool leaves"),
+        "the fork's tool leaves",
+    ),  # past bug: it ended the episode's thread
 }
 
 
@@ -252,7 +261,7 @@ def test_a_mistake_in_a_tool_costs_its_call_and_is_logged(renderer, monkeypatch,
     """Past bug: a mistake in a fork's tool ended the run, in a thread far from the tool."""
 
     def run(*_):
-        if isinstance(returned, Exception):
+        if isinstance(returned, BaseException):
             raise returned
         return returned
 

@@ -29,7 +29,7 @@ def one_that_says(parts, pause: float = 0.0):
         with contextlib.suppress(OSError), connection:
             for part in parts():
                 connection.sendall(part)
-                time.sleep(pause)
+                threading.Event().wait(pause)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, daemon=True).start()
@@ -37,7 +37,7 @@ def one_that_says(parts, pause: float = 0.0):
 
 
 def silent():
-    time.sleep(1e6)
+    threading.Event().wait()
     yield b""
 
 
