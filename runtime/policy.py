@@ -63,7 +63,7 @@ class PolicyConfig:
     """Which model to train, and how to store and run it."""
 
     checkpoint: str
-    """A Hugging Face folder of a dense Qwen3-VL, or its name on the hub."""
+    """A Hugging Face folder of a dense Qwen3-VL or a Qwen2.5-VL, or its name on the hub."""
     family: str = ""
     """The model that --dry-run plans for while `checkpoint` does not exist yet: a folder or a published name."""
     freeze: tuple[Literal["vision"], ...] = ("vision",)

@@ -50,7 +50,7 @@ class VisualContract:
     crop_frame_pixels: int | None = None
     """Area to which frames of a crop are scaled. null: they are as large as overview frames."""
     patch: int = 16
-    """Side of a vision patch in pixels (14 for Qwen2.5-VL)."""
+    """Side of a vision patch in pixels: 16 for Qwen3-VL, 14 for Qwen2.5-VL. PROCESSORS has the mean and std that belong to it."""
     merge: int = 2
     """merge x merge patches become one token."""
     stamp: str = "<{:.1f} seconds>"

@@ -64,7 +64,7 @@ class Variant(NamedTuple):
     prefix: bool = True  # whether training used the think prefix
     paper: str = ""  # its row in the paper's tables
     seeds: int = 2
-    visual: tuple[str, ...] = ()  # overrides of the visual contract
+    settings: tuple[str, ...] = ()  # overrides of the config of sft.py or rl.py that a row's start shares
 
 
 VARIANTS = (
@@ -83,9 +83,9 @@ VARIANTS = (
     Variant("anchor_only", "anchor and gating, no prefix", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
     Variant("grpo_tidy_start", "GRPO, from the tidy start", "toy_grpo", start="sft_tidy", prefix=False),
     Variant("paragrpo_tidy_start", "PARA-GRPO, from there", "toy_paragrpo", start="sft_tidy"),
-    Variant("sft_weak", "weak cold start", changes=WEAK_TOY, prefix=False, seeds=3, visual=WEAK_VISUAL),
-    Variant("grpo_weak", "GRPO, from the weak start", "toy_grpo", start="sft_weak", prefix=False, seeds=3, visual=WEAK_VISUAL),
-    Variant("paragrpo_weak", "PARA-GRPO, from there", "toy_paragrpo", start="sft_weak", seeds=3, visual=WEAK_VISUAL),
+    Variant("sft_weak", "weak cold start", changes=WEAK_TOY, prefix=False, seeds=3, settings=(*WEAK_VISUAL, "steps=700")),
+    Variant("grpo_weak", "GRPO, from the weak start", "toy_grpo", start="sft_weak", prefix=False, seeds=3, settings=WEAK_VISUAL),
+    Variant("paragrpo_weak", "PARA-GRPO, from there", "toy_paragrpo", start="sft_weak", seeds=3, settings=WEAK_VISUAL),
 )  # fmt: skip
 ROWS = {row.name: row for row in VARIANTS}
 GATES = {"sft": "gate", "sft_weak": "weak_gate"}  # a cold start -> the job that measures it
@@ -110,7 +110,7 @@ def row_jobs(row: Variant, root: Path, seed: int, path: str = "") -> list[Job]:
     # Train. Each cold start has its own toy. RL starts from a cold start, on the toy of `sft`.
     own_toy = folder / f"{row.name}-toy"
     rl_toy = folder / "sft-toy"
-    changes = [f"run={folder / row.name}", f"data.seed={seed}", *row.visual]
+    changes = [f"run={folder / row.name}", f"data.seed={seed}", *row.settings]
     if row.config:
         changes += [f"policy.checkpoint={folder / row.start / 'model'}", f"seed={seed}"]
         changes += [f"data.sources=[{{path: {rl_toy}/rl.parquet}}]", "val=null", *row.changes]

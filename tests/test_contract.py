@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny_checkpoint import CONTRACT, noise
 from transformers import Qwen2VLImageProcessorPil
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from data import Task, main_messages, overview
@@ -132,7 +133,7 @@ def test_a_checkpoint_of_another_contract_is_refused_with_both_values(tmp_path):
             dataclasses.replace(VisualContract(frame_pixels=4096), **{field: value}).check(tmp_path)
 
 
-CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+CLIP = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}
 
 
 @pytest.mark.parametrize(
