@@ -55,7 +55,15 @@ PUBLISHED = {
             "max_position_embeddings": 128_000,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000, "mrope_section": [16, 24, 24]},
         },
-        "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+        "vision_config": {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "num_heads": 16,
+            "out_hidden_size": 3584,
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
     },
 }
 for name in ("ParaVT/ParaVT-8B", "mwxely/ParaVT-8B-SFT"):

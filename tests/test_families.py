@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -114,6 +116,19 @@ def test_loading_leaves_nothing_uninitialised(path):
         ours, expected = dict(getattr(policy.model, kind)()), dict(getattr(model, kind)())
         assert ours.keys() == expected.keys()
         assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen])
+def test_the_gpus_kernels_attend_within_the_same_windows(path, monkeypatch, attend):
+    """A reference implementation replaces the kernels, as in test_policy.py."""
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=attend))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
+    policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
+    bundles, _ = group_of_windows()
+    with torch.no_grad():
+        expected = policy(bundles).logprobs
+        policy.kernel = "flash" if attend is tiny.flash_attn_2 else "varlen"
+        torch.testing.assert_close(policy(bundles).logprobs, expected, atol=1e-5, rtol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ ranks

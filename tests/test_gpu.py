@@ -40,6 +40,7 @@ from study.bench import draw_group
 GPU = torch.cuda.is_available()
 WHERE = torch.device("cuda" if GPU else "cpu")
 TWO_B, EIGHT_B = (PUBLISHED[f"Qwen/Qwen3-VL-{size}-Instruct"] for size in ("2B", "8B"))
+SEVEN_B = PUBLISHED["Qwen/Qwen2.5-VL-7B-Instruct"]
 KEPT = scripts.REPO / "runs" / "gpu.jsonl"
 ROOM = 30e9  # bytes in /tmp: the 2B in fp32 (7 GB), its state (17 GB), its export (3.5 GB)
 
@@ -211,28 +212,33 @@ def update(cfg: PolicyConfig) -> None:
 # ------------------------------------------------------------------------------------------------ sampling, vision
 
 
-def with_tokenizer(folder: Path) -> Path:
-    """Write a checkpoint with a tokenizer: eight layers of the 2B's widths and the 8B's vision tower (27 blocks, heads of
-    72). On a CPU it is tiny."""
+def with_tokenizer(folder: Path, model_type: str = "qwen3_vl") -> Path:
+    """Write a checkpoint with a tokenizer: eight layers of the 2B's widths and the 8B's or 7B's vision tower (27 blocks with
+    heads of 72, or 32 blocks, most with windows). On a CPU it is tiny."""
+    qwen3 = model_type == "qwen3_vl"
     text = TWO_B["text_config"]
     sizes = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
     sizes |= {"num_hidden_layers": 8, "num_key_value_heads": 8, "rope_parameters": text["rope_parameters"]}
     if not GPU:
-        return tiny_checkpoint.build(folder)
-    tower = EIGHT_B["vision_config"] | {"out_hidden_size": text["hidden_size"]}
-    return tiny_checkpoint.build(folder, VisualContract(), vision=tower, **sizes)  # 64 frames of 65,536 pixels
+        contract = tiny_checkpoint.CONTRACT if qwen3 else tiny_checkpoint.CONTRACT_14
+        return tiny_checkpoint.build(folder, contract, model_type=model_type)
+    contract = VisualContract() if qwen3 else VisualContract(patch=14, frame_pixels=224 * 224)  # 64 tokens a frame
+    tower = (EIGHT_B if qwen3 else SEVEN_B)["vision_config"] | {"out_hidden_size": text["hidden_size"]}
+    return tiny_checkpoint.build(folder, contract, model_type=model_type, vision=tower, **sizes)
 
 
 @pytest.mark.slow
-def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path):
-    path = with_tokenizer(tmp_path / "model")
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
+def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path, model_type):
+    path = with_tokenizer(tmp_path / "model", model_type)
     renderer = tiny_checkpoint.renderer(path, VisualContract.load(path))
     engine = InProcess(path, renderer, device=WHERE, dtype="bfloat16" if GPU else "float32")
     assert (engine.kernel != "sdpa") == GPU
 
     # prompts of different lengths, each sampled four times
     count, max_new_tokens = (64, 256) if GPU else (8, 8)
-    clip = tiny_checkpoint.noise(16)
+    cell = renderer.contract.cell
+    clip = tiny_checkpoint.noise(16, width=5 * cell, height=3 * cell)  # 15 tokens a frame, two windows of Qwen2.5-VL's
     prompts, jobs, samples = [], [], {}
     for i in range(count):
         messages = [{"role": "user", "content": [clip, "What happens?" + " Say it." * (i // 4)]}]

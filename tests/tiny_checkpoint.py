@@ -34,12 +34,12 @@ END = "<|im_end|>"
 
 
 def build(
-    path: Path, contract: VisualContract = CONTRACT, seed: int = 0, model_type: str = "qwen3_vl", **sizes
-) -> Path:
+    path: Path, contract: VisualContract = CONTRACT, seed: int = 0, model_type: str = "qwen3_vl",
+    vision: dict | None = None, **sizes,
+) -> Path:  # fmt: skip
     prompts = [data.system_prompt(with_tools=True), data.subagent_system_prompt()]
     texts = [*prompts, CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
-    vision = {}
-    if model_type == "qwen3_vl":
+    if model_type == "qwen3_vl" and not vision:
         vision = {"deepstack_visual_indexes": [0, 1]}  # with one level, as in the toy, a wrong order would go unnoticed
     toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, vision, model_type, **sizes)
     return path
