@@ -53,18 +53,14 @@ class Prompts:
     def save(self, checkpoint: str | Path) -> None:
         (Path(checkpoint) / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1))
 
-    def unlike(self, checkpoint: str | Path) -> list[str]:
-        """Name the texts that differ from the checkpoint's. One that was not trained here has none."""
-        if not (Path(checkpoint) / FILE).exists():
-            return []
-        trained = dataclasses.asdict(self.load(checkpoint))
-        return list(differences({"prompts": trained}, {"prompts": dataclasses.asdict(self)}).values())
-
     def check(self, checkpoint: str | Path) -> None:
-        """Raise ContractError if the checkpoint was trained with other texts."""
-        if unlike := self.unlike(checkpoint):
+        """Raise ContractError if the checkpoint was trained with other texts. One that was not trained here has none."""
+        if not (Path(checkpoint) / FILE).exists():
+            return
+        trained, ours = dataclasses.asdict(self.load(checkpoint)), dataclasses.asdict(self)
+        if unlike := differences({"prompts": trained}, {"prompts": ours}):
             raise ContractError(
-                f"{checkpoint} was trained with other prompts ({'; '.join(unlike)}). "
+                f"{checkpoint} was trained with other prompts ({'; '.join(unlike.values())}). "
                 "Set the run's `prompts` as in that training, or start from another checkpoint."
             )
 

@@ -1,7 +1,9 @@
 """Own words in place of our prompts: one file reaches every agent in training and sampling, and stays with the checkpoint."""
 
+import argparse
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,14 @@ from tiny_checkpoint import END, TASK, MemoryVideos, play, turns
 import sft
 from data import encode_dialogue, main_messages, subagent_messages, subagent_system_prompt, system_prompt
 from rl import RLConfig
+from rollout import RolloutConfig
 from runtime import checks, config
 from runtime.dialogue import Dialogue, Media
 from runtime.prompts import OURS, Prompts
 from runtime.render import Renderer
 from runtime.visual import ContractError
 from sft import SFTConfig
+from study import ask
 from tools import TOOLS
 
 TEXTS = {
@@ -93,6 +97,9 @@ def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path
     sft.main(cfg)
     model = Path(cfg.run) / "model"
     assert Prompts.load(model) == cfg.prompts == Prompts(**TEXTS)
+    checks.check_run(cfg)  # it can resume
+    with pytest.raises(config.ConfigError, match="other settings .prompts.system: 'Watch, call and answer.', now None"):
+        checks.check_run(dataclasses.replace(cfg, prompts=OURS))
 
     rl = RLConfig(run="r", policy=cfg.policy, data=cfg.data, visual=cfg.visual, prompts=cfg.prompts)
     rl = dataclasses.replace(rl, policy=dataclasses.replace(cfg.policy, checkpoint=str(model)))
@@ -114,3 +121,13 @@ def test_a_file_of_words_with_another_name_is_refused(toy_dir, tmp_path):
         config.load(SFTConfig, write_config(tmp_path / "sft.yaml", toy_dir, prompts=str(words)))
     with pytest.raises(config.ConfigError, match="gone.yaml: not a readable YAML file"):
         config.load(SFTConfig, write_config(tmp_path / "sft.yaml", toy_dir, prompts="gone.yaml"))
+
+
+def test_ask_uses_the_checkpoints_words_or_a_files(toy_dir, tmp_path, monkeypatch):
+    shutil.copytree(toy_dir / "model", tmp_path / "model")
+    Prompts(system="Trained.").save(tmp_path / "model")
+    (tmp_path / "words.yaml").write_text("system: Asked.")
+    monkeypatch.setattr(ask, "open_engine", lambda *_: None)
+    for file, system in ((None, "Trained."), (tmp_path / "words.yaml", "Asked.")):
+        args = argparse.Namespace(prompts=file, model=tmp_path / "model")
+        assert ask.context_of(args, None, RolloutConfig()).renderer.prompts == Prompts(system=system)
