@@ -2,7 +2,7 @@
 
     folder = memory_folder()                  # /dev/shm/minparavt-x3k9a_2b, the same one at each call
     server = start_group(command)             # a process that is killed when the thread that started it ends
-    kill_group(server, shared_memory(server))     # with its children and what they leave in memory
+    kill_group(server)                        # with its children and what they leave in memory
 
 Even kill -9 ends the servers. Its folder stays until another process calls `memory_folder`, which removes every folder
 whose lock nobody holds.
@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 MEMORY = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
@@ -70,29 +69,18 @@ def start_group(command: list[str], **options) -> subprocess.Popen:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
 
 
-def shared_memory(process: subprocess.Popen) -> list[Path]:
-    """Return the files in MEMORY that a server of `start_group` has opened and would leave behind if it were killed: SGLang's
-    load figures and queues, and semaphores of Python's multiprocessing."""
-    # A name does not tell which server owns the file, so look for the files that this server's processes have mapped.
-    mapped = set()  # inodes
+def kill_group(process: subprocess.Popen) -> None:
+    """Kill a process of `start_group` and its children. Remove what SGLang leaves in MEMORY when it is killed: files that the
+    group has mapped, and images, which are named after the server."""
+    left = set(MEMORY.glob(f"sgl_shm_mm_{process.pid}_*"))
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if os.getpgid(int(maps.parent.name)) == process.pid:
-                mapped |= set(re.findall(rf" (\d+) +{MEMORY}/", maps.read_text()))
-    files = []
-    for file in (*MEMORY.glob("sglang_loads_*"), *MEMORY.glob("sgl_shm_*"), *MEMORY.glob("sem.mp-*")):
-        with contextlib.suppress(OSError):  # it is gone
-            if str(file.stat().st_ino) in mapped:
-                files.append(file)
-    return files
-
-
-def kill_group(process: subprocess.Popen, files: Iterable[Path] = ()) -> None:
-    """Kill a process of `start_group` and its children. Remove these files, and the images that SGLang names after itself."""
+                left |= set(map(Path, re.findall(rf"{MEMORY}/sgl\S+", maps.read_text())))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for file in (*files, *MEMORY.glob(f"sgl_shm_mm_{process.pid}_*")):
+    for file in left:
         file.unlink(missing_ok=True)
 
 

@@ -28,7 +28,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from runtime.cleanup import kill_group, memory_folder, shared_memory, start_group
+from runtime.cleanup import kill_group, memory_folder, start_group
 from runtime.engine import Engine, EngineError, Sample
 from runtime.render import Renderer
 from runtime.video import Frames
@@ -49,8 +49,6 @@ log = logging.getLogger(__name__)
 # Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
 IMAGES = 7e9  # bytes of /dev/shm for the servers' images: 64 requests in flight x 64 frames x 1.6 MB
-
-
 STRIKES = 3  # failures without a served request in between, after which a server of ours is started again, once
 LONGEST_PAUSE = 30.0  # seconds between two attempts at a server that fails
 
@@ -64,7 +62,6 @@ class _Server:
     url: str
     gpus: str = ""  # "4,5"; empty: we did not start it
     process: subprocess.Popen | None = None
-    files: list[Path] = field(default_factory=list)  # in /dev/shm, which it would leave behind
     warm: bool = False  # it has sampled a first batch
     has_our_snapshot: bool = False  # a snapshot of another run can have the same version
     healthy: bool = False  # it answers, with the current weights
@@ -177,7 +174,7 @@ class SGLang(Engine):
             self._changed.notify_all()
         for server in self._servers:
             if server.process:
-                kill_group(server.process, server.files)
+                kill_group(server.process)
         self._frames.close()
 
     def _sampling(self, max_new_tokens: int, temperature: float, seed: int, stop: Sequence[int]) -> dict:
@@ -338,9 +335,8 @@ class SGLang(Engine):
         """Start a server's process. If it had one, kill that first."""
         if server.process:
             self.restarts += 1
-            told = f"restarting the server on GPU {server.gpus}: {server.problem}, {self._log_of(server)}"
-            log.warning(told)
-            kill_group(server.process, server.files)  # its child processes can outlive it
+            log.warning("restarting the server on GPU %s: %s, %s", server.gpus, server.problem, self._log_of(server))
+            kill_group(server.process)  # its child processes can outlive it
             server.strikes = STRIKES + 1
         server.healthy = server.warm = False
         command = self._launch(urlsplit(server.url).port)
@@ -349,10 +345,9 @@ class SGLang(Engine):
             server.process = start_group(command, env=_server_environment(server.gpus), stdout=file, stderr=file)
 
     def _give_up(self, server: _Server, problem: str) -> NoReturn:
-        end = "\n".join(self._log_of(server).read_text("utf-8", "replace").splitlines()[-20:])
-        raise EngineError(
-            f"the server on GPU {server.gpus} is given up: {problem}; {self._log_of(server)} ends:\n{end}"
-        )
+        output = self._log_of(server)
+        end = "\n".join(output.read_text("utf-8", "replace").splitlines()[-20:])
+        raise EngineError(f"the server on GPU {server.gpus} is given up: {problem}; {output} ends:\n{end}")
 
     def _log_of(self, server: _Server) -> Path:
         return self._logs / f"sglang-gpu{server.gpus}.log"
@@ -379,7 +374,6 @@ class SGLang(Engine):
         sampling = [self._sampling(8, temperature, 0, ()) | {"ignore_eos": True} for temperature in (0.0, 1.0)]
         asked = {"input_ids": [[0], [0]], "sampling_params": sampling, "return_logprob": True}
         self._ask(server, "/generate", self.start_timeout, asked)
-        server.files = shared_memory(server.process)  # by now it has opened all of it
         server.warm = True
 
 

@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 import mmap
-import multiprocessing
 import os
 import random
 import sys
@@ -133,17 +132,15 @@ if fault == "crash":
     print(*[f"line {i}" for i in range(int(amount))], sep="\n")
     sys.exit(3)
 if fault == "memory":
-    semaphore = multiprocessing.get_context("spawn").Lock()
-    state["memory"], mapped = [f"/dev/shm/sem.{semaphore._semlock.name[1:]}"], []
-    number = random.randrange(10**9)
-    names = f"sglang_loads_{number}_test.shm sgl_shm_mq_{number}_ab12cd34 sgl_shm_mm_{os.getpid()}_ab12cd34"
+    mapped = []
+    names = f"sglang_loads_{os.getpid()}_test.shm sgl_shm_mq_{os.getpid()}_ab12cd34 sgl_shm_mm_{os.getpid()}_ab12cd34"
     for name in names.split():
         path = Path("/dev/shm", name)
         path.write_bytes(bytes(4096))
-        state["memory"].append(str(path))
         if "_mm_" not in name:  # a real server does not map the files of image features
             with path.open("r+b") as file:
                 mapped.append(mmap.mmap(file.fileno(), 4096))
+    print(*[f"/dev/shm/{name}" for name in names.split()], flush=True)
 if fault == "slow_start":
     time.sleep(float(amount))
 Server(("", port), Handler).serve_forever()

@@ -1,8 +1,6 @@
 """However a process ends, it leaves no servers and no files in memory, and it removes nothing of other processes."""
 
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from scripts import REPO, alive, wait_for
 
 from runtime import cleanup, distributed
-from runtime.cleanup import memory_folder
+from runtime.cleanup import kill_group, memory_folder, start_group
 
 OWNER = """
 import sys
@@ -105,39 +103,39 @@ time.sleep(120)
     wait_for(lambda: not any(map(alive, ranks)), seconds=10)
 
 
-def test_servers_end_with_a_process_that_is_killed_and_a_dead_server_leaves_no_memory(tmp_path):
-    """Past bugs: torchrun kills ranks with SIGKILL, and a server kept running on its GPU. A server that was restarted left its
-    shared memory and its children. The shared memory of other processes stays."""
-    others = multiprocessing.get_context("spawn").Lock()
-    theirs = Path(f"/dev/shm/sgl_shm_mm_{os.getpid()}_ab12cd34")
-    theirs.touch()
+def test_a_server_ends_with_a_process_that_is_killed(tmp_path):
+    """Past bug: torchrun kills ranks with SIGKILL, and a server kept running on its GPU."""
     script = f"""
-import os, time
+import time
 from runtime.servers import SGLang
 from types import SimpleNamespace
-fake = "sleep 300 & echo $! $$ >> {tmp_path}/pids; exec {sys.executable} tests/fake_sglang.py $0 1 32 2 memory"
+fake = "echo $$ >> {tmp_path}/pid; exec {sys.executable} tests/fake_sglang.py $0 1 32 2"
 engine = SGLang("", SimpleNamespace(never_sampled=[]), gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
 engine.wait_until_ready()
-print(*engine._servers[0].files, flush=True)
-os.kill(engine._servers[0].process.pid, 9)
-while not (engine.restarts and engine._servers[0].healthy):
-    time.sleep(0.01)
-print(*engine._servers[0].files, flush=True)
+print("ready", flush=True)
 time.sleep(300)
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline().startswith("SGLang starts on GPUs [0]: ")
-        memory = [[Path(name) for name in process.stdout.readline().split()] for _ in range(2)]
-        first, second = [list(map(int, line.split())) for line in (tmp_path / "pids").read_text().splitlines()]
-        assert not any(map(alive, first)) and all(map(alive, second))
-        assert [[path.exists() for path in paths] for paths in memory] == [[False] * 3, [True] * 3]
-    finally:
-        process.kill()
-        process.communicate()
-    child, server = second
+    while process.stdout.readline() != "ready\n":
+        assert process.poll() is None
+    server = int((tmp_path / "pid").read_text())
+    assert alive(server)
+    process.kill()
+    process.communicate()
     wait_for(lambda: not alive(server), seconds=5)
-    os.kill(child, signal.SIGKILL)  # SGLang's own children end with it
-    assert Path(f"/dev/shm/sem.{others._semlock.name[1:]}").exists() and theirs.exists()
-    for path in (*memory[1], *Path("/dev/shm").glob(f"sgl_shm_mm_{server}_*"), theirs):
-        path.unlink(missing_ok=True)
+
+
+def test_a_server_that_is_killed_leaves_no_children_and_no_shared_memory(tmp_path):
+    """Past bug: a restarted server left both. The shared memory of other processes stays."""
+    theirs = Path(f"/dev/shm/sgl_shm_mm_{os.getpid()}_ab12cd34")
+    theirs.touch()
+    fake = f"sleep 300 & echo $! > {tmp_path}/child; exec {sys.executable} {REPO}/tests/fake_sglang.py 0 1 32 2 memory"
+    server = start_group(["sh", "-c", fake], stdout=subprocess.PIPE, text=True)
+    memory = [Path(name) for name in server.stdout.readline().split()]
+    child = int((tmp_path / "child").read_text())
+    assert alive(child) and len(memory) == 3 and all(path.exists() for path in memory)
+    kill_group(server)
+    server.stdout.close()
+    wait_for(lambda: not alive(child), seconds=5)
+    assert not any(path.exists() for path in memory) and theirs.exists()
+    theirs.unlink()
