@@ -42,7 +42,7 @@ from runtime.api import Judge
 from runtime.dataset import Dataset
 from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
 from runtime.engine import Engine
-from runtime.policy import Policy, load, make_optimizer, optimizer_step, set_node_reduction
+from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
 from runtime.run import Clock, Run, RunConfig, check_room
 from runtime.video import VideoError, Videos
@@ -244,10 +244,7 @@ class Sampler:
         """Return this rank's tasks of a step and their K."""
         cfg = self.cfg
         tasks, ks = [], []
-        draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size(), count_ids=True)
-        for task, epoch, repeat in draws:
-            if repeat:  # K and all seeds depend on the id, so a task that the batch has twice gets a second id
-                task = replace(task, id=f"{task.id}#{repeat + 1}")
+        for task, epoch in self.dataset.batch(step, cfg.batch_tasks, rank(), world_size()):
             tasks.append(task)
             ks.append(draw_k(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         return tasks, ks
@@ -316,8 +313,7 @@ def update(
     norms, gaps = [], [0.0]
     proximal = proximal_logprobs(policy, minibatches, cfg.rollout.temperature)
     for minibatch, prox_of_minibatch in zip(minibatches, proximal):
-        for i, (micro, prox_logprobs) in enumerate(zip(minibatch, prox_of_minibatch)):
-            set_node_reduction(policy, on=i + 1 == len(minibatch))
+        for micro, prox_logprobs in zip(minibatch, prox_of_minibatch):
             loss, stats = micro_step(policy, reference, micro, prox_logprobs, total_tokens, len(minibatches), cfg)
             sums["tokens"] += len(stats["entropy"])  # N
             sums["loss"] += loss

@@ -34,7 +34,7 @@ from runtime.dialogue import Dialogue, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import best_fit
 from runtime.plan import Plan, plan_training, utilisation
-from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step, set_node_reduction
+from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
 from runtime.render import Bundle, Renderer
 from runtime.run import Run, RunConfig, check_room
 from runtime.video import Videos
@@ -158,12 +158,11 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
 
     total = sum_over_ranks({"w": float(sum(micro.weights.sum() for micro in batch))})["w"]
     sums = Counter(loss=0.0, tokens=0.0)  # an empty batch adds no other keys
-    for i, micro in enumerate(batch):
+    for micro in batch:
         nll = -policy(micro.bundles).logprobs  # [N]
         weights = torch.from_numpy(micro.weights).to(nll)  # [N]
         loss = (weights * nll).sum() / total
         if loss.requires_grad:
-            set_node_reduction(policy, on=i + 1 == len(batch))
             loss.backward()
 
         sums["loss"] += loss.item()

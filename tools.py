@@ -79,7 +79,7 @@ class Tool:
 
 # ------------------------------------------------------------------------------------------------ the tools
 
-# Add your tool here: a function like crop_video and an entry in TOOLS. choose_video, read_window, read_time, read_times and
+# Add your tool here: a function like crop_video and an entry in TOOLS. choose_video, read_window, read_time and
 # read_number (below) read and check arguments. For any other mistake of the model, raise ToolError.
 
 
@@ -150,14 +150,6 @@ def read_time(arguments: dict, name: str) -> float:
             return int(clock[1] or 0) * 3600 + int(clock[2]) * 60 + float(clock[3])
         value = re.sub("(?:second|sec)?s?$", "", value.strip())
     return read_number(value, name)
-
-
-def read_times(arguments: dict, name: str) -> list[float]:
-    """Read a list of at least one time, each by `read_time`. A single time becomes a list of one."""
-    values = arguments.get(name)
-    if not isinstance(values, list) or not values:
-        values = [values]
-    return [read_time({name: value}, name) for value in values]
 
 
 def read_window(arguments: dict, duration: float) -> tuple[float, float]:

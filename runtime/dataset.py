@@ -126,7 +126,6 @@ class Draw(NamedTuple):
 
     item: Any  # the parsed row: a Task or a Dialogue
     epoch: int
-    repeat: int  # earlier rows of the batch with the same id: on all ranks with `count_ids`, otherwise on this rank
 
 
 class Dataset:
@@ -157,32 +156,22 @@ class Dataset:
         """Return the number of rows in an epoch of the mixture."""
         return sum(_draws(self._mixture))
 
-    def batch(self, step: int, size: int, rank: int = 0, world: int = 1, count_ids: bool = False) -> list[Draw]:
-        """Return this rank's share of a step's batch. It is shorter if rows are bad. `count_ids` also parses the other ranks'
-        rows, to count rows with the same id on all ranks: only a parsed row has an id."""
+    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw]:
+        """Return this rank's share of a step's batch. It is shorter if rows are bad."""
         draws = []
-        rows_of_id = Counter()
         # In the first epoch a rank reads its share of the rows. In each later epoch it reads others.
         self._rows_met = min(self.total, max(self.total, (step + 1) * size) // world)
-        for i in range(size):
-            mine = i % world == rank
-            if not mine and not count_ids:
-                continue
+        for i in range(rank, size, world):
             source, rows, row, epoch = self._row(step * size + i)
             origin = f"{self._names[rows.path]}:{row}"
-            if mine and origin in self.bad:
+            if origin in self.bad:
                 continue
             root = Path(self.cfg.video_root or rows.path.parent)
             try:
                 with row_errors():
-                    item = self._parse(rows[row], origin, root, source.loss_weight)
+                    draws.append(Draw(self._parse(rows[row], origin, root, source.loss_weight), epoch))
             except RowError as error:
-                if mine:
-                    self.reject(origin, str(error))
-                continue
-            if mine:
-                draws.append(Draw(item, epoch, rows_of_id[item.id]))
-            rows_of_id[item.id] += 1
+                self.reject(origin, str(error))
         return draws
 
     def reject(self, origin: str, reason: str) -> None:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -294,7 +294,7 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
 
 def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where: torch.device) -> None:
     """Shard the weights over the ranks of a node: each block is a unit, the rest is the root. A frozen tower is not sharded.
-    Every node has all shards, so gradients travel between nodes (`set_node_reduction`), but weights never do."""
+    Every node has all shards, so gradients travel between nodes, but weights never do."""
     if local_size() == world_size():
         mesh = dist.init_device_mesh(where.type, (world_size(),), mesh_dim_names=("ranks",))
     else:
@@ -308,13 +308,6 @@ def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
         unit.set_gradient_divide_factor(1.0)  # sum the gradients of all ranks
         unit.set_force_sum_reduction_for_comms(True)
-
-
-def set_node_reduction(policy: nn.Module, on: bool) -> None:
-    """Choose whether the next backward passes sum gradients over all nodes, or only over the ranks of each node. Summing over
-    nodes in the last pass of an update is enough."""
-    if isinstance(policy, FSDPModule):
-        policy.set_requires_all_reduce(on)
 
 
 def empty(model_config: PreTrainedConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:

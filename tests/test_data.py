@@ -580,20 +580,6 @@ def test_a_rank_holds_its_bad_rows_against_the_rows_that_it_has_met(tmp_path, ra
         numbers(bad, *range(10), size=400, rank=rank, world=8)
 
 
-def test_rows_of_one_id_are_counted_over_the_batch_of_all_ranks(tmp_path):
-    """Past bug: repeats were counted by row number, so two rows with one `extra_info.id` shared K and seeds."""
-    rows = [{"n": i, "id": f"q{i % 6}", "bad": i == 5} for i in range(20)]
-    cfg = DataConfig((Source(write_jsonl(tmp_path / "a.jsonl", rows), weight=2),), max_bad_fraction=0.5)
-    drawn = Dataset(cfg, number).batch(0, 40, count_ids=True)
-    ids = [draw.item.id for draw in drawn]
-    assert len(drawn) == 38 and [draw.repeat for draw in drawn] == [ids[:i].count(name) for i, name in enumerate(ids)]
-    shares = [Dataset(cfg, number).batch(0, 40, rank, world=3, count_ids=True) for rank in range(3)]
-    assert sorted(draw for share in shares for draw in share) == sorted(drawn)
-    parsed = []
-    Dataset(cfg, lambda *row: parsed.append(row) or number(*row)).batch(0, 39, 1, world=3)
-    assert len(parsed) == 13  # without count_ids, a rank reads only its own rows
-
-
 def test_a_bad_row_costs_no_row_of_another_file_of_the_same_name(tmp_path):
     paths = []
     for name in "xy":

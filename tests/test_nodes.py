@@ -10,13 +10,9 @@ import socket
 import subprocess
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
-import numpy as np
 import pytest
 import requests
-import torch
 from scripts import Forked, fake_server, finish, wait_for
 from test_rl import write_config as rl_config
 from test_sft import write_config as sft_config
@@ -25,7 +21,7 @@ import rl
 import sft
 from runtime import checks, cleanup, config, distributed, doctor, servers
 from runtime.dataset import DataConfig, Source
-from runtime.policy import PolicyConfig, load
+from runtime.policy import PolicyConfig
 from runtime.run import RunConfig
 from runtime.weights import WeightSync
 
@@ -104,22 +100,17 @@ def train_rl(cfg: Path) -> None:
     checks.check_servers = lambda *_: None
     servers.IMAGES = 0  # a test's disk can be small
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
-    publish, set_node_reduction, passes = WeightSync.publish, rl.set_node_reduction, []
-
-    def counted(policy, on):
-        passes.append(on)
-        set_node_reduction(policy, on)
+    publish = WeightSync.publish
 
     def publish_and_ask(weights, version):
         publish(weights, version)
         seen = [requests.get(url + "/model_info").json() for url in weights.engine.urls]
-        told = {"snapshots": str(weights.folder), "servers": seen, "passes": passes, "sent": sent.call_count}
+        told = {"snapshots": str(weights.folder), "servers": seen}
         told["noted"] = (cfg.parent / "run" / "memory.txt").read_text()
         (cfg.parent / f"seen-{os.environ.get('RANK')}.json").write_text(json.dumps(told))
 
-    WeightSync.publish, rl.set_node_reduction = publish_and_ask, counted
-    with mock.patch.object(torch.distributed, "all_reduce", wraps=torch.distributed.all_reduce) as sent:
-        config.run_script(rl.main, config.load(rl.RLConfig, cfg))
+    WeightSync.publish = publish_and_ask
+    config.run_script(rl.main, config.load(rl.RLConfig, cfg))
 
 
 def test_each_node_samples_by_its_own_servers_and_keeps_images_and_weights_in_its_own_memory(toy_dir, tmp_path):
@@ -130,10 +121,7 @@ def test_each_node_samples_by_its_own_servers_and_keeps_images_and_weights_in_it
     seen = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(4)]
     read = seen[0]["servers"][0]["read"]  # file -> hash; a node's two ranks write one file each
     assert len([name for name in read if name.endswith(".safetensors")]) == 2
-    units = 1 + len(load(PolicyConfig(str(toy_dir / "model"))).text.layers)
     for rank, told in enumerate(seen):
-        *before, last = told["passes"]
-        assert before and not any(before) and last and told["sent"] == units  # gradients cross once per update
         assert told["snapshots"] == seen[rank // 2 * 2]["snapshots"]
         assert told["snapshots"].startswith(f"{tmp_path}/memory-{rank // 2}/")
         for server in told["servers"]:
@@ -161,11 +149,3 @@ def test_servers_elsewhere_read_the_weights_from_the_runs_folder(toy_dir, toy_re
     weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     assert state["version"] == "1" and state["read"]["model.safetensors"] == hashlib.sha256(weights).hexdigest()
     assert not (tmp_path / "run" / "snapshot").exists() and not (tmp_path / "run" / "memory.txt").exists()
-
-
-def test_in_sft_too_gradients_cross_in_the_last_pass_only(monkeypatch):
-    crossed = []
-    monkeypatch.setattr(sft, "set_node_reduction", lambda policy, on: crossed.append(on))
-    policy = lambda bundles: SimpleNamespace(logprobs=torch.zeros(1, requires_grad=True))  # noqa: E731
-    sft.batch_loss(policy, [sft.MicroBatch([], np.ones(1, np.float32), np.zeros(1, int))] * 3)
-    assert crossed == [False, False, True]
