@@ -70,6 +70,24 @@ def test_the_commands_of_a_page_are_commands(page):
     assert found >= {"README": 8, "node": 12}.get(page.stem, 0)
 
 
+@pytest.mark.parametrize("page", [*PAGES, *sorted(REPO.glob("results/*.md"))], ids=lambda page: page.stem)
+def test_the_targets_modules_verbs_and_options_that_a_sentence_names_are_there(page):
+    """Also outside of blocks. A sentence that names a commit may name what has left."""
+    makefile = (REPO / "Makefile").read_text("utf-8")
+    for sentence in re.split(r"\n|(?<=[.:;]) ", page.read_text("utf-8")):
+        if "commit" in sentence:
+            continue
+        for target in re.findall(r"`make ([\w-]+)`", sentence):
+            assert re.search(rf"^{target}:", makefile, re.M), sentence
+        for module, words in re.findall(
+            r"\bstudy\.(\w+)((?: (?:[a-z]+\b(?![./])|--[\w-]+|[^\s`]*[/.=*][^\s`]*))*)", sentence
+        ):
+            source = SCRIPTS[f"{module}.py"].read_text("utf-8")
+            for word in words.split():
+                if re.fullmatch("--[a-z-]+|[a-z]+", word):
+                    assert f'"{word}"' in source, sentence
+
+
 # ------------------------------------------------------------------------------------------------ the README
 
 
