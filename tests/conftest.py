@@ -17,6 +17,7 @@ import scripts
 
 os.environ |= scripts.ONE_THREAD  # before torch is imported: the workers share the cores
 
+import tiny
 import tiny_checkpoint
 
 import eval as evaluation
@@ -74,6 +75,12 @@ def checkpoint(tmp_path_factory) -> Path:
     """A checkpoint with a small vocabulary and several tokens per frame. Its random weights are large, so that the
     distributions are far from uniform: greedy text varies, and rows differ."""
     return tiny_checkpoint.build(tmp_path_factory.mktemp("tiny"), initializer_range=0.1)
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint):
+    """The checkpoint in plain transformers."""
+    return tiny.plain(checkpoint)
 
 
 @pytest.fixture(scope="session")

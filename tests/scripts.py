@@ -20,6 +20,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import yaml
+
 REPO = Path(__file__).resolve().parent.parent
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 FORKS = multiprocessing.get_context("forkserver")
@@ -166,6 +168,20 @@ def fake_server(renderer, port: int, fault: str = "") -> list[str]:
     """Return the command that starts a stand-in for an SGLang server."""
     numbers = (port, renderer.image_pad, renderer.contract.cell, renderer.end_of_turn)
     return [sys.executable, str(REPO / "tests" / "fake_sglang.py"), *map(str, numbers), fault]
+
+
+def write_config(path: Path, toy_dir: Path, rows: str, **changes) -> Path:
+    """Write the config of a small run on the toy, whose folder is named after the file."""
+    tree = {
+        "run": str(path.with_suffix("")),
+        "policy": {"checkpoint": str(toy_dir / "model")},
+        "data": {"sources": [{"path": str(toy_dir / rows)}]},
+        "visual": {"frame_pixels": 1024},
+        "optim": {"lr": 1e-3},
+        "decoders": 1,
+    }
+    path.write_text(yaml.safe_dump(tree | changes))
+    return path
 
 
 def metrics(folder: Path) -> list[dict]:

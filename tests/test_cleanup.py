@@ -4,12 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from scripts import REPO, alive, wait_for
 
-from runtime import cleanup, distributed
+from runtime import cleanup
 from runtime.cleanup import kill_group, memory_folder, start_group
 
 OWNER = """
@@ -69,18 +68,6 @@ def test_only_dead_folders_of_ours_go_and_a_planted_link_leads_nowhere(tmp_path,
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"minparavt-images-12-a1b2", "precious", "minparavt-deadlink", mine.name}
     assert (tmp_path / "precious" / "thesis").exists()
-
-
-def test_what_a_dead_run_left_does_not_count_as_used_when_room_for_weights_is_sought(tmp_path, monkeypatch, toy_dir):
-    """Past bug: a dead run had left 35 GB, so the next run's weights went through the disk."""
-    monkeypatch.setattr(cleanup, "MEMORY", tmp_path / "memory")
-    monkeypatch.setattr(distributed, "memory_folder", cleanup.memory_folder.__wrapped__)
-    left = tmp_path / "memory" / "minparavt-deadrun1"
-    left.mkdir(parents=True)
-    monkeypatch.setattr(distributed.shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if left.exists() else 1e12))
-    (tmp_path / "run").mkdir()
-    with distributed.snapshot_folder(tmp_path / "run", toy_dir / "model") as folder:
-        assert folder.is_relative_to(tmp_path / "memory") and not left.exists()
 
 
 def test_ranks_end_with_torchrun_even_if_it_is_killed(tmp_path):

@@ -1,5 +1,6 @@
 """Both engines: the in-process engine against plain transformers, and SGLang's client against a small fake server."""
 
+import contextlib
 import gc
 import math
 import os
@@ -35,14 +36,8 @@ from runtime.visual import ContractError
 
 @pytest.fixture(scope="module")
 def engine(checkpoint, renderer):
-    engine = InProcess(checkpoint, renderer)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return tiny.plain(checkpoint)
+    with contextlib.closing(InProcess(checkpoint, renderer)) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +46,12 @@ def prompts(renderer):
     shown = [[], [noise(1)], [noise(3, seed=1)], [noise(2, seed=2, width=96), noise(1, seed=3, height=128)]]
     made = []
     for i, clips in enumerate(shown):
-        messages = [{"role": "user", "content": [*clips, "What happens?" + " Say it." * i]}]
-        made.append((renderer.render(messages, generate=True).ids, clips))
+        made.append((question(renderer, clips, "What happens?" + " Say it." * i), clips))
     return made
+
+
+def question(renderer, clips: list, text: str) -> list[int]:
+    return renderer.render([{"role": "user", "content": [*clips, text]}], generate=True).ids
 
 
 def at_once(engine, requests_: list[dict]) -> list[Sample]:
@@ -73,6 +71,18 @@ def at_once(engine, requests_: list[dict]) -> list[Sample]:
 def request(ids, frames, seed=1, temperature=1.0, max_new_tokens=24, **more) -> dict:
     more = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **more}
     return {"ids": ids, "frames": frames, **more}
+
+
+def assert_close_frees_who_waits(engine, row: dict) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.generate, **row)
+        time.sleep(0.5)
+        assert not waiting.done()
+        engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            waiting.result(3)
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(**row)
 
 
 # ---- in this process
@@ -228,15 +238,7 @@ def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, re
 def test_a_closed_engine_lets_nobody_wait(checkpoint, renderer, prompts):
     engine = InProcess(checkpoint, renderer)
     engine.announce(10)  # callers that never come
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(engine.generate, *prompts[0], max_new_tokens=4, temperature=0.0, seed=1)
-        time.sleep(0.1)
-        assert not waiting.done()
-        engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            waiting.result(5)
-    with pytest.raises(EngineError, match="closed"):
-        engine.generate(*prompts[0], max_new_tokens=4, temperature=0.0, seed=1)
+    assert_close_frees_who_waits(engine, request(*prompts[0]))
 
 
 # ---- in this process, with reference implementations of a GPU's kernels
@@ -691,15 +693,7 @@ def test_a_closed_client_lets_nobody_wait_and_ends_its_own_servers(serve, render
     idle = SGLang("", renderer, urls=["http://127.0.0.1:9"])  # nobody listens there
     process = owner._servers[0].process.pid
     for engine in (idle, owner):
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(engine.generate, **request(*prompts[0]))
-            time.sleep(0.5)
-            assert not waiting.done()
-            engine.close()
-            with pytest.raises(EngineError, match="closed"):
-                waiting.result(3)
-        with pytest.raises(EngineError, match="closed"):
-            engine.generate(**request(*prompts[0]))
+        assert_close_frees_who_waits(engine, request(*prompts[0]))
     assert not alive(process)
 
 

@@ -111,11 +111,7 @@ def test_a_frozen_towers_features_are_reused_also_beside_text(path):
 
 
 def test_loading_leaves_nothing_uninitialised(path):
-    policy, model = load(PolicyConfig(str(path)), train=False), tiny.plain(path)
-    for kind in ("named_parameters", "named_buffers"):
-        ours, expected = dict(getattr(policy.model, kind)()), dict(getattr(model, kind)())
-        assert ours.keys() == expected.keys()
-        assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    tiny.assert_loaded_as_in_transformers(path)
 
 
 @pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen])

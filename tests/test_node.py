@@ -9,14 +9,13 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from scripts import REPO, Forked, fake_server, finish, metrics
 
 import rl
 import sft
-from runtime import checks, config, distributed, doctor, servers
+from runtime import checks, config, doctor, servers
 from runtime.engine import EngineError
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
@@ -44,14 +43,6 @@ def test_the_planned_step_is_the_sum_of_its_terms(way, max_seconds):
     # A state delays the next update, its export and the push, as far as sampling does not take as long.
     exposed = plan["state"] + plan["update"] + plan["export"] + plan["push"] - plan["a step"]
     assert f"{54 * (plan['a step'] + exposed / 10) / 60:.0f} minutes" in PAGE
-
-
-def test_without_room_in_shared_memory_weights_go_through_the_run(tmp_path, toy_dir, monkeypatch, capsys):
-    monkeypatch.setattr(distributed.shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 << 10))
-    (tmp_path / "run").mkdir()
-    with distributed.snapshot_folder(tmp_path / "run", toy_dir / "model") as snapshot:
-        assert snapshot.absolute().is_relative_to(tmp_path / "run")
-    assert "/dev/shm has no room for two snapshots" in capsys.readouterr().out
 
 
 def train_beside_stand_ins(toy: Path) -> None:

@@ -310,14 +310,6 @@ def test_three_steps_of_sft_learn_letters_as_answers(run_script, toy_dir, tmp_pa
     assert saved["eos_token_id"] == [END, TEXT_END]
 
 
-def test_three_steps_of_rl_agree_with_the_engine(run_script, toy_dir):
-    data = {"sources": [{"path": str(toy_dir / "rl.parquet")}]}
-    sampling = {"max_turns": 1, "max_new_tokens": 16, "subagents": {"max_new_tokens": 8}}
-    lines = run_script("rl.py", data=data, rollout=sampling, gating=[4], batch_tasks=1, grpo={"group_size": 2})
-    assert all(line["logprob_gap"] < 1e-4 for line in lines)
-    assert lines[0]["entropy"] == pytest.approx(math.log(qwen.VOCABULARY), abs=0.5)
-
-
 def test_the_doctor_finds_the_checkpoint_healthy(checkpoint, toy_dir):
     video = toy_dir / "videos" / "test00000.mp4"
     command = ["-m", "study.ask", "doctor", "--model", str(checkpoint), "--video", str(video), "--max-new-tokens", "16"]

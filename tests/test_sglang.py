@@ -17,7 +17,7 @@ import tiny_checkpoint
 import torch
 from safetensors.torch import load_file, save_file
 from scripts import metrics
-from test_engine import at_once, check_logprobs, request
+from test_engine import at_once, check_logprobs, question, request
 from test_families import as_published
 from test_families import prompts as prompts_of_families
 from test_rl import paid_by_chance as paid_by_chance
@@ -48,11 +48,6 @@ def other(tmp_path_factory):
     return tiny_checkpoint.build(tmp_path_factory.mktemp("other"), seed=1, initializer_range=0.1)
 
 
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return tiny.plain(checkpoint)
-
-
 def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
     def launch(port: int) -> list[str]:
         # A CPU takes all flags but those that need a GPU, which are not given there.
@@ -77,8 +72,7 @@ def prompts(renderer):
     """Text only; one, several, and differently shaped images; a second turn whose first was sampled strangely."""
     made = []
     for clips in ([], [noise(1)], [noise(6, seed=1)], [noise(2, seed=2, width=96), noise(1, seed=3, height=128)]):
-        ids = renderer.render([{"role": "user", "content": [*clips, "What happens?"]}], generate=True).ids
-        made.append((ids, clips))
+        made.append((question(renderer, clips, "What happens?"), clips))
     ids, clips = made[2]
     spelled = [token for letter in "a cat" for token in renderer.encode(letter)]
     delta = renderer.continuation([[noise(2, seed=7), "seen"], "nothing"])

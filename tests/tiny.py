@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from runtime.distributed import init_distributed, rank, world_size
+from runtime.policy import Policy, PolicyConfig, load
 from runtime.render import Bundle
 from runtime.video import Frames
 from runtime.visual import patchify
@@ -218,3 +219,13 @@ def _rank(number: int, world: int, port: int, work, args) -> None:
     assert (rank(), world_size()) == (number, world)
     work(*args)
     torch.distributed.destroy_process_group()
+
+
+def assert_loaded_as_in_transformers(path: Path) -> tuple[Policy, PreTrainedModel, dict[str, torch.Tensor]]:
+    """Compare all weights and buffers of a loaded policy with those of plain transformers. Return both, and the buffers."""
+    policy, model = load(PolicyConfig(str(path)), train=False), plain(path)
+    for kind in ("named_parameters", "named_buffers"):
+        ours, expected = dict(getattr(policy.model, kind)()), dict(getattr(model, kind)())
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    return policy, model, expected
