@@ -17,7 +17,7 @@ from rl import RLConfig, update
 from rollout import load_episodes
 from runtime import config
 from runtime.api import Judge
-from runtime.checks import USER_ERRORS, find_checkpoint
+from runtime.checks import USER_ERRORS, Checklist, find_checkpoint
 from runtime.distributed import init_distributed, print0, rank, world_size
 from runtime.plan import plan_rl
 from runtime.policy import load, make_optimizer
@@ -31,7 +31,7 @@ def replay(cfg: RLConfig, path: str) -> None:
     source = find_checkpoint(cfg.policy.checkpoint)
     cfg.visual.check(source)
     renderer = Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
-    check_room(cfg, lambda cfg: plan_rl(cfg)[:1])  # the trainer's
+    check_room(cfg, Checklist(), lambda cfg: plan_rl(cfg)[:1])  # the trainer's
 
     # Read the groups, decode their frames again, and share them out over the ranks. Then take the step as rl.train does.
     groups: dict[str, Group] = {}
