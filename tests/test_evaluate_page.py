@@ -117,4 +117,6 @@ def test_the_page_is_followed_word_by_word(tmp_path, toy_dir, monkeypatch):
     assert not any(reading == "published" or arm == "published" for _, arm, reading in found)
     quoted = re.search(r"^```text\n(.*)\n```", PAGE, re.M)[1]
     assert re.search(re.escape(quoted).replace(r"\.\.\.", ".*"), table)
-    assert all("50.0 [" in said for said in (gpt4o, hosted)) and len(PAGE.splitlines()) <= 80
+    assert all("50.0 [" in said for said in (gpt4o, hosted))
+    first_hour = PAGE.partition("\n## Words of your own")[0]
+    assert len(first_hour.splitlines()) <= 80

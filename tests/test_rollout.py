@@ -501,5 +501,5 @@ def test_an_episode_of_an_older_version_is_refused_in_a_sentence(renderer, tmp_p
 
 @pytest.mark.parametrize("wrong", [{"tools": ("crop",)}, {"tools": ()}, {"max_calls": 0}], ids=str)
 def test_impossible_configs_are_refused(wrong):
-    with pytest.raises(ValueError, match="there is only crop_video|dispatch: none|positive"):
+    with pytest.raises(ValueError, match="choose from crop_video|dispatch: none|positive"):
         RolloutConfig(**wrong)
