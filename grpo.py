@@ -1,12 +1,11 @@
-"""grpo.py: turn rewards into advantages, and advantages into the loss. Each equation stands above its code.
+"""grpo.py: from rewards to the new weights, in this order: advantages, examples, the loss, the update.
 
     assign_advantages(groups, cfg, anchor)                                  # writes A_i and A_anchor_i into the episodes
     examples, total_tokens = make_examples(groups, renderer, cfg, anchor)   # this rank's examples; tokens of all ranks
-    for part in micro_batches(examples, cfg.train_tokens):                  # the same number on every rank
-        loss, stats = examples_loss(policy(bundles(part), tau), part, total_tokens, prox_logprobs, ref_logprobs, cfg)
-        loss.backward()
+    measured = update(policy, reference, take_step, examples, total_tokens, minibatches, temperature, cfg)
 
-Symbols: i an episode in a group of G, t a token of its output o_i, R_i its reward, r the ratio, N target tokens.
+Each equation stands above its code. Symbols: i an episode in a group of G, t a token of its output o_i, R_i its reward, r the
+ratio, N the target tokens of a forward pass.
 
 Each token has log-probs from three policies. `behaviour_logprobs` come from the engine that sampled it (pi_behaviour),
 `prox_logprobs` from the policy before the first update on this batch (pi_prox), and `logprobs` from the policy in training
@@ -20,7 +19,7 @@ Deliberately missing, though GRPO implementations often have it:
 - a KL inside the reward, an adaptive beta, a moving reference, an entropy bonus, a length penalty
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -32,7 +31,7 @@ from data import Episode, Group
 from rewards import Anchor, structural_mask
 from runtime.distributed import gather, sum_over_ranks
 from runtime.packing import best_fit
-from runtime.policy import TokenScores
+from runtime.policy import Policy, TokenScores
 from runtime.render import Bundle, Renderer
 
 
@@ -113,8 +112,8 @@ class TrainExample:
 def make_examples(
     groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
 ) -> tuple[list[TrainExample], float]:
-    """Return this rank's examples, and the number of tokens that the loss divides by: all sampled tokens on all ranks,
-    including those of skipped groups. Failed episodes are left out of both."""
+    """Return this rank's examples, and the number of sampled tokens on all ranks, including those of skipped groups. Failed
+    episodes are left out of both."""
     examples = []
     tokens = 0
     for group in groups:
@@ -216,10 +215,10 @@ def token_losses(
 
 
 def examples_loss(
-    scores: TokenScores, examples: list[TrainExample], total_tokens: float, prox_logprobs: Tensor | None,
+    scores: TokenScores, examples: list[TrainExample], denominator: float, prox_logprobs: Tensor | None,
     ref_logprobs: Tensor | None, cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return this micro-batch's share of the loss L of the batch, and statistics per token, each [N]. `prox_logprobs` and
+    """Return this micro-batch's share of the loss of its minibatch, and statistics per token, each [N]. `prox_logprobs` and
     `ref_logprobs` are [N]. Without `prox_logprobs`, pi_prox is pi."""
     logprobs = scores.logprobs  # [N]
     if prox_logprobs is None:
@@ -231,9 +230,84 @@ def examples_loss(
         columns.append(np.stack([example.advantages, example.behaviour_logprobs]))
     advantages, behaviour_logprobs = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
 
-    # L = sum of l_i,t over all sampled tokens of all ranks / total_tokens
     losses, stats = token_losses(logprobs, prox_logprobs, behaviour_logprobs, ref_logprobs, advantages, cfg)
-    return losses.sum() / total_tokens, stats | {"entropy": scores.entropies}
+    return losses.sum() / denominator, stats | {"entropy": scores.entropies}
+
+
+# ------------------------------------------------------------------------------------------------ the update
+
+
+def update(
+    policy: Policy, reference: Policy | None, take_step: Callable[[], float], examples: list[TrainExample],
+    total_tokens: float, minibatches: int, temperature: float, cfg: GRPOConfig,
+) -> dict[str, float]:  # fmt: skip
+    """Take one AdamW step per minibatch, over the examples of all ranks. Return the metrics.
+
+    `take_step` updates the weights and returns the norm of the gradient (policy.optimizer_step). It skips a gradient that is
+    not finite, and `grad_norm` is then not finite. `temperature`: the one at which the tokens were sampled."""
+    # Deal the examples out to minibatches, and cut each into micro-batches. A minibatch is empty on all ranks or on none.
+    batches = []
+    for i in range(minibatches):
+        minibatch = micro_batches(examples[i::minibatches], cfg.train_tokens)
+        if minibatch:
+            batches.append(minibatch)
+
+    # L = sum of l_i,t over all sampled tokens of all ranks / their number. A minibatch is an optimizer step of its own, with a
+    # part of the sum, so it divides by the same part of the number.
+    denominator = total_tokens / max(1, len(batches))
+
+    # One optimizer step per minibatch, from the gradients of its micro-batches.
+    sums = {"tokens": 0.0, "loss": 0.0}
+    norms, gaps = [], [0.0]
+    for minibatch, prox_of_minibatch in zip(batches, proximal_logprobs(policy, batches, temperature)):
+        for micro, prox_logprobs in zip(minibatch, prox_of_minibatch):
+            loss, stats = micro_step(policy, reference, micro, prox_logprobs, denominator, temperature, cfg)
+            sums["tokens"] += len(stats["entropy"])  # N
+            sums["loss"] += loss / len(batches)  # the mean over minibatches
+            for name, values in stats.items():
+                sums[name] = sums.get(name, 0.0) + values.sum().item()
+            gaps += stats["logprob_gap"].tolist()
+        norms.append(take_step())
+
+    # Average over the tokens of all ranks. The loss is already a mean.
+    sums = sum_over_ranks(sums)
+    learned_tokens = sums.pop("tokens")
+    loss = sums.pop("loss")
+    means = {name: value / max(1.0, learned_tokens) for name, value in sums.items()}
+    measured = {"logprob_gap": 0.0, "entropy": 0.0} | means
+    measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if any gap is NaN
+    measured |= {"loss": loss, "learned_tokens": learned_tokens, "optimizer_steps": len(norms)}
+    return measured | {"grad_norm": float(np.mean(norms or [0.0]))}
+
+
+def micro_step(
+    policy: Policy, reference: Policy | None, micro: list[TrainExample], prox_logprobs: Tensor | None, denominator: float,
+    temperature: float, cfg: GRPOConfig,
+) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+    """Add the gradient of one micro-batch. Return its share of the loss and its token statistics, each [N]."""
+    # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
+    features = policy.encode(bundles(micro)) if policy.vision_frozen else None
+    scores = policy(bundles(micro), temperature, features)
+    ref_logprobs = None
+    if reference is not None:
+        with torch.no_grad():
+            ref_logprobs = reference(bundles(micro), temperature, features).logprobs
+
+    loss, stats = examples_loss(scores, micro, denominator, prox_logprobs, ref_logprobs, cfg)
+    loss.backward()
+    return loss.item(), stats
+
+
+@torch.no_grad()
+def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> list[list[Tensor | None]]:
+    """Return log pi_prox of each micro-batch, by minibatch: the log-probs of the policy before the first update. With a
+    single minibatch pi_prox is pi itself, and the entries are None."""
+    if len(minibatches) <= 1:
+        return [[None] * len(minibatch) for minibatch in minibatches]
+    proximal = []
+    for minibatch in minibatches:
+        proximal.append([policy(bundles(micro), temperature).logprobs for micro in minibatch])
+    return proximal
 
 
 def bundles(examples: list[TrainExample]) -> list[Bundle]:

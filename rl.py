@@ -29,12 +29,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
-from grpo import GRPOConfig, TrainExample, assign_advantages, bundles, examples_loss, make_examples, micro_batches
+from grpo import GRPOConfig, TrainExample, assign_advantages, make_examples, update
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime import checks, config, distributed, doctor, plan, servers
@@ -160,7 +158,10 @@ def train(
         # Update. Before the first update, check that the trainer computes the engine's log-probs.
         if step == run.done:
             doctor.self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
-        measured = update(policy, reference, run.optimizer, examples, total_tokens, cfg, step)
+        take_step = partial(optimizer_step, policy, run.optimizer, cfg.optim, step, cfg.steps)
+        temperature = cfg.rollout.temperature
+        measured = update(policy, reference, take_step, examples, total_tokens, cfg.minibatches, temperature, cfg.grpo)
+        doctor.check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
         clock.lap("train")
 
         # Sync: write the new weights while the engine may still sample, and load them once it has finished.
@@ -290,80 +291,6 @@ def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
         return engine
     urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
     return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)))
-
-
-# ------------------------------------------------------------------------------------------------ the update
-
-
-def update(
-    policy: Policy, reference: Policy | None, optimizer, examples: list[TrainExample], total_tokens: float, cfg: RLConfig,
-    step: int,
-) -> dict[str, float]:  # fmt: skip
-    """Take one AdamW step per minibatch, over the examples of all ranks. Return the metrics. A step whose gradient is not
-    finite is skipped, and `grad_norm` is then not finite."""
-    # Deal the examples out to minibatches, and cut each into micro-batches. A minibatch is empty on all ranks or on none.
-    minibatches = []
-    for i in range(cfg.minibatches):
-        minibatch = micro_batches(examples[i :: cfg.minibatches], cfg.grpo.train_tokens)
-        if minibatch:
-            minibatches.append(minibatch)
-
-    # One optimizer step per minibatch, from the gradients of its micro-batches.
-    sums = {"tokens": 0.0, "loss": 0.0}
-    norms, gaps = [], [0.0]
-    proximal = proximal_logprobs(policy, minibatches, cfg.rollout.temperature)
-    for minibatch, prox_of_minibatch in zip(minibatches, proximal):
-        for micro, prox_logprobs in zip(minibatch, prox_of_minibatch):
-            loss, stats = micro_step(policy, reference, micro, prox_logprobs, total_tokens, len(minibatches), cfg)
-            sums["tokens"] += len(stats["entropy"])  # N
-            sums["loss"] += loss
-            for name, values in stats.items():
-                sums[name] = sums.get(name, 0.0) + values.sum().item()
-            gaps += stats["logprob_gap"].tolist()
-        norms.append(optimizer_step(policy, optimizer, cfg.optim, step, cfg.steps))
-
-    # Average over the tokens of all ranks. The loss is already a mean.
-    sums = distributed.sum_over_ranks(sums)
-    learned_tokens = sums.pop("tokens")
-    loss = sums.pop("loss")
-    means = {name: value / max(1.0, learned_tokens) for name, value in sums.items()}
-    measured = {"logprob_gap": 0.0, "entropy": 0.0} | means
-    measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if any gap is NaN
-    doctor.check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
-    measured |= {"loss": loss, "learned_tokens": learned_tokens, "optimizer_steps": len(norms)}
-    return measured | {"grad_norm": float(np.mean(norms or [0.0]))}
-
-
-def micro_step(
-    policy: Policy, reference: Policy | None, micro: list[TrainExample], prox_logprobs: Tensor | None, total_tokens: float,
-    n_minibatches: int, cfg: RLConfig,
-) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
-    """Add the gradient of one micro-batch. Return its share of the loss and its token statistics, each [N]."""
-    # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
-    temperature = cfg.rollout.temperature
-    features = policy.encode(bundles(micro)) if policy.vision_frozen else None
-    scores = policy(bundles(micro), temperature, features)
-    ref_logprobs = None
-    if reference is not None:
-        with torch.no_grad():
-            ref_logprobs = reference(bundles(micro), temperature, features).logprobs
-
-    # The loss divides by all tokens of the batch. Each minibatch is its own optimizer step, so multiply by the number of minibatches.
-    loss, stats = examples_loss(scores, micro, total_tokens, prox_logprobs, ref_logprobs, cfg.grpo)
-    (loss * n_minibatches).backward()
-    return loss.item(), stats
-
-
-@torch.no_grad()
-def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> list[list[Tensor | None]]:
-    """Return log pi_prox of each micro-batch, by minibatch: the log-probs of the policy before the first update. With a
-    single minibatch pi_prox is pi itself, and the entries are None."""
-    if len(minibatches) <= 1:
-        return [[None] * len(minibatch) for minibatch in minibatches]
-    proximal = []
-    for minibatch in minibatches:
-        proximal.append([policy(bundles(micro), temperature).logprobs for micro in minibatch])
-    return proximal
 
 
 # ------------------------------------------------------------------------------------------------ metrics

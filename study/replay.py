@@ -11,16 +11,16 @@ import sys
 from functools import partial
 
 from data import Group
-from grpo import assign_advantages, make_examples
+from grpo import assign_advantages, make_examples, update
 from rewards import give_rewards
-from rl import RLConfig, update
+from rl import RLConfig
 from rollout import load_episodes
 from runtime import config
 from runtime.api import Judge
 from runtime.checks import USER_ERRORS, Checklist, find_checkpoint
 from runtime.distributed import init_distributed, print0, rank, world_size
 from runtime.plan import plan_rl
-from runtime.policy import load, make_optimizer
+from runtime.policy import load, make_optimizer, optimizer_step
 from runtime.render import Renderer, load_tokenizer
 from runtime.run import check_room
 from runtime.video import Videos
@@ -44,7 +44,9 @@ def replay(cfg: RLConfig, path: str) -> None:
     examples, total_tokens = make_examples(mine, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
     policy = load(cfg.policy, renderer.never_sampled)
     reference = load(cfg.policy, renderer.never_sampled, train=False) if cfg.grpo.kl_coef else None
-    measured = update(policy, reference, make_optimizer(policy, cfg.optim), examples, total_tokens, cfg, 0)
+    take_step = partial(optimizer_step, policy, make_optimizer(policy, cfg.optim), cfg.optim, 0, cfg.steps)
+    temperature = cfg.rollout.temperature
+    measured = update(policy, reference, take_step, examples, total_tokens, cfg.minibatches, temperature, cfg.grpo)
     for name in ("loss", "grad_norm", "logprob_gap", "learned_tokens"):
         print0(f"{name:<16}{measured[name]:.6g}")
 

@@ -135,13 +135,14 @@ def record(checkpoint: str, toy: str) -> None:
                 groups.append((group, example, renderer, total_tokens))
         return examples, total_tokens
 
-    def examples_loss(scores, examples, total_tokens, prox, reference, cfg):
+    def examples_loss(scores, examples, denominator, prox, reference, cfg):
         columns = torch.stack([scores.logprobs, prox, reference]).split([len(e.advantages) for e in examples], dim=1)
         for example, column in zip(examples, columns, strict=True):
             logprobs[id(example)] = column.tolist()
-        return grpo.examples_loss(scores, examples, total_tokens, prox, reference, cfg)
+        return loss_of(scores, examples, denominator, prox, reference, cfg)
 
-    rl.make_examples, rl.examples_loss = make_examples, examples_loss
+    loss_of = grpo.examples_loss
+    rl.make_examples, grpo.examples_loss = make_examples, examples_loss
     with tempfile.TemporaryDirectory() as run:
         paths = [f"run={run}", f"policy.checkpoint={checkpoint}", f"data.sources=[{{path: {toy}/rl.parquet}}]"]
         rl.main(config.load(rl.RLConfig, CONFIG, SETTINGS + paths))

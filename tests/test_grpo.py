@@ -1,6 +1,7 @@
 """Advantages and losses, computed by hand and checked against plain transformers."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,6 @@ import torch
 from tiny_checkpoint import noise
 
 import grpo
-import rl
 from data import Call, Episode, Group, Task, Trajectory
 from grpo import GRPOConfig, TrainExample, assign_advantages, group_advantage, share_prompts, token_losses
 from rewards import Anchor, RewardConfig, score
@@ -18,7 +18,7 @@ from rollout import RolloutConfig
 from runtime import doctor
 from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
-from runtime.policy import OptimConfig, PolicyConfig, TokenScores, load, make_optimizer
+from runtime.policy import OptimConfig, PolicyConfig, TokenScores, load, make_optimizer, optimizer_step
 from runtime.render import END_OF_TURN, Bundle
 from runtime.video import Frames
 from study.lab import episode_of_turns
@@ -285,7 +285,8 @@ def test_minibatches_are_clipped_against_the_policy_before_the_first(toy_rendere
         for one in groups:
             sampled_exactly(policy, one)
         examples, total_tokens = make_examples(groups, toy_renderer, cfg)
-        measured = rl.update(policy, None, optimizer, examples, total_tokens, cfg, 0)
+        take_step = partial(optimizer_step, policy, optimizer, cfg.optim, 0, cfg.steps)
+        measured = grpo.update(policy, None, take_step, examples, total_tokens, minibatches, 1.0, cfg.grpo)
         assert measured["logprob_gap"] < 1e-4  # behaviour and prox log-probs are those before the first update
         clipped[minibatches] = measured["clip_fraction"]
         assert {int(s["step"]) for s in optimizer.state.values()} == {minibatches}

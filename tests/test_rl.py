@@ -39,7 +39,7 @@ from tiny_checkpoint import Scripted, is_subagent
 import rl
 import sft
 from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
-from grpo import GRPOConfig, assign_advantages, make_examples
+from grpo import GRPOConfig, assign_advantages, make_examples, update
 from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive_seed, render_prompt
@@ -50,7 +50,7 @@ from runtime.dialogue import parse_dialogue
 from runtime.doctor import check_gap, self_check, trainer_logprobs
 from runtime.engine import EngineError
 from runtime.plan import PlanConfig
-from runtime.policy import PolicyConfig, clip_gradients, load, make_optimizer
+from runtime.policy import PolicyConfig, clip_gradients, load
 from runtime.render import END_OF_TURN
 from runtime.run import Run
 from runtime.servers import SGLang
@@ -240,6 +240,7 @@ def test_a_finished_run_says_so_exports_again_and_samples_no_more(scripted, toy_
 
 CROP = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}\n</tool_call>'
 RIGHT_OR_WRONG = "I see it.\n</think>\n<answer>{}</answer>" + END_OF_TURN
+NO_UPDATE = {"loss": 0.0, "grad_norm": 0.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0}
 
 
 def play(prompt: str, seed: int) -> str:
@@ -391,7 +392,7 @@ def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_cal
 def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch, capsys):
     """The update takes 0.2 s and sampling 0.5 s, so they overlap. Tokens are one update old. The console shows progress."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(rl, "update", lambda *_: time.sleep(0.2) or {"loss": 0.0, "grad_norm": 0.0})
+    monkeypatch.setattr(rl, "update", lambda *_: time.sleep(0.2) or dict(NO_UPDATE))
     first, second, last = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1)
     assert [line["staleness"] for line in (first, second, last)] == [0, 1, 1] and scripted[0].version == 3
     assert re.search(r"rollout: .* [1-7]/8 ", capsys.readouterr().err)
@@ -470,7 +471,7 @@ def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(script
 
     sample_batch = rl.Sampler.sample
     monkeypatch.setattr(rl.Sampler, "sample", sample)
-    monkeypatch.setattr(rl, "update", lambda *_: {"loss": 0.0, "grad_norm": 0.0})
+    monkeypatch.setattr(rl, "update", lambda *_: dict(NO_UPDATE))
     note(rl, "barrier")
     note(rl, "update")
     note(WeightSync, "write", lambda weights, policy, version: writing[version].set())
@@ -634,17 +635,14 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     expected = tiny.gradients(policy)
     policy.zero_grad()
 
-    def keep_gradient(policy, optimizer, *_):
+    def keep_gradient():
         found.append(tiny.gradients(policy))
         policy.zero_grad()
         return 1.0
 
-    monkeypatch.setattr(rl, "optimizer_step", keep_gradient)
-    optimizer = make_optimizer(policy, cfg.optim)
     for minibatches in (1, 2):
         found = []
-        cut = replace(cfg, minibatches=minibatches)
-        measured = rl.update(policy, reference, optimizer, examples, total_tokens, cut, 0)
+        measured = update(policy, reference, keep_gradient, examples, total_tokens, minibatches, 0.6, cfg.grpo)
         assert len(found) == minibatches == measured["optimizer_steps"] and measured["learned_tokens"] == len(new)
         assert measured["loss"] == pytest.approx(loss.item(), rel=1e-4)  # past mutant: divided by the tokens again
         assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
@@ -653,11 +651,17 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
         assert measured["entropy"] == pytest.approx(scores.entropies.mean().item(), rel=1e-4)
         means = {name: sum(step[name] for step in found) / minibatches for name in expected}
         tiny.assert_close(means, expected, 1e-3)
-    idle = rl.update(policy, reference, optimizer, [], total_tokens, cfg, 0)
+    idle = update(policy, reference, keep_gradient, [], total_tokens, 1, 0.6, cfg.grpo)
     assert idle["learned_tokens"] == idle["optimizer_steps"] == 0  # past bug: one token of nothing
     examples[1].behaviour_logprobs[3] = math.nan
+    broken = update(policy, reference, keep_gradient, examples, total_tokens, 1, 0.6, cfg.grpo)
+    assert math.isnan(broken["logprob_gap"]) and math.isnan(broken["logprob_gap_max"])
+
+
+def test_a_step_whose_log_probs_are_not_numbers_ends_the_run(scripted, toy_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(rl, "update", lambda *_: {"logprob_gap": math.nan, "logprob_gap_max": math.nan})
     with pytest.raises(EngineError, match="step 1: .* differ by nan on average, nan at most"):
-        rl.update(policy, reference, optimizer, examples, total_tokens, cfg, 0)
+        rl.main(config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, steps=1)))
 
 
 def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_dir):
