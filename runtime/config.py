@@ -251,7 +251,7 @@ def end_process(status: int | str | None) -> NoReturn:
     """End the process with a status, or with a sentence and status 1. `sys.exit` would join all threads, but a thread can hang
     for ever: in a tool, in a video, at a silent API."""
     if isinstance(status, str):
-        print(status, file=sys.stderr)
+        sys.stderr.write(status + "\n")  # in one piece: the ranks of several nodes share a terminal or a log
         status = 1
     atexit._run_exitfuncs()  # they free the memory in /dev/shm and close logs
     with contextlib.suppress(OSError):  # nobody reads them any more
