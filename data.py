@@ -3,7 +3,7 @@
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
     render.Bundle (one prompt and the suffixes that continue it): the unit of training for both SFT and RL
 
-    overview(task, k, videos, contract) -> frames; main_messages(task, frames, True) -> messages for render.Renderer
+    overview(task, k, videos, contract) -> clips; main_messages(task, clips, True) -> messages for render.Renderer
     parse_task(RL row) -> Task;  dialogue.parse_dialogue(SFT row) -> Dialogue;  encode_dialogue(dialogue, ...) -> Bundle
 
 SFT, RL, evaluation and `ask` all build their prompts with the functions here. runtime/dataset.py streams the rows;
@@ -25,7 +25,7 @@ from runtime.dataset import RowError, decode_json, resolve_path
 from runtime.dialogue import Dialogue, Media
 from runtime.prompts import OURS, Prompts
 from runtime.render import Bundle, Live, Renderer
-from runtime.video import Frames, Videos
+from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
@@ -55,11 +55,11 @@ class Trajectory:
     mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy
     logprobs: list[float] = field(default_factory=list)  # behaviour log-prob under temperature tau; 0 where mask is 0
     versions: list[int] = field(default_factory=list)  # version of the weights that sampled it; -1 where mask is 0
-    prompt_frames: list[Frames] = field(default_factory=list)  # clips in the prompt, in the order of their pads
+    prompt_clips: list[Clip] = field(default_factory=list)  # clips in the prompt, in the order of their pads
     prompt_length: int = 0  # ids before the first assistant turn's content
     turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end), forced <think> included
     finish: str = ""  # why the last turn ended: stop | length
-    call_frames: list[Frames] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
+    call_clips: list[Clip] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
 
     @property
     def n_sampled(self) -> int:
@@ -71,9 +71,9 @@ class Trajectory:
         return self.ids[self.prompt_length :]
 
     @property
-    def frames(self) -> list[Frames]:
+    def clips(self) -> list[Clip]:
         """All clips that the agent sees, in the order of their pads."""
-        return self.prompt_frames + self.call_frames
+        return self.prompt_clips + self.call_clips
 
 
 CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed", "engine", "crashed")
@@ -184,11 +184,11 @@ def subagent_system_prompt(stamped: bool = True) -> str:
 
 
 def main_messages(
-    task: Task, clips: Sequence[Frames], with_tools: bool, stamped: bool = True, tool_return: str = "subagent",
+    task: Task, clips: Sequence[Clip], with_tools: bool, stamped: bool = True, tool_return: str = "subagent",
     prompts: Prompts = OURS,
 ) -> list[dict]:  # fmt: skip
     """Return the main agent's first messages, the same in SFT, RL, evaluation and `ask`. `clips`: each video's overview."""
-    parts: list[str | Frames] = []
+    parts: list[str | Clip] = []
     for path, clip in zip(task.videos, clips, strict=True):
         if len(task.videos) > 1:  # tools pick a video by its name
             parts.append(f"\n{os.path.basename(path)}: ")
@@ -201,7 +201,7 @@ def main_messages(
 
 
 def subagent_messages(
-    frames: Frames, stamped: bool, request="", system="", question="", prompts: Prompts = OURS
+    frames: Clip, stamped: bool, request="", system="", question="", prompts: Prompts = OURS
 ) -> list[dict]:
     """Return a sub-agent's first messages. The tool's own request and system prompt, if any, are used verbatim. Only an SFT
     row can add a question; a rollout never does. `prompts` are filled with the window."""
@@ -214,14 +214,14 @@ def subagent_messages(
     return _opening(system, [frames, "\n" + request])
 
 
-def _opening(system: str, user: list[str | Frames]) -> list[dict]:
+def _opening(system: str, user: list[str | Clip]) -> list[dict]:
     messages = [{"role": "user", "content": user}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
     return messages
 
 
-def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Frames]:
+def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Clip]:
     """Return K uniformly spaced frames, divided among the task's videos. Each video shows at least one."""
     lengths = [videos.info(path).n_frames for path in task.videos]
     shares = [0] * len(lengths)
@@ -384,4 +384,4 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
         messages.append({"role": turn["role"], "content": content})
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
-    return Bundle([], [rendered.ids], [rendered.mask], rendered.frames, dialogue.weight)
+    return Bundle([], [rendered.ids], [rendered.mask], rendered.clips, dialogue.weight)

@@ -141,7 +141,7 @@ def share_prompts(episodes: Sequence[Episode], budget: int) -> list[list[Episode
     for episode in episodes:
         main = episode.main
         # Prompts with equal tokens, stamps included, can still show different pixels.
-        prompt = (tuple(main.ids[: main.prompt_length]), *(id(clip.pixels) for clip in main.prompt_frames))
+        prompt = (tuple(main.ids[: main.prompt_length]), *(id(clip.pixels) for clip in main.prompt_clips))
         n = len(main.suffix)
         if prompt not in newest or length[prompt] + n > budget:
             newest[prompt] = []
@@ -155,13 +155,13 @@ def share_prompts(episodes: Sequence[Episode], budget: int) -> list[list[Episode
 def example_of(episodes: Sequence[Episode], renderer: Renderer, anchor: Anchor) -> TrainExample:
     """Build one example from episodes with the same prompt."""
     first = episodes[0].main
-    bundle = Bundle(first.ids[: first.prompt_length], [], [], list(first.prompt_frames))
+    bundle = Bundle(first.ids[: first.prompt_length], [], [], list(first.prompt_clips))
     advantages, behaviour_logprobs = [], []
     for episode in episodes:
         main = episode.main
         bundle.suffixes.append(main.suffix)
         bundle.masks.append(main.mask[main.prompt_length :])
-        bundle.frames.extend(main.call_frames)
+        bundle.clips.extend(main.call_clips)
 
         # Keep only the sampled tokens.
         sampled = np.array(main.mask, bool)

@@ -41,7 +41,7 @@ from runtime.engine import Engine, EngineError, run_all, run_parallel
 from runtime.inprocess import InProcess
 from runtime.render import NO_REPORT, THINK_PREFIX, Rendered, Renderer
 from runtime.servers import SGLang, server_flags
-from runtime.video import Frames, VideoError, Videos
+from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
 
@@ -168,9 +168,9 @@ def derive_seed(*parts: Any) -> int:
 def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     """Render a task's prompt, which all episodes of its group share."""
     cfg, contract = context.cfg, context.renderer.contract
-    frames = data.overview(task, k, context.videos, contract)
+    clips = data.overview(task, k, context.videos, contract)
     messages = data.main_messages(
-        task, frames, cfg.dispatch != "none", contract.stamped, cfg.tool_return, context.renderer.prompts
+        task, clips, cfg.dispatch != "none", contract.stamped, cfg.tool_return, context.renderer.prompts
     )
     return context.renderer.render(messages, cfg.schemas, generate=True)
 
@@ -206,7 +206,7 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
 
 def open_trajectory(prompt: Rendered) -> Trajectory:
     """Return a trajectory that holds only the prompt."""
-    trajectory = Trajectory(prompt_frames=list(prompt.frames), prompt_length=len(prompt.ids))
+    trajectory = Trajectory(prompt_clips=list(prompt.clips), prompt_length=len(prompt.ids))
     _extend(trajectory, prompt.ids)
     return trajectory
 
@@ -230,7 +230,7 @@ def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Render
         trajectory.finish = "length"
         return False
     _extend(trajectory, ids)
-    trajectory.call_frames += delta.frames
+    trajectory.call_clips += delta.clips
     return True
 
 
@@ -258,7 +258,7 @@ def sample_turn(
     if n >= max_context:
         raise EngineError(f"a prompt of {n} tokens fills max_context = {max_context}; raise it")
     sample = context.engine.generate(
-        trajectory.ids, trajectory.frames, max_new_tokens=min(max_new_tokens, max_context - n), temperature=temperature,
+        trajectory.ids, trajectory.clips, max_new_tokens=min(max_new_tokens, max_context - n), temperature=temperature,
         seed=seed, stop=stop, shared_prefix=trajectory.prompt_length,
     )  # fmt: skip
     forbidden = set(sample.ids) & set(context.renderer.never_sampled)
@@ -286,9 +286,9 @@ def run_calls(
     # Give each call its outcome.
     outcomes, contents = [], []
     for i, call in enumerate(calls):
-        frames = []
+        clips = []
         if i in results:
-            call, frames = results[i]
+            call, clips = results[i]
         else:
             if i in jobs:
                 call = dataclasses.replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
@@ -296,11 +296,11 @@ def run_calls(
                 call = dataclasses.replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
             context.observe("report", call)
         outcomes.append(call)
-        contents.append([*frames, call.text])  # the main agent reads frames, if it gets any, and then the text
+        contents.append([*clips, call.text])  # the main agent reads frames, if it gets any, and then the text
     return outcomes, contents
 
 
-def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[Frames]]:
+def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[Clip]]:
     """Run one call in its thread. Failures of the model, the video or the tool become the call's text. Return the call with
     its outcome, and the frames that the main agent gets (`tool_return: frames`)."""
     started = time.perf_counter()
@@ -422,7 +422,7 @@ def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
     """Write an episode as one line of JSON: exact ids, readable text, and the times of its frames, but no pixels."""
 
     def record_of(trajectory: Trajectory) -> dict:
-        times = {name: times_of(getattr(trajectory, name)) for name in ("prompt_frames", "call_frames")}
+        times = {name: times_of(getattr(trajectory, name)) for name in ("prompt_clips", "call_clips")}
         return vars(trajectory) | times | {"text": renderer.decode(renderer.compact(trajectory.ids))}
 
     calls = []
@@ -433,7 +433,7 @@ def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
     file.flush()
 
 
-def times_of(clips: Sequence[Frames]) -> list[list[float]]:
+def times_of(clips: Sequence[Clip]) -> list[list[float]]:
     return [list(clip.times) for clip in clips]
 
 
@@ -457,10 +457,10 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
     _check_fields(record["main"].keys() - {"text"}, Trajectory)
     task_record = record["task"]
     task = Task(**task_record | {"videos": tuple(task_record["videos"]), "options": tuple(task_record["options"])})
-    prompt_frames = []
-    if videos and record["main"]["prompt_frames"]:  # empty if the task's video could not be read
-        prompt_frames = data.overview(task, record["k"], videos, contract)
-    calls, call_frames = [], []
+    prompt_clips = []
+    if videos and record["main"]["prompt_clips"]:  # empty if the task's video could not be read
+        prompt_clips = data.overview(task, record["k"], videos, contract)
+    calls, call_clips = [], []
     for call_record in record["calls"]:
         _check_fields(call_record, Call)
         window = call_record["window"] and tuple(call_record["window"])
@@ -475,18 +475,18 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
         if call_record["subagent"]:
             call.subagent = _trajectory_of(call_record["subagent"], clips, [], videos)
         else:
-            call_frames += clips
+            call_clips += clips
         calls.append(call)
-    main = _trajectory_of(record["main"], prompt_frames, call_frames, videos)
+    main = _trajectory_of(record["main"], prompt_clips, call_clips, videos)
     return Episode(**record | {"task": task, "main": main, "calls": calls})
 
 
-def _trajectory_of(record: dict, prompt_frames: list, call_frames: list, videos: Videos | None) -> Trajectory:
-    recorded = record["prompt_frames"] + record["call_frames"]
-    if videos and times_of(prompt_frames + call_frames) != recorded:
+def _trajectory_of(record: dict, prompt_clips: list, call_clips: list, videos: Videos | None) -> Trajectory:
+    recorded = record["prompt_clips"] + record["call_clips"]
+    if videos and times_of(prompt_clips + call_clips) != recorded:
         raise ContractError(f"the video's frame times differ from the recorded {recorded}: restore the original video")
     turns = [tuple(turn) for turn in record["turns"]]
-    fields = record | {"prompt_frames": prompt_frames, "call_frames": call_frames, "turns": turns}
+    fields = record | {"prompt_clips": prompt_clips, "call_clips": call_clips, "turns": turns}
     del fields["text"]
     return Trajectory(**fields)
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from data import Call, Task
-from runtime.video import Frames, VideoError, Videos
+from runtime.video import Clip, VideoError, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class ToolError(Exception):
 class ClipForSubagent:
     """Frames for a sub-agent to look at, or for the main agent itself."""
 
-    frames: Frames
+    frames: Clip
     window: tuple[float, float]  # seconds
     request: str = ""  # the sub-agent's instruction; empty: data.SUBAGENT_REQUEST
     system: str = ""  # its system prompt; empty: data.subagent_system_prompt
@@ -313,4 +313,4 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
     times = tuple(None if time is None else float(time) for time in times)
     if not all(time is None or math.isfinite(time) for time in times):
         raise ValueError(f"its frames have the times {times}: each must be finite")
-    return replace(result, frames=Frames(pixels, times), window=(float(start), float(end)))
+    return replace(result, frames=Clip(pixels, times), window=(float(start), float(end)))

@@ -38,7 +38,7 @@ from runtime.answers import parse_span, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer, clock
-from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
+from runtime.video import Clip, VideoError, VideoInfo, uniform_indices, window_indices
 from runtime.visual import ContractError
 from tools import ToolError, parse_calls, read_number, read_time, run_tool
 
@@ -256,7 +256,7 @@ class Attempt:
         self.episode.calls.append(call)
         return [call.text] if call.error else parts
 
-    def show(self, indices: Sequence[int]) -> Frames:
+    def show(self, indices: Sequence[int]) -> Clip:
         """Return the frames that a tool shows."""
         info = self.info
         size = self.context.renderer.contract.crop_size(info.width, info.height)
@@ -310,7 +310,7 @@ def _retrieve(attempt: Attempt, call: Call) -> list:
     if None in spans:
         raise ToolError("unparseable", "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:MM:SS.")
     info = attempt.info
-    seen = {t for clip in attempt.episode.main.frames for t in clip.times}
+    seen = {t for clip in attempt.episode.main.clips for t in clip.times}
     new = []
     for i, t in enumerate(info.times.tolist()):
         # Count in whole seconds, like the stamps: 00:00:07 is any frame from 7.0 to 7.9 seconds.
@@ -402,7 +402,7 @@ def _reply(attempt: Attempt, step: int, user: str, system: str) -> dict | None:
         text = attempt.speak(trajectory, seed, number, temperature=temperature)
         # Append it to the main trajectory.
         shift = len(main.ids)
-        for column in ("ids", "mask", "logprobs", "versions", "prompt_frames"):
+        for column in ("ids", "mask", "logprobs", "versions", "prompt_clips"):
             getattr(main, column).extend(getattr(trajectory, column))
         main.turns += [(start + shift, end + shift) for start, end in trajectory.turns]
         main.prompt_length = main.prompt_length or trajectory.prompt_length

@@ -2,7 +2,7 @@
 
     check_api(Api(url="https://HOST/v1", model="gpt-4o"))    # one small request, before the first item
     Chat(api).ask(messages, max_tokens=8, temperature=0)     # -> (text, "stop" or "length"), or Refusal, or EngineError
-    engine = OpenAI(api, renderer)                           # engine.generate(ids, frames, ...), as engine.py says
+    engine = OpenAI(api, renderer)                           # engine.generate(ids, clips, ...), as engine.py says
     Judge(JudgeConfig(url=..., model=...))(question, gold, answer)      # -> 1.0 or 0.0, or JudgeError
 
 The engine decodes a prompt's ids into chat messages, and encodes the reply with the renderer's tokenizer. At the end it
@@ -29,7 +29,7 @@ from PIL import Image
 from runtime.config import ConfigError
 from runtime.engine import Engine, EngineError, Sample
 from runtime.render import END_OF_TURN, IMAGE_PAD, VISION_END, VISION_START, Renderer
-from runtime.video import Frames
+from runtime.video import Clip
 from runtime.web import NoReply, request
 
 CONTROL = ("<|im_start|>", END_OF_TURN, IMAGE_PAD, VISION_START, VISION_END)  # the tokens that structure a prompt
@@ -141,19 +141,19 @@ class OpenAI(Engine):
         self.chat = Chat(api)
         self.renderer = renderer
 
-    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
-        said, finish = self.chat.ask(self.messages(ids, frames), max_tokens=max_new_tokens, temperature=temperature)
+    def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
+        said, finish = self.chat.ask(self.messages(ids, clips), max_tokens=max_new_tokens, temperature=temperature)
         # The reply may spell control tokens. It comes from outside, so they stay text.
         sampled = self.renderer.encode(self.renderer.inert(said, "assistant"))
         if finish == "stop":
             sampled.append(self.renderer.end_of_turn)
         return Sample(sampled, [0.0] * len(sampled), finish, self.version)
 
-    def messages(self, ids: list[int], frames: Sequence[Frames]) -> list[dict]:
+    def messages(self, ids: list[int], clips: Sequence[Clip]) -> list[dict]:
         """Return the chat messages that the ids spell. The last turn is only opened: the API writes it."""
         control = self.renderer.tokenizer.convert_tokens_to_ids(list(CONTROL))
         begin, end, image, *_ = control
-        pictures = [pixels for clip in frames for pixels in clip.pixels]
+        pictures = [pixels for clip in clips for pixels in clip.pixels]
         messages = []
         content = []  # parts of the current turn
         text = []  # ids of the current text

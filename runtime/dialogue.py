@@ -14,7 +14,7 @@ from pathlib import Path
 
 from runtime.dataset import RowError, decode_json, resolve_path
 from runtime.render import NO_REPORT, THINK_PREFIX
-from runtime.video import Frames, Videos
+from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
 
 
@@ -28,7 +28,7 @@ class Media:
     end: float | None = None
     still: bool = False  # an image
 
-    def frames(self, videos: Videos, contract: VisualContract) -> Frames:
+    def frames(self, videos: Videos, contract: VisualContract) -> Clip:
         """Decode the frames."""
         if self.still:
             return videos.image(self.path, contract.frame_size)

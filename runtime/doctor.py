@@ -93,7 +93,7 @@ def flaw_of(trajectory, policy: Policy) -> str:
 
 def trainer_logprobs(policy: Policy, trajectories: Sequence, temperature: float) -> Tensor:
     """Return the trainer's log-probs of the sampled tokens. All ranks call it."""
-    bundles = [Bundle([], [t.ids], [t.mask], t.frames) for t in trajectories]
+    bundles = [Bundle([], [t.ids], [t.mask], t.clips) for t in trajectories]
     with torch.no_grad():
         return policy(bundles, temperature).logprobs.cpu()
 
@@ -112,7 +112,7 @@ def engine_logprobs(trajectories: Sequence) -> Tensor:
 def position_error(policy: Policy, trajectory, renderer: Renderer) -> int:
     """Return the largest difference between our M-RoPE positions and transformers' own."""
     merge = renderer.contract.merge
-    _, grid = patchify(trajectory.frames, renderer.contract.patch, merge)
+    _, grid = patchify(trajectory.clips, renderer.contract.patch, merge)
     sizes = [(rows // merge, columns // merge) for _, rows, columns in grid.tolist()]
     ours, _, _ = rope_positions(np.array(trajectory.ids), sizes, renderer.image_pad, 0)
     ids = torch.tensor([trajectory.ids])

@@ -1,6 +1,6 @@
 """engine.py: the interface of the engines that sample an agent's turns: token ids in, token ids out.
 
-    sample = engine.generate(ids, frames, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
+    sample = engine.generate(ids, clips, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
     engine.update_weights(snapshot_dir, version)                 # safetensors; every later sample carries the version
     run_all(engine, jobs, 256, on_done)                          # jobs that call the engine, 256 at a time
     run_parallel(engine, pool, {name: job}, timeout) -> {name: result}
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.video import Frames
+from runtime.video import Clip
 
 
 class EngineError(RuntimeError):
@@ -37,7 +37,7 @@ class Engine:  # a method without a body does nothing unless an engine overrides
     version: int
 
     def generate(
-        self, ids: list[int], frames: Sequence[Frames], *, max_new_tokens: int, temperature: float, seed: int,
+        self, ids: list[int], clips: Sequence[Clip], *, max_new_tokens: int, temperature: float, seed: int,
         stop: tuple[int, ...] = (), shared_prefix: int = 0,
     ) -> Sample:  # fmt: skip
         """Sample a continuation of `ids` up to an end-of-turn token, a token in `stop` or `max_new_tokens`. Other requests can

@@ -36,7 +36,7 @@ from runtime import packing
 from runtime.distributed import published_names
 from runtime.engine import Engine, EngineError, Sample
 from runtime.render import Bundle, Renderer
-from runtime.video import Frames
+from runtime.video import Clip
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Request:
     """One call of `generate`, and the tokens sampled for it so far."""
 
     ids: list[int]
-    frames: tuple[Frames, ...]
+    clips: tuple[Clip, ...]
     max_new_tokens: int
     temperature: float
     seed: int
@@ -58,7 +58,7 @@ class Request:
 
     def __post_init__(self):
         # Two prompts are equal if their ids are equal and their frames are the same arrays in memory.
-        self.prompt = (tuple(self.ids[: self.shared_prefix]), tuple(id(clip.pixels) for clip in self.frames))
+        self.prompt = (tuple(self.ids[: self.shared_prefix]), tuple(id(clip.pixels) for clip in self.clips))
         self.random = np.random.Generator(np.random.Philox(self.seed))
 
     def append_sampled(self, token: int, logprob: float, version: int) -> None:
@@ -96,11 +96,11 @@ class InProcess(Engine):
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
-    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
+    def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
         # Keep the last id out of the shared prefix: the first token is sampled from its logits.
         shared_prefix = min(shared_prefix or len(ids), len(ids) - 1)
         stops = frozenset(self.renderer.ends_of_turn) | frozenset(stop)
-        request = Request(list(ids), tuple(frames), max_new_tokens, temperature, seed, stops, shared_prefix)
+        request = Request(list(ids), tuple(clips), max_new_tokens, temperature, seed, stops, shared_prefix)
         with self._changed:
             if self.closed:
                 raise EngineError("the engine is closed")
@@ -258,9 +258,9 @@ class _Batch:
         packed = packing.pack_bundles(bundles, self.renderer.image_pad, contract.cell)
 
         # 2. Encode the frames. Short clips share a call of at most `overview_frames` frames, which bounds the memory.
-        parts: list[list[Frames]] = []
+        parts: list[list[Clip]] = []
         for bundle in bundles:
-            for clip in bundle.frames:
+            for clip in bundle.clips:
                 if not parts or sum(map(len, parts[-1])) + len(clip) > contract.overview_frames:
                     parts.append([])
                 parts[-1].append(clip)
@@ -305,15 +305,15 @@ class _Batch:
             shown = 0
             pads = prompt.count(self.renderer.image_pad)
             while pads > 0:
-                count, height, width, _ = first.frames[shown].pixels.shape
+                count, height, width, _ = first.clips[shown].pixels.shape
                 pads -= count * self.renderer.contract.frame_tokens(width, height)
                 shown += 1
-            bundle = Bundle(prompt, [], [], list(first.frames[:shown]))
+            bundle = Bundle(prompt, [], [], list(first.clips[:shown]))
             for request in requests:
                 rest = request.ids[length:]
                 bundle.suffixes.append(rest)
                 bundle.masks.append([0] * len(rest))
-                bundle.frames += request.frames[shown:]
+                bundle.clips += request.clips[shown:]
             bundles.append(bundle)
         return bundles, [request for requests in by_prompt.values() for request in requests]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from runtime.render import Bundle
-from runtime.video import Frames
+from runtime.video import Clip
 from runtime.visual import patchify
 
 # ------------------------------------------------------------------------------------------------ layout
@@ -107,7 +107,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
     end = 0  # tokens placed so far
     for bundle in bundles:
         images = []  # (rows, columns) of visual tokens
-        for clip in bundle.frames:
+        for clip in bundle.clips:
             height, width = clip.pixels.shape[1:3]
             images += [(height // cell, width // cell)] * len(clip.pixels)
 
@@ -239,7 +239,7 @@ def prepare_tower(vision) -> None:
     embed.forward = lambda x: F.linear(x.to(embed.proj.weight.dtype), embed.proj.weight.flatten(1), embed.proj.bias)
 
 
-def encode_frames(vision, clips: Sequence[Frames], patch: int, merge: int, kernel: str) -> Tensor:
+def encode_frames(vision, clips: Sequence[Clip], patch: int, merge: int, kernel: str) -> Tensor:
     """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the vision tower's D DeepStack levels."""
     patches, grid = patchify(clips, patch, merge, vision.device)
     longest = int(grid[:, 1:].prod(dim=1).max())  # computed on the host: on the GPU, each layer would wait for it

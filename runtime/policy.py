@@ -48,7 +48,7 @@ from runtime import packing
 from runtime.config import ConfigError
 from runtime.distributed import checkpoint_dir, device, local_size, published_names, refuse_not_finite, world_size
 from runtime.render import Bundle
-from runtime.video import Frames
+from runtime.video import Clip
 
 # The classes that this code trains and samples from, by the `model_type` in config.json.
 MODELS = {"qwen3_vl": Qwen3VLForConditionalGeneration, "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration}
@@ -131,7 +131,7 @@ class Policy(nn.Module):
 
     def encode(self, bundles: Sequence[Bundle]) -> list[Tensor]:
         """Return the visual features [1 + D, M, H] of each bundle, for `forward`. Use it only with a frozen tower."""
-        return [self._encode_frames(bundle.frames) for bundle in bundles]
+        return [self._encode_frames(bundle.clips) for bundle in bundles]
 
     def forward(
         self, bundles: Sequence[Bundle], temperature: float = 1.0, features: Sequence[Tensor] | None = None
@@ -147,7 +147,7 @@ class Policy(nn.Module):
 
         # encode the frames, unless the caller passes their features
         if features is None:
-            visual = self._encode_frames([clip for bundle in bundles for clip in bundle.frames])  # [1 + D, M, H]
+            visual = self._encode_frames([clip for bundle in bundles for clip in bundle.clips])  # [1 + D, M, H]
         else:
             visual = torch.cat([self._encode_frames([]), *features], dim=1)
 
@@ -159,7 +159,7 @@ class Policy(nn.Module):
         chunk = self.cfg.logit_chunk
         return TokenScores(*_ChunkedScores.apply(hidden, head, targets, self._logits, temperature, chunk))
 
-    def _encode_frames(self, clips: Sequence[Frames]) -> Tensor:
+    def _encode_frames(self, clips: Sequence[Clip]) -> Tensor:
         """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
         nothing = not any(len(clip.pixels) for clip in clips)
         if nothing and self.vision_frozen:
@@ -168,7 +168,7 @@ class Policy(nn.Module):
         if nothing:
             # Every rank must run the tower in every pass. Encode a blank frame and use no row of it: zero gradients.
             side = self.patch * self.merge
-            clips = [Frames(np.zeros((1, side, side, 3), np.uint8), (0.0,))]
+            clips = [Clip(np.zeros((1, side, side, 3), np.uint8), (0.0,))]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
             visual = packing.encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
         return visual[:, :0] if nothing else visual

@@ -1,9 +1,9 @@
 """render.py: turn messages into token ids, and ids into text, for SFT, RL, evaluation and `ask`. It needs no torch.
 
     renderer = Renderer(load_tokenizer(checkpoint_dir), contract)
-    rendered = renderer.render(messages, tools)    # ids with expanded image pads, assistant mask, frames
+    rendered = renderer.render(messages, tools)    # ids with expanded image pads, assistant mask, clips
 
-A message is {"role": system|user|assistant|tool, "content": str | list of str and Frames}. Each frame becomes its time
+A message is {"role": system|user|assistant|tool, "content": str | list of str and Clip}. Each frame becomes its time
 stamp followed by an image: `<12.5 seconds><|vision_start|><|image_pad|>...<|vision_end|>`.
 
 Text from outside never becomes a control token. Every added token that it spells is tokenised as ordinary characters, in
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.prompts import OURS, Prompts
-from runtime.video import Frames
+from runtime.video import Clip
 from runtime.visual import ContractError, VisualContract, read_json
 
 VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
@@ -58,7 +58,7 @@ class Rendered:
 
     ids: list[int]  # image pads are expanded: one per visual token
     mask: list[int]  # 1 on the tokens that SFT trains: the assistant's, including the end of turn
-    frames: list[Frames]  # in the order of their pads
+    clips: list[Clip]  # in the order of their pads
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Bundle:
     prompt: list[int]
     suffixes: list[list[int]]
     masks: list[list[int]]  # per suffix: 1 on the tokens whose log-probs are computed
-    frames: list[Frames]  # of the prompt, then of each suffix, in the order of their pads
+    clips: list[Clip]  # of the prompt, then of each suffix, in the order of their pads
     weight: float = 1.0  # factor on the loss of its target tokens
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class Renderer:
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, generate: bool = False) -> Rendered:
         """Tokenise the whole conversation. `generate` appends the opening of the next assistant turn."""
-        text, frames = self._text(messages, tools, generate)
+        text, clips = self._text(messages, tools, generate)
         pieces = _ASSISTANT_TURN.split(text)  # every second piece is such a turn: outside text cannot spell its bounds
         if len(pieces) // 2 != sum(message["role"] == "assistant" for message in messages):
             raise ContractError(f"the chat template does not write assistant turns as {_ASSISTANT!r} ... {END_OF_TURN}")
@@ -126,16 +126,16 @@ class Renderer:
             tokens = self.encode(piece)
             ids += tokens
             mask += [i % 2] * len(tokens)
-        return self._expand(ids, mask, frames)
+        return self._expand(ids, mask, clips)
 
     def continuation(self, contents: list[str | list], role: str = "tool") -> Rendered:
         """Tokenise the messages after a sampled assistant turn: one user turn with a response per call (role = "user": plain
         user turns), then the opening of the next assistant turn. The ids before stay exactly as sampled."""
         messages = [{"role": "assistant", "content": ""}]
         messages += [{"role": role, "content": content} for content in contents]
-        text, frames = self._text(messages, None, generate=True)
+        text, clips = self._text(messages, None, generate=True)
         ids = self.encode(text.partition(_ASSISTANT + END_OF_TURN)[2])
-        return self._expand(ids, [0] * len(ids), frames)
+        return self._expand(ids, [0] * len(ids), clips)
 
     def encode(self, text: str) -> list[int]:
         """Tokenise our own text. Control tokens in it are live, except those that `inert` has cut."""
@@ -195,7 +195,7 @@ class Renderer:
                 kept.append(token)
         return kept
 
-    def _text(self, messages: list[dict], tools: list[dict] | None, generate: bool) -> tuple[str, list[Frames]]:
+    def _text(self, messages: list[dict], tools: list[dict] | None, generate: bool) -> tuple[str, list[Clip]]:
         """Return the chat template's text of the conversation, with one image pad per frame, and its clips."""
         clips = []
         chat = []  # the messages in transformers' form
@@ -203,7 +203,7 @@ class Renderer:
             role, content = message["role"], message["content"]
             parts = []
             for part in [content] if isinstance(content, str) else _joined(content):
-                if isinstance(part, Frames):
+                if isinstance(part, Clip):
                     clips.append(part)
                     for i, time in enumerate(part.times):  # None: a still image
                         stamp = "" if time is None else self.contract.stamp.format(time, i=i, clock=clock(time))
@@ -222,10 +222,10 @@ class Renderer:
         )
         return text, clips
 
-    def _expand(self, ids: list[int], mask: list[int], frames: list[Frames]) -> Rendered:
+    def _expand(self, ids: list[int], mask: list[int], clips: list[Clip]) -> Rendered:
         """Repeat the image pad of each frame, once per visual token."""
         sizes = []
-        for clip in frames:
+        for clip in clips:
             height, width = clip.pixels.shape[1:3]
             sizes += [self.contract.frame_tokens(width, height)] * len(clip.times)
         pads = [i for i, token in enumerate(ids) if token == self.image_pad]
@@ -233,14 +233,14 @@ class Renderer:
             raise ContractError(f"the chat template made {len(pads)} image pads for {len(sizes)} frames")
         repeat = np.ones(len(ids), int)
         repeat[pads] = sizes
-        return Rendered(np.repeat(ids, repeat).tolist(), np.repeat(mask, repeat).tolist(), frames)
+        return Rendered(np.repeat(ids, repeat).tolist(), np.repeat(mask, repeat).tolist(), clips)
 
 
 def _any_of(tokens: list[str]) -> re.Pattern:
     return re.compile("|".join(re.escape(token) for token in tokens))
 
 
-def _joined(parts: list[str | Frames]) -> list[str | Frames]:
+def _joined(parts: list[str | Clip]) -> list[str | Clip]:
     """Join adjacent texts from outside. Otherwise a control token could arrive in two pieces."""
     joined = []
     for part in parts:

@@ -40,7 +40,7 @@ from PIL import Image
 from runtime.cleanup import kill_group, memory_folder, start_group
 from runtime.engine import Engine, EngineError, Sample
 from runtime.render import Renderer
-from runtime.video import Frames
+from runtime.video import Clip
 from runtime.visual import ContractError, read_json
 from runtime.web import NoReply, request
 
@@ -120,9 +120,9 @@ class SGLang(Engine):
         """Wait for all servers that we start. Of `urls`, wait for any one: another process may still start the others."""
         self._wait_for_servers(all if self._servers[0].gpus else any)
 
-    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
+    def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
         images = []
-        for clip in frames:
+        for clip in clips:
             images += self._frames.sent(clip)
         prompt_key = hash((tuple(ids[:shared_prefix]), *images[:1])) if shared_prefix else None
         payload = {
@@ -147,7 +147,7 @@ class SGLang(Engine):
                 server.strikes = 0
                 return sample
             except _Failure as error:
-                problem = str(error)  # only its text: the traceback would keep this call and its frames in memory
+                problem = str(error)  # only its text: the traceback would keep this call and its clips in memory
                 if server.healthy:  # if not, another request has already reported it
                     self._strike(server, problem)
             finally:
@@ -387,7 +387,7 @@ class FrameFiles:
         self.sent_as: dict[int, list[str]] = {}  # by id(clip.pixels)
         self.lock = threading.Lock()
 
-    def sent(self, clip: Frames) -> list[str]:
+    def sent(self, clip: Clip) -> list[str]:
         """Return one string per frame for the request: a file URL or a base64 PNG."""
         key = id(clip.pixels)
         with self.lock:  # the rollouts of a group send the same clip at the same time

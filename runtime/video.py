@@ -67,7 +67,7 @@ class VideoInfo:
 
 
 @dataclass(frozen=True, eq=False)
-class Frames:
+class Clip:
     """The decoded frames of one clip."""
 
     pixels: np.ndarray  # [n, H, W, 3] uint8 RGB, read-only: the cache returns the same array to all callers
@@ -344,7 +344,7 @@ class Videos(AbstractContextManager):
         info.times.flags.writeable = False
         return info
 
-    def frames(self, path: str | Path, indices: Iterable[int], size: tuple[int, int]) -> Frames:
+    def frames(self, path: str | Path, indices: Iterable[int], size: tuple[int, int]) -> Clip:
         """Return the frames at these indices, in this order, scaled by the decoder to size = (width, height)."""
         indices = tuple(int(i) for i in indices)
         identity, info = self._identify(path), self.info(path)
@@ -353,16 +353,16 @@ class Videos(AbstractContextManager):
         rows = info._table[list(indices)].tolist()
         pixels = self._cached((identity, indices, size), lambda: self._ask(path, identity, "decode", rows, size))
         pixels.flags.writeable = False
-        return Frames(pixels, tuple(info.times[list(indices)].tolist()))
+        return Clip(pixels, tuple(info.times[list(indices)].tolist()))
 
-    def overview(self, path: str | Path, k: int, size_rule: SizeRule) -> Frames:
+    def overview(self, path: str | Path, k: int, size_rule: SizeRule) -> Clip:
         """Return k frames spread evenly over the video, or all of them if it has fewer."""
         info = self.info(path)
         return self.frames(path, uniform_indices(info.n_frames, k), size_rule(info.width, info.height))
 
     def window(
         self, path: str | Path, start: float, end: float, size_rule: SizeRule, fps: float, max_frames: int
-    ) -> Frames:
+    ) -> Clip:
         """Return frames of [start, end] seconds, see `window_indices`."""
         info = self.info(path)
         if start >= info.duration or end <= 0:
@@ -371,12 +371,12 @@ class Videos(AbstractContextManager):
         indices = window_indices(info.times, start, end, fps, max_frames)
         return self.frames(path, indices, size_rule(info.width, info.height))
 
-    def image(self, path: str | Path, size_rule: SizeRule) -> Frames:
+    def image(self, path: str | Path, size_rule: SizeRule) -> Clip:
         """Return an image as one frame. Its time is None."""
         identity = self._identify(path, "image")
         size = size_rule(*self._ask(path, identity, "measure"))
         pixels = self._ask(path, identity, "image", size)
-        return Frames(pixels[None], (None,))
+        return Clip(pixels[None], (None,))
 
     def close(self) -> None:
         with self._lock:

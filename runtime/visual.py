@@ -3,7 +3,7 @@
     contract = VisualContract()                    # frames of about 65,536 pixels, 64 tokens if square; stamped images
     contract.frame_size(1280, 720)                 # (352, 192): the size at which such a video's frames are decoded
     contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another contract
-    pixel_values, grid = patchify(frames)          # tensors: float32 [patches, 1536], int64 [frames, 3]
+    pixel_values, grid = patchify(clips)           # tensors: float32 [patches, 1536], int64 [frames, 3]
 
 Deliberately missing: the video channel (frame pairs), torchvision, the Hugging Face processor classes.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.video import Frames
+from runtime.video import Clip
 
 TEMPORAL_PATCH = 2  # a patch spans two frames; an image is repeated to fill it
 LARGEST_IMAGE = 16_777_216  # pixels; Qwen3-VL's published processor shrinks larger images
@@ -186,14 +186,14 @@ def _normalised(patch: int) -> np.ndarray:
     return (values - mean) / std
 
 
-def patchify(frames: Sequence[Frames], patch: int = 16, merge: int = 2, device="cpu"):
+def patchify(clips: Sequence[Clip], patch: int = 16, merge: int = 2, device="cpu"):
     """Return two tensors: pixel_values float32 [patches, 3 * 2 * patch * patch], on the device, and grid int64 [frames, 3] =
     (1, rows, columns), on the host.
 
     Patches of one token are adjacent (merge x merge blocks, row by row), as Qwen's vision tower expects them."""
     cut = [np.zeros((0, 3 * patch * patch), np.uint8)]
     grid = []
-    for clip in frames:
+    for clip in clips:
         n, height, width, _ = clip.pixels.shape
         rows, columns = height // patch, width // patch
         x = clip.pixels.reshape(n, rows // merge, merge, patch, columns // merge, merge, patch, 3)

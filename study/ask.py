@@ -37,7 +37,7 @@ from runtime.engine import Engine, EngineError, Sample
 from runtime.policy import PolicyConfig, load
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
-from runtime.video import Frames, VideoError, Videos
+from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS
 
@@ -182,8 +182,8 @@ def run_doctor(args: argparse.Namespace, context: AgentContext) -> int:
     # Pixels: the same tokens have other log-probs with black frames.
     changes = []
     for trajectory in episode.trajectories:
-        black = [Frames(np.zeros_like(clip.pixels), clip.times) for clip in trajectory.frames]
-        blind = replace(trajectory, prompt_frames=black, call_frames=[])
+        black = [Clip(np.zeros_like(clip.pixels), clip.times) for clip in trajectory.clips]
+        blind = replace(trajectory, prompt_clips=black, call_clips=[])
         seen, unseen = (trainer_logprobs(policy, [t], 1.0) for t in (trajectory, blind))
         changes.append((seen - unseen).abs().max().item())
     passed &= show(min(changes) > 1e-4, f"pixels: black frames change log-probs by {min(changes):.1e} or more")
@@ -207,9 +207,9 @@ class FirstTurn:
         self.version = engine.version
         self.announce = engine.announce
 
-    def generate(self, ids: list[int], frames: Sequence[Frames], **more) -> Sample:
+    def generate(self, ids: list[int], clips: Sequence[Clip], **more) -> Sample:
         if not self.first:
-            return self.engine.generate(ids, frames, **more)
+            return self.engine.generate(ids, clips, **more)
         first, self.first = self.first, []
         return Sample(first, [0.0] * len(first), "stop", self.version)
 

@@ -31,7 +31,7 @@ from runtime.engine import Engine, Sample
 from runtime.inprocess import InProcess
 from runtime.policy import PolicyConfig, load
 from runtime.render import Bundle, Renderer, load_tokenizer
-from runtime.video import Frames, Videos
+from runtime.video import Clip, Videos
 from runtime.visual import VisualContract, patchify
 from study import toy
 from tools import parse_calls
@@ -62,7 +62,7 @@ def draw_group(c: Qwen3VLConfig, frames: int, side: int, suffixes: Sequence[int]
     for _ in range(frames):
         prompt += [*rng.integers(20, 120, 5).tolist(), *image]  # ordinary tokens of every vocabulary
     said = [rng.integers(20, 120, length).tolist() for length in suffixes]
-    clip = Frames(rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8), (0.0,) * frames)
+    clip = Clip(rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8), (0.0,) * frames)
     return Bundle(prompt, said, [[1] * len(ids) for ids in said], [clip])
 
 
@@ -94,7 +94,7 @@ class SlowReports(Engine):
     version = 0
     report: list[int]
 
-    def generate(self, ids, frames, **rest) -> Sample:
+    def generate(self, ids, clips, **rest) -> Sample:
         time.sleep(0.25)
         return Sample(self.report, [-1.0] * len(self.report), "stop", 0)
 
@@ -132,7 +132,7 @@ def engine(prompts: int = 8, samples: int = 8, tokens: int = 32) -> list[str]:
         rows = [group.prompt + begun for group in groups for begun in group.suffixes]
         longest = max(map(len, rows))
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])  # [B, P]
-        pixels, grid = patchify([clip for group in groups for clip in group.frames * samples])
+        pixels, grid = patchify([clip for group in groups for clip in group.clips * samples])
         types = (ids == plain.config.image_token_id).int()
         images = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
         rules = {"max_new_tokens": tokens, "do_sample": False, "bad_words_ids": [[t] for t in renderer.never_sampled]}
@@ -142,7 +142,7 @@ def engine(prompts: int = 8, samples: int = 8, tokens: int = 32) -> list[str]:
         jobs = []
         for group in groups:
             shared = {"shared_prefix": len(group.prompt), "max_new_tokens": tokens, "temperature": 0.0, "seed": 0}
-            jobs += [partial(ours.generate, group.prompt + begun, group.frames, **shared) for begun in group.suffixes]
+            jobs += [partial(ours.generate, group.prompt + begun, group.clips, **shared) for begun in group.suffixes]
         sampled = [None] * len(jobs)
         run_all(ours, jobs, len(jobs), sampled.__setitem__)
         return [sample.ids for sample in sampled]

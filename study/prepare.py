@@ -28,7 +28,7 @@ from runtime.dataset import DataConfig, RowError, Rows, row_errors
 from runtime.dialogue import Dialogue, Media, parse_dialogue
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
-from runtime.video import Frames, Videos
+from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
 from tools import TOOLS, parse_calls
 
@@ -36,9 +36,9 @@ from tools import TOOLS, parse_calls
 class Undecoded(Videos):
     """Frames of the right number, size and times, which nobody decoded: all that token counts depend on."""
 
-    def frames(self, path: str, indices: Sequence[int], size: tuple[int, int]) -> Frames:
+    def frames(self, path: str, indices: Sequence[int], size: tuple[int, int]) -> Clip:
         times = self.info(path).times[list(indices)].tolist()
-        return Frames(np.broadcast_to(np.uint8(0), (len(times), size[1], size[0], 3)), tuple(times))
+        return Clip(np.broadcast_to(np.uint8(0), (len(times), size[1], size[0], 3)), tuple(times))
 
 
 @dataclass

@@ -213,7 +213,7 @@ def view_episode(episode: Episode, run: RunData) -> dict:
         # A_t = advantage + anchor_advantage * [t is structural]. The page adds them up.
         "anchor_advantage": lam * episode.anchor_advantage,
         "subagents_learn": run.config.get("rollout", {}).get("subagents", {}).get("train", False),
-        "overview": [len(clip) for clip in episode.main.prompt_frames],
+        "overview": [len(clip) for clip in episode.main.prompt_clips],
         "main": view_agent(episode.main, run, structural_mask(episode.main, run.renderer)),
         "calls": [view_call(call, episode.task, run) for call in episode.calls],
     }
@@ -255,7 +255,7 @@ def view_agent(trajectory: Trajectory, run: RunData, structural: Sequence[bool] 
         end = spans[i + 1][0] if i + 1 < len(spans) else len(text)
         view["ids"].append(token)
         view["texts"].append(text[spans[i][0] : end])
-    for clip in trajectory.frames:
+    for clip in trajectory.clips:
         for time, pixels in zip(clip.times, clip.pixels):
             view["images"].append([time, picture(pixels, run)])
     return view | {"finish": trajectory.finish}

@@ -28,7 +28,7 @@ from rl import RLConfig
 from rollout import dump, episode_of
 from runtime import config
 from runtime.packing import pack_bundles
-from runtime.video import Frames
+from runtime.video import Clip
 from study.lab import Characters
 
 REPO = Path(__file__).resolve().parent.parent
@@ -62,7 +62,7 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
     assign_advantages([group], cfg.grpo, cfg.reward.anchor)
     (example,), n_tokens = make_examples([group], renderer, cfg.grpo, cfg.reward.anchor)
     side = cfg.visual.cell  # a frame is one token
-    example.bundle.frames = [Frames(np.zeros((group.k, side, side, 3), np.uint8), ())]
+    example.bundle.clips = [Clip(np.zeros((group.k, side, side, 3), np.uint8), ())]
     packed = pack_bundles([example.bundle], renderer.image_pad, side)
 
     # the prompt, and the episodes that the page shows

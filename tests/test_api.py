@@ -71,7 +71,7 @@ def test_the_messages_are_what_the_prompt_spells_turn_by_turn(endpoint, ask, tmp
     assert first["messages"] == second["messages"][:1]
     # Each image is the frame whose time stands before it.
     images = [part["image_url"]["url"] for part in first["messages"][0]["content"] if part["type"] == "image_url"]
-    for image, pixels in zip(images, episode.main.frames[0].pixels, strict=True):
+    for image, pixels in zip(images, episode.main.clips[0].pixels, strict=True):
         head, _, encoded = image.partition(",")
         seen = np.asarray(Image.open(io.BytesIO(base64.b64decode(encoded))))
         assert head == "data:image/jpeg;base64" and np.abs(seen.astype(int) - pixels).mean() < 8  # of noise: 85 apart

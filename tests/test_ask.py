@@ -14,7 +14,7 @@ from rollout import RolloutConfig, load_episodes
 from runtime import checks, inprocess
 from runtime.engine import EngineError, Sample
 from runtime.packing import rope_positions
-from runtime.video import Frames
+from runtime.video import Clip
 from runtime.visual import VisualContract
 from study import ask
 
@@ -56,7 +56,7 @@ def test_ask_shows_thoughts_windows_and_reports_and_keeps_a_trace(toy_dir, video
     monkeypatch.chdir(tmp_path)
     [episode] = load_episodes("t.json", videos, VisualContract.load(toy_dir / "model"))
     assert [call.window for call in episode.calls] == [(0, 16), (16, 32), None]
-    assert len(episode.main.frames[0]) == 4 and Path(episode.task.videos[0]).is_absolute()
+    assert len(episode.main.clips[0]) == 4 and Path(episode.task.videos[0]).is_absolute()
 
 
 def test_a_bug_of_ours_is_not_one_line(command, monkeypatch):
@@ -88,7 +88,7 @@ def test_the_doctor_finds_a_healthy_model_healthy(command):
 
 
 def blind(self, ids, frames, plain=inprocess.InProcess.generate, **more):
-    return plain(self, ids, [Frames(np.zeros_like(clip.pixels), clip.times) for clip in frames], **more)
+    return plain(self, ids, [Clip(np.zeros_like(clip.pixels), clip.times) for clip in frames], **more)
 
 
 def hot(self, ids, frames, plain=inprocess.InProcess.generate, **more):

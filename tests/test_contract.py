@@ -215,7 +215,7 @@ def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schema
     delta = renderer.continuation([message["content"] for message in messages[2:]])
     assert renderer.compact(whole.ids) == theirs
     assert whole.ids == prompt.ids + renderer.encode("<think>" + said) + [renderer.end_of_turn] + delta.ids
-    assert len(delta.frames) == 1 and sum(prompt.mask + delta.mask) == 0
+    assert len(delta.clips) == 1 and sum(prompt.mask + delta.mask) == 0
     assert whole.ids.count(renderer.image_pad) == 2 * 4 + 1 * 6
     # SFT trains on the assistant's text and its end-of-turn tokens.
     row = renderer.render([*messages, {"role": "assistant", "content": "I see."}], schemas)

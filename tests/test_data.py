@@ -142,7 +142,7 @@ def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_render
             assert mask[start : start + forced] == [1] * forced
             mask[start : start + forced] = [0] * forced
         assert mask[: len(main.ids)] == main.mask
-        assert np.array_equal(bundle.frames[0].pixels, main.frames[0].pixels)
+        assert np.array_equal(bundle.clips[0].pixels, main.clips[0].pixels)
 
 
 def test_a_turn_without_think_keeps_its_words_and_an_empty_report_says_so(video):
@@ -161,11 +161,11 @@ def test_a_sub_agents_row_is_what_a_rollout_asks_in_its_tools_words(video, encod
     context = AgentContext(engine, toy_renderer, videos, RolloutConfig())
     for words in ({}, {"request": "Which text is here?", "system": "You read text."}):
         bundle = encode(row, agent="sub", **words)
-        agent, said = ask_subagent(context, ClipForSubagent(bundle.frames[0], (4, 12), **words), 0)
+        agent, said = ask_subagent(context, ClipForSubagent(bundle.clips[0], (4, 12), **words), 0)
         assert said == "No flash." and agent.ids == bundle.suffixes[0][: len(agent.ids)]
         text = toy_renderer.decode(agent.ids)
         assert all(word in text for word in words.values()) and ("What happens here?<" in text) != bool(words)
-        assert len(bundle.frames[0]) == 8 and all(4 <= t <= 12 for t in bundle.frames[0].times)
+        assert len(bundle.clips[0]) == 8 and all(4 <= t <= 12 for t in bundle.clips[0].times)
     asked = encode([user(video, "Which?", video_start=4, video_end=12), row[1]], agent="sub")
     assert "What happens here?\nQuestion: Which?<" in toy_renderer.decode(asked.suffixes[0])
 
@@ -195,7 +195,7 @@ def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, toy_renderer):
     assert bundle.suffixes[0].count(toy_renderer.image_pad) == 2 * 1
     assert "seconds>" not in toy_renderer.decode(bundle.suffixes[0])
     text_only = encode([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
-    assert text_only.frames == [] and sum(text_only.masks[0]) >= 2
+    assert text_only.clips == [] and sum(text_only.masks[0]) >= 2
 
 
 def test_the_placeholder_of_a_video_is_part_of_no_question(video):

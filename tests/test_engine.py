@@ -68,9 +68,9 @@ def at_once(engine, requests_: list[dict]) -> list[Sample]:
         return list(pool.map(ask, requests_))
 
 
-def request(ids, frames, seed=1, temperature=1.0, max_new_tokens=24, **more) -> dict:
+def request(ids, clips, seed=1, temperature=1.0, max_new_tokens=24, **more) -> dict:
     more = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **more}
-    return {"ids": ids, "frames": frames, **more}
+    return {"ids": ids, "clips": clips, **more}
 
 
 def assert_close_frees_who_waits(engine, row: dict) -> None:
@@ -92,7 +92,7 @@ def check_logprobs(model, renderer, row: dict, sample: Sample, tolerance: float 
     """Compare a sample's log-probs with one plain forward over the whole sequence."""
     ids, temperature = row["ids"] + sample.ids, row["temperature"]
     with torch.no_grad():
-        expected = tiny.plain_logprobs(model, renderer.never_sampled, ids, row["frames"], temperature)
+        expected = tiny.plain_logprobs(model, renderer.never_sampled, ids, row["clips"], temperature)
     expected = expected[len(row["ids"]) - 1 :]
     assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=tolerance, rtol=0)
 
@@ -125,7 +125,7 @@ def test_a_shared_prompt_changes_nothing(engine, model, renderer, prompts):
         check_logprobs(model, renderer, row, sample)
     # Frames can also come after the shared prompt.
     delta = renderer.continuation([[noise(2, seed=9), "seen"]])
-    row = request(ids + [renderer.end_of_turn] + delta.ids, [*clips, *delta.frames], shared_prefix=len(ids))
+    row = request(ids + [renderer.end_of_turn] + delta.ids, [*clips, *delta.clips], shared_prefix=len(ids))
     check_logprobs(model, renderer, row, engine.generate(**row))
 
 
@@ -255,7 +255,7 @@ def test_a_gpus_kernels_sample_what_a_cpus_sdpa_samples(engine, checkpoint, rend
         rows.append(request(ids + tail, clips, seed=i, shared_prefix=len(ids)))
         delta = renderer.continuation([[noise(2, seed=9), "seen"]])
         later = ids + tail + [renderer.end_of_turn] + delta.ids
-        rows.append(request(later, [*clips, *delta.frames], seed=i, shared_prefix=len(ids)))
+        rows.append(request(later, [*clips, *delta.clips], seed=i, shared_prefix=len(ids)))
     assert engine.kernel == "sdpa"
     expected = at_once(engine, rows)
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=tiny.flash_attn_2))

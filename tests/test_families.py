@@ -260,7 +260,7 @@ def prompts(renderer) -> list[tuple[list[int], list]]:
         made.append((ids, clips))
     ids, clips = made[2]
     delta = renderer.continuation([[noise(2, seed=7, width=84, height=84), "seen"], "nothing"])
-    made.append((ids + renderer.encode("a cat") + [renderer.end_of_turn] + delta.ids, [*clips, *delta.frames]))
+    made.append((ids + renderer.encode("a cat") + [renderer.end_of_turn] + delta.ids, [*clips, *delta.clips]))
     return made
 
 

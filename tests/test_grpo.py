@@ -20,7 +20,7 @@ from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
 from runtime.policy import OptimConfig, PolicyConfig, TokenScores, load, make_optimizer, optimizer_step
 from runtime.render import END_OF_TURN, Bundle
-from runtime.video import Frames
+from runtime.video import Clip
 from study.lab import episode_of_turns
 
 TIDY = f"<think>\nA clip shows it.\n</think>\n<answer>red</answer>{END_OF_TURN}"
@@ -167,14 +167,14 @@ def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     assert len(example.bundle.suffixes) == 2
 
 
-def said(suffix: int, *clips: Frames) -> Episode:
-    main = Trajectory([5, 6, suffix], [0, 0, 1], prompt_frames=[*clips], prompt_length=2)
+def said(suffix: int, *clips: Clip) -> Episode:
+    main = Trajectory([5, 6, suffix], [0, 0, 1], prompt_clips=[*clips], prompt_length=2)
     return Episode(Task("t", "Which?", (), "oe", "red"), 64, main)
 
 
 def test_an_example_has_the_frames_of_its_episodes_and_fits_into_the_token_budget():
     """Past bug: stamps are rounded to 0.1 s, so two almost equal windows had equal prompts and shared one's frames."""
-    dark, light = (Frames(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,)) for shade in (0, 255))
+    dark, light = (Clip(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,)) for shade in (0, 255))
     first, other, second, third = said(7, dark), said(8, light), said(9, dark), said(9, dark)
     assert share_prompts([first, other, second, third], 4) == [[first, second], [other], [third]]
 
@@ -249,7 +249,7 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
 
     episodes = [e for g in groups for e in g.episodes]
     for episode in episodes:
-        episode.main.prompt_frames = [frames]
+        episode.main.prompt_clips = [frames]
         with torch.no_grad():  # the engine is exact, so w = 1
             episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
     examples, total_tokens = make_examples(groups, toy_renderer, cfg)

@@ -108,16 +108,16 @@ def a_zoom_shows_the_quarter_around_its_point() -> None:
     from tiny_checkpoint import CONTRACT, MemoryVideos
 
     from data import Call, Task
-    from runtime.video import Frames
+    from runtime.video import Clip
     from tools import ToolError, run_tool
 
     class Gradient(MemoryVideos):
         def frames(self, path, indices, size):
             x, y = np.meshgrid(np.linspace(0, 255, size[0]), np.linspace(0, 255, size[1]))
             image = np.stack([x, y, np.zeros_like(x)], -1).round().astype(np.uint8)
-            return Frames(np.stack([image] * len(indices)), tuple(self.times[list(indices)].tolist()))
+            return Clip(np.stack([image] * len(indices)), tuple(self.times[list(indices)].tolist()))
 
-    def zoom(**arguments) -> Frames:
+    def zoom(**arguments) -> Clip:
         call, task = Call(0, "zoom_frame", arguments), Task("t", "", ("v.mp4",), "oe", "")
         return run_tool(call, task, ("zoom_frame",), Gradient(size=(640, 480)), CONTRACT).frames
 
@@ -144,7 +144,7 @@ def test_a_tool_is_a_function_and_an_entry_in_forty_lines(fork):
     assert '"zoom_frame"' in episode["main"]["text"] and not episode["error"]
     # Past bug: the model was untrained and called nothing, so the command showed no zoom.
     [call] = episode["calls"]
-    assert (call["name"], call["error"], len(call["subagent"]["prompt_frames"][0])) == ("zoom_frame", "", 1)
+    assert (call["name"], call["error"], len(call["subagent"]["prompt_clips"][0])) == ("zoom_frame", "", 1)
     assert "zoom_frame" in (fork.root / "report.html").read_text("utf-8")
     assert "1 passed" in fork.shell(1)
 

@@ -21,7 +21,7 @@ import rollout
 from rollout import RolloutConfig
 from runtime.cleanup import memory_folder
 from runtime.servers import SGLang
-from runtime.video import Frames
+from runtime.video import Clip
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def connect(port, renderer):
 def show(port, renderer):
     """show(client, clip) -> the frames as the server gets them."""
 
-    def ask(client: SGLang, clip: Frames) -> list[str]:
+    def ask(client: SGLang, clip: Clip) -> list[str]:
         ids = renderer.render([{"role": "user", "content": [clip, "What?"]}], generate=True).ids
         client.generate(ids, [clip], max_new_tokens=2, temperature=1.0, seed=0)
         return requests.get(f"http://127.0.0.1:{port}/model_info").json()["shown"]
@@ -73,7 +73,7 @@ def test_servers_get_the_very_pixels_once_per_clip(connect, show, host, here):
     """An address other than 127.0.0.1 counts as another machine."""
     (client, folder), clip = connect(host), noise(3, width=512, height=512)
     with ThreadPoolExecutor(8) as rollouts:  # a group's rollouts start together
-        first, *others = rollouts.map(lambda _: show(client, Frames(clip.pixels, clip.times)), range(8))
+        first, *others = rollouts.map(lambda _: show(client, Clip(clip.pixels, clip.times)), range(8))
     assert others == [first] * 7 and [sent.startswith(f"file://{folder}/") for sent in first] == [here] * 3
     assert not here or len(list(folder.iterdir())) == 3
     assert all((pixels_of(sent) == pixels).all() for sent, pixels in zip(first, clip.pixels, strict=True))

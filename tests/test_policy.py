@@ -138,8 +138,8 @@ def test_bundles_that_contradict_themselves_are_refused(shared):
     pad = good.suffixes[0].index(tiny.IMAGE_PAD)
     on_pad = [int(i == pad) for i in range(len(good.suffixes[0]))]
     for bundles, message in [
-        (variant(frames=good.frames[:1]), "frames"),
-        (variant(frames=[*good.frames, good.frames[0]]), "1 more frames than images"),
+        (variant(clips=good.clips[:1]), "frames"),
+        (variant(clips=[*good.clips, good.clips[0]]), "1 more frames than images"),
         (variant(suffixes=[good.suffixes[0][: pad + 1]], masks=[[0] * (pad + 1)]), "inside an image"),
         (variant(masks=[on_pad]), f"{tiny.IMAGE_PAD}.*never sampled"),
         ([Bundle([], [[4, 5]], [[1, 1]], [])], "without a prompt"),

@@ -122,7 +122,7 @@ def test_protocols_of_one_turn_ask_once_and_grade_the_tags(ask, protocol):
 def test_the_overview_has_the_protocols_rate_and_at_most_k_frames(ask):
     def times(protocol, k):
         outcome, _ = ask(protocol, ["" + END], k=k)
-        return outcome.episode.main.frames[0].times
+        return outcome.episode.main.clips[0].times
 
     assert times("rewatch_r1", 192) == tuple(i / 2 for i in range(120))  # 2 fps: all of them
     assert times("video_zoomer", 64) == times("video_zoomer", 30) == tuple(range(0, 60, 2))  # 0.5 fps
@@ -135,7 +135,7 @@ def test_the_overview_has_the_protocols_rate_and_at_most_k_frames(ask):
 def test_the_prompt_holds_the_cues_of_the_shown_frames_and_no_others(ask, protocol, k):
     cues = tuple(Cue(t, t + 0.3, f"cue{t}.") for t in range(0, 60, 3))  # some frames have one, some have none
     outcome, model = ask(protocol, ["x" + END], k=k, item=Item(TASK, cues), words={})
-    times = [t for clip in outcome.episode.main.frames for t in clip.times]
+    times = [t for clip in outcome.episode.main.clips for t in clip.times]
     expected = [cue.text for cue in cues if any(cue.start <= t <= cue.end for t in times)]
     assert re.findall(r"cue\d+\.", model.read[0]) == expected
     assert expected and (len(expected) < len(cues) or protocol == "rewatch_r1")  # rewatch_r1 sees every frame
@@ -405,7 +405,7 @@ def test_its_own_sage_is_asked_as_its_docstring_says(renderer):
     )
     assert {(r.max_new_tokens, r.temperature) for r in model.asked} == {(32768, 0)} and len(model.asked) == 1 + 1 + 10
     assert model.read[0].count("#") == 128 and "00:00:00#00:00:01#" in model.read[0]  # of 200 at 1 per second
-    overview = model.asked[0].frames[0].pixels.shape[1:3]
+    overview = model.asked[0].clips[0].pixels.shape[1:3]
     assert cfg.visual.frame_tokens(*overview) == 48 and cfg.visual.stamp == "{clock}"
 
 
@@ -413,7 +413,7 @@ def test_sage_is_sampled_warmer_again_and_reads_the_last_ten_results(ask, monkey
     outcome, model = ask("sage", ["no" + END, "{" * 9999 + "}" + END, plan("B")])
     assert outcome.answer == "B"
     assert [request.temperature for request in model.asked] == [0.0, 0.7, 0.7] and len(set(model.read)) == 1
-    assert len(outcome.episode.main.turns) == 3 and len(outcome.episode.main.frames) == 3
+    assert len(outcome.episode.main.turns) == 3 and len(outcome.episode.main.clips) == 3
     monkeypatch.setattr(protocols, "SAGE_STEPS", 12)
     _, model = ask("sage", [plan(tool=PARTS), *[plan(tool=PARTS, verdict=False)] * 20])
     assert "_#1 output" not in model.read[11] and "_#11 output" in model.read[11]
@@ -438,7 +438,7 @@ def test_sages_media_are_handles_that_stand_for_frames_of_the_video(ask):
     # 1 fps of 2 ... 4 s are 2 of 5 frames: 2.5 and 3.5.
     assert model.read[3] == user("00:00:02#00:00:03#00:00:31#|who?") and json.loads(seen.text) == {"answer": "she"}
     assert unknown.error == "bad_arguments" and "clip_2.00s_4.00s.mp4" in unknown.text
-    assert whole.subagent.frames[0].times == (0.0, 20.0, 39.5, 59.5) and outcome.answer == "B"
+    assert whole.subagent.clips[0].times == (0.0, 20.0, 39.5, 59.5) and outcome.answer == "B"
 
 
 def test_what_a_tool_of_sage_cannot_do_is_its_result(ask):
@@ -492,7 +492,7 @@ def test_what_a_tool_shows_has_the_area_of_crops_in_the_shape_of_the_video(rende
         cfg = RolloutConfig(temperature=0.0, max_context=100_000)
         context = AgentContext(Model(renderer, *said), renderer, MemoryVideos(size=(128, 64)), cfg)
         episode, _ = run_protocol(context, Item(TASK), 4, 7, Prompting(protocol))
-        shown = [clip for agent in episode.trajectories for clip in agent.frames]
+        shown = [clip for agent in episode.trajectories for clip in agent.clips]
         assert [clip.pixels.shape[1:3] for clip in shown] == [(64, 96), (32, 64)] and not episode.error
 
 
@@ -545,7 +545,7 @@ def test_a_question_can_hold_no_tags_but_our_words_can(ask, renderer):
         outcome, model = ask(protocol, ["x" + END] * 9, evil, words={})
         prompt = outcome.episode.main.ids[: outcome.episode.main.prompt_length]
         ours = words.get("system", "") + words["user"]
-        pictures = sum(map(len, outcome.episode.main.frames[:1])) * 4  # tokens of a frame
+        pictures = sum(map(len, outcome.episode.main.clips[:1])) * 4  # tokens of a frame
         assert prompt.count(live["<|image_pad|>"]) == pictures
         assert prompt.count(live["</think>"]) == ours.count("</think>")
         assert prompt.count(live[END]) == 1 + ("system" in words or protocol == "longvt")

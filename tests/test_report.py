@@ -282,11 +282,11 @@ def test_a_file_of_episodes_shows_each_frame_of_the_video_once(tmp_path, toy_dir
     pictures = {}
     run = read_run(tmp_path / "trace.jsonl", "trace", pictures, 200, toy_dir / "model")
     assert run.notes == [] and run.steps[0][0]["durations"] == [videos.info(path).duration]
-    clips = [clip for agent in played[0].trajectories for clip in agent.frames]
+    clips = [clip for agent in played[0].trajectories for clip in agent.clips]
     assert len(pictures) == len({pixels.tobytes() for clip in clips for pixels in clip.pixels})
     time, place = run.steps[0][0]["episodes"][2]["calls"][0]["subagent"]["images"][3]
     shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(list(pictures)[place].partition(",")[2]))), int)
-    seen = played[0].calls[0].subagent.frames[0]
+    seen = played[0].calls[0].subagent.clips[0]
     assert time == seen.times[3] and np.abs(shown - seen.pixels[3]).mean() < 12  # JPEG loses some of the noise
     report.write_page(tmp_path / "page.html", [run])
     assert content(tmp_path / "page.html")["sections"] == []  # the viewer alone

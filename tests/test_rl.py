@@ -293,7 +293,7 @@ def test_k_reaches_the_sampler_as_frames_and_pads_of_every_prompt(draw):
         assert {group.k for group in groups} == choices
         first = [request for request in engine.asked if "<tool_response>" not in request.prompt]
         for group in groups:
-            shown = [sum(map(len, request.frames)) for request in first if group.task.question in request.prompt]
+            shown = [sum(map(len, request.clips)) for request in first if group.task.question in request.prompt]
             assert len(shown) >= 4 and group.k in shown
             assert all(episode.main.ids.count(engine.renderer.image_pad) == group.k for episode in group.episodes)
 
@@ -514,7 +514,7 @@ def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_
     last, greedy = lines[-1], [request for request in scripted[0].asked if request.temperature == 0]
     opened = [r for r in greedy if not is_subagent(r.prompt) and "<tool_response>" not in r.prompt]
     assert len(opened) == 2 * 2 * 2 * 3  # twice, both arms, both K, three tasks
-    assert sorted(sum(map(len, request.frames)) for request in opened) == [4] * 12 + [16] * 12
+    assert sorted(sum(map(len, request.clips)) for request in opened) == [4] * 12 + [16] * 12
     assert sum("<tools>" in request.prompt for request in opened) == 12
     held_out = Dataset(config.load(RLConfig, tmp_path / "c.yaml").val, parse_task).batch(0, 3)
     assert all(any(draw.item.question in request.prompt for draw in held_out) for request in opened)
@@ -668,7 +668,7 @@ def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_di
     """Packed groups have the log-probs of each episode alone."""
     groups, engine = draw(0, rollout={"tool_return": "frames", "max_new_tokens": 64})
     episodes = [episode for group in groups for episode in group.episodes]
-    assert {len(episode.main.frames) for episode in episodes} == {1, 2}  # some called
+    assert {len(episode.main.clips) for episode in episodes} == {1, 2}  # some called
     assert all(not episode.subagents and not episode.error for episode in episodes)
     cfg = RLConfig(run="run", policy=PolicyConfig(str(toy_dir / "model")), data=None)
     give_rewards(groups, engine.renderer, cfg.reward)
@@ -696,7 +696,7 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
     with pytest.raises(EngineError, match="trainer and engine disagree"):
         self_check(policy, groups, 1.0, 0.5)
     for report in reports:
-        report.prompt_frames = [replace(clip, pixels=255 - clip.pixels) for clip in report.prompt_frames]
+        report.prompt_clips = [replace(clip, pixels=255 - clip.pixels) for clip in report.prompt_clips]
     with pytest.raises(EngineError, match="trainer and engine disagree"):
         self_check(policy, groups, 1.0, 0.0)
 

@@ -130,7 +130,7 @@ def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(render
     # Rollouts of a group share their prompt and one copy of its frames.
     one, other = (episode.main for episode in episodes[:2])
     assert one.ids[: one.prompt_length] == other.ids[: other.prompt_length]
-    assert one.frames[0].pixels is other.frames[0].pixels
+    assert one.clips[0].pixels is other.clips[0].pixels
     assert len(engine.asked) == 2 * 4 * 7 == len({request.seed for request in engine.asked})
     settings = {(is_subagent(request.prompt), request.temperature, request.max_new_tokens) for request in engine.asked}
     assert settings == {(False, 0.7, 500), (True, 0.3, 9)}
@@ -249,7 +249,7 @@ def test_frames_can_be_returned_instead_of_a_report(renderer):
     [episode] = play(renderer, turns("x</think>" + call() + call(9, 5) + END, "y</think>" + END), tool_return="frames")
     check_trajectory(episode.main, renderer)
     shown, error = reports(user_turns(episode, renderer)[1])
-    assert shown.count("seconds>") == CONTRACT.crop_max_frames == len(episode.main.frames[1])
+    assert shown.count("seconds>") == CONTRACT.crop_max_frames == len(episode.main.clips[1])
     assert "must be less" in error and not episode.subagents
 
 
@@ -448,13 +448,13 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
         dump(episode, file, renderer)
         dump(episode, file, renderer)
     text = json.loads(path.read_text().splitlines()[0])["main"]["text"]  # the readable text
-    assert "y</think>" in text and text.count(IMAGE_PAD) == sum(map(len, episode.main.frames))
+    assert "y</think>" in text and text.count(IMAGE_PAD) == sum(map(len, episode.main.clips))
     again = tmp_path / "again.jsonl"
     with open(again, "w") as file:
         for loaded in load_episodes(path, MemoryVideos(), CONTRACT):
             dump(loaded, file, renderer)
             for ours, theirs in zip(episode.trajectories, loaded.trajectories, strict=True):
-                assert all((a.pixels == b.pixels).all() for a, b in zip(ours.frames, theirs.frames, strict=True))
+                assert all((a.pixels == b.pixels).all() for a, b in zip(ours.clips, theirs.clips, strict=True))
     assert again.read_text() == path.read_text()
     assert load_episodes(path)[0].main.ids == episode.main.ids  # without videos, for reading
     with pytest.raises(ContractError, match="frame times differ"):
@@ -476,8 +476,8 @@ def test_episodes_that_failed_come_back_with_the_frames_that_they_saw(renderer, 
             dump(episode, file, renderer)
     first, second = load_episodes(tmp_path / "episodes.jsonl", MemoryVideos(), CONTRACT)
     assert (first.error, second.error) == tuple(e.error for e in episodes) and "no server" in first.error
-    assert (first.main.frames[0].pixels == episodes[0].main.frames[0].pixels).all() and second.main.frames == []
-    assert first.n_executed == 1 and len(first.subagents[0].frames) == 1
+    assert (first.main.clips[0].pixels == episodes[0].main.clips[0].pixels).all() and second.main.clips == []
+    assert first.n_executed == 1 and len(first.subagents[0].clips) == 1
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,7 @@ def test_episodes_that_failed_come_back_with_the_frames_that_they_saw(renderer, 
     [
         (('"rewards"', '"scores"'), r"Episode has other fields \(rewards, scores\)"),
         (('"subagent"', '"agent"'), r"Call has other fields \(agent, subagent\)"),
-        (('"prompt_frames"', '"frames"'), r"Trajectory has other fields \(frames, prompt_frames\)"),
+        (('"prompt_clips"', '"frames"'), r"Trajectory has other fields \(frames, prompt_clips\)"),
     ],
 )
 def test_an_episode_of_an_older_version_is_refused_in_a_sentence(renderer, tmp_path, theirs, names):

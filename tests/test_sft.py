@@ -92,7 +92,7 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
     total, weighted, per_kind = 0.0, 0.0, {kind: [] for kind in KINDS}
     for micro in batch:
         for bundle in micro.bundles:
-            logprobs = tiny.plain_logprobs(plain, toy_renderer.never_sampled, bundle.suffixes[0], bundle.frames)
+            logprobs = tiny.plain_logprobs(plain, toy_renderer.never_sampled, bundle.suffixes[0], bundle.clips)
             nll = -logprobs[torch.tensor(bundle.masks[0]).bool()[1:]]
             kinds = target_kinds(bundle, toy_renderer)
             w = torch.tensor([bundle.weight * cfg.kind_weights.get(kind, 1.0) for kind in kinds])

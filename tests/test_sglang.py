@@ -76,7 +76,7 @@ def prompts(renderer):
     ids, clips = made[2]
     spelled = [token for letter in "a cat" for token in renderer.encode(letter)]
     delta = renderer.continuation([[noise(2, seed=7), "seen"], "nothing"])
-    made.append((ids + spelled + [renderer.end_of_turn] + delta.ids, [*clips, *delta.frames]))
+    made.append((ids + spelled + [renderer.end_of_turn] + delta.ids, [*clips, *delta.clips]))
     return made
 
 
@@ -177,7 +177,7 @@ def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, oth
     assert client.restarts == 1 and not any(e.error for e in episodes)
     for episode in episodes:
         main = episode.main
-        expected = tiny.plain_logprobs(there, renderer.never_sampled, main.ids, main.frames)
+        expected = tiny.plain_logprobs(there, renderer.never_sampled, main.ids, main.clips)
         sampled = torch.tensor(main.mask[1:], dtype=torch.bool)
         assert torch.allclose(torch.tensor(main.logprobs[1:])[sampled], expected[sampled], atol=1e-4, rtol=0)
         assert {v for v, m in zip(main.versions, main.mask) if m} == {6}

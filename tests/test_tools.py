@@ -19,7 +19,7 @@ from tiny_checkpoint import CONTRACT, END, MemoryVideos, play, turns
 import tools
 from data import Call, Task
 from rollout import dump
-from runtime.video import Frames
+from runtime.video import Clip
 from tools import (
     TOOLS,
     ClipForSubagent,
@@ -219,15 +219,15 @@ TWO = np.zeros((2, 64, 96, 3), np.uint8)  # frames
 
 
 def clip_of(pixels=TWO, times=(1.0, 2.0), window=(1, 2), **more) -> ClipForSubagent:
-    return ClipForSubagent(Frames(pixels, times), window, **more)
+    return ClipForSubagent(Clip(pixels, times), window, **more)
 
 
 RETURNS = {
     "nothing": (None, "it returned NoneType: return a str, or wrap"),
     "a dict": ({"frames": []}, "it returned dict: return a str"),
     "frames": (
-        Frames(TWO, (1.0, 2.0)),
-        r"it returned Frames: return a str, or wrap frames in ClipForSubagent\(frames, window\)",
+        Clip(TWO, (1.0, 2.0)),
+        r"it returned Clip: return a str, or wrap frames in ClipForSubagent\(frames, window\)",
     ),
     "no request": (clip_of(request=None), "it returned ClipForSubagent: .*, whose texts are str"),
     "a list": (clip_of(pixels=[[1]]), "has no attribute 'dtype'"),
@@ -346,7 +346,7 @@ def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatc
         assert (call.error, call.window) == ("", (1.0, 2.0))
         dump(episode, io.StringIO(), renderer)
         shown = [
-            clip for agent in episode.trajectories for clip in agent.frames if clip.pixels is returned.frames.pixels
+            clip for agent in episode.trajectories for clip in agent.clips if clip.pixels is returned.frames.pixels
         ]
         assert len(shown) == 1 and shown[0].times == (1.0, 2.0)
 

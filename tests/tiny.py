@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from runtime.distributed import init_distributed, rank, world_size
 from runtime.policy import Policy, PolicyConfig, load
 from runtime.render import Bundle
-from runtime.video import Frames
+from runtime.video import Clip
 from runtime.visual import patchify
 from study import toy
 
@@ -78,7 +78,7 @@ class Piece:
     """A prompt or a suffix with the frames among its tokens."""
 
     ids: list[int]
-    clips: list[Frames]
+    clips: list[Clip]
 
 
 def piece(rng: np.random.Generator, length: int, images: int, cell: int = 32) -> Piece:
@@ -87,7 +87,7 @@ def piece(rng: np.random.Generator, length: int, images: int, cell: int = 32) ->
     for at in sorted(rng.integers(0, length + 1, images).tolist(), reverse=True):
         rows, columns = rng.integers(2, 4, 2).tolist()  # at least two tokens a side: with one, M-RoPE is degenerate
         pixels = rng.integers(0, 256, (1, cell * rows, cell * columns, 3), dtype=np.uint8)
-        clips.insert(0, Frames(pixels, (0.0,)))
+        clips.insert(0, Clip(pixels, (0.0,)))
         ids[at:at] = [VISION_START, *[IMAGE_PAD] * (rows * columns), VISION_END]
     return Piece(ids, clips)
 
@@ -121,7 +121,7 @@ def random_bundles(seed: int, images: bool = True, cell: int = 32) -> tuple[list
     return [b for b, _ in made], [rows for _, rows in made]
 
 
-def plain_inputs(model, ids: list[int], clips: list[Frames]) -> dict[str, torch.Tensor]:
+def plain_inputs(model, ids: list[int], clips: list[Clip]) -> dict[str, torch.Tensor]:
     """Return plain transformers' inputs for one row."""
     row = torch.tensor([ids])
     given = {"input_ids": row, "attention_mask": torch.ones_like(row)}
@@ -132,7 +132,7 @@ def plain_inputs(model, ids: list[int], clips: list[Frames]) -> dict[str, torch.
     return given
 
 
-def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Frames], temperature: float = 1.0) -> torch.Tensor:
+def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Clip], temperature: float = 1.0) -> torch.Tensor:
     """Return log pi of every token of a row except the first, from one plain forward without the banned ids: [L - 1]."""
     logits = model(**plain_inputs(model, ids, clips)).logits[0].float()
     logits = logits.index_fill(1, torch.tensor(never_sampled), -torch.inf)

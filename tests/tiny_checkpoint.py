@@ -18,7 +18,7 @@ from data import Episode, Task, Trajectory
 from rollout import RolloutConfig, rollout
 from runtime.engine import Sample
 from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer
-from runtime.video import Frames, VideoError, VideoInfo, uniform_indices, window_indices
+from runtime.video import Clip, VideoError, VideoInfo, uniform_indices, window_indices
 from runtime.visual import VisualContract
 from study import toy
 from tools import TOOLS
@@ -49,9 +49,9 @@ def renderer(path: Path, contract: VisualContract = CONTRACT) -> Renderer:
     return Renderer(load_tokenizer(path), contract)
 
 
-def noise(count: int, seed: int = 0, width: int = 64, height: int = 64) -> Frames:
+def noise(count: int, seed: int = 0, width: int = 64, height: int = 64) -> Clip:
     pixels = np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
-    return Frames(pixels, tuple(map(float, range(count))))
+    return Clip(pixels, tuple(map(float, range(count))))
 
 
 class MemoryVideos:
@@ -67,18 +67,18 @@ class MemoryVideos:
             raise VideoError(path, "is not a video")
         return VideoInfo(path, *self.size, self.times, self.duration)
 
-    def frames(self, path: str, indices: list[int], size: tuple[int, int]) -> Frames:
+    def frames(self, path: str, indices: list[int], size: tuple[int, int]) -> Clip:
         self.info(path)
         key = (path, tuple(indices), size)
         if key not in self._cache:
             seed = zlib.crc32(repr(key).encode())
             self._cache[key] = noise(len(indices), seed, *size).pixels
-        return Frames(self._cache[key], tuple(self.times[list(indices)].tolist()))
+        return Clip(self._cache[key], tuple(self.times[list(indices)].tolist()))
 
-    def overview(self, path: str, k: int, size_rule) -> Frames:
+    def overview(self, path: str, k: int, size_rule) -> Clip:
         return self.frames(path, uniform_indices(len(self.times), k), size_rule(*self.size))
 
-    def window(self, path, start, end, size_rule, fps, max_frames) -> Frames:
+    def window(self, path, start, end, size_rule, fps, max_frames) -> Clip:
         return self.frames(path, window_indices(self.times, start, end, fps, max_frames), size_rule(*self.size))
 
 
@@ -88,7 +88,7 @@ class Request:
 
     ids: list[int]
     prompt: str  # the text of the ids
-    frames: list[Frames]
+    clips: list[Clip]
     max_new_tokens: int
     temperature: float
     seed: int
@@ -106,8 +106,8 @@ class Scripted:
         self.busy, self.expected, self.least_expected = 0, 0, 0
         self._lock = threading.Lock()
 
-    def generate(self, ids, frames, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
-        request = Request(list(ids), self.renderer.decode(ids), list(frames), max_new_tokens, temperature, seed)
+    def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
+        request = Request(list(ids), self.renderer.decode(ids), list(clips), max_new_tokens, temperature, seed)
         with self._lock:
             self.asked.append(request)
             self.busy += 1
@@ -174,6 +174,6 @@ def check_trajectory(agent: Trajectory, renderer: Renderer) -> None:
     assert all(i in inside for i, m in enumerate(agent.mask) if m)
     assert sum(agent.mask[: agent.prompt_length]) == 0
     pads = 0
-    for clip in agent.frames:
+    for clip in agent.clips:
         pads += len(clip) * renderer.contract.frame_tokens(*clip.pixels.shape[2:0:-1])
     assert agent.ids.count(renderer.image_pad) == pads
