@@ -1,7 +1,7 @@
 """data.py: the data types, the prompts, and the parsers that turn rows into tasks and training examples.
 
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
-    render.Bundle (one prompt and the suffixes that continue it): the unit of training for both SFT and RL
+    packing.Bundle (one prompt and the suffixes that continue it): the unit of training for both SFT and RL
 
     overview(task, k, videos, contract) -> clips; main_messages(task, clips, True) -> messages for render.Renderer
     parse_task(RL row) -> Task;  dialogue.parse_dialogue(SFT row) -> Dialogue;  encode_dialogue(dialogue, ...) -> Bundle
@@ -23,8 +23,9 @@ from typing import Any
 from runtime.answers import LETTERS, normalise, parse_span
 from runtime.dataset import RowError, decode_json, resolve_path
 from runtime.dialogue import Dialogue, Media
+from runtime.packing import Bundle
 from runtime.prompts import OURS, Prompts
-from runtime.render import Bundle, Live, Renderer
+from runtime.render import Live, Renderer
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
 
@@ -384,4 +385,4 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
         messages.append({"role": turn["role"], "content": content})
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
-    return Bundle([], [rendered.ids], [rendered.mask], rendered.clips, dialogue.weight)
+    return Bundle.conversation(rendered.ids, rendered.mask, rendered.clips, dialogue.weight)

@@ -30,9 +30,9 @@ from torch import Tensor
 from data import Episode, Group
 from rewards import Anchor, structural_mask
 from runtime.distributed import gather, sum_over_ranks
-from runtime.packing import best_fit
+from runtime.packing import Bundle, best_fit
 from runtime.policy import Policy, TokenScores
-from runtime.render import Bundle, Renderer
+from runtime.render import Renderer
 
 
 @dataclass(frozen=True, kw_only=True)

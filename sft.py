@@ -32,10 +32,10 @@ from runtime.config import choose, command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
-from runtime.packing import best_fit
+from runtime.packing import Bundle, best_fit
 from runtime.plan import Plan, plan_training, utilisation
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
-from runtime.render import Bundle, Renderer
+from runtime.render import Renderer
 from runtime.run import Run, RunConfig, check_room
 from runtime.video import Videos
 from tools import TOOLS

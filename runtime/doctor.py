@@ -15,9 +15,9 @@ from torch import Tensor
 
 from runtime.distributed import gather, print0
 from runtime.engine import EngineError
-from runtime.packing import rope_positions
+from runtime.packing import Bundle, rope_positions
 from runtime.policy import Policy
-from runtime.render import Bundle, Renderer
+from runtime.render import Renderer
 from runtime.visual import patchify
 
 GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding stays far below, a wrong image is above
@@ -93,7 +93,7 @@ def flaw_of(trajectory, policy: Policy) -> str:
 
 def trainer_logprobs(policy: Policy, trajectories: Sequence, temperature: float) -> Tensor:
     """Return the trainer's log-probs of the sampled tokens. All ranks call it."""
-    bundles = [Bundle([], [t.ids], [t.mask], t.clips) for t in trajectories]
+    bundles = [Bundle.conversation(t.ids, t.mask, t.clips) for t in trajectories]
     with torch.no_grad():
         return policy(bundles, temperature).logprobs.cpu()
 

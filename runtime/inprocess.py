@@ -35,7 +35,8 @@ from transformers import AttentionInterface, AutoModelForImageTextToText, Cache,
 from runtime import packing
 from runtime.distributed import published_names
 from runtime.engine import Engine, EngineError, Sample
-from runtime.render import Bundle, Renderer
+from runtime.packing import Bundle
+from runtime.render import Renderer
 from runtime.video import Clip
 
 

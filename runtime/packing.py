@@ -23,11 +23,34 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from runtime.render import Bundle
 from runtime.video import Clip
 from runtime.visual import patchify
 
 # ------------------------------------------------------------------------------------------------ layout
+
+
+@dataclass
+class Bundle:
+    """One prompt and the suffixes that continue it: the unit of training for SFT and RL.
+
+    Two answers to one question, of 2 and 3 tokens, and the log-probs that they need (N = 4; the first token was forced):
+
+        Bundle(prompt=[5, 6, 7], suffixes=[[8, 9], [8, 4, 9]], masks=[[1, 1], [0, 1, 1]], clips=[overview])
+    """
+
+    prompt: list[int]
+    suffixes: list[list[int]]
+    masks: list[list[int]]  # per suffix: 1 on the tokens whose log-probs are computed
+    clips: list[Clip]  # of the prompt, then of each suffix, in the order of their pads
+    weight: float = 1.0  # factor on the loss of its target tokens
+
+    @classmethod
+    def conversation(cls, ids: list[int], mask: list[int], clips: list[Clip], weight: float = 1.0) -> "Bundle":
+        """Return the bundle of one whole conversation: an empty prompt and a single suffix."""
+        return cls([], [ids], [mask], clips, weight)
+
+    def __len__(self) -> int:
+        return len(self.prompt) + sum(map(len, self.suffixes))
 
 
 class Segment(NamedTuple):
@@ -52,7 +75,7 @@ class Packed:
     ids: np.ndarray  # int64 [L]
     positions: np.ndarray  # int64 [3, L]: M-RoPE's time, height, width
     segments: list[Segment]
-    sources: np.ndarray  # int64 [N]: index of the token before each target, whose hidden state predicts it
+    predictors: np.ndarray  # int64 [N]: index of the token before each target, whose hidden state predicts it
     targets: np.ndarray  # int64 [N]: ids of the targets
 
 
@@ -101,7 +124,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
     """Pack bundles into one sequence. `cell`: side in pixels of the square that becomes one visual token."""
     # Each list begins with an empty piece, so that np.concatenate works even without bundles.
     nothing = np.zeros(0, np.int64)
-    ids, sources, targets = [nothing], [nothing], [nothing]
+    ids, predictors, targets = [nothing], [nothing], [nothing]
     positions = [np.zeros((3, 0), np.int64)]
     segments: list[Segment] = []
     end = 0  # tokens placed so far
@@ -137,7 +160,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
             if len(before):
                 before[0] = prompt_stop - 1  # it follows the prompt, not the suffix placed before it
             wanted = np.flatnonzero(mask)
-            sources.append(before[wanted])
+            predictors.append(before[wanted])
             targets.append(suffix[wanted])
         if images:
             raise ValueError(f"a bundle has {len(images)} more frames than images among its tokens")
@@ -148,7 +171,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         ids=np.concatenate(ids),
         positions=np.concatenate(positions, axis=1),
         segments=[segment for segment in segments if segment.stop > segment.start],
-        sources=np.concatenate(sources),
+        predictors=np.concatenate(predictors),
         targets=np.concatenate(targets),
     )
 

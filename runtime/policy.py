@@ -47,7 +47,7 @@ from transformers import (
 from runtime import packing
 from runtime.config import ConfigError
 from runtime.distributed import checkpoint_dir, device, local_size, published_names, refuse_not_finite, world_size
-from runtime.render import Bundle
+from runtime.packing import Bundle
 from runtime.video import Clip
 
 # The classes that this code trains and samples from, by the `model_type` in config.json.
@@ -142,7 +142,7 @@ class Policy(nn.Module):
         forbidden = set(self.never_sampled) & set(packed.targets.tolist())
         if forbidden:
             raise ValueError(f"tokens {sorted(forbidden)} have mask 1, but they are never sampled")
-        sources = torch.from_numpy(packed.sources).to(self.device)  # [N]
+        predictors = torch.from_numpy(packed.predictors).to(self.device)  # [N]
         targets = torch.from_numpy(packed.targets).to(self.device)  # [N]
 
         # encode the frames, unless the caller passes their features
@@ -152,7 +152,7 @@ class Policy(nn.Module):
             visual = torch.cat([self._encode_frames([]), *features], dim=1)
 
         # run the text model, and keep the hidden states that predict a target
-        hidden = packing.run_text_model(self.model, packed, visual, self.kernel, use_cache=False)[sources]  # [N, H]
+        hidden = packing.run_text_model(self.model, packed, visual, self.kernel, use_cache=False)[predictors]  # [N, H]
 
         # score chunk by chunk
         head = self.model.lm_head.weight

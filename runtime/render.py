@@ -61,20 +61,6 @@ class Rendered:
     clips: list[Clip]  # in the order of their pads
 
 
-@dataclass
-class Bundle:
-    """One prompt and the suffixes that continue it. A single conversation is one suffix of an empty prompt."""
-
-    prompt: list[int]
-    suffixes: list[list[int]]
-    masks: list[list[int]]  # per suffix: 1 on the tokens whose log-probs are computed
-    clips: list[Clip]  # of the prompt, then of each suffix, in the order of their pads
-    weight: float = 1.0  # factor on the loss of its target tokens
-
-    def __len__(self) -> int:
-        return len(self.prompt) + sum(map(len, self.suffixes))
-
-
 # `inert` puts this private-use character into control tokens and tags that outside text spells. `encode` splits there, so
 # none matches. Remove it from outside text, and also lone surrogates (half an emoji in JSON), which no tokenizer accepts.
 _CUT = "\U000f0000"

@@ -29,8 +29,9 @@ from rollout import AgentContext, RolloutConfig, run_all, run_calls
 from runtime.config import git_commit
 from runtime.engine import Engine, Sample
 from runtime.inprocess import InProcess
+from runtime.packing import Bundle
 from runtime.policy import PolicyConfig, load
-from runtime.render import Bundle, Renderer, load_tokenizer
+from runtime.render import Renderer, load_tokenizer
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract, patchify
 from study import toy

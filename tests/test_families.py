@@ -20,8 +20,9 @@ from tiny_checkpoint import CONTRACT_14, noise
 from runtime import packing
 from runtime.distributed import export, rank, world_size
 from runtime.inprocess import InProcess
+from runtime.packing import Bundle
 from runtime.policy import PolicyConfig, load
-from runtime.render import Bundle, Renderer, load_tokenizer
+from runtime.render import Renderer, load_tokenizer
 from runtime.visual import ContractError, VisualContract
 
 torch.set_num_threads(1)
@@ -98,7 +99,9 @@ def test_positions_are_those_of_get_rope_index(tmp_path, model_type, cell):
         given = tiny.plain_inputs(model, row.ids, row.clips)
         kinds, grid = given["mm_token_type_ids"], given.get("image_grid_thw")
         expected, _ = model.model.get_rope_index(given["input_ids"], mm_token_type_ids=kinds, image_grid_thw=grid)
-        packed = packing.pack_bundles([Bundle([], [row.ids], [[0] * len(row.ids)], row.clips)], tiny.IMAGE_PAD, cell)
+        packed = packing.pack_bundles(
+            [Bundle.conversation(row.ids, [0] * len(row.ids), row.clips)], tiny.IMAGE_PAD, cell
+        )
         assert np.array_equal(packed.positions, expected[:, 0].numpy())
 
 

@@ -18,8 +18,9 @@ from rollout import RolloutConfig
 from runtime import doctor
 from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
+from runtime.packing import Bundle
 from runtime.policy import OptimConfig, PolicyConfig, TokenScores, load, make_optimizer, optimizer_step
-from runtime.render import END_OF_TURN, Bundle
+from runtime.render import END_OF_TURN
 from runtime.video import Clip
 from study.lab import episode_of_turns
 
@@ -59,7 +60,7 @@ def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
     """Give the episodes the log-probs of an engine that agrees with the policy."""
     for main in (episode.main for episode in one.episodes):
         with torch.no_grad():
-            found = policy([Bundle([], [main.ids], [main.mask], [])], temperature).logprobs.tolist()
+            found = policy([Bundle.conversation(main.ids, main.mask, [])], temperature).logprobs.tolist()
         main.logprobs = [found.pop(0) if m else 0.0 for m in main.mask]
 
 
@@ -227,7 +228,7 @@ def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     """Past bug: the backward pass computed 0 * inf for a token over the cap."""
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages, old = np.float32([[1, 1], [-200, -2]])
-    example = TrainExample(Bundle([], [[5, 6]], [[1, 1]], []), advantages, old)
+    example = TrainExample(Bundle.conversation([5, 6], [1, 1], []), advantages, old)
     loss, stats = grpo.examples_loss(TokenScores(new, torch.zeros(2)), [example], 1, None, None, settings().grpo)
     loss.backward()
     assert new.grad.tolist() == [0, -1] and stats["over_cap_fraction"].tolist() == [1, 0]

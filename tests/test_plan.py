@@ -14,9 +14,9 @@ from grpo import GRPOConfig
 from rl import RLConfig
 from runtime import config, packing
 from runtime.config import ConfigError
+from runtime.packing import Bundle
 from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training, utilisation
 from runtime.policy import PolicyConfig, _ChunkedScores, load
-from runtime.render import Bundle
 from runtime.visual import VisualContract
 from sft import SFTConfig
 

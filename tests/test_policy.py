@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from runtime import packing
 from runtime.distributed import rank, world_size
+from runtime.packing import Bundle
 from runtime.policy import (
     OptimConfig,
     PolicyConfig,
@@ -30,7 +31,6 @@ from runtime.policy import (
     make_optimizer,
     optimizer_step,
 )
-from runtime.render import Bundle
 
 torch.set_num_threads(1)
 CELL = 32
@@ -116,7 +116,7 @@ def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path):
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
     calls = []
     policy.vision.register_forward_hook(lambda *_: calls.append(1))
-    nothing, untargeted, empty = [], [Bundle([5], [[6]], [[0]], [])], [Bundle([], [[]], [[]], [])]
+    nothing, untargeted, empty = [], [Bundle([5], [[6]], [[0]], [])], [Bundle.conversation([], [], [])]
     text, images = [Bundle([5, 6], [[7, 8]], [[1, 1]], [])], tiny.random_bundles(4)[0]
     for bundles, count in ((nothing, 0), (untargeted, 0), (empty, 0), (text, 2), (images, None)):
         calls.clear()
@@ -142,7 +142,7 @@ def test_bundles_that_contradict_themselves_are_refused(shared):
         (variant(clips=[*good.clips, good.clips[0]]), "1 more frames than images"),
         (variant(suffixes=[good.suffixes[0][: pad + 1]], masks=[[0] * (pad + 1)]), "inside an image"),
         (variant(masks=[on_pad]), f"{tiny.IMAGE_PAD}.*never sampled"),
-        ([Bundle([], [[4, 5]], [[1, 1]], [])], "without a prompt"),
+        ([Bundle.conversation([4, 5], [1, 1], [])], "without a prompt"),
     ]:
         with pytest.raises(ValueError, match=message):
             shared(bundles)

@@ -17,7 +17,8 @@ from transformers import GenerationConfig
 from data import Episode, Task, Trajectory, encode_dialogue
 from rewards import RewardConfig, score, structural_mask
 from runtime.dialogue import parse_dialogue
-from runtime.render import THINK_PREFIX, Bundle, Live, Renderer, load_tokenizer, template_with_tools
+from runtime.packing import Bundle
+from runtime.render import THINK_PREFIX, Live, Renderer, load_tokenizer, template_with_tools
 from sft import target_kinds
 
 pytestmark = pytest.mark.qwen
@@ -163,7 +164,7 @@ def test_a_turn_may_end_with_any_of_the_checkpoints_ends(renderer, end):
 @pytest.mark.parametrize("answer", ["B", "12.5 - 20.1", "[12.5, 20.1]", "The red door.", "红伞。", "🙂", "\r\nB\r\n"])
 def test_every_token_that_carries_the_answer_is_of_the_kind_answer(renderer, answer):
     trajectory = said(renderer, f"<think>\nI see.\n</think>\n<answer>{answer}</answer><|im_end|>")
-    kinds = target_kinds(Bundle([], [trajectory.ids], [trajectory.mask], []), renderer)
+    kinds = target_kinds(Bundle.conversation(trajectory.ids, trajectory.mask, []), renderer)
     text = renderer.decode(trajectory.ids)
     first = text.index(answer.strip(), text.index("<answer>"))
     last = first + len(answer.strip())

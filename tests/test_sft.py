@@ -17,8 +17,9 @@ from data import main_messages, overview, parse_task
 from rollout import RolloutConfig, open_engine
 from runtime import config
 from runtime.dataset import DataError, Rows
+from runtime.packing import Bundle
 from runtime.policy import TokenScores, load
-from runtime.render import Bundle, Renderer, load_tokenizer
+from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
 from sft import KINDS, SFTConfig, batch_loss, target_kinds
 
@@ -47,7 +48,7 @@ def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
         {"role": "assistant", "content": "<think>\nI see.\n</think>\n<answer>red</answer>"},
     ]
     rendered = toy_renderer.render(messages)
-    kinds = target_kinds(Bundle([], [rendered.ids], [rendered.mask], []), toy_renderer)
+    kinds = target_kinds(Bundle.conversation(rendered.ids, rendered.mask, []), toy_renderer)
     targets = [t for t, m in zip(rendered.ids, rendered.mask, strict=True) if m]
     text = dict.fromkeys(KINDS, "")
     for token, kind in zip(targets, kinds, strict=True):
@@ -76,7 +77,7 @@ def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(said, expec
     """Past bug: with Qwen's merges every answer letter counted as `structure`, because its token begins with the tag's `>`."""
     pieces = [*said.split("|"), "<|im_end|>", "<|endoftext|>"]
     ids = list(range(len(pieces)))
-    kinds = target_kinds(Bundle([], [ids], [[1] * len(ids)], []), tiny.Pieces(*pieces))
+    kinds = target_kinds(Bundle.conversation(ids, [1] * len(ids), []), tiny.Pieces(*pieces))
     assert kinds == [*expected.split(), "structure", "structure"]
 
 
@@ -129,7 +130,7 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
 
     logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
     kinds = np.array(["prose", "answer"])
-    batch = [sft.MicroBatch([Bundle([], [[5, 6]], [[1, 1]], [])], np.array([1, 3], np.float32), kinds)]
+    batch = [sft.MicroBatch([Bundle.conversation([5, 6], [1, 1], [])], np.array([1, 3], np.float32), kinds)]
     monkeypatch.setattr(sft, "gather", lambda mine: [mine, 3])
     monkeypatch.setattr(sft, "sum_over_ranks", lambda sums: {name: 2 * value for name, value in sums.items()})
     measured = batch_loss(policy, batch)

@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from runtime.distributed import init_distributed, rank, world_size
+from runtime.packing import Bundle
 from runtime.policy import Policy, PolicyConfig, load
-from runtime.render import Bundle
 from runtime.video import Clip
 from runtime.visual import patchify
 from study import toy
