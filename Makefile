@@ -54,8 +54,8 @@ demo: $(VENV)/.installed
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
 
-# Tests that need a GPU, in the active environment (requirements.lock): 15 minutes of one GPU, no network, at most 28 GB of /tmp
-# at a time. They start a server if SGLang is installed. `make test-all` runs the same tests with small sizes on a CPU.
+# Tests that need a GPU, in the active environment (requirements.lock): 5 to 15 minutes of one GPU, no network, at most 28 GB of
+# /tmp at a time. They start a server if SGLang is installed. `make test-all` runs the same tests with small sizes on a CPU.
 test-gpu:
 	CUDA_VISIBLE_DEVICES=0 $(PYTHON) -m pytest tests/test_gpu.py -m "slow or not slow" -s -o tmp_path_retention_policy=failed
 

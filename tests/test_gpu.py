@@ -1,4 +1,4 @@
-"""Tests that need a GPU, in a quarter of an hour. On a CPU they run with small sizes, which shows that they run.
+"""Tests that need a GPU, in 5 to 15 minutes. On a CPU they run with small sizes, which shows that they run.
 
 make test-gpu                          # one line of JSON per figure, printed and appended to runs/gpu.jsonl
 
