@@ -219,8 +219,8 @@ def finished(row: Row, reading: str) -> dict[str, float]:
 
 
 def average_and_gain(ours: dict[str, float], base: dict[str, float], columns: Sequence[str]) -> tuple[str, str]:
-    """Write the average of the paper's columns if all are there. Write both gains that the paper mixes, with their number
-    of splits."""
+    """Write the average of the paper's columns, if all are there. Write the gain twice, since the paper uses both: the mean
+    of the splits' ratios, and the ratio of their means. The number of splits stands beside it."""
     average = gain = ""
     if set(columns) <= set(ours):
         average = f"{sum(ours[c] for c in columns) / len(columns):.1f}"

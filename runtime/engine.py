@@ -57,8 +57,8 @@ class ActiveCallers:
     """Tells the engine how many threads can still call it. The in-process engine starts a batch once that many requests wait.
     If the number is too low, batches depend on timing. If it is too high, the engine waits forever.
 
-    Each unfinished job counts as one thread, but at least `at_least` (the announced thread that waits for the jobs) and at most
-    `at_most` (the pool's threads)."""
+    The number is that of the unfinished jobs, within two bounds. A pool with `at_most` threads runs no more jobs at once. When
+    all jobs have ended, `at_least` threads remain: 1 if the thread that waits for the jobs is itself announced."""
 
     def __init__(self, engine: Engine, jobs: Iterable, at_least: int, at_most: int):
         self.engine, self.at_least, self.at_most = engine, at_least, at_most

@@ -159,9 +159,10 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int 
     logits = 4 * head + max(8 * min(cfg.logit_chunk, tokens) * text.vocab_size, 2 * head)
     used["at the peak: a block's backward pass, or logits"] = max(backward, logits)
 
-    if gpus == 1:  # FSDP2 scales it into a second tensor on its own stream, and the allocator keeps that memory
+    if gpus == 1:  # FSDP2 scales this gradient into a second tensor, whose memory the allocator keeps
         used["gradient of embeddings and head once more, fp32"] = 4 * (trained - count(policy.text.layers))
-    # A guess: CUDA, NCCL and cuBLAS hold about 3 GiB outside PyTorch's allocator, and kernels about 1 GiB inside it.
+    # A guess: CUDA, NCCL and cuBLAS hold about 3 GiB outside PyTorch's allocator, and kernels about 1 GiB inside it. On one
+    # H200, PyTorch's peak was 15 to 34 % below the planned sum (results/gpu.md).
     used["overhead: CUDA, NCCL, kernels, and 5 % between tensors"] = 4 * GIB + 0.05 * sum((held | used).values())
     return Plan(f"training, each of {gpus} GPUs", held, used)
 

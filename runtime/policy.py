@@ -186,7 +186,7 @@ class _ChunkedScores(torch.autograd.Function):
     """Computes scores chunk by chunk, and the logits again in the backward pass, so that they exist for one chunk at a time.
 
     Logits and the head's gradient are fp32 even if everything else is bf16. (With `recompute`, autograd would sum the head's
-    gradient over the chunks in the head's dtype. In bf16, chunks that are small beside the sum are lost.)"""
+    gradient over the chunks in bf16. A chunk's gradient is small beside that sum, and bf16 would round it away.)"""
 
     @staticmethod
     def forward(ctx, hidden, head, targets, logits_of, temperature, chunk):
