@@ -61,6 +61,9 @@ class Trajectory:
     turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end), forced <think> included
     finish: str = ""  # why the last turn ended: stop | length
     call_clips: list[Clip] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
+    structural: list[int] = field(
+        default_factory=list
+    )  # per token: 1 = sampled, in struct(o). Empty until it is scored
 
     @property
     def n_sampled(self) -> int:

@@ -1,8 +1,8 @@
-"""grpo.py: from rewards to the new weights, in this order: advantages, examples, the loss, the update.
+"""grpo.py: from rewards to the new weights, in this order: advantages, train groups, the loss, the update.
 
-    assign_advantages(groups, cfg, anchor)                                  # writes A_i and A_anchor_i into the episodes
-    examples, total_tokens = make_examples(groups, renderer, cfg, anchor)   # this rank's examples; tokens of all ranks
-    measured = update(policy, reference, take_step, examples, total_tokens, minibatches, temperature, cfg)
+    assign_advantages(groups, cfg, anchor)                              # writes A_i and A_anchor_i into the episodes
+    train_groups, total_tokens = make_train_groups(groups, cfg, anchor)     # those of this rank; tokens of all ranks
+    measured = update(policy, reference, take_step, train_groups, total_tokens, minibatches, temperature, cfg)
 
 Each equation stands above its code. Symbols: i an episode in a group of G, t a token of its output o_i, R_i its reward, r the
 ratio, N the target tokens of a forward pass.
@@ -20,19 +20,18 @@ Deliberately missing, though GRPO implementations often have it:
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data import Episode, Group
-from rewards import Anchor, structural_mask
+from data import Episode, Group, Trajectory
+from rewards import Anchor
 from runtime.distributed import gather, sum_over_ranks
 from runtime.packing import Bundle, best_fit
 from runtime.policy import Policy, TokenScores
-from runtime.render import Renderer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,85 +95,90 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
             episode.advantage /= std
 
 
-# ------------------------------------------------------------------------------------------------ examples
+# ------------------------------------------------------------------------------------------------ what to train on
 
 
 @dataclass
-class TrainExample:
-    """A bundle and the loss inputs of its N target tokens: the sampled ones, ordered by (suffix, token). In a micro-batch the
-    order is (bundle, suffix, token), as the policy returns them."""
+class TrainGroup:
+    """A group, or a part of it, as the loss needs it: the prompt once, at most G suffixes, and the loss inputs of their N
+    sampled tokens, [N] over the suffixes in order. In a micro-batch, [N] goes over its groups in order, as the policy
+    returns them."""
 
     bundle: Bundle
     advantages: np.ndarray  # float32 [N]: A_i,t
     behaviour_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
 
 
-def make_examples(
-    groups: Sequence[Group], renderer: Renderer, cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
-) -> tuple[list[TrainExample], float]:
-    """Return this rank's examples, and the number of sampled tokens on all ranks, including those of skipped groups. Failed
-    episodes are left out of both."""
-    examples = []
+Pair = tuple[Trajectory, np.ndarray]  # a trajectory, and A_i,t of its tokens, [T]
+
+
+def make_train_groups(
+    groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
+) -> tuple[list[TrainGroup], float]:
+    """Return what this rank trains on, and the number of sampled tokens on all ranks, including those of skipped groups.
+    Failed episodes are left out of both."""
+    train_groups = []
     tokens = 0
     for group in groups:
-        episodes = []
+        # Pair each trajectory with the advantages of its tokens.
+        pairs = []
         for episode in group.ran:
-            episodes.append(episode)
-            if subagents:  # a report trains like an episode, with its main agent's A_i and without an anchor
+            pairs.append((episode.main, token_advantages(episode, anchor)))
+            if subagents:  # a report has its episode's A_i, without the anchor
                 for report in episode.subagents:
-                    episodes.append(replace(episode, main=report, anchor_advantage=0.0))
-        tokens += sum(episode.main.n_sampled for episode in episodes)
+                    pairs.append((report, np.full(len(report.ids), episode.advantage, np.float32)))
+        tokens += sum(trajectory.n_sampled for trajectory, _ in pairs)
 
         # Skip a group that teaches nothing: R and R_anchor are flat, and there is no KL.
-        varies = any(episode.advantage or episode.anchor_advantage for episode in episodes)
+        varies = any(episode.advantage or episode.anchor_advantage for episode in group.ran)
         if varies or cfg.kl_coef:
-            for part in share_prompts(episodes, cfg.train_tokens):
-                examples.append(example_of(part, renderer, anchor))
-    return examples, sum_over_ranks({"tokens": float(tokens)})["tokens"]
+            for part in share_prompts(pairs, cfg.train_tokens):
+                train_groups.append(train_group_of(part))
+    return train_groups, sum_over_ranks({"tokens": float(tokens)})["tokens"]
 
 
-def share_prompts(episodes: Sequence[Episode], budget: int) -> list[list[Episode]]:
-    """Group episodes by prompt, so that each prompt is computed once. A part has at most `budget` tokens, unless a single
-    episode is longer. The next episodes with that prompt start a new part, which repeats the prompt."""
-    parts: list[list[Episode]] = []
+def token_advantages(episode: Episode, anchor: Anchor) -> np.ndarray:
+    """Return A_i,t for each token of the main agent, float32 [T]."""
+    # Selective Anchoring: A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]
+    struct = np.array(episode.main.structural)  # [T]
+    return (episode.advantage + anchor.lam * episode.anchor_advantage * struct).astype(np.float32)
+
+
+def share_prompts(pairs: Sequence[Pair], budget: int) -> list[list[Pair]]:
+    """Group trajectories by prompt, so that each prompt is computed once. A part has at most `budget` tokens, unless a single
+    trajectory is longer. The next ones with that prompt start a new part, which repeats the prompt."""
+    parts: list[list[Pair]] = []
     newest, length = {}, {}  # by prompt: its newest part, and the tokens of that part
-    for episode in episodes:
-        main = episode.main
-        # Prompts with equal tokens, stamps included, can still show different pixels.
-        prompt = (tuple(main.ids[: main.prompt_length]), *(id(clip.pixels) for clip in main.prompt_clips))
-        n = len(main.suffix)
+    for trajectory, advantages in pairs:
+        # The main agents of a group have the same prompt. Sub-agents' prompts with equal tokens, stamps included, can still
+        # show different pixels.
+        shown = [id(clip.pixels) for clip in trajectory.prompt_clips]
+        prompt = (tuple(trajectory.ids[: trajectory.prompt_length]), *shown)
+        n = len(trajectory.suffix)
         if prompt not in newest or length[prompt] + n > budget:
             newest[prompt] = []
-            length[prompt] = main.prompt_length
+            length[prompt] = trajectory.prompt_length
             parts.append(newest[prompt])
-        newest[prompt].append(episode)
+        newest[prompt].append((trajectory, advantages))
         length[prompt] += n
     return parts
 
 
-def example_of(episodes: Sequence[Episode], renderer: Renderer, anchor: Anchor) -> TrainExample:
-    """Build one example from episodes with the same prompt."""
-    first = episodes[0].main
+def train_group_of(part: Sequence[Pair]) -> TrainGroup:
+    """Bundle trajectories with the same prompt."""
+    first, _ = part[0]
     bundle = Bundle(first.ids[: first.prompt_length], [], [], list(first.prompt_clips))
     advantages, behaviour_logprobs = [], []
-    for episode in episodes:
-        main = episode.main
-        bundle.suffixes.append(main.suffix)
-        bundle.masks.append(main.mask[main.prompt_length :])
-        bundle.clips.extend(main.call_clips)
+    for trajectory, own_advantages in part:
+        bundle.suffixes.append(trajectory.suffix)
+        bundle.masks.append(trajectory.mask[trajectory.prompt_length :])
+        bundle.clips.extend(trajectory.call_clips)
 
         # Keep only the sampled tokens.
-        sampled = np.array(main.mask, bool)
-        advantages.append(token_advantages(episode, renderer, anchor)[sampled])
-        behaviour_logprobs.append(np.array(main.logprobs, np.float32)[sampled])
-    return TrainExample(bundle, np.concatenate(advantages), np.concatenate(behaviour_logprobs))
-
-
-def token_advantages(episode: Episode, renderer: Renderer, anchor: Anchor) -> np.ndarray:
-    """Return A_i,t for each token of the main agent, float32 [T]."""
-    # Selective Anchoring: A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]
-    struct = np.array(structural_mask(episode.main, renderer), float)
-    return (episode.advantage + anchor.lam * episode.anchor_advantage * struct).astype(np.float32)
+        sampled = np.array(trajectory.mask, bool)
+        advantages.append(own_advantages[sampled])
+        behaviour_logprobs.append(np.array(trajectory.logprobs, np.float32)[sampled])
+    return TrainGroup(bundle, np.concatenate(advantages), np.concatenate(behaviour_logprobs))
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -214,8 +218,8 @@ def token_losses(
     return losses, stats
 
 
-def examples_loss(
-    scores: TokenScores, examples: list[TrainExample], denominator: float, prox_logprobs: Tensor | None,
+def micro_batch_loss(
+    scores: TokenScores, micro: list[TrainGroup], denominator: float, prox_logprobs: Tensor | None,
     ref_logprobs: Tensor | None, cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return this micro-batch's share of the loss of its minibatch, and statistics per token, each [N]. `prox_logprobs` and
@@ -224,10 +228,10 @@ def examples_loss(
     if prox_logprobs is None:
         prox_logprobs = logprobs.detach()
 
-    # A rank without examples still takes part in every collective, with N = 0.
+    # A rank without groups still takes part in every collective, with N = 0.
     columns = [np.zeros((2, 0), np.float32)]
-    for example in examples:
-        columns.append(np.stack([example.advantages, example.behaviour_logprobs]))
+    for group in micro:
+        columns.append(np.stack([group.advantages, group.behaviour_logprobs]))
     advantages, behaviour_logprobs = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
 
     losses, stats = token_losses(logprobs, prox_logprobs, behaviour_logprobs, ref_logprobs, advantages, cfg)
@@ -238,17 +242,17 @@ def examples_loss(
 
 
 def update(
-    policy: Policy, reference: Policy | None, take_step: Callable[[], float], examples: list[TrainExample],
+    policy: Policy, reference: Policy | None, take_step: Callable[[], float], train_groups: list[TrainGroup],
     total_tokens: float, minibatches: int, temperature: float, cfg: GRPOConfig,
 ) -> dict[str, float]:  # fmt: skip
-    """Take one AdamW step per minibatch, over the examples of all ranks. Return the metrics.
+    """Take one AdamW step per minibatch, over the train groups of all ranks. Return the metrics.
 
     `take_step` updates the weights and returns the norm of the gradient (policy.optimizer_step). It skips a gradient that is
     not finite, and `grad_norm` is then not finite. `temperature`: the one at which the tokens were sampled."""
-    # Deal the examples out to minibatches, and cut each into micro-batches. A minibatch is empty on all ranks or on none.
+    # Deal the groups out to minibatches, and cut each into micro-batches. A minibatch is empty on all ranks or on none.
     batches = []
     for i in range(minibatches):
-        minibatch = micro_batches(examples[i::minibatches], cfg.train_tokens)
+        minibatch = micro_batches(train_groups[i::minibatches], cfg.train_tokens)
         if minibatch:
             batches.append(minibatch)
 
@@ -281,7 +285,7 @@ def update(
 
 
 def micro_step(
-    policy: Policy, reference: Policy | None, micro: list[TrainExample], prox_logprobs: Tensor | None, denominator: float,
+    policy: Policy, reference: Policy | None, micro: list[TrainGroup], prox_logprobs: Tensor | None, denominator: float,
     temperature: float, cfg: GRPOConfig,
 ) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
     """Add the gradient of one micro-batch. Return its share of the loss and its token statistics, each [N]."""
@@ -293,7 +297,7 @@ def micro_step(
         with torch.no_grad():
             ref_logprobs = reference(bundles(micro), temperature, features).logprobs
 
-    loss, stats = examples_loss(scores, micro, denominator, prox_logprobs, ref_logprobs, cfg)
+    loss, stats = micro_batch_loss(scores, micro, denominator, prox_logprobs, ref_logprobs, cfg)
     loss.backward()
     return loss.item(), stats
 
@@ -310,14 +314,14 @@ def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> 
     return proximal
 
 
-def bundles(examples: list[TrainExample]) -> list[Bundle]:
-    return [example.bundle for example in examples]
+def bundles(micro: list[TrainGroup]) -> list[Bundle]:
+    return [group.bundle for group in micro]
 
 
-def micro_batches(examples: list[TrainExample], budget: int) -> list[list[TrainExample]]:
-    """Return the examples of each forward pass. Ranks with fewer passes get empty ones, so all run the same collectives."""
+def micro_batches(train_groups: list[TrainGroup], budget: int) -> list[list[TrainGroup]]:
+    """Return the groups of each forward pass. Ranks with fewer passes get empty ones, so all run the same collectives."""
     mine = []
-    for members in best_fit([len(example.bundle) for example in examples], budget):
-        mine.append([examples[i] for i in members])
+    for members in best_fit([len(group.bundle) for group in train_groups], budget):
+        mine.append([train_groups[i] for i in members])
     max_batches = max(gather(len(mine)))
     return mine + [[]] * (max_batches - len(mine))

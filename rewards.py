@@ -1,7 +1,7 @@
 """rewards.py: all reward terms and the structural tokens, as pure functions of an episode.
 
     score(episode, renderer, cfg) -> {part: value}           R = R_acc + w_fmt * R_fmt + w_tool * R_tool
-    structural_mask(trajectory, renderer) -> [bool]          struct(o): the tokens that Selective Anchoring credits
+    structural_mask(trajectory, renderer) -> [0 or 1]        struct(o): the tokens that Selective Anchoring credits
 
 Rewards read only the assistant's turns, including the forced `<think>\\n`. For a tool call they check whether it ran, and
 never read the text it returned. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
@@ -125,9 +125,10 @@ def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
 
 
 def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> None:
-    """Write the rewards of every episode that ran. If the judge fails, write the episode's error instead."""
+    """Write the rewards and struct(o) of every episode that ran. If the judge fails, write the episode's error instead."""
 
     def give(episode: Episode) -> None:
+        episode.main.structural = structural_mask(episode.main, renderer)
         try:
             episode.rewards = score(episode, renderer, cfg, judge)
         except JudgeError as error:
@@ -412,19 +413,19 @@ def sampled_text(trajectory: Trajectory, renderer: Renderer) -> str:
 # ------------------------------------------------------------------------------------------------ struct(o)
 
 
-def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[bool]:
-    """Return for each token of the trajectory whether it was sampled and is structural.
+def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[int]:
+    """Return for each token of the trajectory 1 if it was sampled and is structural, else 0.
 
     Three kinds of tokens are structural. The first overlaps a tag and carries no content. The second is white space right
     after a closing tag: the model decides there not to close again. The third is every end of a turn: ending too early breaks
     the structure. If the right end got no credit, the model would not learn to stop after </answer>."""
-    mask = [False] * len(trajectory.ids)
+    mask = [0] * len(trajectory.ids)
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
         classes = character_classes(renderer.decode(ids))
         for i, (first, last) in enumerate(renderer.offsets(ids)):
             structural = ids[i] in renderer.ends_of_turn or is_structural(classes, first, last)
-            mask[start + i] = structural and trajectory.mask[start + i] == 1
+            mask[start + i] = int(structural and trajectory.mask[start + i] == 1)
     return mask
 
 

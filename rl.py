@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
-from grpo import GRPOConfig, TrainExample, assign_advantages, make_examples, update
+from grpo import GRPOConfig, TrainGroup, assign_advantages, make_train_groups, update
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import RolloutConfig, keep_episodes, open_engine, rollout
 from runtime import checks, config, distributed, doctor, plan, servers
@@ -145,13 +145,11 @@ def train(
         groups, clock.seconds["sampling_seconds"] = sampler.get(step)
         clock.lap("rollout")
 
-        # Reward the episodes, turn rewards into advantages, and both into training examples.
+        # Reward the episodes, compare them within their group, and collect what to train on.
         give_rewards(groups, renderer, cfg.reward, judge)
         doctor.refuse_empty(groups, step)
         assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
-        examples, total_tokens = make_examples(
-            groups, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train
-        )
+        train_groups, total_tokens = make_train_groups(groups, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
         barrier()  # a rank that is ahead waits here, not inside NCCL
         clock.lap("reward")
 
@@ -159,8 +157,9 @@ def train(
         if step == run.done:
             doctor.self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
         take_step = partial(optimizer_step, policy, run.optimizer, cfg.optim, step, cfg.steps)
-        temperature = cfg.rollout.temperature
-        measured = update(policy, reference, take_step, examples, total_tokens, cfg.minibatches, temperature, cfg.grpo)
+        measured = update(
+            policy, reference, take_step, train_groups, total_tokens, cfg.minibatches, cfg.rollout.temperature, cfg.grpo
+        )
         doctor.check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
         clock.lap("train")
 
@@ -175,7 +174,7 @@ def train(
 
         # Evaluate, and gather what this step measured.
         measured |= describe(groups, cfg.choices_of_k, step)
-        measured |= speed(examples, policy, clock.seconds["train_seconds"]) | clock.seconds
+        measured |= speed(train_groups, policy, clock.seconds["train_seconds"]) | clock.seconds
         measured |= distributed.sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
@@ -369,9 +368,9 @@ def new_windows(episode: Episode) -> list[bool]:
     return distinct
 
 
-def speed(examples: list[TrainExample], policy: Policy, seconds: float) -> dict[str, float]:
+def speed(train_groups: list[TrainGroup], policy: Policy, seconds: float) -> dict[str, float]:
     """Return the tokens per second of all ranks together, and the MFU."""
-    tokens = sum(gather(sum(len(example.bundle) for example in examples)))
+    tokens = sum(gather(sum(len(group.bundle) for group in train_groups)))
     slowest = max(gather(seconds))
     return {
         "trained_tokens_per_second": tokens / slowest,

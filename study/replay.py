@@ -11,7 +11,7 @@ import sys
 from functools import partial
 
 from data import Group
-from grpo import assign_advantages, make_examples, update
+from grpo import assign_advantages, make_train_groups, update
 from rewards import give_rewards
 from rl import RLConfig
 from rollout import load_episodes
@@ -41,12 +41,12 @@ def replay(cfg: RLConfig, path: str) -> None:
     mine = list(groups.values())[rank() :: world_size()]
     give_rewards(mine, renderer, cfg.reward, Judge(cfg.reward.judge))
     assign_advantages(mine, cfg.grpo, cfg.reward.anchor)
-    examples, total_tokens = make_examples(mine, renderer, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
+    train_groups, total_tokens = make_train_groups(mine, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
     policy = load(cfg.policy, renderer.never_sampled)
     reference = load(cfg.policy, renderer.never_sampled, train=False) if cfg.grpo.kl_coef else None
     take_step = partial(optimizer_step, policy, make_optimizer(policy, cfg.optim), cfg.optim, 0, cfg.steps)
     temperature = cfg.rollout.temperature
-    measured = update(policy, reference, take_step, examples, total_tokens, cfg.minibatches, temperature, cfg.grpo)
+    measured = update(policy, reference, take_step, train_groups, total_tokens, cfg.minibatches, temperature, cfg.grpo)
     for name in ("loss", "grad_norm", "logprob_gap", "learned_tokens"):
         print0(f"{name:<16}{measured[name]:.6g}")
 

@@ -31,7 +31,7 @@ from PIL import Image
 from data import Call, Episode, Task, Trajectory
 from evals import results
 from evals.tables import outcomes
-from rewards import final_answer, shape_of, split_turn, structural_mask, turn_texts
+from rewards import final_answer, shape_of, split_turn, turn_texts
 from rollout import episode_of
 from runtime.config import ConfigError, build, read_tree
 from runtime.dataset import DataError
@@ -214,7 +214,7 @@ def view_episode(episode: Episode, run: RunData) -> dict:
         "anchor_advantage": lam * episode.anchor_advantage,
         "subagents_learn": run.config.get("rollout", {}).get("subagents", {}).get("train", False),
         "overview": [len(clip) for clip in episode.main.prompt_clips],
-        "main": view_agent(episode.main, run, structural_mask(episode.main, run.renderer)),
+        "main": view_agent(episode.main, run),
         "calls": [view_call(call, episode.task, run) for call in episode.calls],
     }
 
@@ -229,7 +229,7 @@ def view_call(call: Call, task: Task, run: RunData) -> dict:
     }
 
 
-def view_agent(trajectory: Trajectory, run: RunData, structural: Sequence[bool] = ()) -> dict:
+def view_agent(trajectory: Trajectory, run: RunData) -> dict:
     """Return an agent's tokens. The pads of an image become one token, whose picture is the next one in `images`.
 
     kinds: p prompt, f forced, s sampled, t from the tools."""
@@ -249,7 +249,7 @@ def view_agent(trajectory: Trajectory, run: RunData, structural: Sequence[bool] 
             view["kinds"] += "p"
         else:
             view["kinds"] += "t"
-        if i < len(structural) and structural[i]:
+        if trajectory.structural and trajectory.structural[i]:
             view["structural"].append(len(view["ids"]))
         # If tokens share a character, the last one shows it.
         end = spans[i + 1][0] if i + 1 < len(spans) else len(text)

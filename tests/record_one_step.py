@@ -23,11 +23,12 @@ import rewards
 import rl
 from data import Episode, Group
 from evals.tables import markdown, put_between_marks
-from grpo import assign_advantages, make_examples, token_advantages, token_losses
+from grpo import assign_advantages, make_train_groups, token_advantages, token_losses
 from rl import RLConfig
 from rollout import dump, episode_of
 from runtime import config
 from runtime.packing import pack_bundles
+from runtime.render import Renderer, load_tokenizer
 from runtime.video import Clip
 from study.lab import Characters
 
@@ -60,14 +61,14 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
     group = Group(episodes[0].task, episodes[0].k, episodes)
     rewards.give_rewards([group], renderer, cfg.reward)
     assign_advantages([group], cfg.grpo, cfg.reward.anchor)
-    (example,), n_tokens = make_examples([group], renderer, cfg.grpo, cfg.reward.anchor)
+    (train_group,), n_tokens = make_train_groups([group], cfg.grpo, cfg.reward.anchor)
     side = cfg.visual.cell  # a frame is one token
-    example.bundle.clips = [Clip(np.zeros((group.k, side, side, 3), np.uint8), ())]
-    packed = pack_bundles([example.bundle], renderer.image_pad, side)
+    train_group.bundle.clips = [Clip(np.zeros((group.k, side, side, 3), np.uint8), ())]
+    packed = pack_bundles([train_group.bundle], renderer.image_pad, side)
 
     # the prompt, and the episodes that the page shows
-    texts["prompt"] = fenced(renderer.decode(example.bundle.prompt))
-    shown = [f"Episode {i + 1}:\n\n{fenced(renderer.decode(example.bundle.suffixes[i]))}" for i in record["shown"]]
+    texts["prompt"] = fenced(renderer.decode(train_group.bundle.prompt))
+    shown = [f"Episode {i + 1}:\n\n{fenced(renderer.decode(train_group.bundle.suffixes[i]))}" for i in record["shown"]]
     texts["episodes"] = "\n\n".join(shown)
 
     # rewards and advantages
@@ -83,12 +84,11 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
     # one turn, token by token
     episode = episodes[record["torn"]]
     main = episode.main
-    struct = rewards.structural_mask(main, renderer)
-    advantages = token_advantages(episode, renderer, cfg.reward.anchor)
+    advantages = token_advantages(episode, cfg.reward.anchor)
     rows = []
     for t in range(*main.turns[-1]):
         a = f"{advantages[t]:.3f}" if main.mask[t] else ""
-        rows.append([code(renderer.decode([main.ids[t]])), main.mask[t], int(struct[t]), a])
+        rows.append([code(renderer.decode([main.ids[t]])), main.mask[t], main.structural[t], a])
     texts["tokens"] = markdown(f"Episode {record['torn'] + 1}, last turn:", ["token", "mask", "struct", "A_t"], rows)
 
     # the packed sequence: the prompt once, then the suffixes
@@ -101,7 +101,7 @@ def figures(record: dict, episodes: list[Episode]) -> dict[str, str]:
 
     # the loss of three tokens, and the denominator
     pi, prox, reference = torch.tensor(record["logprobs"])  # each [N]
-    behaviour, advantages = torch.from_numpy(example.behaviour_logprobs), torch.from_numpy(example.advantages)
+    behaviour, advantages = torch.from_numpy(train_group.behaviour_logprobs), torch.from_numpy(train_group.advantages)
     losses, stats = token_losses(pi, prox, behaviour, reference, advantages, cfg.grpo)
     columns = {"log π_behaviour": behaviour, "log π_prox": prox, "log π": pi, "log π_ref": reference, "A_t": advantages}
     columns |= {"w": (prox - behaviour).exp(), "r": (pi - prox).exp(), "w · r · KL": stats["kl"], "l": losses}
@@ -125,28 +125,30 @@ def fenced(text: str) -> str:
 def record(checkpoint: str, toy: str) -> None:
     """Run rl.py, listen to its loss, and keep the group with K = 4 that has the most kinds of episodes."""
     groups = []
-    logprobs = {}  # id of a training example -> [3, N]: of pi, pi_prox and pi_ref
+    logprobs = {}  # id of a train group -> [3, N]: of pi, pi_prox and pi_ref
 
-    def make_examples(batch, renderer, *settings):
-        examples, total_tokens = grpo.make_examples(batch, renderer, *settings)
-        for i, (group, example) in enumerate(zip(batch, examples, strict=True)):
+    def make_train_groups(batch, *settings):
+        train_groups, total_tokens = grpo.make_train_groups(batch, *settings)
+        for i, (group, train_group) in enumerate(zip(batch, train_groups, strict=True)):
             # In the second minibatch r is not 1. After the first updates the sampler is not the reference.
             if group.k == 4 and i % 2 == 1 and max(group.episodes[0].main.versions) > 0:
-                groups.append((group, example, renderer, total_tokens))
-        return examples, total_tokens
+                groups.append((group, train_group, total_tokens))
+        return train_groups, total_tokens
 
-    def examples_loss(scores, examples, denominator, prox, reference, cfg):
-        columns = torch.stack([scores.logprobs, prox, reference]).split([len(e.advantages) for e in examples], dim=1)
-        for example, column in zip(examples, columns, strict=True):
-            logprobs[id(example)] = column.tolist()
-        return loss_of(scores, examples, denominator, prox, reference, cfg)
+    def micro_batch_loss(scores, micro, denominator, prox, reference, cfg):
+        columns = torch.stack([scores.logprobs, prox, reference]).split([len(g.advantages) for g in micro], dim=1)
+        for train_group, column in zip(micro, columns, strict=True):
+            logprobs[id(train_group)] = column.tolist()
+        return loss_of(scores, micro, denominator, prox, reference, cfg)
 
-    loss_of = grpo.examples_loss
-    rl.make_examples, grpo.examples_loss = make_examples, examples_loss
+    loss_of = grpo.micro_batch_loss
+    rl.make_train_groups, grpo.micro_batch_loss = make_train_groups, micro_batch_loss
     with tempfile.TemporaryDirectory() as run:
         paths = [f"run={run}", f"policy.checkpoint={checkpoint}", f"data.sources=[{{path: {toy}/rl.parquet}}]"]
-        rl.main(config.load(rl.RLConfig, CONFIG, SETTINGS + paths))
-    group, example, renderer, total_tokens = max(groups, key=lambda found: len(set(kinds(found[0].episodes))))
+        cfg = config.load(RLConfig, CONFIG, SETTINGS + paths)
+        rl.main(cfg)
+    renderer = Renderer(load_tokenizer(checkpoint), cfg.visual)
+    group, train_group, total_tokens = max(groups, key=lambda found: len(set(kinds(found[0].episodes))))
 
     # The page shows an episode of each kind (right, called), and the one whose two advantages pull apart most.
     first = {}
@@ -155,15 +157,15 @@ def record(checkpoint: str, toy: str) -> None:
     apart = [episode.advantage * episode.anchor_advantage for episode in group.episodes]
     torn = apart.index(min(apart))
     # The three tokens: the largest |log r|, |log w| and |log pi_ref - log pi|, each another token.
-    pi, prox, reference = np.array(logprobs[id(example)])
+    pi, prox, reference = np.array(logprobs[id(train_group)])
     three = []
-    for size in (np.abs(pi - prox), np.abs(prox - example.behaviour_logprobs), np.abs(reference - pi)):
+    for size in (np.abs(pi - prox), np.abs(prox - train_group.behaviour_logprobs), np.abs(reference - pi)):
         size[three] = 0
         three.append(int(size.argmax()))
 
     texts = {token: renderer.decode([token]) for episode in group.episodes for token in episode.main.ids}
     given = {"commit": config.git_commit(), "shown": sorted({*first.values(), torn}), "torn": torn, "three": three}
-    given |= {"total_tokens": total_tokens, "logprobs": logprobs[id(example)]}
+    given |= {"total_tokens": total_tokens, "logprobs": logprobs[id(train_group)]}
     given["vocabulary"] = {"texts": texts, "image_pad": renderer.image_pad, "ends_of_turn": renderer.ends_of_turn}
     with RECORD.open("w", encoding="utf-8") as file:
         file.write(json.dumps(given) + "\n")

@@ -10,9 +10,9 @@ import torch
 from tiny_checkpoint import noise
 
 import grpo
-from data import Call, Episode, Group, Task, Trajectory
-from grpo import GRPOConfig, TrainExample, assign_advantages, group_advantage, share_prompts, token_losses
-from rewards import Anchor, RewardConfig, score
+from data import Call, Group, Task, Trajectory
+from grpo import GRPOConfig, TrainGroup, assign_advantages, group_advantage, share_prompts, token_losses
+from rewards import Anchor, RewardConfig, give_rewards, structural_mask
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import doctor
@@ -51,9 +51,10 @@ def group(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
         main.turns, main.prompt_length = [(a + len(prompt), b + len(prompt)) for a, b in main.turns], len(prompt)
         main.logprobs = [-0.1 * (i + 1) * m for m in main.mask]
         main.versions = [m - 1 for m in main.mask]
-        episode.rewards = score(episode, renderer, cfg.reward)
         episodes.append(episode)
-    return Group(task, 64, episodes)
+    one = Group(task, 64, episodes)
+    give_rewards([one], renderer, cfg.reward)
+    return one
 
 
 def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
@@ -64,14 +65,14 @@ def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
         main.logprobs = [found.pop(0) if m else 0.0 for m in main.mask]
 
 
-def make_examples(groups, renderer, cfg, subagents=False):
-    """Assign advantages and make examples, in the order of rl.train."""
+def make_train_groups(groups, cfg, subagents=False):
+    """Assign advantages and make train groups, in the order of rl.train."""
     assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
-    return grpo.make_examples(groups, renderer, cfg.grpo, cfg.reward.anchor, subagents)
+    return grpo.make_train_groups(groups, cfg.grpo, cfg.reward.anchor, subagents)
 
 
-def examples_of(groups, renderer, cfg):
-    return make_examples(groups, renderer, cfg)[0]
+def train_groups_of(groups, cfg):
+    return make_train_groups(groups, cfg)[0]
 
 
 def lengths_of(one: Group) -> list[int]:
@@ -96,28 +97,28 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
     """All four answers are right, so R is flat and any advantage comes from the anchor."""
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
-    (example,) = examples_of([one], toy_renderer, cfg)
+    (train_group,) = train_groups_of([one], cfg)
     anchored = group_advantage([0.7, -0.3, 0.0, 0.7])
     at = 0
     for episode, a in zip(one.episodes, anchored, strict=True):
         sampled = [t for t, m in zip(episode.main.ids, episode.main.mask) if m]
-        values = example.advantages[at : at + len(sampled)]
+        values = train_group.advantages[at : at + len(sampled)]
         at += len(sampled)
         moved = toy_renderer.decode([t for t, v in zip(sampled, values) if v])
         structure = ("<think>", "</think>\n", "<answer>", "</answer>")
         tags = [tag for tag in structure if tag in toy_renderer.decode(sampled)]
         assert moved == "".join(tags) + END_OF_TURN
         assert values[values != 0] == pytest.approx(0.5 * a)
-    assert at == len(example.advantages)
+    assert at == len(train_group.advantages)
 
 
 def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
     cfg = settings("off")
     one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
-    (example,) = examples_of([one], toy_renderer, cfg)
+    (train_group,) = train_groups_of([one], cfg)
     expected = np.repeat(group_advantage([1, 0, 0]), lengths_of(one))
-    assert example.advantages == pytest.approx(expected.astype(np.float32))
-    assert not examples_of([group(toy_renderer, cfg, [TIDY, LOOSE])], toy_renderer, cfg)  # both right: nothing to learn
+    assert train_group.advantages == pytest.approx(expected.astype(np.float32))
+    assert not train_groups_of([group(toy_renderer, cfg, [TIDY, LOOSE])], cfg)  # both right: nothing to learn
 
 
 def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_renderer, monkeypatch):
@@ -125,7 +126,7 @@ def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_rende
     groups = [group(toy_renderer, cfg, [TIDY, WRONG], "a"), group(toy_renderer, cfg, [TIDY, TIDY], "b")]
     tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
     monkeypatch.setattr(grpo, "sum_over_ranks", lambda counts: {name: 2 * count for name, count in counts.items()})
-    _, total_tokens = make_examples(groups, toy_renderer, cfg)
+    _, total_tokens = make_train_groups(groups, cfg)
     assert total_tokens == 2 * tokens  # another rank has the same number
 
 
@@ -140,10 +141,10 @@ def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_an
     varied, flat = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE], "a"), group(toy_renderer, cfg, [TIDY] * 3, "b")
     own = group_advantage([1, 0, 1])
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, [4.0, -4.0]])  # another rank
-    examples = examples_of([varied, flat], toy_renderer, cfg)
+    train_groups = train_groups_of([varied, flat], cfg)
     assert [e.advantage for e in varied.episodes] == pytest.approx(own / np.std([*own, 0, 0, 0, 4, -4]))
     assert [e.anchor_advantage for e in varied.episodes] == pytest.approx(group_advantage([0.7, 0.7, -0.3]))
-    assert not examples[1].advantages.any()  # with a KL, a flat group still trains
+    assert not train_groups[1].advantages.any()  # with a KL, a flat group still trains
 
 
 def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
@@ -151,29 +152,28 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     one = group(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
     reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # its tags are not structural
     one.episodes[0].calls = [Call(0, "crop_video", {}, subagent=reporter)]
-    examples, total_tokens = make_examples([one], toy_renderer, cfg, subagents=True)
-    (report,) = [example for example in examples if example.bundle.prompt == [50, 51]]
+    train_groups, total_tokens = make_train_groups([one], cfg, subagents=True)
+    (report,) = [part for part in train_groups if part.bundle.prompt == [50, 51]]
     assert report.advantages == pytest.approx(np.full(len(report.advantages), one.episodes[0].advantage))
     assert one.episodes[0].anchor_advantage > 0
     assert total_tokens == sum(lengths_of(one)) + sum(reporter.mask)  # the mean includes its tokens
-    untrained, total_tokens = make_examples([one], toy_renderer, cfg)
-    assert all(example.bundle.prompt != [50, 51] for example in untrained) and total_tokens == sum(lengths_of(one))
+    untrained, total_tokens = make_train_groups([one], cfg)
+    assert all(part.bundle.prompt != [50, 51] for part in untrained) and total_tokens == sum(lengths_of(one))
 
 
 def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, WRONG, WRONG])
     one.episodes[2].error = "EngineError: gone"
-    (example,) = examples_of([one], toy_renderer, cfg)
-    assert len(example.bundle.suffixes) == 2
+    (train_group,) = train_groups_of([one], cfg)
+    assert len(train_group.bundle.suffixes) == 2
 
 
-def said(suffix: int, *clips: Clip) -> Episode:
-    main = Trajectory([5, 6, suffix], [0, 0, 1], prompt_clips=[*clips], prompt_length=2)
-    return Episode(Task("t", "Which?", (), "oe", "red"), 64, main)
+def said(suffix: int, *clips: Clip) -> grpo.Pair:
+    return Trajectory([5, 6, suffix], [0, 0, 1], prompt_clips=[*clips], prompt_length=2), np.zeros(3, np.float32)
 
 
-def test_an_example_has_the_frames_of_its_episodes_and_fits_into_the_token_budget():
+def test_a_train_group_has_the_frames_of_its_trajectories_and_fits_into_the_token_budget():
     """Past bug: stamps are rounded to 0.1 s, so two almost equal windows had equal prompts and shared one's frames."""
     dark, light = (Clip(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,)) for shade in (0, 255))
     first, other, second, third = said(7, dark), said(8, light), said(9, dark), said(9, dark)
@@ -228,8 +228,8 @@ def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     """Past bug: the backward pass computed 0 * inf for a token over the cap."""
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages, old = np.float32([[1, 1], [-200, -2]])
-    example = TrainExample(Bundle.conversation([5, 6], [1, 1], []), advantages, old)
-    loss, stats = grpo.examples_loss(TokenScores(new, torch.zeros(2)), [example], 1, None, None, settings().grpo)
+    train_group = TrainGroup(Bundle.conversation([5, 6], [1, 1], []), advantages, old)
+    loss, stats = grpo.micro_batch_loss(TokenScores(new, torch.zeros(2)), [train_group], 1, None, None, settings().grpo)
     loss.backward()
     assert new.grad.tolist() == [0, -1] and stats["over_cap_fraction"].tolist() == [1, 0]
 
@@ -253,13 +253,13 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
         episode.main.prompt_clips = [frames]
         with torch.no_grad():  # the engine is exact, so w = 1
             episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
-    examples, total_tokens = make_examples(groups, toy_renderer, cfg)
-    parts = grpo.micro_batches(examples, budget)
+    train_groups, total_tokens = make_train_groups(groups, cfg)
+    parts = grpo.micro_batches(train_groups, budget)
     assert len(parts) == passes
     for part in parts:
         assert sum(len(bundle) for bundle in grpo.bundles(part)) <= budget
         scores = policy(grpo.bundles(part), 0.7)
-        loss, stats = grpo.examples_loss(scores, part, total_tokens, None, None, cfg.grpo)
+        loss, stats = grpo.micro_batch_loss(scores, part, total_tokens, None, None, cfg.grpo)
         loss.backward()
         assert stats["logprob_gap"].max() < 1e-5
 
@@ -269,7 +269,7 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
         tags = group_advantage([e.rewards["R_anchor"] for e in g.episodes])
         for episode, a, t in zip(g.episodes, own, tags, strict=True):
             main = episode.main
-            struct = torch.tensor(grpo.structural_mask(main, toy_renderer), dtype=torch.float32)
+            struct = torch.tensor(structural_mask(main, toy_renderer), dtype=torch.float32)
             advantage = (a + 0.5 * t * struct) * torch.tensor(main.mask)
             expected = expected - (advantage[1:] * logprobs_of(main)).sum() / n
     expected.backward()
@@ -285,9 +285,9 @@ def test_minibatches_are_clipped_against_the_policy_before_the_first(toy_rendere
         optimizer = make_optimizer(policy, cfg.optim)
         for one in groups:
             sampled_exactly(policy, one)
-        examples, total_tokens = make_examples(groups, toy_renderer, cfg)
+        train_groups, total_tokens = make_train_groups(groups, cfg)
         take_step = partial(optimizer_step, policy, optimizer, cfg.optim, 0, cfg.steps)
-        measured = grpo.update(policy, None, take_step, examples, total_tokens, minibatches, 1.0, cfg.grpo)
+        measured = grpo.update(policy, None, take_step, train_groups, total_tokens, minibatches, 1.0, cfg.grpo)
         assert measured["logprob_gap"] < 1e-4  # behaviour and prox log-probs are those before the first update
         clipped[minibatches] = measured["clip_fraction"]
         assert {int(s["step"]) for s in optimizer.state.values()} == {minibatches}

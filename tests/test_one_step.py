@@ -38,9 +38,10 @@ def sampled(key: str) -> list:
 
 
 def test_the_page_is_what_the_record_and_the_code_make_of_it(tmp_path, monkeypatch):
-    """The code computes rewards and advantages, so the record lacks them here."""
+    """The code computes rewards, struct(o) and advantages, so the record lacks them here."""
     (tmp_path / "docs").mkdir()
-    record = [RECORD, *(e | {"rewards": {}, "advantage": 0.0, "anchor_advantage": 0.0} for e in EPISODES)]
+    computed = {"rewards": {}, "advantage": 0.0, "anchor_advantage": 0.0}
+    record = [RECORD, *(e | computed | {"main": e["main"] | {"structural": []}} for e in EPISODES)]
     (tmp_path / "docs" / "one_step.jsonl").write_text("".join(json.dumps(line) + "\n" for line in record), "utf-8")
     page = tmp_path / "docs" / "one_step.md"
     emptied, count = re.subn(r"(<!-- (\w+): written by .*? -->).*?(?=<!-- end of \2 -->)", r"\1\n", PAGE, flags=re.S)
@@ -101,6 +102,7 @@ def test_the_loss_of_three_tokens_and_of_the_group_is_the_equation():
                 tags.append(closed or piece in structure)
                 owners.append(e)
             text += piece
+    assert sampled("structural") == tags
     losses = []
     for n, (e, tag) in enumerate(zip(owners, tags, strict=True)):
         a = e["advantage"] + 0.5 * e["anchor_advantage"] * tag
@@ -162,7 +164,7 @@ def test_the_recorder_keeps_what_the_loss_was_given(toy_dir, tmp_path, monkeypat
     monkeypatch.setattr(rewards, "score", lambda e, *more: earned(e, *more) | {"R": float(e.main.ids[-1] % 5)})
     # All groups differ alike, so the first one that may be taken is taken.
     monkeypatch.setattr(record_one_step, "kinds", lambda episodes: [(False, False, 0.0)] * len(episodes))
-    for module, name in ((rl, "make_examples"), (grpo, "examples_loss")):
+    for module, name in ((rl, "make_train_groups"), (grpo, "micro_batch_loss")):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
     out = tmp_path / "record.jsonl"
     monkeypatch.setattr(record_one_step, "RECORD", out)

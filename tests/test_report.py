@@ -20,6 +20,7 @@ from tiny_checkpoint import MemoryVideos
 
 from data import Task
 from evals.results import RECORD
+from rewards import structural_mask
 from rollout import dump
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
@@ -41,6 +42,7 @@ def play(renderer, videos=None, task=TASK, group_size=2):
     for i, episode in enumerate(episodes):
         episode.rewards = {"R": i + 0.5, "R_acc": 1.0 - i, "f": 1.0, "well_formed": 1.0 - i, "R_anchor": 0.7}
         episode.advantage, episode.anchor_advantage = 0.25 - i, 0.8
+        episode.main.structural = structural_mask(episode.main, renderer)
     return episodes
 
 

@@ -39,7 +39,7 @@ from tiny_checkpoint import Scripted, is_subagent
 import rl
 import sft
 from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
-from grpo import GRPOConfig, assign_advantages, make_examples, update
+from grpo import GRPOConfig, assign_advantages, make_train_groups, update
 from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive_seed, render_prompt
@@ -613,8 +613,8 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     said = [f"<think>\n{RIGHT_OR_WRONG.format(answer)}" for answer in ("red", "blue", "green")]
     groups = [group_that_said(toy_renderer, cfg, said, prompt=prompt) for prompt in ((40, 41), (42, 43))]
     assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
-    examples, total_tokens = make_examples(groups, toy_renderer, cfg.grpo, cfg.reward.anchor)
-    rows = [example.bundle for example in examples]
+    train_groups, total_tokens = make_train_groups(groups, cfg.grpo, cfg.reward.anchor)
+    rows = [train_group.bundle for train_group in train_groups]
 
     # By hand: r = 1, w = pi / pi_behaviour <= 5, the KL, and the mean over all tokens.
     scores = policy(rows, 0.6)
@@ -623,9 +623,10 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     new = scores.logprobs
     old = new.detach() + 0.5 * torch.arange(len(new)).sin()  # the engine is a little off, and once far off
     old[3] = new[3].item() - 9
-    for example, part in zip(examples, old.split([len(example.behaviour_logprobs) for example in examples])):
-        example.behaviour_logprobs = part.numpy()
-    advantages = torch.cat([torch.from_numpy(example.advantages) for example in examples])
+    lengths = [len(train_group.advantages) for train_group in train_groups]
+    for train_group, part in zip(train_groups, old.split(lengths)):
+        train_group.behaviour_logprobs = part.numpy()
+    advantages = torch.cat([torch.from_numpy(train_group.advantages) for train_group in train_groups])
     w = (new.detach() - old).exp()
     kl = (other - new).exp() - (other - new) - 1
     weight = torch.where(w <= cfg.grpo.behaviour_cap, w, 0.0) * (new - new.detach()).exp()
@@ -642,7 +643,7 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
 
     for minibatches in (1, 2):
         found = []
-        measured = update(policy, reference, keep_gradient, examples, total_tokens, minibatches, 0.6, cfg.grpo)
+        measured = update(policy, reference, keep_gradient, train_groups, total_tokens, minibatches, 0.6, cfg.grpo)
         assert len(found) == minibatches == measured["optimizer_steps"] and measured["learned_tokens"] == len(new)
         assert measured["loss"] == pytest.approx(loss.item(), rel=1e-4)  # past mutant: divided by the tokens again
         assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
@@ -653,8 +654,8 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
         tiny.assert_close(means, expected, 1e-3)
     idle = update(policy, reference, keep_gradient, [], total_tokens, 1, 0.6, cfg.grpo)
     assert idle["learned_tokens"] == idle["optimizer_steps"] == 0  # past bug: one token of nothing
-    examples[1].behaviour_logprobs[3] = math.nan
-    broken = update(policy, reference, keep_gradient, examples, total_tokens, 1, 0.6, cfg.grpo)
+    train_groups[1].behaviour_logprobs[3] = math.nan
+    broken = update(policy, reference, keep_gradient, train_groups, total_tokens, 1, 0.6, cfg.grpo)
     assert math.isnan(broken["logprob_gap"]) and math.isnan(broken["logprob_gap_max"])
 
 
@@ -672,11 +673,11 @@ def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_di
     assert all(not episode.subagents and not episode.error for episode in episodes)
     cfg = RLConfig(run="run", policy=PolicyConfig(str(toy_dir / "model")), data=None)
     give_rewards(groups, engine.renderer, cfg.reward)
-    examples, _ = make_examples(groups, engine.renderer, cfg.grpo, cfg.reward.anchor)
-    assert len(examples) == len(groups)  # each prompt is computed once
+    train_groups, _ = make_train_groups(groups, cfg.grpo, cfg.reward.anchor)
+    assert len(train_groups) == len(groups)  # each prompt is computed once
     policy = load(cfg.policy, engine.renderer.never_sampled)
     with torch.no_grad():
-        packed = policy([example.bundle for example in examples], 0.7).logprobs
+        packed = policy([train_group.bundle for train_group in train_groups], 0.7).logprobs
     alone = torch.cat([trainer_logprobs(policy, [episode.main], 0.7) for episode in episodes])
     assert len(packed) > 100 and torch.allclose(packed, alone, atol=1e-5)
 

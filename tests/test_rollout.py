@@ -443,6 +443,7 @@ def test_random_completions_break_no_invariant(renderer, ends_as_qwen, count):
 def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
     said = turns("x</think>" + call(0, 20) + call(9, 5) + call(3.5, 40, num_frames=2) + END, "y</think>\ud7ff" + END)
     [episode] = play(renderer, said, tool_return=tool_return)
+    episode.main.structural = [*episode.main.mask]  # as scoring fills it
     path = tmp_path / "episodes.jsonl"
     with open(path, "w") as file:
         dump(episode, file, renderer)
