@@ -100,9 +100,8 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
 
 @dataclass
 class TrainGroup:
-    """A group, or a part of it, as the loss needs it: the prompt once, at most G suffixes, and the loss inputs of their N
-    sampled tokens, [N] over the suffixes in order. In a micro-batch, [N] goes over its groups in order, as the policy
-    returns them."""
+    """A group or a part of it, as the loss needs it: the prompt once, at most G suffixes, and the loss inputs of their N sampled
+    tokens: [N] over at most G suffixes, in order. A micro-batch joins the [N] of its groups, also in order."""
 
     bundle: Bundle
     advantages: np.ndarray  # float32 [N]: A_i,t
@@ -148,7 +147,8 @@ def share_prompts(pairs: Sequence[Pair], budget: int) -> list[list[Pair]]:
     """Group trajectories by prompt, so that each prompt is computed once. A part has at most `budget` tokens, unless a single
     trajectory is longer. The next ones with that prompt start a new part, which repeats the prompt."""
     parts: list[list[Pair]] = []
-    newest, length = {}, {}  # by prompt: its newest part, and the tokens of that part
+    newest: dict[tuple, list[Pair]] = {}  # prompt -> its newest part
+    length: dict[tuple, int] = {}  # prompt -> the tokens of that part
     for trajectory, advantages in pairs:
         # The main agents of a group have the same prompt. Sub-agents' prompts with equal tokens, stamps included, can still
         # show different pixels.
@@ -196,8 +196,8 @@ def token_losses(
     high = 1 + (cfg.clip_eps if cfg.clip_eps_high is None else cfg.clip_eps_high)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
-    # w = pi_prox / pi_behaviour, and 0 above the cap: as in the release, such tokens add no loss. Mask w itself, not the
-    # product: there an infinite w would give 0 * inf in the backward pass.
+    # w = pi_prox / pi_behaviour. Above the cap w is 0: such tokens add no loss, as in the release.
+    # w itself is masked. Were the product masked, an infinite w would give 0 * inf = NaN in the backward pass.
     importance = (prox_logprobs - behaviour_logprobs).exp()
     kept = importance <= cfg.behaviour_cap
     weight = torch.where(kept, importance, 0.0)

@@ -76,10 +76,6 @@ class RLConfig(RunConfig):
     def __post_init__(self):
         super().__post_init__()
         config.refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
-        if self.batch_tasks < self.minibatches:
-            raise ValueError(
-                f"batch_tasks = {self.batch_tasks}: each of {self.minibatches} minibatches needs a task; raise it"
-            )
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")
@@ -127,7 +123,8 @@ def train(
     cfg: RLConfig, policy: Policy, reference: Policy | None, sampler: "Sampler", sync: WeightSync, run: Run
 ) -> None:
     """Train to the last step: sample, reward, update, sync, evaluate, log, save."""
-    renderer, judge = sampler.renderer, Judge(cfg.reward.judge)
+    renderer = sampler.renderer
+    judge = Judge(cfg.reward.judge)
     held_out = []
     if cfg.val:  # this rank's share of the held-out tasks
         val = Dataset(cfg.val, parse_task)
@@ -223,14 +220,16 @@ class Sampler:
 
     def sample(self, step: int) -> tuple[list[Group], float]:
         """Sample the batch of a step, and report rows that turn out to be unusable."""
-        cfg, started = self.cfg, time.perf_counter()
+        cfg = self.cfg
+        started = time.perf_counter()
 
         # The decoders have little to do while this batch is sampled, so they decode the next batch's overviews.
         if step + 1 < cfg.steps:
             self.decoding.submit(self.look_ahead, *self.draw(step + 1))
 
         tasks, ks = self.draw(step)
-        size, progress = cfg.grpo.group_size, rank() == 0 and sys.stderr.isatty()
+        size = cfg.grpo.group_size
+        progress = rank() == 0 and sys.stderr.isatty()
         groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
 
         # If a prompt cannot be rendered, its row is a bad row.
@@ -255,10 +254,7 @@ class Sampler:
             with contextlib.suppress(VideoError):  # the request that needs it raises again
                 overview(task, k, self.videos, self.renderer.contract)
 
-    def __enter__(self) -> "Sampler":
-        return self
-
-    def __exit__(self, *_) -> None:
+    def close(self) -> None:
         self.stopped.set()
         self.engine.close()  # requests in flight fail now; their batch is not needed
         self.thread.shutdown(wait=False, cancel_futures=True)  # a tool of its batch may never return
@@ -271,7 +267,7 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
     image_bytes = servers.IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
     with distributed.snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
         engine = start_engine(source, renderer, cfg)
-        with Videos(cfg.workers) as videos, Sampler(cfg, engine, renderer, videos) as sampler:
+        with Videos(cfg.workers) as videos, contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler:
             yield sampler, WeightSync(folder, engine, cfg.rollout, cfg.visual)
 
 
@@ -298,8 +294,8 @@ def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
     """Return a step's metrics, averaged over all ranks. `ks`: the values of K that are drawn.
 
-    share/K and flat_groups are means over groups, failed_rate over all episodes, call_errors/... and calls/distinct over
-    calls, report/... over sub-agents' reports, and everything else over the episodes that ran."""
+    Each metric is a mean over: groups (share/K and flat_groups), all episodes (failed_rate), calls (call_errors/... and
+    calls/distinct), sub-agents' reports (report/...), or the episodes that ran (all others)."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:

@@ -366,10 +366,11 @@ def trap(tmp_path_factory, toy_dir) -> Path:
     return folder
 
 
-def sampler_of(data: DataConfig, size: int, renderer, videos) -> Sampler:
+def sampler_of(data: DataConfig, size: int, renderer, videos) -> contextlib.closing[Sampler]:
     """Return RL's sampler of tasks, with an engine that always answers B."""
     cfg = RLConfig(run="run", policy=PolicyConfig(""), data=data, batch_tasks=size, grpo=GRPOConfig(group_size=2), gating=(2,))  # fmt: skip
-    return Sampler(cfg, Scripted(renderer, lambda prompt, seed: "B<|im_end|>"), renderer, videos)
+    engine = Scripted(renderer, lambda prompt, seed: "B<|im_end|>")
+    return contextlib.closing(Sampler(cfg, engine, renderer, videos))
 
 
 @pytest.fixture(scope="module")
