@@ -141,7 +141,7 @@ class Dataset:
         opened = [rows for _, rows in self._first + self._mixture]
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
-        self._rows_met = 0  # different rows that this rank has read by this step, as computed from the step
+        self._rows_met = 0  # different rows in this rank's share: of the first epoch at first, then more, at most all
         # A row's name has the file's name without its folder, since K and all seeds depend on it and files can move. If two
         # files have the same name, it has the whole path.
         paths = {rows.path for rows in opened}
@@ -159,7 +159,7 @@ class Dataset:
     def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw]:
         """Return this rank's share of a step's batch. It is shorter if rows are bad."""
         draws = []
-        # In the first epoch a rank reads its share of the rows. In each later epoch it reads others.
+        # In the first epoch a rank has its share of the rows. Each later epoch deals the rows out anew.
         self._rows_met = min(self.total, max(self.total, (step + 1) * size) // world)
         for i in range(rank, size, world):
             source, rows, row, epoch = self._row(step * size + i)
