@@ -39,8 +39,9 @@ from evals import ablation, results, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
 from evals.protocols import Prompting, run_protocol
 from evals.results import EvalJob, Results, contract_of, prompts_of, read_results
+from records import dump
 from rewards import RewardConfig, final_answer, score, turn_texts
-from rollout import AgentContext, RolloutConfig, derive_seed, dump, open_engine
+from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
 from runtime import checks, config
 from runtime.api import Api, Judge, JudgeError, OpenAI, check_api
 from runtime.checks import USER_ERRORS, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest

@@ -33,8 +33,9 @@ import torch
 
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
 from grpo import GRPOConfig, TrainGroup, assign_advantages, make_train_groups, update
+from records import keep_episodes
 from rewards import TAG, RewardConfig, give_rewards
-from rollout import RolloutConfig, keep_episodes, open_engine, rollout
+from rollout import RolloutConfig, open_engine, rollout
 from runtime import checks, config, distributed, doctor, plan, servers
 from runtime.api import Judge
 from runtime.dataset import Dataset

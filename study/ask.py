@@ -27,8 +27,9 @@ import numpy as np
 import torch
 
 from data import Call, Episode, Group, Task
+from records import dump
 from rl import RLConfig
-from rollout import AgentContext, RolloutConfig, dump, open_engine, render_prompt, run_episode
+from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, run_episode
 from runtime import config
 from runtime.checks import check_servers, find_checkpoint
 from runtime.config import ConfigError, expandable_segments

@@ -12,9 +12,9 @@ from functools import partial
 
 from data import Group
 from grpo import assign_advantages, make_train_groups, update
+from records import load_episodes
 from rewards import give_rewards
 from rl import RLConfig
-from rollout import load_episodes
 from runtime import config
 from runtime.api import Judge
 from runtime.checks import USER_ERRORS, Checklist, find_checkpoint

@@ -31,8 +31,8 @@ from PIL import Image
 from data import Call, Episode, Task, Trajectory
 from evals import results
 from evals.tables import outcomes
+from records import episode_of
 from rewards import final_answer, shape_of, split_turn, turn_texts
-from rollout import episode_of
 from runtime.config import ConfigError, build, read_tree
 from runtime.dataset import DataError
 from runtime.render import Renderer, load_tokenizer

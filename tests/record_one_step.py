@@ -3,7 +3,7 @@
     python tests/record_one_step.py --write                               # docs/one_step.jsonl -> the page's figures; its prose stays
     python tests/record_one_step.py --record runs/toy/sft/model toy_data  # a short run of rl.py from a cold start -> the record
 
-The record holds one group of a toy run: what the loss was given, then one line per episode, as rollout.dump writes it:
+The record holds one group of a toy run: what the loss was given, then one line per episode, as records.dump writes it:
 exact ids, no pixels. All other figures are computed with the functions that train."""
 
 import json
@@ -24,8 +24,8 @@ import rl
 from data import Episode, Group
 from evals.tables import markdown, put_between_marks
 from grpo import assign_advantages, make_train_groups, token_advantages, token_losses
+from records import dump, episode_of
 from rl import RLConfig
-from rollout import dump, episode_of
 from runtime import config
 from runtime.packing import pack_bundles
 from runtime.render import Renderer, load_tokenizer

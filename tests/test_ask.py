@@ -10,7 +10,8 @@ import pytest
 import torch
 from scripts import REPO
 
-from rollout import RolloutConfig, load_episodes
+from records import load_episodes
+from rollout import RolloutConfig
 from runtime import checks, inprocess
 from runtime.engine import EngineError, Sample
 from runtime.packing import rope_positions

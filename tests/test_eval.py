@@ -38,8 +38,9 @@ from evals.benchmarks import Cue, load_split
 from evals.protocols import READS
 from evals.results import EvalJob, read_results
 from evals.tables import interval
+from records import load_episodes
 from rl import RLConfig
-from rollout import derive_seed, load_episodes
+from rollout import derive_seed
 from runtime import config
 from runtime.checks import only_run_in
 from runtime.dataset import DataError

@@ -12,7 +12,7 @@ from scripts import REPO
 import grpo
 import rewards
 import rl
-from rollout import episode_of
+from records import episode_of
 
 PAGE = (REPO / "docs" / "one_step.md").read_text("utf-8")
 RECORD, *EPISODES = [json.loads(line) for line in (REPO / "docs" / "one_step.jsonl").read_text("utf-8").splitlines()]

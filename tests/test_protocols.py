@@ -19,7 +19,8 @@ from eval import EvalConfig
 from evals import protocols
 from evals.benchmarks import Cue, Item
 from evals.protocols import WORDS, Prompting, Protocol, run_protocol
-from rollout import AgentContext, RolloutConfig, dump, render_prompt, run_episode
+from records import dump
+from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
 from runtime import config
 from runtime.dialogue import Dialogue, Media
 from runtime.engine import EngineError

@@ -20,8 +20,8 @@ from tiny_checkpoint import MemoryVideos
 
 from data import Task
 from evals.results import RECORD
+from records import dump
 from rewards import structural_mask
-from rollout import dump
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
 from study import report

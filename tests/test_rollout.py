@@ -14,7 +14,8 @@ from tiny_checkpoint import CONTRACT, END, TASK, MemoryVideos, Scripted, check_t
 import data
 import rollout
 from data import Episode, Task
-from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, dump, load_episodes, render_prompt
+from records import dump, load_episodes
+from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, render_prompt
 from runtime import dataset
 from runtime.dataset import DataError
 from runtime.engine import EngineError

@@ -18,7 +18,7 @@ from tiny_checkpoint import CONTRACT, END, MemoryVideos, play, turns
 
 import tools
 from data import Call, Task
-from rollout import dump
+from records import dump
 from runtime.video import Clip
 from tools import (
     TOOLS,
