@@ -112,66 +112,7 @@ class EvalConfig:
         return self.prompting.protocol == "agent"
 
 
-# ------------------------------------------------------------------------------------------------ the run
-
-
-def main(cfg: EvalConfig) -> int:
-    """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
-    jobs, folder, renderer = inspect(cfg, checks.Checklist())
-
-    # Ask the remaining items. Nothing is written before the engine is up.
-    if any(results.items_left(job) for job in jobs):
-        with (
-            checks.only_run_in(Path(cfg.run)),
-            contextlib.closing(open_model(cfg, folder, renderer)) as engine,
-            Videos(cfg.decoders) as videos,
-        ):
-            config.save_run(cfg, cfg.run)
-            for job in jobs:
-                # Read the file only now. Before this process held the lock, another one may have answered items.
-                kept_lines, items = results.resume(job)
-                if items:
-                    run_job(job, kept_lines, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
-
-    # Print all results of the run.
-    tables.report([cfg.run])
-    status = 0
-    for job in jobs:
-        errors = [record["error"] for record in read_results(job.path).records]
-        if errors and all(errors):
-            status = 1
-            print(f"error: all {len(errors)} items of {job.path} failed; the last error: {errors[-1]}", file=sys.stderr)
-    return status
-
-
-# ------------------------------------------------------------------------------------------------ one file of results, one item
-
-
-def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
-    """Write the lines to keep, then ask the items concurrently. Each item appends its line when it ends."""
-    config.write_whole(job.path, "".join(json.dumps(line) + "\n" for line in lines))
-    judge = Judge(cfg.grading.judge)
-    writing = threading.Lock()
-
-    def keep(episode: Episode) -> None:
-        path = Path(cfg.run) / "episodes" / job.path.name
-        path.parent.mkdir(exist_ok=True)
-        with writing, path.open("a", encoding="utf-8") as file:
-            dump(episode, file, context.renderer)
-
-    bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
-    with job.path.open("a", encoding="utf-8") as file, bar:
-
-        def done(_: int, record: dict) -> None:
-            file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
-            file.flush()
-            bar.update()
-
-        try:
-            asked = [functools.partial(ask_item, item, job.k, context, cfg, judge, keep) for item in items]
-            run_all(context.engine, asked, cfg.rollout.concurrency, done)
-        finally:
-            context.stopped.set()  # after an error, no episode starts another turn
+# ------------------------------------------------------------------------------------------------ one item
 
 
 def ask_item(
@@ -232,7 +173,63 @@ def ask_item(
     }
 
 
-# ------------------------------------------------------------------------------------------------ the parts of a run
+# ------------------------------------------------------------------------------------------------ one run
+
+
+def main(cfg: EvalConfig) -> int:
+    """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
+    jobs, folder, renderer = inspect(cfg, checks.Checklist())
+
+    # Ask the remaining items. Nothing is written before the engine is up.
+    if any(results.items_left(job) for job in jobs):
+        with (
+            checks.only_run_in(Path(cfg.run)),
+            contextlib.closing(open_model(cfg, folder, renderer)) as engine,
+            Videos(cfg.decoders) as videos,
+        ):
+            config.save_run(cfg, cfg.run)
+            for job in jobs:
+                # Read the file only now. Before this process held the lock, another one may have answered items.
+                kept_lines, items = results.resume(job)
+                if items:
+                    run_job(job, kept_lines, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
+
+    # Print all results of the run.
+    tables.report([cfg.run])
+    status = 0
+    for job in jobs:
+        errors = [record["error"] for record in read_results(job.path).records]
+        if errors and all(errors):
+            status = 1
+            print(f"error: all {len(errors)} items of {job.path} failed; the last error: {errors[-1]}", file=sys.stderr)
+    return status
+
+
+def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
+    """Write the lines to keep, then ask the items concurrently. Each item appends its line when it ends."""
+    config.write_whole(job.path, "".join(json.dumps(line) + "\n" for line in lines))
+    judge = Judge(cfg.grading.judge)
+    writing = threading.Lock()
+
+    def keep(episode: Episode) -> None:
+        path = Path(cfg.run) / "episodes" / job.path.name
+        path.parent.mkdir(exist_ok=True)
+        with writing, path.open("a", encoding="utf-8") as file:
+            dump(episode, file, context.renderer)
+
+    bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
+    with job.path.open("a", encoding="utf-8") as file, bar:
+
+        def write(_: int, record: dict) -> None:
+            file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
+            file.flush()
+            bar.update()
+
+        try:
+            asked = [functools.partial(ask_item, item, job.k, context, cfg, judge, keep) for item in items]
+            run_all(context.engine, asked, cfg.rollout.concurrency, write)
+        finally:
+            context.stopped.set()  # after an error, no episode starts another turn
 
 
 def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
