@@ -45,7 +45,7 @@ from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
 from runtime.run import Clock, Run, RunConfig, check_room
 from runtime.video import VideoError, Videos
-from runtime.weights import WeightSync
+from runtime.weights import WeightSync, snapshot_folder
 from tools import TOOLS
 
 
@@ -266,7 +266,7 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
     """Open engine, video decoders and snapshot folder for the length of the block."""
     per_node = servers.on_this_machine(cfg.rollout.urls)  # servers on another machine serve all nodes
     image_bytes = servers.IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
-    with distributed.snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
+    with snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
         engine = start_engine(source, renderer, cfg)
         with Videos(cfg.workers) as videos, contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler:
             yield sampler, WeightSync(folder, engine, cfg.rollout, cfg.visual)

@@ -1,15 +1,13 @@
-"""distributed.py: what the ranks of a run do together: start, exchange values, save and resume, write weights.
+"""distributed.py: what the ranks of a run do together: start, exchange values, save and resume.
 
     init_distributed()                                        # under torchrun, or as a single process
     means = mean_over_ranks({"turns": [2, 3, 2]})             # over all values of all ranks
     save_state(run / "state", policy, optimizer, step)        # everything that training needs to resume
     step, extra = load_state(run / "state", policy, optimizer)      # (0, {}) at the start of a run
-    export(policy, run / "model", source, contract)           # Hugging Face format: a result, or the engine's snapshot
 
 *Training state* is fp32 shards of weights and AdamW moments in torch's distributed checkpoint format. Any number of ranks
-can resume it. Its metadata is a pickle, so read it only from the run's own folder. *Exports* are safetensors that plain
-transformers and SGLang load. Both are written under a temporary name and renamed when they are complete. A kill at any
-moment, or a full disk, therefore loses nothing that was complete before.
+can resume it. Its metadata is a pickle, so read it only from the run's own folder. A state is written under a temporary name
+and renamed when it is complete. A kill at any moment, or a full disk, therefore loses nothing that was complete before.
 
 Deliberately missing: saving on SIGTERM (torchrun kills after 30 s, an 8B state takes longer), asynchronous saving.
 """
@@ -22,29 +20,21 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
-from runtime.cleanup import MEMORY, end_with_parent, memory_folder
+from runtime.cleanup import end_with_parent
 from runtime.config import ConfigError, write_whole
-from runtime.render import write_chat_template
-from runtime.visual import VisualContract
 
 # ------------------------------------------------------------------------------------------------ ranks
 
@@ -150,7 +140,7 @@ def peak_memory() -> float:
 
 
 @contextlib.contextmanager
-def _writing(unfinished: Path) -> Iterator[None]:
+def writing(unfinished: Path) -> Iterator[None]:
     """If the disk is full, turn the library's error into an OSError and remove the incomplete files."""
     try:
         yield
@@ -184,7 +174,7 @@ def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, 
     refuse_not_finite(state["weights"], f"{folder}: no state of step {step} is saved")
     target = folder / f"step-{step:08d}"
     unfinished = target.with_suffix(".tmp")
-    with _writing(unfinished):
+    with writing(unfinished):
         if rank() == 0:
             for left_over in folder.glob("step-*.*"):  # from a process that was killed
                 shutil.rmtree(left_over)
@@ -255,147 +245,3 @@ def _state(policy, optimizer) -> dict[str, dict[str, Any]]:
         weights[name] = p.detach()
         adamw[name] = optimizer.state[p]
     return {"weights": weights, "adamw": adamw}
-
-
-# ------------------------------------------------------------------------------------------------ exports
-
-NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
-
-
-def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) -> Path:
-    """Return a checkpoint's folder. Download a model from the Hugging Face hub, or only its files that match `only`."""
-    if Path(checkpoint).is_dir():
-        return Path(checkpoint)
-    try:  # all ranks call it: the hub's cache locks each file, so each file is downloaded once
-        return Path(snapshot_download(str(checkpoint), allow_patterns=only))
-    except (HFValidationError, OSError) as error:  # OSError: every error of the hub
-        raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
-
-
-def published_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return each weight's name in published checkpoints, by its name in transformers' model. They differ for Qwen2.5-VL, and
-    SGLang loads only published names."""
-    renamings = [renaming.reverse_transform() for renaming in get_model_conversion_mapping(model, add_legacy=False)]
-    names = {}
-    for name, _ in model.named_parameters():
-        published = name
-        for renaming in reversed(renamings):
-            published, _ = renaming.rename_source_key(published)
-        names[name] = published
-    return names
-
-
-def export(
-    policy, folder: str | Path, source: str | Path, contract: VisualContract, file_bytes: int = 2 << 30, per_node=False,
-    frozen=True,
-) -> None:  # fmt: skip
-    """Write the policy as a Hugging Face checkpoint: its weights in the dtype of computation, and copies of the other files of
-    `source`. Replace an existing folder. `per_node`: each node writes its own folder. `frozen=False`: leave out the weights
-    that do not train.
-
-    A rank holds at most one file of about `file_bytes` and one gathered weight at a time."""
-    folder = Path(folder)
-    unfinished = folder.with_name(folder.name + ".tmp")
-    me, ranks = rank_and_size(per_node)
-    published = published_names(policy.model)
-    # A tied head is listed once, as transformers stores it.
-    weights = {published[name]: weight for name, weight in policy.model.named_parameters()}
-    refuse_not_finite(weights, f"{folder} is not written")
-    if not frozen:
-        weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
-
-    # 1. One rank makes an empty folder.
-    if me == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    barrier()
-
-    # 2. Write the files in rounds, one file per rank. All ranks gather each weight of a round, and the rank that writes it
-    #    keeps it. Then all ranks copy their weights to the host and write at the same time.
-    files = _deal_into_files(weights, ranks, file_bytes // policy.dtype.itemsize)
-    for first in range(0, len(files), ranks):
-        mine = {}
-        for i, (file, names) in enumerate(files[first : first + ranks]):
-            for name in names:
-                weight = weights[name].detach().to(policy.dtype)
-                if isinstance(weight, DTensor):
-                    weight = weight.full_tensor()
-                if i == me:
-                    my_file = file
-                    mine[name] = weight
-        if mine:
-            on_host = {name: weight.cpu().contiguous() for name, weight in mine.items()}
-            with _writing(unfinished):
-                save_file(on_host, unfinished / my_file, metadata={"format": "pt"})
-    barrier()
-
-    # 3. One rank adds the index, the config and the other files, and renames the folder.
-    if me == 0:
-        if len(files) > 1:
-            total = policy.dtype.itemsize * sum(weight.numel() for weight in weights.values())
-            file_of = {name: file for file, names in files for name in names}
-            index = {"metadata": {"total_size": total}, "weight_map": file_of}
-            (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        for path in Path(source).iterdir():
-            if path.is_file() and path.suffix not in NOT_COPIED and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, unfinished / path.name)
-        config = json.loads((unfinished / "config.json").read_text())
-        for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
-            part["dtype"] = str(policy.dtype).removeprefix("torch.")
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2))
-        contract.save(unfinished)
-        write_chat_template(unfinished)
-        for path in unfinished.glob("*.safetensors"):  # safetensors makes them readable only for the owner
-            shutil.copymode(unfinished / "config.json", path)
-        replaced = folder.with_name(folder.name + ".old")
-        if folder.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            folder.rename(replaced)
-        unfinished.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-    barrier()
-
-
-def _deal_into_files(weights: dict[str, torch.Tensor], ranks: int, file_size: int) -> list[tuple[str, list[str]]]:
-    """Deal the weights into files of about `file_size` numbers, equally many files per rank. Return (file, weight names)."""
-    total = sum(weight.numel() for weight in weights.values())
-    count = ranks * math.ceil(total / (ranks * file_size))
-    names: list[list[str]] = [[] for _ in range(count)]
-    sizes = [0] * count
-    for name in sorted(weights, key=lambda name: -weights[name].numel()):
-        smallest = sizes.index(min(sizes))  # put the largest remaining weight into the smallest file
-        names[smallest].append(name)
-        sizes[smallest] += weights[name].numel()
-    if count == 1:
-        return [("model.safetensors", names[0])]
-    return [(f"model-{i + 1:05d}-of-{count:05d}.safetensors", names[i]) for i in range(count) if names[i]]
-
-
-@contextlib.contextmanager
-def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images: float = 0.0) -> Iterator[Path]:
-    """Choose this node's folder for snapshots. It is in memory if two snapshots (the old one and the one being written) fit
-    there beside `images` bytes; otherwise it is in the run's folder. Without `per_node`, all nodes share one folder there."""
-    me, _ = rank_and_size(per_node)
-    if me > 0:
-        yield gather(None)[rank() - me]  # pairs with gather(folder) below: the first rank makes the folder
-        return
-    folder = Path(run).absolute() / "snapshot"  # absolute: servers can run in another directory
-    if per_node:
-        folder = folder.with_name(f"snapshot-{rank() // local_size()}")
-    shutil.rmtree(folder, ignore_errors=True)  # from a run that was killed
-    needed = images + 2.2 * sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    if not per_node:
-        print(f"servers elsewhere read the weights from {folder}: all machines must see it")
-    elif shutil.disk_usage(memory_folder()).free > needed:  # memory_folder has removed the folders of dead runs
-        folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
-    else:
-        print(f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB: weights go through {run}")
-    note = Path(run) / "memory.txt"  # tells users to which run a folder in memory belongs
-    try:
-        folders = gather(folder)
-        if rank() == 0:
-            note.write_text("".join(f"{path}\n" for path in folders if path))
-        yield folders[rank()]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        note.unlink(missing_ok=True)

@@ -33,9 +33,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForImageTextToText, Cache, DynamicLayer
 
 from runtime import packing
-from runtime.distributed import published_names
 from runtime.engine import Engine, EngineError, Sample
 from runtime.packing import Bundle
+from runtime.policy import published_names
 from runtime.render import Renderer
 from runtime.video import Clip
 

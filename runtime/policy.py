@@ -30,6 +30,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,10 +45,11 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from runtime import packing
 from runtime.config import ConfigError
-from runtime.distributed import checkpoint_dir, device, local_size, published_names, refuse_not_finite, world_size
+from runtime.distributed import device, local_size, refuse_not_finite, world_size
 from runtime.packing import Bundle
 from runtime.video import Clip
 
@@ -238,6 +241,29 @@ def _logits_grad(logits: Tensor, targets: Tensor, grad: Tensor, temperature: flo
 
 
 # ------------------------------------------------------------------------------------------------ loading
+
+
+def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) -> Path:
+    """Return a checkpoint's folder. Download a model from the Hugging Face hub, or only its files that match `only`."""
+    if Path(checkpoint).is_dir():
+        return Path(checkpoint)
+    try:  # all ranks call it: the hub's cache locks each file, so each file is downloaded once
+        return Path(snapshot_download(str(checkpoint), allow_patterns=only))
+    except (HFValidationError, OSError) as error:  # OSError: every error of the hub
+        raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
+
+
+def published_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return each weight's name in published checkpoints, by its name in transformers' model. They differ for Qwen2.5-VL, and
+    SGLang loads only published names."""
+    renamings = [renaming.reverse_transform() for renaming in get_model_conversion_mapping(model, add_legacy=False)]
+    names = {}
+    for name, _ in model.named_parameters():
+        published = name
+        for renaming in reversed(renamings):
+            published, _ = renaming.rename_source_key(published)
+        names[name] = published
+    return names
 
 
 def dtype_of(cfg: PolicyConfig, train: bool = True) -> torch.dtype:

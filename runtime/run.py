@@ -25,11 +25,12 @@ from tqdm import tqdm
 from runtime.checks import Checklist, weights_digest
 from runtime.config import Metrics, refuse_below_1, save_run
 from runtime.dataset import DataConfig
-from runtime.distributed import export, load_state, local_size, peak_memory, print0, rank, save_state
+from runtime.distributed import load_state, local_size, peak_memory, print0, rank, save_state
 from runtime.plan import Plan, PlanConfig, meta_policy
 from runtime.policy import OptimConfig, Policy, PolicyConfig, dtype_of, learning_rate
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
+from runtime.weights import export
 
 MAX_BAD_STEPS = 5  # an update whose gradient is not finite is skipped; more of them than this stop the run
 
@@ -146,7 +147,7 @@ class Run:
 
     def export(self) -> None:
         """Write the result as a Hugging Face checkpoint."""
-        export(self.policy, self.folder / "model", self.policy.cfg.checkpoint, self.cfg.visual)
+        export(self.policy, self.folder / "model", self.cfg.visual)
         if rank() == 0:
             self.cfg.prompts.save(self.folder / "model")
         print0(f"done: {self.folder}/model")

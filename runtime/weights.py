@@ -1,23 +1,40 @@
-"""weights.py: hand trained weights to the engine, as safetensors in a folder that it loads.
+"""weights.py: write trained weights as Hugging Face checkpoints, and hand them to the engine.
 
-    sync.write(policy, version)     # all ranks write FOLDER/weights-{version}; the engine may still sample
-    sync.publish(version)           # the engine loads it; every later sample carries the version
-    sync.remove(version - 1)
+    export(policy, run / "model", contract)        # the result of a run, for plain transformers and SGLang
 
-All engines get their weights this way: servers on this node, servers elsewhere, and the engine in this process.
+    with snapshot_folder(run, source) as folder:
+        sync = WeightSync(folder, engine, cfg.rollout, contract)
+        sync.write(policy, version)     # all ranks write FOLDER/weights-{version}; the engine may still sample
+        sync.publish(version)           # the engine loads it; every later sample carries the version
+        sync.remove(version - 1)
+
+All engines get their weights this way: servers on this node, servers elsewhere, and the engine in this process. An export has
+a temporary name until it is complete, so a kill at any moment, or a full disk, leaves the export before it.
 """
 
+import contextlib
+import json
+import math
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
-from runtime.distributed import barrier, device, export, local_rank, rank_and_size
+from runtime import distributed
+from runtime.cleanup import MEMORY, memory_folder
+from runtime.distributed import barrier, device, gather, local_rank, local_size, rank, rank_and_size
 from runtime.engine import Engine
-from runtime.policy import Policy
+from runtime.policy import Policy, checkpoint_dir, published_names
+from runtime.render import write_chat_template
 from runtime.servers import on_this_machine
 from runtime.visual import VisualContract
+
+# ------------------------------------------------------------------------------------------------ the engine's weights
 
 
 class WeightSync:
@@ -40,7 +57,7 @@ class WeightSync:
         # Servers that we started loaded the checkpoint, so they already have the weights that do not train.
         frozen = not self.server_gpus
         target = self._snapshot(version)
-        export(policy, target, policy.cfg.checkpoint, self.contract, per_node=self.per_node, frozen=frozen)
+        export(policy, target, self.contract, per_node=self.per_node, frozen=frozen)
 
     def publish(self, version: int) -> None:
         """Make the engine load a snapshot. No rank may sample meanwhile."""
@@ -61,3 +78,145 @@ class WeightSync:
 
     def _snapshot(self, version: int) -> Path:
         return self.folder / f"weights-{version}"
+
+
+@contextlib.contextmanager
+def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images: float = 0.0) -> Iterator[Path]:
+    """Choose this node's folder for snapshots. It is in memory if two snapshots (the old one and the one being written) fit
+    there beside `images` bytes; otherwise it is in the run's folder. Without `per_node`, all nodes share one folder there."""
+    me, _ = rank_and_size(per_node)
+    if me > 0:
+        yield gather(None)[rank() - me]  # pairs with gather(folder) below: the first rank makes the folder
+        return
+    folder = Path(run).absolute() / "snapshot"  # absolute: servers can run in another directory
+    if per_node:
+        folder = folder.with_name(f"snapshot-{rank() // local_size()}")
+    shutil.rmtree(folder, ignore_errors=True)  # from a run that was killed
+    needed = images + 2.2 * sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    if not per_node:
+        print(f"servers elsewhere read the weights from {folder}: all machines must see it")
+    elif shutil.disk_usage(memory_folder()).free > needed:  # memory_folder has removed the folders of dead runs
+        folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
+    else:
+        print(f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB: weights go through {run}")
+    note = Path(run) / "memory.txt"  # tells users to which run a folder in memory belongs
+    try:
+        folders = gather(folder)
+        if rank() == 0:
+            note.write_text("".join(f"{path}\n" for path in folders if path))
+        yield folders[rank()]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        note.unlink(missing_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------ exports
+
+File = tuple[str, list[str]]  # a file's name, and the names of its weights
+NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+def export(
+    policy: Policy, folder: str | Path, contract: VisualContract, file_bytes=2 << 30, per_node=False, frozen=True
+) -> None:
+    """Write the policy as a Hugging Face checkpoint: its weights in the dtype of computation, and copies of the other files of
+    the checkpoint that it started from. Replace an existing folder.
+
+    `per_node`: each node writes its own folder. `frozen=False`: leave out the weights that do not train. A rank holds at most
+    one file of about `file_bytes` and one gathered weight at a time."""
+    folder = Path(folder)
+    unfinished = folder.with_name(folder.name + ".tmp")
+    me, ranks = rank_and_size(per_node)
+
+    # Give the weights their published names. A tied head is listed once, as transformers stores it.
+    published = published_names(policy.model)
+    weights = {published[name]: weight for name, weight in policy.model.named_parameters()}
+    distributed.refuse_not_finite(weights, f"{folder} is not written")
+    if not frozen:
+        weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
+
+    # One rank makes an empty folder.
+    if me == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    barrier()
+
+    # All ranks write the weights.
+    files = _deal_into_files(weights, ranks, file_bytes // policy.dtype.itemsize)
+    _write_weights(weights, files, unfinished, policy.dtype, per_node)
+    barrier()
+
+    # One rank adds the other files, and replaces the folder.
+    if me == 0:
+        if len(files) > 1:
+            total = policy.dtype.itemsize * sum(weight.numel() for weight in weights.values())
+            file_of = {name: file for file, names in files for name in names}
+            index = {"metadata": {"total_size": total}, "weight_map": file_of}
+            (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        _copy_other_files(checkpoint_dir(policy.cfg.checkpoint), unfinished, policy.dtype)
+        contract.save(unfinished)
+        write_chat_template(unfinished)
+        _replace(folder, unfinished)
+    barrier()
+
+
+def _deal_into_files(weights: dict[str, torch.Tensor], ranks: int, file_size: int) -> list[File]:
+    """Deal the weights into files of about `file_size` numbers, equally many files per rank."""
+    total = sum(weight.numel() for weight in weights.values())
+    count = ranks * math.ceil(total / (ranks * file_size))
+    names: list[list[str]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for name in sorted(weights, key=lambda name: -weights[name].numel()):
+        smallest = sizes.index(min(sizes))  # put the largest remaining weight into the smallest file
+        names[smallest].append(name)
+        sizes[smallest] += weights[name].numel()
+    if count == 1:
+        return [("model.safetensors", names[0])]
+    return [(f"model-{i + 1:05d}-of-{count:05d}.safetensors", names[i]) for i in range(count) if names[i]]
+
+
+def _write_weights(
+    weights: dict[str, torch.Tensor], files: list[File], folder: Path, dtype: torch.dtype, per_node: bool
+) -> None:
+    """Write the files in rounds, one file per rank."""
+    me, ranks = rank_and_size(per_node)
+    for first in range(0, len(files), ranks):
+        # All ranks gather each weight of the round. The rank that writes it keeps it.
+        mine = {}
+        for i, (_, names) in enumerate(files[first : first + ranks]):
+            for name in names:
+                weight = weights[name].detach().to(dtype)
+                if isinstance(weight, DTensor):
+                    weight = weight.full_tensor()
+                if i == me:
+                    mine[name] = weight
+
+        # All ranks copy their weights to the host and write at the same time.
+        if mine:
+            file, _ = files[first + me]
+            on_host = {name: weight.cpu().contiguous() for name, weight in mine.items()}
+            with distributed.writing(folder):
+                save_file(on_host, folder / file, metadata={"format": "pt"})
+
+
+def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy what is neither weights nor their index. config.json names the dtype of the exported weights."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix not in NOT_COPIED and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
+        part["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for path in folder.glob("*.safetensors"):  # safetensors makes them readable only for the owner
+        shutil.copymode(folder / "config.json", path)
+
+
+def _replace(folder: Path, unfinished: Path) -> None:
+    """Give the complete folder its name, and remove the one that had it."""
+    replaced = folder.with_name(folder.name + ".old")
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    unfinished.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

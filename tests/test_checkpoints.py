@@ -24,18 +24,17 @@ from runtime import distributed
 from runtime.cleanup import memory_folder
 from runtime.config import ConfigError
 from runtime.distributed import (
-    export,
     gather,
     load_state,
     mean_over_ranks,
     rank,
     save_state,
     saved_step,
-    snapshot_folder,
     sum_over_ranks,
 )
 from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
 from runtime.visual import VisualContract
+from runtime.weights import export, snapshot_folder
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -222,14 +221,14 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(p
     """Past bug: they were saved, replaced the good states, and became the run's result."""
     policy, optimizer = fresh(path)
     save_state(tmp_path / "state", policy, optimizer, 1, keep=1)
-    export(policy, tmp_path / "out", path, CONTRACT)
+    export(policy, tmp_path / "out", CONTRACT)
     name = "model.model.language_model.layers.0.mlp.up_proj.weight"
     with torch.no_grad():
         policy.get_parameter(name)[1, 2] = value
     with pytest.raises(ConfigError, match=f"no state of step 2 is saved: weights are not finite, such as {name}"):
         save_state(tmp_path / "state", policy, optimizer, 2, keep=1)
     with pytest.raises(ConfigError, match=f"/out is not written: weights are not finite, such as {name[6:]}"):
-        export(policy, tmp_path / "out", path, CONTRACT)
+        export(policy, tmp_path / "out", CONTRACT)
     assert saved_step(tmp_path / "state") == 1 and load(PolicyConfig(str(tmp_path / "out")))
 
     weights = load_file(tmp_path / "out" / "model.safetensors")
@@ -248,7 +247,7 @@ def test_others_may_read_exported_weights_as_they_may_read_the_rest(path, tmp_pa
     for umask in (0o022, 0o027):
         before = os.umask(umask)
         try:
-            export(policy, tmp_path / "out", path, CONTRACT)
+            export(policy, tmp_path / "out", CONTRACT)
         finally:
             os.umask(before)
         assert {p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()} == {0o666 & ~umask}
@@ -259,7 +258,7 @@ def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, 
     source = tiny.write(tmp_path / "source", tied)
     policy, optimizer = fresh(source)
     train(policy, optimizer, range(2))
-    export(policy, tmp_path / "out", source, CONTRACT, file_bytes=file_bytes)
+    export(policy, tmp_path / "out", CONTRACT, file_bytes=file_bytes)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     stored = [name for file in files for name in load_file(file)]
     assert len(stored) == len(set(stored)) and ("lm_head.weight" in stored) is not tied
@@ -279,7 +278,7 @@ def test_a_snapshot_without_the_frozen_tower_and_a_whole_export_load_as_the_same
     train(policy, optimizer, range(1))
     server, trained = tiny.plain(path), dict(policy.model.named_parameters())
     for frozen in (True, False):
-        export(policy, tmp_path / "out", path, CONTRACT, frozen=frozen)
+        export(policy, tmp_path / "out", CONTRACT, frozen=frozen)
         stored = load_file(tmp_path / "out" / "model.safetensors")
         left_out = trained.keys() - stored.keys()
         assert all(".visual." in name for name in left_out) and bool(left_out) is not frozen
@@ -294,7 +293,7 @@ def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tm
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"stale": "model.safetensors"}}')
     for computed, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):  # the second replaces the first
         policy = load(PolicyConfig(str(path), dtype=computed), train=False)
-        export(policy, tmp_path / "out", path, CONTRACT)
+        export(policy, tmp_path / "out", CONTRACT)
         names = {p.name for p in (tmp_path / "out").iterdir()}
         assert names == {p.name for p in path.iterdir()} - {"model.safetensors.index.json"}
         for name in ("tokenizer.json", "chat_template.jinja", "merges.txt", "generation_config.json"):
@@ -314,7 +313,7 @@ def test_an_export_of_a_stock_checkpoint_tells_its_contract_and_carries_no_other
     source = tiny.write(tmp_path / "stock")
     for name in ("pytorch_model.bin", "consolidated.00.pth", "training.pt", "model.gguf"):
         (source / name).write_bytes(b"old weights")
-    export(load(PolicyConfig(str(source)), train=False), tmp_path / "out", source, CONTRACT)
+    export(load(PolicyConfig(str(source)), train=False), tmp_path / "out", CONTRACT)
     assert VisualContract.load(tmp_path / "out") == CONTRACT != VisualContract()
     assert not [p.name for p in (tmp_path / "out").iterdir() if p.suffix in (".bin", ".pth", ".pt", ".gguf")]
 
@@ -339,7 +338,7 @@ def both_ranks(path, folder):
         policy(bundles if rank() == 0 else []).logprobs.sum().backward()
         optimizer.step()
     save_state(folder / "state", policy, optimizer, 2, extra={"x": 1})
-    export(policy, folder / "out", path, CONTRACT, file_bytes=140_000)
+    export(policy, folder / "out", CONTRACT, file_bytes=140_000)
 
     resumed, its_optimizer = fresh(path)
     assert load_state(folder / "state", resumed, its_optimizer) == (2, {"x": 1})

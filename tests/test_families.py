@@ -18,12 +18,13 @@ from test_rl import train
 from tiny_checkpoint import CONTRACT_14, noise
 
 from runtime import packing
-from runtime.distributed import export, rank, world_size
+from runtime.distributed import rank, world_size
 from runtime.inprocess import InProcess
 from runtime.packing import Bundle
 from runtime.policy import PolicyConfig, load
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import ContractError, VisualContract
+from runtime.weights import export
 
 torch.set_num_threads(1)
 MODEL_TYPE = "qwen2_5_vl"
@@ -138,7 +139,7 @@ def each_rank(folder) -> None:
     policy = load(PolicyConfig(str(folder / "model"), freeze=()), tiny.NEVER_SAMPLED)
     mine = bundles[len(bundles) * rank() // world_size() : len(bundles) * (rank() + 1) // world_size()]
     torch.save(step_on(policy, [mine, []], bundles), folder / f"{rank()}.pt")
-    export(policy, folder / "out", folder / "model", CONTRACT_14)
+    export(policy, folder / "out", CONTRACT_14)
 
 
 def test_two_ranks_are_one_process(path, tmp_path):
@@ -196,10 +197,10 @@ def test_weights_have_their_published_names_in_every_file(path, tmp_path):
     assert {name.split(".")[0] for name in stored} == {"model", "visual", "lm_head"}
     assert not any("language_model" in name for name in stored)
     policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
-    export(policy, tmp_path / "out", path, CONTRACT_14)
+    export(policy, tmp_path / "out", CONTRACT_14)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
-    export(policy, tmp_path / "text", path, CONTRACT_14, frozen=False)
+    export(policy, tmp_path / "text", CONTRACT_14, frozen=False)
     assert load_file(tmp_path / "text" / "model.safetensors").keys() == {n for n in stored if "visual" not in n}
 
 
@@ -214,7 +215,7 @@ def test_a_checkpoint_with_the_names_of_transformers_model_is_read_too(path, tmp
 def test_an_export_of_a_published_checkpoint_says_the_same_in_plain_transformers(checkpoint, tmp_path):
     published = as_published(checkpoint, tmp_path / "published")
     policy = load(PolicyConfig(str(published)), tiny.NEVER_SAMPLED)
-    export(policy, tmp_path / "out", published, CONTRACT_14)
+    export(policy, tmp_path / "out", CONTRACT_14)
     renderer = tiny_checkpoint.renderer(tmp_path / "out", CONTRACT_14)
     clips = [noise(2, width=84, height=56)]
     ids = renderer.render([{"role": "user", "content": [*clips, "What happens?"]}], generate=True).ids
@@ -277,7 +278,7 @@ def test_the_engines_log_probs_are_the_trainers(engine, checkpoint, renderer):
 def test_a_snapshot_serves_the_next_sample(engine, checkpoint, renderer, tmp_path):
     other = tiny_checkpoint.build(tmp_path / "other", CONTRACT_14, 1, MODEL_TYPE, initializer_range=0.1)
     policy = load(PolicyConfig(str(other), freeze=()), renderer.never_sampled)
-    export(policy, tmp_path / "weights-1", other, CONTRACT_14)
+    export(policy, tmp_path / "weights-1", CONTRACT_14)
     engine.update_weights(tmp_path / "weights-1", 1)
     row = request(*prompts(renderer)[2])
     sample = engine.generate(**row)
@@ -300,7 +301,7 @@ def test_a_template_without_tools_gets_ours_and_its_export_carries_it(checkpoint
     without_tools = renderer.decode(renderer.render(messages[1:], generate=True).ids)
     assert "You are a helpful assistant." in without_tools  # a model that is only asked sees its own template
 
-    export(load(PolicyConfig(str(stock)), renderer.never_sampled), tmp_path / "out", stock, CONTRACT_14)
+    export(load(PolicyConfig(str(stock)), renderer.never_sampled), tmp_path / "out", CONTRACT_14)
     assert load_tokenizer(tmp_path / "out").chat_template == ours.tokenizer.chat_template
     assert not (tmp_path / "out" / "chat_template.json").exists()
 

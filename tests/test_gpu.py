@@ -28,13 +28,14 @@ from transformers import Qwen3VLForConditionalGeneration
 
 from data import Trajectory
 from rollout import run_all
-from runtime.distributed import checkpoint_dir, export, load_state, peak_memory, save_state
+from runtime.distributed import load_state, peak_memory, save_state
 from runtime.doctor import logprob_gap
 from runtime.inprocess import InProcess
 from runtime.packing import KeyLayout, Segment, group_packed_attention, pick_kernel
 from runtime.plan import PUBLISHED, plan_training, utilisation
 from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
 from runtime.visual import VisualContract
+from runtime.weights import export
 from study.bench import draw_group
 
 GPU = torch.cuda.is_available()
@@ -173,7 +174,7 @@ def train(path: Path, folder: Path) -> None:
     again = step(1)
     note("resumed", loss=second, again=again)
     assert abs(again - second) < 1e-3 * abs(second)
-    export(policy, folder / "model", checkpoint_dir(str(path)), VisualContract(frame_pixels=side * side))
+    export(policy, folder / "model", VisualContract(frame_pixels=side * side))
 
 
 @pytest.mark.slow

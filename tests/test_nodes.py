@@ -19,7 +19,7 @@ from test_sft import write_config as sft_config
 
 import rl
 import sft
-from runtime import checks, cleanup, config, distributed, doctor, servers
+from runtime import checks, cleanup, config, doctor, servers, weights
 from runtime.dataset import DataConfig, Source
 from runtime.policy import PolicyConfig
 from runtime.run import RunConfig
@@ -95,17 +95,17 @@ def train_rl(cfg: Path) -> None:
     """Run rl.py with stand-ins for servers, in this node's own memory. Then its first rank asks each what it has seen."""
     doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
     node = os.environ.get("GROUP_RANK", "0")
-    cleanup.MEMORY = distributed.MEMORY = cfg.parent / f"memory-{node}"
+    cleanup.MEMORY = weights.MEMORY = cfg.parent / f"memory-{node}"
     cleanup.MEMORY.mkdir(exist_ok=True)
     checks.check_servers = lambda *_: None
     servers.IMAGES = 0  # a test's disk can be small
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
     publish = WeightSync.publish
 
-    def publish_and_ask(weights, version):
-        publish(weights, version)
-        seen = [requests.get(url + "/model_info").json() for url in weights.engine.urls]
-        told = {"snapshots": str(weights.folder), "servers": seen}
+    def publish_and_ask(sync, version):
+        publish(sync, version)
+        seen = [requests.get(url + "/model_info").json() for url in sync.engine.urls]
+        told = {"snapshots": str(sync.folder), "servers": seen}
         told["noted"] = (cfg.parent / "run" / "memory.txt").read_text()
         (cfg.parent / f"seen-{os.environ.get('RANK')}.json").write_text(json.dumps(told))
 

@@ -28,11 +28,11 @@ import rl
 from data import Task
 from rollout import RolloutConfig, SubagentConfig, rollout
 from runtime import config
-from runtime.distributed import export
 from runtime.engine import EngineError
 from runtime.policy import PolicyConfig, load
 from runtime.servers import SGLang, server_command, server_flags
 from runtime.visual import ContractError
+from runtime.weights import export
 from study import ask
 
 HERE = Path(__file__).resolve().parent
@@ -207,7 +207,7 @@ def test_an_exported_qwen25_vl_serves_what_plain_transformers_says(tmp_path):
     for path, seed in ((stock, 0), (other, 1)):
         tiny_checkpoint.build(path, CONTRACT_14, seed, "qwen2_5_vl", initializer_range=0.1)
     policy = load(PolicyConfig(str(as_published(stock, tmp_path / "published"))))
-    export(policy, tmp_path / "out", tmp_path / "published", CONTRACT_14)
+    export(policy, tmp_path / "out", CONTRACT_14)
     renderer = tiny_checkpoint.renderer(tmp_path / "out", CONTRACT_14)
     rows = prompts_of_families(renderer)
     client = serve(tmp_path / "out", renderer)
