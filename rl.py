@@ -110,12 +110,12 @@ def main(cfg: RLConfig) -> None:
                 reference.model.model.visual = policy.vision
         run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
-        if run.done < cfg.steps:
+        if run.steps_done < cfg.steps:
             with open_sampler(cfg, source, renderer) as (sampler, sync):
                 # The engine starts with the checkpoint's weights. Servers that were already running may hold another run's.
-                if run.done or cfg.rollout.urls:
-                    sync.write(policy, run.done)
-                    sync.publish(run.done)
+                if run.steps_done or cfg.rollout.urls:
+                    sync.write(policy, run.steps_done)
+                    sync.publish(run.steps_done)
                 train(cfg, policy, reference, sampler, sync, run)
         run.export()
 
@@ -134,9 +134,9 @@ def train(
 
     # A thread samples the batches in order. With staleness 1 it is one step ahead of training.
     print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.grpo.group_size} episodes")
-    for step in range(run.done, run.done + 1 + cfg.staleness):
+    for step in range(run.steps_done, run.steps_done + 1 + cfg.staleness):
         sampler.start(step)
-    for step in range(run.done, cfg.steps):
+    for step in range(run.steps_done, cfg.steps):
         clock = Clock()
 
         # Sample: get this rank's groups of episodes.
@@ -152,7 +152,7 @@ def train(
         clock.lap("reward")
 
         # Update. Before the first update, check that the trainer computes the engine's log-probs.
-        if step == run.done:
+        if step == run.steps_done:
             doctor.self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
         take_step = partial(optimizer_step, policy, run.optimizer, cfg.optim, step, cfg.steps)
         measured = update(
@@ -184,7 +184,7 @@ def train(
         run.log(step, measured)
 
         # Save.
-        run.save(step)
+        run.save(step, measured)
 
 
 # ------------------------------------------------------------------------------------------------ rollouts

@@ -47,6 +47,7 @@ from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
 GIVEN_UP = "This call took too long and was given up."
 OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
+MAX_THREADS = 1_000_000  # no limit
 MIN_TURN_TOKENS = 16  # room that the context must have left for another turn
 log = logging.getLogger(__name__)
 
@@ -147,7 +148,7 @@ class AgentContext:
     observe: Callable[[str, Any], None] = lambda event, what: None
     """Receives each event as it happens: ("turn", its text), ("clip", the Call), ("report", the Call). `ask` prints them."""
     stopped: threading.Event = field(default_factory=threading.Event)
-    call_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1_000_000, "call"))
+    call_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_THREADS, "call"))
     """Threads for calls. A call takes an idle thread or starts a new one, so it never waits for another call."""
 
 
@@ -279,6 +280,7 @@ def run_calls(
     for i, call in enumerate(calls):
         if not call.error and len(jobs) < allowed:
             jobs[i] = functools.partial(run_call, context, task, call, derive_seed(seed, i))
+    # The pool runs the jobs. The engine only hears how many threads will call it.
     results = run_parallel(context.engine, context.call_threads, jobs, context.cfg.call_timeout)
 
     # Give each call its outcome.

@@ -92,7 +92,7 @@ def main(cfg: SFTConfig) -> None:
         run = Run(cfg, "sft", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
         # Open the training rows, and read the held-out rows once.
-        if run.done < cfg.steps:
+        if run.steps_done < cfg.steps:
             with Videos(cfg.workers) as videos:
                 batches = Batches(cfg.data, cfg, videos, renderer)
                 held_out = []
@@ -106,8 +106,8 @@ def main(cfg: SFTConfig) -> None:
 def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[MicroBatch]", run: Run) -> None:
     """Train to the last step: read, forward and backward, update, log, save."""
     ahead = ThreadPoolExecutor(1, "batch")  # not in a `with`, which would wait for a decoder that hangs
-    upcoming = ahead.submit(batches.make, run.done)
-    for step in range(run.done, cfg.steps):
+    upcoming = ahead.submit(batches.make, run.steps_done)
+    for step in range(run.steps_done, cfg.steps):
         # Wait for this step's batch. The next one is made in a thread while this one trains.
         started = time.perf_counter()
         batch = upcoming.result()
@@ -134,7 +134,7 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
         run.log(step, measured)
 
         # Save.
-        run.save(step)
+        run.save(step, measured)
 
 
 # ------------------------------------------------------------------------------------------------ the loss

@@ -313,12 +313,12 @@ class Metrics:
 
     Files count steps from 0, as RUN/episodes does. The console and RUN/state show how many steps are done."""
 
-    def __init__(self, cfg: Any, name: str, done: int, shown: typing.Sequence[str] = ("loss",)):
+    def __init__(self, cfg: Any, name: str, steps_done: int, shown: typing.Sequence[str] = ("loss",)):
         self._board = self._wandb = None
         if "tensorboard" in cfg.report_to:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(f"{cfg.run}/tensorboard", purge_step=done, flush_secs=10)
+            self._board = SummaryWriter(f"{cfg.run}/tensorboard", purge_step=steps_done, flush_secs=10)
         if "wandb" in cfg.report_to:  # a resumed run appears as a new run of the same name
             import wandb
 
@@ -326,7 +326,9 @@ class Metrics:
         self._path, self._name, self._steps, self._shown = Path(cfg.run) / "metrics.jsonl", name, cfg.steps, shown
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         whole = [line for line in lines if line.endswith("}")]  # a killed run may leave half a line
-        kept = [line for line in whole if json.loads(line).get("step", done) < done]  # later steps run again
+        kept = [
+            line for line in whole if json.loads(line).get("step", steps_done) < steps_done
+        ]  # later steps run again
         write_whole(self._path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, values: dict[str, float]) -> None:

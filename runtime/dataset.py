@@ -141,7 +141,7 @@ class Dataset:
         opened = [rows for _, rows in self._first + self._mixture]
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
-        self._rows_met = 0  # different rows in this rank's share: of the first epoch at first, then more, at most all
+        self._rows_in_share = 0  # different rows in this rank's share: of the first epoch at first, then more, at most all
         # A row's name has the file's name without its folder, since K and all seeds depend on it and files can move. If two
         # files have the same name, it has the whole path.
         paths = {rows.path for rows in opened}
@@ -160,7 +160,7 @@ class Dataset:
         """Return this rank's share of a step's batch. It is shorter if rows are bad."""
         draws = []
         # In the first epoch a rank has its share of the rows. Each later epoch deals the rows out anew.
-        self._rows_met = min(self.total, max(self.total, (step + 1) * size) // world)
+        self._rows_in_share = min(self.total, max(self.total, (step + 1) * size) // world)
         for i in range(rank, size, world):
             source, rows, row, epoch = self._row(step * size + i)
             origin = f"{self._names[rows.path]}:{row}"
@@ -181,8 +181,8 @@ class Dataset:
         self.bad[origin] = reason
         print(f"unusable: {origin}: {reason}", file=sys.stderr)
         most = self.cfg.max_bad_fraction
-        if len(self.bad) > most * self._rows_met:
-            told = f"{len(self.bad)} of {self._rows_met} rows are unusable, more than max_bad_fraction = {most}"
+        if len(self.bad) > most * self._rows_in_share:
+            told = f"{len(self.bad)} of {self._rows_in_share} rows are unusable, more than max_bad_fraction = {most}"
             raise RowError(f"{told}; the last: {origin}: {reason}. `python -m study.prepare check` lists them all.")
 
     def _row(self, position: int) -> tuple[Source, Rows, int, int]:

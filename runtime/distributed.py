@@ -88,7 +88,7 @@ def rank_and_size(per_node: bool) -> tuple[int, int]:
     return rank(), world_size()
 
 
-def device() -> torch.device:
+def own_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

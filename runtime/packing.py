@@ -182,7 +182,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
 class KeyLayout:
     """The keys that each query sees, in the kernel's form. It is made once per pass and used by every text block."""
 
-    def __init__(self, segments: list[Segment], kernel: str, where: torch.device):
+    def __init__(self, segments: list[Segment], kernel: str, device: torch.device):
         self.segments, self.kernel = segments, kernel
         if kernel == "sdpa":
             self.masks = []
@@ -190,7 +190,7 @@ class KeyLayout:
                 prompt = s.prompt_stop - s.prompt_start
                 own = s.stop - s.start
                 if prompt:  # see all of it, and the suffix up to the query (`is_causal` would align top-left)
-                    mask = torch.ones(own, prompt + own, dtype=torch.bool, device=where).tril(prompt)
+                    mask = torch.ones(own, prompt + own, dtype=torch.bool, device=device).tril(prompt)
                     self.masks.append(mask)
                 else:
                     self.masks.append(None)
@@ -202,9 +202,9 @@ class KeyLayout:
             keys.append(s.key_positions())
             query_ends.append(query_ends[-1] + s.stop - s.start)
             key_ends.append(key_ends[-1] + len(keys[-1]))
-        self.keys = torch.from_numpy(np.concatenate(keys)).to(where)
-        self.query_ends = torch.tensor(query_ends, dtype=torch.int32, device=where)
-        self.key_ends = torch.tensor(key_ends, dtype=torch.int32, device=where)
+        self.keys = torch.from_numpy(np.concatenate(keys)).to(device)
+        self.query_ends = torch.tensor(query_ends, dtype=torch.int32, device=device)
+        self.key_ends = torch.tensor(key_ends, dtype=torch.int32, device=device)
         self.longest_query = max(s.stop - s.start for s in segments)
         self.longest_key = max(map(len, keys))
 
@@ -283,8 +283,8 @@ def run_text_model(model, packed: Packed, visual: Tensor | None, kernel: str, **
     """Run the text model over a packed sequence. Return its last hidden states [L, H]. `visual` [1 + D, M, H] comes
     from `encode_frames`; None: no frames."""
     text = model.model.language_model
-    where = text.norm.weight.device
-    ids = torch.from_numpy(packed.ids).to(where)[None]  # [1, L]
+    device = text.norm.weight.device
+    ids = torch.from_numpy(packed.ids).to(device)[None]  # [1, L]
     embeds = text.embed_tokens(ids)  # [1, L, H]
     levels = {}
     if visual is not None:  # replace the frames' pads by their embeddings
@@ -295,8 +295,8 @@ def run_text_model(model, packed: Packed, visual: Tensor | None, kernel: str, **
     return text(
         inputs_embeds=embeds,
         # Three rows: time, height, width. transformers reads a fourth as text positions, and splits where they restart.
-        position_ids=torch.from_numpy(packed.positions).to(where)[:, None],  # [3, 1, L]
-        key_layout=KeyLayout(packed.segments, kernel, where),
+        position_ids=torch.from_numpy(packed.positions).to(device)[:, None],  # [3, 1, L]
+        key_layout=KeyLayout(packed.segments, kernel, device),
         **levels,
         **cache,
     ).last_hidden_state[0]
@@ -329,9 +329,9 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLay
     return torch.cat(out, dim=1)
 
 
-def pick_kernel(where: torch.device, dtype: torch.dtype) -> str:
+def pick_kernel(device: torch.device, dtype: torch.dtype) -> str:
     """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or one SDPA call per segment."""
-    if where.type != "cuda" or dtype != torch.bfloat16:
+    if device.type != "cuda" or dtype != torch.bfloat16:
         return "sdpa"
     try:  # flash-attn-4 installs a folder of the same name, so look for the function itself
         from flash_attn import flash_attn_varlen_func  # noqa: F401

@@ -49,7 +49,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from runtime import packing
 from runtime.config import ConfigError
-from runtime.distributed import device, local_size, refuse_not_finite, world_size
+from runtime.distributed import local_size, own_device, refuse_not_finite, world_size
 from runtime.packing import Bundle
 from runtime.video import Clip
 
@@ -268,7 +268,7 @@ def published_names(model: PreTrainedModel) -> dict[str, str]:
 
 def dtype_of(cfg: PolicyConfig, train: bool = True) -> torch.dtype:
     """Return the dtype of computation. Raise ConfigError if training in it is impossible here."""
-    bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and device().type == "cuda")
+    bf16 = cfg.dtype == "bf16" or (cfg.dtype == "auto" and own_device().type == "cuda")
     if train and bf16 and not dist.is_initialized():  # FSDP2 implements mixed precision
         raise ConfigError(f"policy.dtype = {cfg.dtype!r}: training in bf16 needs torchrun or a GPU; on a CPU use fp32")
     return torch.bfloat16 if bf16 else torch.float32
@@ -279,13 +279,13 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
 
     `train=False` builds the reference policy: its weights are in the dtype of computation and have no gradient."""
     path = checkpoint_dir(cfg.checkpoint)
-    where = device()
+    device = own_device()
     dtype = dtype_of(cfg, train)
 
     # build the shapes, and set the dtypes
     policy = empty(AutoConfig.from_pretrained(path), cfg, never_sampled)
     policy.dtype = dtype
-    policy.kernel = packing.pick_kernel(where, dtype)
+    policy.kernel = packing.pick_kernel(device, dtype)
     if not train:
         policy.requires_grad_(False).to(dtype)
     if policy.vision_frozen:
@@ -299,17 +299,17 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
         for block in blocks:  # before FSDP2 wraps them, so that its hooks run once per pass
             block.forward = functools.partial(recompute, block.forward)
     if dist.is_initialized():
-        shard(policy, blocks, dtype, where)
+        shard(policy, blocks, dtype, device)
 
     # allocate memory, and read the weights into it
-    policy.to_empty(device=where)
+    policy.to_empty(device=device)
     policy.model.tie_weights()
     # No checkpoint holds the rotary buffers, and to_empty leaves garbage in them, so compute them.
-    policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(where)
+    policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(device)
     rotary = policy.vision.rotary_pos_emb
     for name, buffer in list(rotary.named_buffers()):  # one buffer; from transformers 5.24 on, two equal ones
         angles = torch.arange(len(buffer), dtype=torch.float32)
-        setattr(rotary, name, (1 / 10_000 ** (angles / len(angles))).to(where))
+        setattr(rotary, name, (1 / 10_000 ** (angles / len(angles))).to(device))
     try:
         _read_weights(policy.model, path)
     except (SafetensorError, OSError) as error:
@@ -318,14 +318,14 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     return policy
 
 
-def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, where: torch.device) -> None:
+def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
     """Shard the weights over the ranks of a node: each block is a unit, the rest is the root. A frozen tower is not sharded.
     Every node has all shards, so gradients travel between nodes, but weights never do."""
     if local_size() == world_size():
-        mesh = dist.init_device_mesh(where.type, (world_size(),), mesh_dim_names=("ranks",))
+        mesh = dist.init_device_mesh(device.type, (world_size(),), mesh_dim_names=("ranks",))
     else:
         shape = (world_size() // local_size(), local_size())
-        mesh = dist.init_device_mesh(where.type, shape, mesh_dim_names=("nodes", "ranks"))
+        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks"))
     whole = set(policy.vision.parameters()) if policy.vision_frozen else set()
     # cast_forward_inputs=False keeps the vision tower's rotary angles in fp32, as in transformers.
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)

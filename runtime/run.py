@@ -1,9 +1,9 @@
 """run.py: what SFT and RL share: the run's folder, the state it resumes from, its metrics, its result.
 
     run = Run(cfg, "rl", SHOWN, policy, optimizer)    # resumes from the newest state in RUN/state
-    for step in range(run.done, cfg.steps):
+    for step in range(run.steps_done, cfg.steps):
         run.log(step, measured)                       # appends a line to RUN/metrics.jsonl
-        run.save(step)                                # every cfg.save_every steps
+        run.save(step, measured)                      # every cfg.save_every steps
     run.export()                                      # RUN/model
 
 checks.open_run holds the folder's lock. All ranks call all of these functions.
@@ -111,17 +111,17 @@ class Run:
 
     def __init__(self, cfg: RunConfig, name: str, shown: Sequence[str], policy: Policy, optimizer: Optimizer):
         self.cfg, self.folder, self.policy, self.optimizer = cfg, Path(cfg.run), policy, optimizer
-        self.done, counted = load_state(self.folder / "state", policy, optimizer)
+        self.steps_done, counted = load_state(self.folder / "state", policy, optimizer)
         self.bad_steps = counted.get("bad_steps", 0)
-        if self.done >= cfg.steps:
-            print0(f"{self.folder}: finished; the model of step {self.done} is exported again")
-        elif self.done:
-            print0(f"{self.folder}: resumes after step {self.done} of {cfg.steps}")
+        if self.steps_done >= cfg.steps:
+            print0(f"{self.folder}: finished; the model of step {self.steps_done} is exported again")
+        elif self.steps_done:
+            print0(f"{self.folder}: resumes after step {self.steps_done} of {cfg.steps}")
         else:
             print0(f"{self.folder}: starts from {policy.cfg.checkpoint}")
         if rank() == 0:
             save_run(cfg, self.folder, checkpoint=weights_digest(Path(policy.cfg.checkpoint)))
-            self.metrics = Metrics(cfg, name, self.done, shown)
+            self.metrics = Metrics(cfg, name, self.steps_done, shown)
 
     def is_time(self, step: int, every: int) -> bool:
         """Return whether something that happens every so many steps, and after the last one, happens after this step."""
@@ -129,8 +129,7 @@ class Run:
 
     def log(self, step: int, measured: dict[str, float]) -> None:
         """Write a step's metrics. A step whose gradient was not finite counts as bad; too many bad steps stop the run."""
-        self.good = math.isfinite(measured["grad_norm"])  # read by `save`
-        self.bad_steps += not self.good
+        self.bad_steps += not math.isfinite(measured["grad_norm"])
         lr = learning_rate(self.cfg.optim, step, self.cfg.steps)
         measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
@@ -139,9 +138,9 @@ class Run:
         if self.bad_steps > MAX_BAD_STEPS:
             raise FloatingPointError(f"{self.bad_steps} gradients not finite (limit {MAX_BAD_STEPS}): lower optim.lr")
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, measured: dict[str, float]) -> None:
         """Save a state every `save_every` steps, unless the step's gradient was not finite."""
-        if self.is_time(step, self.cfg.save_every) and self.good:
+        if self.is_time(step, self.cfg.save_every) and math.isfinite(measured["grad_norm"]):
             extra = {"bad_steps": self.bad_steps}
             save_state(self.folder / "state", self.policy, self.optimizer, step + 1, self.cfg.keep, extra)
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from runtime import distributed
 from runtime.cleanup import MEMORY, memory_folder
-from runtime.distributed import barrier, device, gather, local_rank, local_size, rank, rank_and_size
+from runtime.distributed import barrier, gather, local_rank, local_size, own_device, rank, rank_and_size
 from runtime.engine import Engine
 from runtime.policy import Policy, checkpoint_dir, published_names
 from runtime.render import write_chat_template
@@ -61,7 +61,7 @@ class WeightSync:
 
     def publish(self, version: int) -> None:
         """Make the engine load a snapshot. No rank may sample meanwhile."""
-        if device().index in self.server_gpus:
+        if own_device().index in self.server_gpus:
             torch.cuda.empty_cache()  # the server on this GPU needs the memory that torch's allocator caches
         if self.loads:
             self.engine.update_weights(self._snapshot(version), version)

@@ -109,10 +109,10 @@ def test_kernels_compute_attention_and_its_gradient_to_within_rounding(kernel):
     query, key, value = (torch.randn(1, n, length, size) for n in (heads, shared, shared))
     weight = torch.randn(1, length, heads, size)
 
-    def run(attend, dtype, where):
-        inputs = [x.to(where, dtype).requires_grad_() for x in (query, key, value)]
+    def run(attend, dtype, device):
+        inputs = [x.to(device, dtype).requires_grad_() for x in (query, key, value)]
         out = attend(*inputs)
-        (out * weight.to(where, dtype)).sum().backward()
+        (out * weight.to(device, dtype)).sum().backward()
         return [x.float().cpu() for x in (out.detach(), *(x.grad for x in inputs))]
 
     def exact(query, key, value):
