@@ -26,17 +26,10 @@ from evals.results import Results, read_published, read_runs, refuse_mixtures
 from runtime.dataset import DataError
 
 READINGS = ("tagged", "lenient")
-LEGEND = """
-
-tagged: an answer counts only where its protocol asks for it: anywhere for `direct`, in closed tags for the agent (or
-after "the answer is", if the run has grading.untagged_answer: stated).
-lenient: prose also counts, as in the splits' own scorers. The published numbers are lenient.
-gain: points over the baseline on the items of both, and their number. Intervals: bootstrap over videos; the interval of
-a score is never narrower than Wilson's on the number of videos.
-Models of other authors are asked with our prompts, unless their run names a prompt_file."""
+Row = dict[str, Results]  # one row of the table of scores: split -> results
 
 
-# ------------------------------------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------------------------------------ figures
 
 
 def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, float]:
@@ -59,6 +52,57 @@ def wilson(mean: float, n: int) -> tuple[float, float]:
     center = mean + z * z / (2 * n)
     spread = z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
     return max(0.0, center - spread) / (1 + z * z / n), (center + spread) / (1 + z * z / n)
+
+
+def headline(results: Results) -> list[dict]:
+    """Return the records whose mean is the split's headline figure."""
+    return [record for record in results.records if results.split != "mmvu" or record["kind"] == "mcq"]
+
+
+def mean_and_interval(values: Sequence[float], records: Sequence[dict], is_share: bool) -> tuple[float, float, float]:
+    """Return the mean of the records' values and its 95 % interval. The interval of a share holds Wilson's."""
+    videos = ["/".join(record["videos"]) for record in records]
+    mean = sum(values) / len(values)
+    low, high = interval(values, videos)
+    if is_share:
+        least, most = wilson(mean, len(set(videos)))
+        low, high = np.minimum(low, least), np.maximum(high, most)
+    return mean, low, high
+
+
+def shared_gains(ours: Results, base: Results) -> tuple[list[float], list[dict]]:
+    """Return our gain on each item that both have, and our record of the item."""
+
+    def item(record: dict) -> tuple:
+        return record["id"], record.get("item")  # an item that has changed counts as a new one
+
+    base_scores = {item(record): record["score"] for record in headline(base)}
+    shared = [record for record in headline(ours) if item(record) in base_scores]
+    return [record["score"] - base_scores[item(record)] for record in shared], shared
+
+
+def finished(row: Row, reading: str) -> dict[str, float]:
+    """Return the scores of complete splits."""
+    return {split: results.read(reading).score() for split, results in row.items() if results.complete()}
+
+
+def relative_gains(ours: dict[str, float], base: dict[str, float]) -> tuple[float, float, int] | None:
+    """Return two gains, since the paper uses both: the mean of the splits' ratios, and the ratio of their means. The third
+    value is the number of splits that both have."""
+    shared = [split for split in ours if base.get(split)]
+    if not shared:
+        return None
+    mean_of_ratios = sum(ours[split] / base[split] for split in shared) / len(shared)
+    ratio_of_means = sum(ours[split] for split in shared) / sum(base[split] for split in shared)
+    return mean_of_ratios - 1, ratio_of_means - 1, len(shared)
+
+
+def published_scores(name: str, published: dict) -> dict[str, float]:
+    """Return the published scores of a model. "ParaVT-8B (own)" has those of ParaVT-8B."""
+    for row in published["rows"]:
+        if row["name"] == name.partition(" (")[0]:
+            return {c: score for c, score in zip(published["columns"], row["scores"]) if score is not None}
+    return {}
 
 
 def executed(record: dict) -> int:
@@ -94,25 +138,7 @@ def costs(results: Results) -> dict[str, float]:
     return {name: total / len(results.records) for name, total in totals.items()}
 
 
-# ------------------------------------------------------------------------------------------------ the tables
-
-
-def report(runs: Sequence[str | Path], baseline: str = "", by: str = "") -> str:
-    """Print all tables as Markdown, and return the text."""
-    all_results = read_runs(runs)
-    refuse_mixtures(all_results)
-    names = list(dict.fromkeys(results.name for results in all_results))
-    baseline = baseline or names[0]
-    if baseline not in names:
-        near = difflib.get_close_matches(baseline, names, n=1, cutoff=0)[0]
-        raise DataError(f"--baseline {baseline!r}: no results have that name; did you mean {near!r}?")
-    all_results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
-    published = read_published()["table"]
-    text = scores_table(all_results, published, baseline) + "\n\n" + costs_table(all_results)
-    if by:
-        text += "\n\n" + breakdown_table(all_results, by)
-    print(text)
-    return text
+# ------------------------------------------------------------------------------------------------ text
 
 
 def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -140,7 +166,73 @@ def put_between_marks(path: Path, name: str, writer: str, text: str, title: str)
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
-Row = dict[str, Results]  # one row of the table: split -> results
+def mean_cell(mean: float, low: float, high: float, sign: str = "") -> str:
+    """Write a mean and its interval, in percent. `sign`: "+" for a gain."""
+    text = f"{100 * mean:{sign}.1f}"
+    return text if np.isnan(low) else f"{text} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+
+
+def score_cell(results: Results) -> str:
+    records = headline(results)
+    if not records:
+        return ""
+    cell = mean_cell(*mean_and_interval([record["score"] for record in records], records, is_share=True))
+    if not results.complete():
+        cell += f" ({len(results.records)} of {results.settings['total']})"
+    return cell
+
+
+def gain_cell(ours: Results, base: Results) -> str:
+    """Write the gain on the items that both have, its interval, and the number of items."""
+    gains, records = shared_gains(ours, base)
+    if not gains:
+        return ""
+    return f"{mean_cell(*mean_and_interval(gains, records, is_share=False), '+')} ({len(gains)})"
+
+
+def summary_cells(ours: dict[str, float], base: dict[str, float], columns: Sequence[str]) -> tuple[str, str]:
+    """Write the average of the paper's columns, if all are there, and the gains over the baseline."""
+    average = gain = ""
+    if set(columns) <= set(ours):
+        average = f"{sum(ours[c] for c in columns) / len(columns):.1f}"
+    if gains := relative_gains(ours, base):
+        mean_of_ratios, ratio_of_means, splits = gains
+        gain = f"{100 * mean_of_ratios:+.1f} / {100 * ratio_of_means:+.1f} % ({splits})"
+    return average, gain
+
+
+def list_ks(row: Row) -> str:
+    return ", ".join(dict.fromkeys(str(results.k) for results in row.values()))
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+LEGEND = """
+
+tagged: an answer counts only where its protocol asks for it: anywhere for `direct`, in closed tags for the agent (or
+after "the answer is", if the run has grading.untagged_answer: stated).
+lenient: prose also counts, as in the splits' own scorers. The published numbers are lenient.
+gain: points over the baseline on the items of both, and their number. Intervals: bootstrap over videos; the interval of
+a score is never narrower than Wilson's on the number of videos.
+Models of other authors are asked with our prompts, unless their run names a prompt_file."""
+
+
+def report(runs: Sequence[str | Path], baseline: str = "", by: str = "") -> str:
+    """Print all tables as Markdown, and return the text."""
+    all_results = read_runs(runs)
+    refuse_mixtures(all_results)
+    names = list(dict.fromkeys(results.name for results in all_results))
+    baseline = baseline or names[0]
+    if baseline not in names:
+        near = difflib.get_close_matches(baseline, names, n=1, cutoff=0)[0]
+        raise DataError(f"--baseline {baseline!r}: no results have that name; did you mean {near!r}?")
+    all_results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
+    published = read_published()["table"]
+    text = scores_table(all_results, published, baseline) + "\n\n" + costs_table(all_results)
+    if by:
+        text += "\n\n" + breakdown_table(all_results, by)
+    print(text)
+    return text
 
 
 def scores_table(all_results: Sequence[Results], published: dict, baseline: str) -> str:
@@ -174,7 +266,7 @@ def scores_table(all_results: Sequence[Results], published: dict, baseline: str)
         scores = published_scores(name, published)
         cells = [scores.get(split, "") if split in complete else "" for split in splits]
         if any(cells):
-            summary = average_and_gain(scores, published_scores(baseline, published), columns)
+            summary = summary_cells(scores, published_scores(baseline, published), columns)
             lines.append([name, "published", "lenient", "", *cells, *summary])
     gains = f"gain over {baseline}: mean of ratios / ratio of averages"
     header = ["model", "arm", "reading", "K", *splits, "average", gains]
@@ -186,7 +278,7 @@ def measured_lines(model: list, row: Row, base: Row, splits: list[str], columns:
     lines = []
     for reading in READINGS:
         cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
-        summary = average_and_gain(finished(row, reading), finished(base, reading), columns)
+        summary = summary_cells(finished(row, reading), finished(base, reading), columns)
         lines.append([*model, reading, list_ks(row), *cells, *summary])
     return lines
 
@@ -207,76 +299,6 @@ def gain_lines(model: list, row: Row, k: int | str, bases: dict[int | str, Row],
         if base is not row and any(cells):
             lines.append([*model, f"gain, {reading}", ks, *cells, "", ""])
     return lines
-
-
-def list_ks(row: Row) -> str:
-    return ", ".join(dict.fromkeys(str(results.k) for results in row.values()))
-
-
-def finished(row: Row, reading: str) -> dict[str, float]:
-    """Return the scores of complete splits."""
-    return {split: results.read(reading).score() for split, results in row.items() if results.complete()}
-
-
-def average_and_gain(ours: dict[str, float], base: dict[str, float], columns: Sequence[str]) -> tuple[str, str]:
-    """Write the average of the paper's columns, if all are there. Write the gain twice, since the paper uses both: the mean
-    of the splits' ratios, and the ratio of their means. The number of splits stands beside it."""
-    average = gain = ""
-    if set(columns) <= set(ours):
-        average = f"{sum(ours[c] for c in columns) / len(columns):.1f}"
-    shared = [split for split in ours if base.get(split)]
-    if shared:
-        mean_of_ratios = sum(ours[split] / base[split] for split in shared) / len(shared)
-        ratio_of_means = sum(ours[split] for split in shared) / sum(base[split] for split in shared)
-        gain = f"{100 * (mean_of_ratios - 1):+.1f} / {100 * (ratio_of_means - 1):+.1f} % ({len(shared)})"
-    return average, gain
-
-
-def headline(results: Results) -> list[dict]:
-    """Return the records whose mean is the split's headline figure."""
-    return [record for record in results.records if results.split != "mmvu" or record["kind"] == "mcq"]
-
-
-def mean_cell(values: Sequence[float], records: Sequence[dict], sign: str = "") -> str:
-    """Write the mean of the records' values and its interval, in percent. `sign`: "+" for a gain."""
-    if not records:
-        return ""
-    videos = ["/".join(record["videos"]) for record in records]
-    mean = sum(values) / len(values)
-    low, high = interval(values, videos)
-    if not sign:  # a score, which is a share
-        least, most = wilson(mean, len(set(videos)))
-        low, high = np.minimum(low, least), np.maximum(high, most)
-    text = f"{100 * mean:{sign}.1f}"
-    return text if np.isnan(low) else f"{text} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
-
-
-def score_cell(results: Results) -> str:
-    records = headline(results)
-    cell = mean_cell([record["score"] for record in records], records)
-    if cell and not results.complete():
-        cell += f" ({len(results.records)} of {results.settings['total']})"
-    return cell
-
-
-def gain_cell(ours: Results, base: Results) -> str:
-    """Write the gain on the items that both have, its interval, and the number of items."""
-
-    def item(record: dict) -> tuple:
-        return record["id"], record.get("item")  # an item that has changed counts as a new one
-
-    base_scores = {item(record): record["score"] for record in headline(base)}
-    shared = [record for record in headline(ours) if item(record) in base_scores]
-    gains = [record["score"] - base_scores[item(record)] for record in shared]
-    return f"{mean_cell(gains, shared, '+')} ({len(gains)})" if gains else ""
-
-
-def published_scores(name: str, published: dict) -> dict[str, float]:
-    """Return the published scores of a model. "ParaVT-8B (own)" has those of ParaVT-8B."""
-    for row in published["rows"]:
-        if row["name"] == name.partition(" (")[0]:
-            return {c: score for c, score in zip(published["columns"], row["scores"]) if score is not None}
-    return {}
 
 
 def costs_table(all_results: Sequence[Results]) -> str:

@@ -544,7 +544,8 @@ def test_a_score_without_a_miss_is_not_certain(tmp_path):
     rows = [line(str(i), i < 100, video=f"v/{i if i >= 100 else 0}.mp4") for i in range(150)]  # most of one video
     low, high = interval([x["score"] for x in rows], [x["videos"][0] for x in rows])
     assert low < 0.5 and high > 0.8  # wider than Wilson's, so it stands
-    assert tables.mean_cell([x["score"] for x in rows], rows) == f"66.7 [{100 * low:.1f}, {100 * high:.1f}]"
+    stated = tables.mean_and_interval([x["score"] for x in rows], rows, is_share=True)
+    assert tables.mean_cell(*stated) == f"66.7 [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
