@@ -1,10 +1,10 @@
-"""bench.py: three claims of speed, each as two sides that do the same work, measured in one run.
+"""bench.py: two claims of speed, each as two sides that do the same work, measured in one run.
 
-    python -m study.toy build toy_data       # a video, and the tokenizer of all models here
+    python -m study.toy build toy_data       # a video, and the tokenizer of the model here
     CUDA_VISIBLE_DEVICES= python -m study.bench
 
 The sides take turns (A B A B ...). Before the clock runs, both have run once and their results were compared: gradient for
-gradient, token for token. A difference ends the program. A gain is the median over pairs of neighbours, since what else the
+gradient, report for report. A difference ends the program. A gain is the median over pairs of neighbours, since what else the
 machine does hits neighbours alike.
 
 Deliberately missing: GPUs, memory, other frameworks, the speed of SGLang itself, the optimizer's step.
@@ -21,19 +21,18 @@ from statistics import median
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLConfig
 
 from data import Call, Task
 from evals.tables import markdown
-from rollout import AgentContext, RolloutConfig, run_all, run_calls
+from rollout import AgentContext, RolloutConfig, run_calls
 from runtime.config import git_commit
 from runtime.engine import Engine, Sample
-from runtime.inprocess import InProcess
 from runtime.packing import Bundle
 from runtime.policy import PolicyConfig, load
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Clip, Videos
-from runtime.visual import VisualContract, patchify
+from runtime.visual import VisualContract
 from study import toy
 from tools import parse_calls
 
@@ -55,9 +54,9 @@ def versus(what: str, plain: Callable, ours: Callable, same: Callable, repeats: 
     return [*row, f"{median(gains):.3g}x ({min(gains):.3g} - {max(gains):.3g})"]
 
 
-def draw_group(c: Qwen3VLConfig, frames: int, side: int, suffixes: Sequence[int], seed: int = 0) -> Bundle:
+def draw_group(c: Qwen3VLConfig, frames: int, side: int, suffixes: Sequence[int]) -> Bundle:
     """Draw random tokens: a prompt that shows square frames of `side` pixels, and rollouts of so many tokens."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     image = [c.vision_start_token_id, *[c.image_token_id] * (side // 32) ** 2, c.vision_end_token_id]
     prompt = []
     for _ in range(frames):
@@ -120,44 +119,8 @@ def dispatch(count: int = 8) -> list[str]:
         return versus(f"{count} calls, reports of 0.25 s", one_by_one, at_once, list.__eq__)
 
 
-def engine(prompts: int = 8, samples: int = 8, tokens: int = 32) -> list[str]:
-    """Greedy samples of prompts with 4 to 64 frames: transformers' generate on one batch, padded on the left, or inprocess.py."""
-    renderer = Renderer(load_tokenizer(TOY / "model"), VisualContract(frame_pixels=64 * 64))
-    toy.write_checkpoint(OURS / "engine", renderer.tokenizer, renderer.contract, initializer_range=0.1)  # varied text
-    plain = Qwen3VLForConditionalGeneration.from_pretrained(OURS / "engine", dtype=torch.float32)
-    ours = InProcess(OURS / "engine", renderer, device="cpu")
-    pad = plain.generation_config.pad_token_id
-    groups = [draw_group(plain.config, (4, 8, 16, 32, 64)[i % 5], 64, [4] * samples, seed=i) for i in range(prompts)]
-
-    def padded() -> list[list[int]]:
-        rows = [group.prompt + begun for group in groups for begun in group.suffixes]
-        longest = max(map(len, rows))
-        ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])  # [B, P]
-        pixels, grid = patchify([clip for group in groups for clip in group.clips * samples])
-        types = (ids == plain.config.image_token_id).int()
-        images = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
-        rules = {"max_new_tokens": tokens, "do_sample": False, "bad_words_ids": [[t] for t in renderer.never_sampled]}
-        return plain.generate(input_ids=ids, attention_mask=(ids != pad).int(), **images, **rules)[:, longest:].tolist()
-
-    def ragged() -> list[list[int]]:
-        jobs = []
-        for group in groups:
-            shared = {"shared_prefix": len(group.prompt), "max_new_tokens": tokens, "temperature": 0.0, "seed": 0}
-            jobs += [partial(ours.generate, group.prompt + begun, group.clips, **shared) for begun in group.suffixes]
-        sampled = [None] * len(jobs)
-        run_all(ours, jobs, len(jobs), sampled.__setitem__)
-        return [sample.ids for sample in sampled]
-
-    def same(one: list, other: list) -> bool:  # up to what pads the rows that ended before others
-        return all(row[: len(said)] == said for row, said in zip(one, other, strict=True))
-
-    row = versus(f"engine, {prompts} prompts, each {samples} times", padded, ragged, same)
-    ours.close()
-    return row
-
-
 def main() -> None:
-    print(markdown("#### Two sides", ["what", "plain, s", "ours, s", "gain"], [update(), dispatch(), engine()]))
+    print(markdown("#### Two sides", ["what", "plain, s", "ours, s", "gain"], [update(), dispatch()]))
     machine = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
     print(f"\n`python -m study.bench` at commit {git_commit()}; {machine}; torch {torch.__version__}.")
 
