@@ -65,6 +65,7 @@ CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per fram
 CONTRACT_14 = VisualContract(patch=14, frame_pixels=28 * 28)  # the same for Qwen2.5-VL: frames are scaled to 28 x 28
 OVERVIEWS = (4, 8, 16, 32, 64)
 LONG_SHARE = 0.15  # share of long flashes
+P_LOOSE = 0.6  # share of SFT turns that break the format, unless --p-loose says otherwise
 P_TOOL = 0.75  # share of SFT rows that call tools, unless --p-tool says otherwise
 NOTHING = "No flash."
 # Videos per split (rl, val, test: one task per video), and rows per SFT table.
@@ -361,9 +362,8 @@ def write_checkpoint(
 
 
 def build_toy(
-    root: Path, seed: int = 0, p_loose: float = 0.6, sizes: dict[str, int] = SIZES, p_tool: float = P_TOOL,
-    model_type: str = "qwen3_vl",
-) -> None:  # fmt: skip
+    root: Path, seed=0, p_loose: float = P_LOOSE, p_tool: float = P_TOOL, model_type="qwen3_vl", sizes: dict = SIZES
+) -> None:
     """Write the toy to `root`: the same bytes for the same arguments. `sizes` overrides entries of SIZES."""
     sizes = SIZES | sizes
     (root / "videos").mkdir(parents=True, exist_ok=True)
@@ -410,11 +410,11 @@ def main() -> int:
     parser.add_argument("command", choices=["build"])
     parser.add_argument("dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--p-loose", type=float, default=0.6, help="share of SFT turns that break the format")
+    parser.add_argument("--p-loose", type=float, default=P_LOOSE, help="share of SFT turns that break the format")
     parser.add_argument("--p-tool", type=float, default=P_TOOL, help="share of SFT rows that call tools")
     parser.add_argument("--model-type", choices=FAMILIES, default="qwen3_vl", help="class of the model")
     args = parser.parse_args()
-    build_toy(args.dir, args.seed, args.p_loose, p_tool=args.p_tool, model_type=args.model_type)
+    build_toy(args.dir, args.seed, args.p_loose, args.p_tool, args.model_type)
     print(f"toy written to {args.dir}")
     return 0
 
