@@ -19,7 +19,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from data import Task, main_messages, overview
 from runtime.dialogue import Media
-from runtime.render import Renderer, load_tokenizer
+from runtime.render import Renderer, load_tokenizer, template_with_tools
 from runtime.visual import ContractError, VisualContract, patchify
 from tools import crop_video
 
@@ -177,8 +177,8 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
 # ------------------------------------------------------------------------------------------------ tokens
 
 
-def as_transformers_parts(messages):
-    """Return the conversation as a user of plain transformers would write it."""
+def template_ids(renderer, messages, schemas) -> list[int]:
+    """Return the ids that a user of plain transformers gets for the conversation."""
     plain = []
     for message in messages:
         content = message["content"]
@@ -190,7 +190,8 @@ def as_transformers_parts(messages):
                 for time in part.times:
                     parts += [{"type": "text", "text": f"<{time:.1f} seconds>"}, {"type": "image"}]
         plain.append({"role": message["role"], "content": parts})
-    return plain
+    options = {"chat_template": template_with_tools(renderer.tokenizer.chat_template), "add_generation_prompt": True}
+    return renderer.tokenizer.apply_chat_template(plain, tools=schemas, return_dict=False, **options)
 
 
 awkward_text = st.lists(st.sampled_from(["\r\n", "\r", "\n", " ", "👩‍🚀", "é", "红伞", "。", "12.5", "red", "</"]), max_size=12).map("".join)  # fmt: skip
@@ -208,12 +209,9 @@ def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schema
         {"role": "tool", "content": reply},
         {"role": "tool", "content": [question, noise(1, width=96, height=64)]},
     ]
-    theirs = renderer.tokenizer.apply_chat_template(
-        as_transformers_parts(messages), tools=schemas, add_generation_prompt=True, return_dict=False
-    )
     whole, prompt = (renderer.render(part, schemas, generate=True) for part in (messages, messages[:1]))
     delta = renderer.continuation([message["content"] for message in messages[2:]])
-    assert renderer.compact(whole.ids) == theirs
+    assert renderer.compact(whole.ids) == template_ids(renderer, messages, schemas)
     assert whole.ids == prompt.ids + renderer.encode("<think>" + said) + [renderer.end_of_turn] + delta.ids
     assert len(delta.clips) == 1 and sum(prompt.mask + delta.mask) == 0
     assert whole.ids.count(renderer.image_pad) == 2 * 4 + 1 * 6

@@ -38,6 +38,7 @@ from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_err
 from runtime.dialogue import Media, parse_dialogue
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
+from runtime.render import THINK_PREFIX
 from runtime.video import Videos
 from sft import Batches, SFTConfig
 from study import prepare
@@ -117,32 +118,42 @@ def test_messages_come_as_a_json_string_or_as_a_list(video):
     assert dialogue.turns == ({"role": "assistant", "content": ["Yes."]},)  # the row's system prompt is dropped
 
 
-@pytest.mark.parametrize(
-    "opening, edges",
-    [("<think>\n", "{}"), ("<think>", "  {}\r\n"), ("<think>\n\n", "\n{} "), ("\n\n<think>\r\n  ", "  {}\r\n")],
-)
-def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_renderer, videos, encode, opening, edges):
-    """Published rows begin with `<think>Text` or `<think>\\n\\n`, so their first token differs from the one after the forced
-    prefix. Past bug: only line breaks were stripped from a report's edges, but a rollout strips all white space. Reports are
-    `tool` messages, or text in tags: all in one user turn, or one turn each."""
-    thoughts = f"I look.\n</think>\n{CALL}\n{CALL}", "It flashed.\n</think>\n<answer>red</answer>"
-    said = turns(*(thought + "<|im_end|>" for thought in thoughts), report=edges.format("A red flash."))
-    [episode] = play(toy_renderer, said, (Task("t", "What?", (video,), "oe", "red"),), videos=videos)
+THOUGHTS = (f"I look.\n</think>\n{CALL}\n{CALL}", "It flashed.\n</think>\n<answer>red</answer>")
+
+
+def check_rows_of_a_rollout(
+    renderer, videos, schemas, video: str, opening: str, report: str, thoughts=THOUGHTS
+) -> None:
+    """Compare the ids of a rollout with those of rows with the same conversation. Reports are `tool` messages, or text in
+    tags: all in one user turn, or one turn each."""
+    said = turns(*(thought + "<|im_end|>" for thought in thoughts), report=report)
+    [episode] = play(renderer, said, (Task("t", "What?", (video,), "oe", "red"),), videos=videos)
     main = episode.main
-    report = edges.format("A red flash.")
+    assert [call.error for call in episode.calls] == ["", ""]
     tagged = f"<tool_response>\n{report}\n</tool_response>"
     for role, reports in (("tool", [report] * 2), ("user", [tagged] * 2), ("user", [f"{tagged}\n{tagged}"])):
         first, last = ({"role": "assistant", "content": opening + thought} for thought in thoughts)
         told = [{"role": role, "content": content} for content in reports]
-        bundle = encode([user(video, nframes=4), first, *told, last])
-        ids, mask = bundle.suffixes[0], bundle.masks[0]
-        assert ids[: len(main.ids)] == main.ids and toy_renderer.decode(ids[len(main.ids) :]).strip() == ""
-        forced = len(toy_renderer.encode("<think>\n"))
+        row = {"messages": [user(video, nframes=4), first, *told, last]}
+        bundle = encode_dialogue(parse_dialogue(row, "file:0", Path("/nowhere")), videos, renderer, schemas)
+        [ids], [mask] = bundle.suffixes, bundle.masks
+        assert ids[: len(main.ids)] == main.ids and renderer.decode(ids[len(main.ids) :]).strip() == ""
+        forced = len(renderer.encode(THINK_PREFIX))
         for start, _ in main.turns:  # SFT trains on the opening that a rollout forces
             assert mask[start : start + forced] == [1] * forced
             mask[start : start + forced] = [0] * forced
-        assert mask[: len(main.ids)] == main.mask
+        assert mask[: len(main.ids)] == main.mask and not any(mask[len(main.ids) :])
         assert np.array_equal(bundle.clips[0].pixels, main.clips[0].pixels)
+
+
+@pytest.mark.parametrize(
+    "opening, edges",
+    [("<think>\n", "{}"), ("<think>", "  {}\r\n"), ("<think>\n\n", "\n{} "), ("\n\n<think>\r\n  ", "  {}\r\n")],
+)
+def test_a_row_has_the_ids_of_the_same_conversation_rolled_out(video, toy_renderer, videos, schemas, opening, edges):
+    """Published rows begin with `<think>Text` or `<think>\\n\\n`, so their first token differs from the one after the forced
+    prefix. Past bug: only line breaks were stripped from a report's edges, but a rollout strips all white space."""
+    check_rows_of_a_rollout(toy_renderer, videos, schemas, video, opening, edges.format("A red flash."))
 
 
 def test_a_turn_without_think_keeps_its_words_and_an_empty_report_says_so(video):

@@ -39,7 +39,6 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     (root / "same").symlink_to(toy_dir)
     (root / "notes.txt").write_text("milk")
     (root / "mine").mkdir()
-    (root / "mine" / "child.yaml").write_text("base: gone.yaml")
     (root / "mine" / "tab.yaml").write_text("data:\n\tseed: 0")
     row = {"video": "a.mp4", "prompt": [{"role": "user", "content": "Why?"}]}
     (root / "mine" / "rows.jsonl").write_text(json.dumps(row))
@@ -73,7 +72,6 @@ def typed(desk, monkeypatch, capsys):
 
 MISTAKES = [  # the page has more
     # the command line and YAML
-    ("no equals sign", f"{SFT} steps 5", "override 'steps': write it as key.sub=value"),
     ("no such YAML", "sft.py configs/toysft.yaml", "No such file"),
     ("another script's YAML", "rl.py configs/toy_sft.yaml", "configs/toy_sft.yaml is a config of sft.py, as its `batch_rows` says; start sft.py with it"),
     ("RL's YAML", "eval.py configs/grpo_8b.yaml", "configs/grpo_8b.yaml is a config of rl.py"),
@@ -81,8 +79,6 @@ MISTAKES = [  # the page has more
     ("an empty value", f"{SFT} run=", "run: the value is empty; give one (\"\" is an empty text)"),
     ("a blank run", f"{SFT} run=\"' '\"", "run = ' ': the run would use the current folder; name a folder"),
     ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not in tools.TOOLS; choose from crop_video"),
-    ("a base that is gone", "sft.py mine/child.yaml", "mine/child.yaml: base: gone.yaml: there is no mine/gone.yaml; write the path from the file that names it"),
-    ("a misspelled tool", f"{SFT} tools=[crop_vidoe]", "tools = ['crop_vidoe']: not in tools.TOOLS; did you mean crop_video?"),
     ("a misspelled tool of a rollout", f"{RL} rollout.tools=[crop_vidoe]", "tools = ['crop_vidoe']: not in tools.TOOLS; did you mean crop_video?"),
     ("a tab in YAML", "sft.py mine/tab.yaml", "; indent with spaces, not with tabs"),
     ("a kind of token that is none", f"{SFT} 'kind_weights={{color: 1}}'", "kind_weights = ['color']: not kinds of token; choose from prose, arguments, untagged_answer, answer, structure"),
@@ -109,9 +105,6 @@ MISTAKES = [  # the page has more
     ("no decoders", f"{SFT} --dry-run decoders=0", "decoders = 0: must be at least 1"),
     ("empty chunks", f"{SFT} --dry-run policy.logit_chunk=0", "logit_chunk = 0: must be at least 1"),
     ("AdamW's betas", f"{SFT} --dry-run 'optim.betas=[1.5, 0.9]'", "betas=(1.5, 0.9), max_grad_norm=1.0): needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1"),
-    ("no number", f"{RL} --dry-run reward.w_fmt=.nan", "reward.w_fmt = nan: must be finite and not negative"),
-    ("for ever", f"{RL} --dry-run rollout.call_timeout=.inf", "rollout.call_timeout = inf: must be finite and not negative"),
-    ("colder than greedy", f"{RL} --dry-run rollout.temperature=-1", "rollout.temperature = -1.0: must be finite and not negative"),
     ("a dry run under another contract", f"{SFT} --dry-run visual.frame_pixels=65536", "was made under another visual contract (frame_pixels: this run has 65536"),
     ("no overview in an evaluation", f"{EVAL} frames=[0]", "and each K in frames must be 1 or more"),
     ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it contains a password, which the run would save"),

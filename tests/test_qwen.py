@@ -10,15 +10,15 @@ import pytest
 import qwen
 import yaml
 from scripts import Forked, finish, metrics, start
-from test_contract import as_transformers_parts
-from tiny_checkpoint import noise, play, turns
+from test_contract import template_ids
+from test_data import check_rows_of_a_rollout
+from tiny_checkpoint import noise
 from transformers import GenerationConfig
 
-from data import Episode, Task, Trajectory, encode_dialogue
+from data import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
-from runtime.dialogue import parse_dialogue
 from runtime.packing import Bundle
-from runtime.render import THINK_PREFIX, Live, Renderer, load_tokenizer, template_with_tools
+from runtime.render import THINK_PREFIX, Live, Renderer, load_tokenizer
 from sft import target_kinds
 
 pytestmark = pytest.mark.qwen
@@ -192,11 +192,7 @@ def test_ids_are_those_of_the_chat_template(either, schemas, question):
     ]
     for part in (messages[:2], messages):
         ours = either.render(part, schemas, generate=True)
-        template = template_with_tools(either.tokenizer.chat_template)
-        theirs = either.tokenizer.apply_chat_template(
-            as_transformers_parts(part), schemas, chat_template=template, add_generation_prompt=True, return_dict=False
-        )
-        assert either.compact(ours.ids) == theirs
+        assert either.compact(ours.ids) == template_ids(either, part, schemas)
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -240,39 +236,14 @@ CALLS = "\n".join(
 ANSWER = "I see.\n</think>\n<answer>(B) 红伞。</answer>"
 
 
-def rows_of(episode: Episode, report: str, opening: str) -> dict:
-    """The episode as a row of a published dataset."""
-    video = {"type": "video", "video": episode.task.videos[0], "nframes": 4}
-    response = f"<tool_response>\n{report}\n</tool_response>"
-    messages = [
-        {"role": "user", "content": [video, {"type": "text", "text": episode.task.question}]},
-        {"role": "assistant", "content": opening + THOUGHT + CALLS},
-        {"role": "user", "content": f"{response}\n{response}"},
-        {"role": "assistant", "content": opening + ANSWER},
-    ]
-    return {"messages": json.dumps(messages)}
-
-
 @pytest.mark.parametrize("opening", ["<think>\n", "<think>", "<think>\n\n", "\n<think>\n", "<think> "])
 @pytest.mark.parametrize("report", ["A red flash at <4.0 seconds>.", " A flash. \r\n", "红伞。\r", "e\u0301 🙂\n\nend"])
 def test_a_row_and_the_same_conversation_rolled_out_are_the_same_tokens(
     either, videos, toy_dir, schemas, opening, report
 ):
     """Rows open their turns in many ways, rollouts force one; reports come with white space at their edges."""
-    task = Task("t", "Which color flashes?", (str(toy_dir / "videos" / "test00000.mp4"),), "oe", "red")
-    agent = turns(f"{THOUGHT}{CALLS}<|im_end|>", f"{ANSWER}<|im_end|>", report=report)
-    [played] = play(either, agent, [task], videos=videos)
-    assert not played.error and [call.error for call in played.calls] == ["", ""]
-    dialogue = parse_dialogue(rows_of(played, report, opening), "row:0", Path("/"))
-    bundle = encode_dialogue(dialogue, videos, either, schemas)
-    [ids], [mask] = bundle.suffixes, bundle.masks
-    # Behind the last turn may stand the template's line break.
-    assert ids[-1] == END or either.decode(ids[-2:]) == "<|im_end|>\n"
-    assert ids[: len(played.main.ids)] == played.main.ids
-    prefix = len(either.encode(THINK_PREFIX))
-    forced = [start + i for start, _ in played.main.turns for i in range(prefix)]
-    learned = [int(m or i in forced) for i, m in enumerate(played.main.mask)]
-    assert mask[: len(learned)] == learned and not any(mask[len(learned) :])
+    video = str(toy_dir / "videos" / "test00000.mp4")
+    check_rows_of_a_rollout(either, videos, schemas, video, opening, report, (THOUGHT + CALLS, ANSWER))
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
