@@ -710,8 +710,9 @@ def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, to
     other = SGLang("", toy_renderer, urls=owner.urls)
     try:
         for rank, engine in enumerate((owner, other)):
-            monkeypatch.setattr("runtime.weights.rank_and_size", lambda per_node, rank=rank: (rank, 2))
-            weights = WeightSync(tmp_path, engine, cfg.rollout, cfg.visual)
+            with monkeypatch.context() as patched:
+                patched.setattr("runtime.weights.rank_and_size", lambda per_node, rank=rank: (rank, 2))
+                weights = WeightSync(tmp_path, engine, cfg.rollout, cfg.visual)
             weights.write(policy, 3)
             weights.publish(3)
         assert owner.version == other.version == 3
