@@ -120,7 +120,7 @@ def test_its_figures_are_those_of_the_results():
     figures = re.findall(r"-?\d+\.\d+ ± \d+\.\d+(?: \[[\d.]+\])?", TEXT[README])
     assert len(figures) > 10 and all(figure in study for figure in figures)
     gains = re.findall(r"\b\d+(?:\.\d+)?x\b", TEXT[README])
-    assert len(gains) >= 3 and all(f" {gain} " in bench for gain in gains)
+    assert len(gains) >= 2 and all(f" {gain} " in bench for gain in gains)
 
 
 def test_the_lock_holds_what_the_requirements_pin_and_every_package_once():
