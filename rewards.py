@@ -33,11 +33,16 @@ STATED = re.compile(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", re.I | re.S)
 CALL_BLOCK = re.compile(r"<(tool_call|tool_code)>.*?(?:</\1>|\Z)", re.S)
 TAG_PIECE = re.compile(r"</?(?:th|to|an)[a-z_]*>?|</?\s*\Z")  # `</answe` and a last `<`, but not `a<b` or `<video>`
 CALL_JSON = re.compile(r"\s*\{.*\}\s*", re.S)
-PARTS = ("R", "R_acc", "f", "R_fmt", "R_fmt_paid", "R_tool", "R_anchor", "well_formed")
+PARTS = ("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed")
 MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
 # The most opening or closing tags of one kind in a turn. More is spam, and the episode scores 0.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
-Turn = list[str]  # the elements of a turn, see split_turn
+# Weights of the terms of R_fmt, without and with the paper's Answer Suffix. "answer" is opening tag + closing tag.
+FORMAT_WEIGHTS = {
+    False: {"think": 0.3, "answer": 0.2 + 0.1, "think_before_call": 0.3},
+    True: {"think": 0.2, "answer": 0.3 + 0.2, "think_before_call": 0.3},
+}
+Elements = list[str]  # of a turn, see split_turn
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,8 @@ class Anchor:
     beta: float = 0.3
     gamma: float = 0.3
     lam: float = 0.5
-    """lambda. Python reserves the full word."""
+    """lambda. Under `struct` it scales an advantage, that of R_anchor. Under `sequence` it scales a reward, R_anchor inside
+    R_fmt."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +88,8 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. R_fmt is the format reward without the anchor, and f the one with it; both
-    are always logged. R_fmt_paid is the one that R contains: f under credit `sequence`, otherwise R_fmt."""
+    """Return all parts by name, or raise JudgeError. R_fmt is the format reward that R contains. The metric f is the same with
+    the anchor, under any credit."""
     # Split the turns into tags and text. Tag spam scores 0.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
@@ -98,15 +104,13 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     tagged = bool(final_answer(texts))
     turns_that_called = {call.turn for call in episode.calls if not call.error}
     fmt, f = format_rewards(turns, tagged, turns_that_called, cfg.anchor.lam * anchor, cfg)
-    paid = f if cfg.anchor.credit == "sequence" else fmt
     parts = {
-        # R = R_acc + w_fmt * R_fmt + w_tool * R_tool, and under credit `sequence` f in place of R_fmt
-        "R": acc + cfg.w_fmt * paid + cfg.w_tool * tool,
+        # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
+        "R": acc + cfg.w_fmt * fmt + cfg.w_tool * tool,
         "R_acc": acc,
-        "f": f,
         "R_fmt": fmt,
-        "R_fmt_paid": paid,
         "R_tool": tool,
+        "f": f,
         "R_anchor": anchor,
         "well_formed": float(well_formed(turns)),
     }
@@ -114,13 +118,14 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
 
 
 def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
-    """Return the parts of a spam episode: 0, and the penalty for unpaired think tags, so that spamming does not pay better."""
+    """Return the parts of a spam episode. They are 0, but R_anchor is the penalty for unpaired think tags. Otherwise spamming
+    would beat leaving a thought open."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["R_anchor"] = -cfg.anchor.gamma
     parts["f"] = cfg.anchor.lam * parts["R_anchor"]
     if cfg.anchor.credit == "sequence":
-        parts["R_fmt_paid"] = parts["f"]
-        parts["R"] = cfg.w_fmt * parts["f"]
+        parts["R_fmt"] = parts["f"]
+        parts["R"] = cfg.w_fmt * parts["R_fmt"]
     return parts
 
 
@@ -188,7 +193,7 @@ def last_answer(text: str) -> str | None:
 # ------------------------------------------------------------------------------------------------ the elements of a turn
 
 
-def split_turn(text: str) -> Turn:
+def split_turn(text: str) -> Elements:
     """Split a turn into elements: tags, the texts between them, and the end of the turn. Drop texts of white space only.
 
     "<think>\\nI see it.\\n</think>\\n<answer>B</answer><|im_end|>"
@@ -199,7 +204,7 @@ def split_turn(text: str) -> Turn:
     return [element for element in elements if element.strip()]
 
 
-def shape_of(turn: Turn) -> str:
+def shape_of(turn: Elements) -> str:
     """Return the turn with each text as one word: `<think> text </think> <answer> text </answer> end`. A text that contains
     a piece of one of our tags, such as `</think`, becomes `broken`. The {...} of a call becomes `json`."""
     words = []
@@ -217,13 +222,13 @@ def shape_of(turn: Turn) -> str:
     return " ".join(words)
 
 
-def tags_pair(turn: Turn, name: str) -> bool:
+def tags_pair(turn: Elements, name: str) -> bool:
     """Return whether every tag of this name is closed before the next one opens, and none closes unopened."""
     tags = [element for element in turn if element in (f"<{name}>", f"</{name}>")]
     return tags == [f"<{name}>", f"</{name}>"] * (len(tags) // 2)
 
 
-def thought_ends(turn: Turn) -> list[int]:
+def thought_ends(turn: Elements) -> list[int]:
     """Return the index of each </think> that closes a thought of at least MIN_THOUGHT letters or digits."""
     ends = []
     thinking = False
@@ -241,7 +246,7 @@ def thought_ends(turn: Turn) -> list[int]:
     return ends
 
 
-def tag_metrics(turns: list[Turn]) -> dict[str, float]:
+def tag_metrics(turns: list[Elements]) -> dict[str, float]:
     """Return three metrics per tag. `spam_TAG` is 1 if a turn exceeds the tag's limit. `closure/TAG` is the share of opened
     tags that were closed in their turn, if any was opened; Format Fragility shows here first. `surplus/TAG` counts the
     closing tags beyond the opened ones of their turn."""
@@ -298,45 +303,40 @@ def token_f1(answer: str, gold: str) -> float:
 
 
 def format_rewards(
-    turns: list[Turn], tagged: bool, turns_that_called: set[int], anchor_term: float, cfg: RewardConfig
+    turns: list[Elements], tagged: bool, turns_that_called: set[int], anchor_term: float, cfg: RewardConfig
 ) -> tuple[float, float]:
-    """Return R_fmt and f. `tagged`: the final answer is in <answer> tags. `anchor_term`: lambda * R_anchor."""
+    """Return R_fmt and the metric f. `tagged`: the final answer is in <answer> tags. `anchor_term`: lambda * R_anchor."""
     # s     = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
-    #       + 0.3 * [calls ran, and every turn with such a call thinks before its first call]
-    # R_fmt = min(0.9, s)                     + 0.1 * [well formed]
+    #       + w_think_before_call * [calls ran, and every turn with such a call thinks before its first call]
     # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [well formed]
+    # R_fmt = min(0.9, s)                     + 0.1 * [well formed], but f under credit `sequence`
     # The release computes min(1, s + 0.1 * [s > 0 and all tags balanced]). With calls, s alone can reach 1, and broken tags cost
     # nothing. Capping s at 0.9 gives well-formed text the same score, and any flaw costs 0.1. Under credit `off` the 0.1 stays
     # with balanced tags: well-formed text needs a thought, which the release does not ask of plain GRPO.
     # Without a call, R_fmt is at most 0.8.
-    w_think, w_answer = format_weights(cfg.answer_suffix)
+    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
     thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
     thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
-    s = w_think * thinks
-    s += w_answer * tagged
-    s += 0.3 * thinks_before_calls
+    s = weights["think"] * thinks
+    s += weights["answer"] * tagged
+    s += weights["think_before_call"] * thinks_before_calls
     flawless = well_formed(turns)
     if cfg.anchor.credit == "off":
         flawless = s > 0 and all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
     bonus = 0.1 * flawless
-    return min(0.9, s) + bonus, min(0.9, s + anchor_term) + bonus
+    f = min(0.9, s + anchor_term) + bonus
+    fmt = f if cfg.anchor.credit == "sequence" else min(0.9, s) + bonus
+    return fmt, f
 
 
-def format_weights(answer_suffix: bool) -> tuple[float, float]:
-    """Return w_think and w_answer. w_answer adds the release's weights of the opening and the closing tag."""
-    if answer_suffix:  # the paper's Answer Suffix
-        return 0.2, 0.3 + 0.2
-    return 0.3, 0.2 + 0.1
-
-
-def thinks_before_call(turn: Turn) -> bool:
+def thinks_before_call(turn: Elements) -> bool:
     """Return whether the first thought ends before the first call begins."""
     calls = [i for i, element in enumerate(turn) if element in ("<tool_call>", "<tool_code>")]
     ends = thought_ends(turn)
     return bool(calls and ends) and ends[0] < calls[0]
 
 
-def well_formed(turns: list[Turn]) -> bool:
+def well_formed(turns: list[Elements]) -> bool:
     """Return whether every turn is a thought and then calls, and the last one a thought, an answer and the end of the turn. Only
     white space may stand between these parts.
 
@@ -351,7 +351,7 @@ def well_formed(turns: list[Turn]) -> bool:
     return bool(shapes) and all(map(calls.fullmatch, shapes[:-1])) and bool(answer.fullmatch(shapes[-1]))
 
 
-def anchor_reward(turns: list[Turn], anchor: Anchor) -> float:
+def anchor_reward(turns: list[Elements], anchor: Anchor) -> float:
     # R_anchor = alpha * [closed] + beta * [flow] - gamma * [in some turn the think tags do not pair]
     # closed: all think tags pair, and every turn has a thought.
     # flow: closed, and the last turn ends with </think>, no other tag, <answer>text</answer> and the end of the turn.
@@ -364,7 +364,8 @@ def anchor_reward(turns: list[Turn], anchor: Anchor) -> float:
 
 
 def tool_reward(episode: Episode, acc: float) -> float:
-    """Return R_tool. F1 and IoU count as correct from 0.5 on. Any value above 0 would admit the answer "the whole video"."""
+    """Return R_tool. An answer scored by F1 or IoU is correct from 0.5 on. Above 0 even the answer "the whole video" would
+    be correct."""
     # R_tool = 0.1 if a call parsed, or 0.3 if one ran
     #        + 0.5 if one ran before the last turn, so its report could be read, and the answer is correct
     parsed = any(call.error != "unparseable" for call in episode.calls)
@@ -380,12 +381,12 @@ def tool_reward(episode: Episode, acc: float) -> float:
 
 
 def f_release(text: str, cfg: RewardConfig) -> float:
-    """Return f as the released code computes it, to compare with the paper's. Nothing is paid for it. `text` is the sampled
-    text of all turns. It lacks a forced <think>, so a tidy direct answer scores 0.5 there."""
+    """Return f as the released code computes it, to compare with the paper's. It is a metric and no part of R. `text` is the
+    sampled text of all turns. It lacks a forced <think>, so a tidy direct answer scores 0.5."""
     # s = w_think * [there is a <think>] + w_answer * [an answer is complete]
-    #   + 0.3 * [there is a <think>, a call parses, and the first <think> stands before the first call]
+    #   + w_think_before_call * [there is a <think>, a call parses, and the first <think> stands before the first call]
     # f = min(1, s + 0.1 * [s > 0 and tags balanced] + lambda * R_anchor)
-    w_think, w_answer = format_weights(cfg.answer_suffix)
+    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
     thought = re.search("<think>.{10}", text, re.S)  # it need not be closed
     answered = any(answer.strip() for answer in ANSWER.findall(text))
     called = any(not call.error for call in parse_calls(text))
@@ -393,8 +394,9 @@ def f_release(text: str, cfg: RewardConfig) -> float:
     names = ("think", "tool_call", "tool_code", "answer")
     balanced = all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in names)
 
-    s = w_think * bool(thought) + w_answer * answered
-    s += 0.3 * bool(thought and called and thought.start() < first_call.start())
+    s = weights["think"] * bool(thought)
+    s += weights["answer"] * answered
+    s += weights["think_before_call"] * bool(thought and called and thought.start() < first_call.start())
     s += 0.1 * (balanced and s > 0)
 
     anchor, closed = 0.0, "</think>" in text

@@ -40,7 +40,8 @@ from runtime.run import Run, RunConfig, check_room
 from runtime.video import Videos
 from tools import TOOLS
 
-# A character of the assistant's text has the last kind here whose group 1 covers it. All others are prose.
+# Patterns for the kinds of text in an assistant's turn. Group 1 of a match is text of that kind. A later kind overwrites an
+# earlier one. All other text is prose.
 KIND_PATTERNS = {
     "arguments": re.compile(r"<tool_call>(.*?)</tool_call>", re.S),
     "untagged_answer": re.compile(r"answer is ([^\n<.]+)", re.I),

@@ -154,11 +154,11 @@ def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
     turns, executed, acc, r_fmt, tool, anchor, *below_the_cap = CASES[name]
     f = below_the_cap[0] if below_the_cap else min(1.0, r_fmt + 0.5 * anchor)
     expected = {"R_acc": acc, "R_fmt": r_fmt, "f": f, "R_tool": tool, "R_anchor": anchor}
-    expected |= {"R": acc + r_fmt + tool, "R_fmt_paid": r_fmt}
+    expected |= {"R": acc + r_fmt + tool}
     parts = earned(turns, executed)
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
-    # The released code pays f instead of R_fmt.
-    expected |= {"R": acc + f + tool, "R_fmt_paid": f}
+    # In the released code R_fmt is f.
+    expected |= {"R": acc + f + tool, "R_fmt": f}
     parts = earned(turns, executed, cfg=RELEASED)
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
 
@@ -432,7 +432,9 @@ def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(answer
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", CALL, "B", "\n", "text ", END_OF_TURN]), max_size=14))  # fmt: skip
 def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
     turn = "".join(pieces)
-    parts = earned([turn], 1)
+    for credit in ("sequence", "off", "struct"):
+        parts = earned([turn], 1, cfg=RewardConfig(anchor=Anchor(credit=credit)))
+        assert parts["R"] == pytest.approx(parts["R_acc"] + parts["R_fmt"] + parts["R_tool"])
     assert 0 <= parts["R_acc"] <= 1 and 0 <= parts["R_tool"] <= 1
     assert -0.15 <= parts["f"] <= 1 and -0.3 <= parts["R_anchor"] <= 0.7
     assert rewards.TAG.sub("", painted([turn])).replace(END_OF_TURN, "").strip() == ""
