@@ -99,7 +99,7 @@ class Call:
 
 @dataclass
 class Episode:
-    """One attempt at a task. The rollout fills the fields down to `error`; rewards.py and grpo.py fill the rest."""
+    """One attempt at a task. The rollout fills the fields down to `error_text`; rewards.py and grpo.py fill the rest."""
 
     task: Task
     k: int  # requested overview frames; a shorter video has fewer
@@ -107,12 +107,22 @@ class Episode:
     calls: list[Call] = field(default_factory=list)  # calls whose results the main agent read, in call order
     seed: int = 0
     seconds: float = 0.0  # wall-clock
-    error: str = (
-        ""  # "" if it ran, else "KIND: reason". KIND is RowError, VideoError, EngineError, Stopped or JudgeError
+    error_kind: str = (
+        ""  # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
     )
+    error_text: str = ""  # the reason
     rewards: dict[str, float] = field(default_factory=dict)  # R and its parts, by name
     advantage: float = 0.0  # A_i, for every sampled token
     anchor_advantage: float = 0.0  # A_anchor_i, for structural tokens only (credit: struct)
+
+    def fail(self, error: Exception) -> None:
+        self.error_kind = type(error).__name__
+        self.error_text = str(error)
+
+    @property
+    def error(self) -> str:
+        """The error in one line, "" if the episode ran."""
+        return f"{self.error_kind}: {self.error_text}" if self.error_kind else ""
 
     @property
     def subagents(self) -> list[Trajectory]:
@@ -153,7 +163,7 @@ class Group:
     @property
     def ran(self) -> list[Episode]:
         """The episodes that did not fail. Only they are rewarded, compared and trained on."""
-        return [episode for episode in self.episodes if not episode.error]
+        return [episode for episode in self.episodes if not episode.error_kind]
 
 
 # ------------------------------------------------------------------------------------------------ prompts

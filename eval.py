@@ -122,28 +122,26 @@ def ask_item(
     `save_episodes`, `keep` first writes it without them."""
     episode, answer = run_protocol(context, item, k, derive_seed(cfg.seed, item.task.id), cfg.prompting)
     turns = turn_texts(episode.main, context.renderer)
-    error = episode.error
 
     # Grade the answer, strictly and leniently.
     strict = UNGRADED
     lenient = UNGRADED
-    if not error:
+    if not episode.error_kind:
         if answer is None and cfg.grading.untagged_answer != "off":
             answer = final_answer(turns[-1:], cfg.grading.untagged_answer)
         try:
             strict = grade(item, answer, cfg.grading, judge)
             lenient = grade_leniently(item, strict, turns[-1], cfg.grading, judge)
-        except JudgeError as problem:
-            error = f"JudgeError: {problem}"
+        except JudgeError as error:
+            episode.fail(error)
 
     # Our own agent also gets its format rewards.
     format_rewards = {}
-    if cfg.agentic and not error:
+    if cfg.agentic and not episode.error_kind:
         parts = score(episode, context.renderer, RewardConfig(open_answer="exact"))
         format_rewards = {"f": parts["f"], "well_formed": parts["well_formed"]}
 
     if cfg.save_episodes:
-        episode.error = error
         episode.rewards = {"R": strict["score"], "R_acc": strict["score"], **format_rewards}
         keep(episode)
 
@@ -169,7 +167,7 @@ def ask_item(
         "agent_tokens": sum(subagent.n_sampled for subagent in episode.subagents),
         "truncated": episode.main.finish == "length",
         "seconds": episode.seconds,
-        "error": error,
+        "error": episode.error,
     }
 
 

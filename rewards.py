@@ -130,14 +130,14 @@ def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
 
 
 def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> None:
-    """Write the rewards and struct(o) of every episode that ran. If the judge fails, write the episode's error instead."""
+    """Write the rewards and struct(o) of every episode that ran. If the judge fails, the episode gets an error instead."""
 
     def give(episode: Episode) -> None:
         episode.main.structural = structural_mask(episode.main, renderer)
         try:
             episode.rewards = score(episode, renderer, cfg, judge)
         except JudgeError as error:
-            episode.error = f"JudgeError: {error}"
+            episode.fail(error)
 
     pool = ThreadPoolExecutor(16)  # a judge takes seconds per answer
     list(pool.map(give, [episode for group in groups for episode in group.ran]))

@@ -235,9 +235,9 @@ class Sampler:
 
         # If a prompt cannot be rendered, its row is a bad row.
         for task, group in zip(tasks, groups):
-            kind, _, reason = group.episodes[0].error.partition(": ")
-            if kind == "RowError":
-                self.dataset.reject(task.id, reason)
+            first = group.episodes[0]
+            if first.error_kind == "RowError":
+                self.dataset.reject(task.id, first.error_text)
         return groups, time.perf_counter() - started
 
     def draw(self, step: int) -> tuple[list[Task], list[int]]:
@@ -303,7 +303,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
             seen[f"share/K={k}"].append(group.k == k)
         seen["flat_groups"].append(not any(e.advantage or e.anchor_advantage for e in group.episodes))
         for episode in group.episodes:
-            seen["failed_rate"].append(bool(episode.error))
+            seen["failed_rate"].append(bool(episode.error_kind))
 
     ran = [episode for group in groups for episode in group.ran]
     # A fork's tool may add error kinds. All ranks must count the same ones.
@@ -391,8 +391,8 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
         give_rewards(groups, sampler.renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
-            seen[f"{name}/failed_rate"].append(bool(episode.error))
-            if episode.error:
+            seen[f"{name}/failed_rate"].append(bool(episode.error_kind))
+            if episode.error_kind:
                 continue
             rewards = episode.rewards
             values = {"acc": rewards["R_acc"], "well_formed": rewards["well_formed"], "kappa": episode.n_executed}

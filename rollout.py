@@ -13,7 +13,7 @@ The tokens of an episode and their mask (1: trained on):
 Tokens are only appended: sampled ids exactly as the engine returned them, and the new ids of each tool turn. The calls of
 a turn run in parallel threads. Each call decodes its window and asks a sub-agent, which has the same weights and a fresh
 context. A failed call gives the model a text to read, and metrics count its Call.error. If the row, the video or the
-engine fails, Episode.error is set. Deliberately missing: rewards, and training.
+engine fails, Episode.error_kind is set. Deliberately missing: rewards, and training.
 """
 
 import dataclasses
@@ -198,7 +198,7 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
                 break  # it never reads these results, so the calls do not count
             episode.calls += calls
     except (EngineError, VideoError, Stopped) as error:
-        episode.error = f"{type(error).__name__}: {error}"
+        episode.fail(error)
     episode.seconds = time.perf_counter() - started
     return episode
 
@@ -373,7 +373,7 @@ def rollout(
             prompt = prompt_futures[i].result()
         except RowError as error:  # without a prompt, every episode of the group fails
             kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
-            return Episode(task, k, Trajectory(), seed=episode_seed, error=f"{kind}: {error}")
+            return Episode(task, k, Trajectory(), seed=episode_seed, error_kind=kind, error_text=str(error))
         return run_episode(context, task, k, prompt, episode_seed)
 
     def on_done(n: int, episode: Episode) -> None:

@@ -113,7 +113,7 @@ READS = {
 
 def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
     """Make one attempt. Return the episode and the text to grade (None: no answer). An error that a model or a file can
-    cause becomes `episode.error`, and the turns before it are kept."""
+    cause becomes the episode's error, and the turns before it are kept."""
     task = item.task
     if len(task.videos) != 1 and cfg.protocol != "agent":
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} takes only one")
@@ -136,7 +136,7 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
         values["request"] = attempt.fill(task.kind)
         answer = FLOWS.get(cfg.protocol, _one_turn)(attempt)
     except (EngineError, VideoError, Stopped) as error:
-        episode.error = f"{type(error).__name__}: {error}"
+        episode.fail(error)
     episode.seconds = time.perf_counter() - started
     return episode, answer or None
 
@@ -278,7 +278,8 @@ def _agent(attempt: Attempt) -> str | None:
     played = rollout.run_episode(
         context, task, episode.k, rollout.render_prompt(task, episode.k, context), episode.seed
     )
-    episode.main, episode.calls, episode.error = played.main, played.calls, played.error
+    episode.main, episode.calls = played.main, played.calls
+    episode.error_kind, episode.error_text = played.error_kind, played.error_text
     return final_answer(turn_texts(played.main, context.renderer))
 
 

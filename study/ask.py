@@ -122,7 +122,7 @@ def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     screen = Screen(context.videos.info(args.video[0]).duration)
     episode = run_task(replace(context, observe=screen.show), args.question, args)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
-    return int(bool(episode.error))
+    return int(bool(episode.error_kind))
 
 
 class Screen:
@@ -164,7 +164,7 @@ def run_doctor(args: argparse.Namespace, context: AgentContext) -> int:
         said += f"\n<tool_call>\n{json.dumps(call)}\n</tool_call>"
     context = replace(begin_with(said, context), cfg=replace(context.cfg, max_turns=1, temperature=1.0))
     episode = run_task(context, "What happens in this video?", args)
-    if episode.error:
+    if episode.error_kind:
         raise EngineError(episode.error)
     for i in range(*episode.main.turns[0]):  # these tokens are ours, not the engine's
         episode.main.mask[i] = 0

@@ -164,7 +164,7 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
 def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     cfg = settings()
     one = group(toy_renderer, cfg, [TIDY, WRONG, WRONG])
-    one.episodes[2].error = "EngineError: gone"
+    one.episodes[2].error_kind = "EngineError"
     (train_group,) = train_groups_of([one], cfg)
     assert len(train_group.bundle.suffixes) == 2
 

@@ -141,7 +141,7 @@ def test_a_tool_is_a_function_and_an_entry_in_forty_lines(fork):
     fork.run(a_zoom_shows_the_quarter_around_its_point)
     assert "zoom_frame 10.0–10.0 s" in fork.shell(0)
     episode = json.loads((fork.root / "zoom.json").read_text("utf-8"))
-    assert '"zoom_frame"' in episode["main"]["text"] and not episode["error"]
+    assert '"zoom_frame"' in episode["main"]["text"] and not episode["error_kind"]
     # Past bug: the model was untrained and called nothing, so the command showed no zoom.
     [call] = episode["calls"]
     assert (call["name"], call["error"], len(call["subagent"]["prompt_clips"][0])) == ("zoom_frame", "", 1)

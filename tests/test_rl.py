@@ -45,6 +45,7 @@ from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, derive_seed, render_prompt
 from runtime import config
+from runtime.api import JudgeError
 from runtime.checks import Checklist, differences, dry_run
 from runtime.dataset import Dataset, RowError
 from runtime.dialogue import parse_dialogue
@@ -339,7 +340,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     tried.rewards = {"R": 0.0, "R_acc": 0.0, "closure/think": 0.5}
     skipped = Episode(task, 64, agent([5], 1), anchor_advantage=0.5)  # not flat: it is trained on
     skipped.rewards = {"R": 1.0, "R_acc": 1.0}
-    failed = Episode(task, 64, agent([], 0), error="EngineError: gone")
+    failed = Episode(task, 64, agent([], 0), error_kind="EngineError")
     groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
     expected = {f"call_errors/{kind}": 0 for kind in CALL_ERRORS} | {
         "failed_rate": 1 / 4, "R": 1, "R_acc": 2 / 3, "closure/think": 0.75, "kappa": 2 / 3, "kappa/K=4": 1, "kappa/K=64": 0,
@@ -562,7 +563,7 @@ def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_d
 def test_a_judge_that_dies_stops_the_run(scripted, toy_dir, tmp_path, monkeypatch):
     def give(groups, *_):
         for episode in [episode for group in groups for episode in group.episodes]:
-            episode.error = "JudgeError: no credit"
+            episode.fail(JudgeError("no credit"))
 
     monkeypatch.setattr(rl, "give_rewards", give)
     with pytest.raises(EngineError, match="step 1: none of its 8 episodes ran; the last error: JudgeError: no credit"):
