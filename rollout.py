@@ -23,7 +23,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,7 @@ import data
 from data import Call, Episode, Group, Task, Trajectory
 from runtime.config import choose, refuse_below_1
 from runtime.dataset import RowError, row_errors
-from runtime.engine import Engine, EngineError, run_all, run_parallel
+from runtime.engine import ActiveCallers, Engine, EngineError, run_all
 from runtime.inprocess import InProcess
 from runtime.render import NO_REPORT, THINK_PREFIX, Rendered, Renderer
 from runtime.servers import SGLang, server_flags
@@ -280,8 +280,7 @@ def run_calls(
     for i, call in enumerate(calls):
         if not call.error and len(jobs) < allowed:
             jobs[i] = functools.partial(run_call, context, task, call, derive_seed(seed, i))
-    # The pool runs the jobs. The engine only hears how many threads will call it.
-    results = run_parallel(context.engine, context.call_threads, jobs, context.cfg.call_timeout)
+    results = run_parallel(context, jobs)
 
     # Give each call its outcome.
     outcomes, contents = [], []
@@ -298,6 +297,17 @@ def run_calls(
         outcomes.append(call)
         contents.append([*clips, call.text])  # the main agent reads frames, if it gets any, and then the text
     return outcomes, contents
+
+
+def run_parallel(context: AgentContext, jobs: dict[int, Callable]) -> dict[int, Any]:
+    """Run all jobs at once and wait at most `call_timeout` seconds. Return the results of those that finished."""
+    # The engine only hears how many threads will call it. This thread is one of them, but it does not call while it waits. So
+    # N jobs add N - 1 callers, and when the last job ends, one caller remains: this thread.
+    callers = ActiveCallers(context.engine, jobs, at_least=1, at_most=len(jobs))
+    futures = {i: context.call_threads.submit(callers.run, i, job) for i, job in jobs.items()}
+    wait(futures.values(), context.cfg.call_timeout)
+    callers.remove(jobs)
+    return {i: future.result() for i, future in futures.items() if future.done()}
 
 
 def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[Clip]]:

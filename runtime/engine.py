@@ -3,7 +3,6 @@
     sample = engine.generate(ids, clips, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
     engine.update_weights(snapshot_dir, version)                 # safetensors; every later sample carries the version
     run_all(engine, jobs, 256, on_done)                          # jobs that call the engine, 256 at a time
-    run_parallel(engine, pool, {name: job}, timeout) -> {name: result}
 
 `generate` blocks. Many threads call it, one per running agent. servers.py queries SGLang; inprocess.py runs a model in
 this process. Both return the sampled ids and their log-probs. Both ban image and video tokens.
@@ -11,7 +10,7 @@ this process. Both return the sampled ids and their log-probs. Both ban image an
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,14 +96,3 @@ def run_all(engine: Engine, jobs: Sequence[Callable], at_once: int, on_done: Cal
     finally:  # after Ctrl-C or a bug, start no further job
         callers.remove([i for future, i in index_of.items() if future.cancel()])
         pool.shutdown(wait=False)
-
-
-def run_parallel(engine: Engine, pool: ThreadPoolExecutor, jobs: dict[Any, Callable], timeout: float) -> dict[Any, Any]:
-    """Run all jobs at once and wait at most `timeout` seconds. Return the results of the jobs that finished."""
-    # This thread is already announced, and it does not call the engine while it waits. So N jobs add N - 1 callers, and
-    # when the last job ends, one caller remains: this thread.
-    callers = ActiveCallers(engine, jobs, at_least=1, at_most=len(jobs))
-    futures = {name: pool.submit(callers.run, name, job) for name, job in jobs.items()}
-    wait(futures.values(), timeout)
-    callers.remove(jobs)
-    return {name: future.result() for name, future in futures.items() if future.done()}
