@@ -1,7 +1,7 @@
 """grpo.py: from rewards to the new weights, in this order: advantages, train groups, the loss, the update.
 
-    assign_advantages(groups, cfg, anchor)                              # writes A_i and A_anchor_i into the episodes
-    train_groups, total_tokens = make_train_groups(groups, cfg, anchor)     # those of this rank; tokens of all ranks
+    assign_advantages(groups, cfg, anchor)                                 # writes A_i and A_anchor_i into the episodes
+    train_groups, total_tokens = make_train_groups(groups, cfg, anchor)    # this rank's groups, and the tokens of all ranks
     measured = update(policy, reference, take_step, train_groups, total_tokens, minibatches, temperature, cfg)
 
 Each equation stands above its code. Symbols: i an episode in a group of G, t a token of its output o_i, R_i its reward, r the
@@ -100,8 +100,10 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
 
 @dataclass
 class TrainGroup:
-    """A group or a part of it, as the loss needs it: the prompt once, at most G suffixes, and the loss inputs of their N sampled
-    tokens: [N] over at most G suffixes, in order. A micro-batch joins the [N] of its groups, also in order."""
+    """A group, or a part of it, as the loss needs it: the prompt once, and one suffix per trajectory.
+
+    [N]: the sampled tokens of the suffixes, in order; at most G suffixes, unless they are sub-agents' reports. A micro-batch
+    joins the [N] of its groups, also in order."""
 
     bundle: Bundle
     advantages: np.ndarray  # float32 [N]: A_i,t
@@ -218,12 +220,15 @@ def token_losses(
     return losses, stats
 
 
-def micro_batch_loss(
-    scores: TokenScores, micro: list[TrainGroup], denominator: float, prox_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None, cfg: GRPOConfig,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return this micro-batch's share of the loss of its minibatch, and statistics per token, each [N]. `prox_logprobs` and
-    `ref_logprobs` are [N]. Without `prox_logprobs`, pi_prox is pi."""
+def micro_batch_losses(
+    scores: TokenScores,
+    micro: list[TrainGroup],
+    prox_logprobs: Tensor | None,
+    ref_logprobs: Tensor | None,
+    cfg: GRPOConfig,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each token of a micro-batch, [N], and statistics, each [N]. `prox_logprobs` and `ref_logprobs` are
+    [N]. Without `prox_logprobs`, pi_prox is pi."""
     logprobs = scores.logprobs  # [N]
     if prox_logprobs is None:
         prox_logprobs = logprobs.detach()
@@ -235,7 +240,7 @@ def micro_batch_loss(
     advantages, behaviour_logprobs = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
 
     losses, stats = token_losses(logprobs, prox_logprobs, behaviour_logprobs, ref_logprobs, advantages, cfg)
-    return losses.sum() / denominator, stats | {"entropy": scores.entropies}
+    return losses, stats | {"entropy": scores.entropies}
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -288,7 +293,7 @@ def micro_step(
     policy: Policy, reference: Policy | None, micro: list[TrainGroup], prox_logprobs: Tensor | None, denominator: float,
     temperature: float, cfg: GRPOConfig,
 ) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
-    """Add the gradient of one micro-batch. Return its share of the loss and its token statistics, each [N]."""
+    """Add the gradient of one micro-batch. Return its share of the minibatch's loss, and its token statistics, each [N]."""
     # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
     features = policy.encode(bundles(micro)) if policy.vision_frozen else None
     scores = policy(bundles(micro), temperature, features)
@@ -297,7 +302,8 @@ def micro_step(
         with torch.no_grad():
             ref_logprobs = reference(bundles(micro), temperature, features).logprobs
 
-    loss, stats = micro_batch_loss(scores, micro, denominator, prox_logprobs, ref_logprobs, cfg)
+    losses, stats = micro_batch_losses(scores, micro, prox_logprobs, ref_logprobs, cfg)
+    loss = losses.sum() / denominator
     loss.backward()
     return loss.item(), stats
 

@@ -135,14 +135,14 @@ def record(checkpoint: str, toy: str) -> None:
                 groups.append((group, train_group, total_tokens))
         return train_groups, total_tokens
 
-    def micro_batch_loss(scores, micro, denominator, prox, reference, cfg):
+    def micro_batch_losses(scores, micro, prox, reference, cfg):
         columns = torch.stack([scores.logprobs, prox, reference]).split([len(g.advantages) for g in micro], dim=1)
         for train_group, column in zip(micro, columns, strict=True):
             logprobs[id(train_group)] = column.tolist()
-        return loss_of(scores, micro, denominator, prox, reference, cfg)
+        return losses_of(scores, micro, prox, reference, cfg)
 
-    loss_of = grpo.micro_batch_loss
-    rl.make_train_groups, grpo.micro_batch_loss = make_train_groups, micro_batch_loss
+    losses_of = grpo.micro_batch_losses
+    rl.make_train_groups, grpo.micro_batch_losses = make_train_groups, micro_batch_losses
     with tempfile.TemporaryDirectory() as run:
         paths = [f"run={run}", f"policy.checkpoint={checkpoint}", f"data.sources=[{{path: {toy}/rl.parquet}}]"]
         cfg = config.load(RLConfig, CONFIG, SETTINGS + paths)

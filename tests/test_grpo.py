@@ -229,8 +229,9 @@ def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages, old = np.float32([[1, 1], [-200, -2]])
     train_group = TrainGroup(Bundle.conversation([5, 6], [1, 1], []), advantages, old)
-    loss, stats = grpo.micro_batch_loss(TokenScores(new, torch.zeros(2)), [train_group], 1, None, None, settings().grpo)
-    loss.backward()
+    scores = TokenScores(new, torch.zeros(2))
+    losses, stats = grpo.micro_batch_losses(scores, [train_group], None, None, settings().grpo)
+    losses.sum().backward()
     assert new.grad.tolist() == [0, -1] and stats["over_cap_fraction"].tolist() == [1, 0]
 
 
@@ -259,8 +260,8 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
     for part in parts:
         assert sum(len(bundle) for bundle in grpo.bundles(part)) <= budget
         scores = policy(grpo.bundles(part), 0.7)
-        loss, stats = grpo.micro_batch_loss(scores, part, total_tokens, None, None, cfg.grpo)
-        loss.backward()
+        losses, stats = grpo.micro_batch_losses(scores, part, None, None, cfg.grpo)
+        (losses.sum() / total_tokens).backward()
         assert stats["logprob_gap"].max() < 1e-5
 
     expected, n = 0.0, sum(sum(e.main.mask) for e in episodes)

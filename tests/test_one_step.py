@@ -164,7 +164,7 @@ def test_the_recorder_keeps_what_the_loss_was_given(toy_dir, tmp_path, monkeypat
     monkeypatch.setattr(rewards, "score", lambda e, *more: earned(e, *more) | {"R": float(e.main.ids[-1] % 5)})
     # All groups differ alike, so the first one that may be taken is taken.
     monkeypatch.setattr(record_one_step, "kinds", lambda episodes: [(False, False, 0.0)] * len(episodes))
-    for module, name in ((rl, "make_train_groups"), (grpo, "micro_batch_loss")):
+    for module, name in ((rl, "make_train_groups"), (grpo, "micro_batch_losses")):
         monkeypatch.setattr(module, name, getattr(module, name))  # put back afterwards
     out = tmp_path / "record.jsonl"
     monkeypatch.setattr(record_one_step, "RECORD", out)
