@@ -144,9 +144,8 @@ def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
 
 def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir, tmp_path, capsys):
     """So if a run with servers goes wrong and the replay of its episodes does not, the servers are wrong."""
-    path = write_config(
-        tmp_path / "c.yaml", toy_dir, dump_groups=2, grpo={"kl_coef": 0.1}, steps=1, rollout={"temperature": 1.0}
-    )
+    turns = {"max_turns": 1, "max_new_tokens": 256, "temperature": 1.0}  # long enough for a reward by chance
+    path = write_config(tmp_path / "c.yaml", toy_dir, dump_groups=2, grpo={"kl_coef": 0.1}, steps=1, rollout=turns)
     rl.main(config.load(RLConfig, path))
     [line] = metrics(tmp_path / "c")
     episodes = tmp_path / "c" / "episodes" / "step-000000.jsonl"
