@@ -1,67 +1,42 @@
-"""rl.py: losses computed by hand and by plain transformers, the loop's parts, and whole runs with ranks and kills."""
+"""rl.py: the update computed by hand, and the loop with its sampler, its metrics and its evaluations."""
 
 import contextlib
-import json
 import math
 import os
-import random
 import re
-import shutil
 import sys
 import threading
 import time
 from collections import defaultdict
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import scripts
 import tiny
 import torch
-from safetensors.torch import load_file, save_file
-from scripts import (
-    REPO,
-    Forked,
-    fake_server,
-    finish,
-    kill_at_random,
-    metrics,
-    same_metrics,
-    same_weights,
-    start,
-    wait_for,
-)
+from scripts import fake_server, metrics, wait_for
 from test_grpo import group as group_that_said
-from test_sft import write_config as sft_config
 from tiny_checkpoint import Scripted, is_subagent
 
 import rl
-import sft
 from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
 from grpo import GRPOConfig, assign_advantages, make_train_groups, update
 from rewards import give_rewards
 from rl import RLConfig
-from rollout import RolloutConfig, derive_seed, render_prompt
+from rollout import RolloutConfig, render_prompt
 from runtime import config
 from runtime.api import JudgeError
-from runtime.checks import Checklist, differences, dry_run
+from runtime.checks import dry_run
 from runtime.dataset import Dataset, RowError
-from runtime.dialogue import parse_dialogue
 from runtime.doctor import check_gap, self_check, trainer_logprobs
 from runtime.engine import EngineError
-from runtime.plan import PlanConfig
-from runtime.policy import PolicyConfig, clip_gradients, load
+from runtime.policy import PolicyConfig, load
 from runtime.render import END_OF_TURN
 from runtime.run import Run
 from runtime.servers import SGLang
 from runtime.video import Videos
 from runtime.weights import WeightSync
-from study.replay import replay
-
-run = partial(start, "rl.py")
-
 
 # ------------------------------------------------------------------------------------------------ short runs
 
@@ -91,25 +66,6 @@ def paid_by_chance(monkeypatch):
     monkeypatch.setattr(rl, "give_rewards", give)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chance):
-    whole = train(tmp_path / "whole.yaml", toy_dir, steps=3, grpo={"kl_coef": 0.1})
-    train(tmp_path / "parts.yaml", toy_dir, steps=1, grpo={"kl_coef": 0.1})
-    parts = train(tmp_path / "parts.yaml", toy_dir, steps=3, grpo={"kl_coef": 0.1})
-    assert same_weights(tmp_path / "whole", tmp_path / "parts") and same_metrics(whole, parts)
-
-    # The files that a run writes, and the weights that it changes.
-    assert [(line["step"], line["staleness"]) for line in whole] == [(0, 0), (1, 0), (2, 0)]
-    assert all(line["grad_norm"] > 0 for line in whole)
-    assert abs(whole[0]["kl"]) < 1e-6 < whole[2]["kl"] and all(line["logprob_gap"] < 1e-4 for line in whole)
-    assert all(line["share/K=4"] + line["share/K=8"] == 1 for line in whole)
-    kept = (tmp_path / "whole" / "episodes" / "step-000002.jsonl").read_text().splitlines()
-    assert len(kept) == 4 and json.loads(kept[0])["rewards"]
-    before = load_file(toy_dir / "model" / "model.safetensors")
-    after = load_file(tmp_path / "whole" / "model" / "model.safetensors")
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved and not any(".visual." in name for name in moved)  # the vision tower is frozen
-
-
 def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir, tmp_path, monkeypatch):
     """Past bug: they were decoded before each batch, which would take 0.5 to 2.5 s of an 8B's step."""
     decoded, at_its_start = [], []
@@ -134,38 +90,6 @@ def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir
     assert at_its_start == [False, True, True] and len(decoded) == 6 == len(set(decoded))
 
 
-def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
-    cfg = config.load(RLConfig, REPO / "configs" / "paragrpo_8b.yaml")
-    for cores, ranks, workers in ((128, 4, 12), (16, 4, 4), (2, 4, 1), (None, 1, 1)):
-        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-        assert cfg.workers == workers
-
-
-def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir, tmp_path, capsys):
-    """So if a run with servers goes wrong and the replay of its episodes does not, the servers are wrong."""
-    turns = {"max_turns": 1, "max_new_tokens": 256, "temperature": 1.0}  # long enough for a reward by chance
-    path = write_config(tmp_path / "c.yaml", toy_dir, dump_groups=2, grpo={"kl_coef": 0.1}, steps=1, rollout=turns)
-    rl.main(config.load(RLConfig, path))
-    [line] = metrics(tmp_path / "c")
-    episodes = tmp_path / "c" / "episodes" / "step-000000.jsonl"
-    capsys.readouterr()
-    replay(config.load(RLConfig, path), str(episodes))
-    told = dict(row.split() for row in capsys.readouterr().out.splitlines())
-    assert told == {name: f"{line[name]:.6g}" for name in ("loss", "grad_norm", "logprob_gap", "learned_tokens")}
-    assert float(told["grad_norm"]) > 0 and float(told["logprob_gap"]) < 1e-5
-
-    # A server with wrong log-probs can be told from a wrong trainer.
-    records = [json.loads(row) for row in episodes.read_text().splitlines()]
-    for record in records:
-        record["main"]["logprobs"] = [p and p - 1 for p in record["main"]["logprobs"]]
-    episodes.write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = ["-m", "study.replay", str(path), str(episodes)]
-    assert "logprob_gap     1\n" in finish(Forked(command, REPO))
-    told = finish(Forked(command[:3], REPO), code=1)  # without a file of episodes
-    assert "error: [Errno 2] No such file or directory: 'EPISODES'" in told
-
-
 def test_an_update_is_taken_at_the_rate_that_is_logged(scripted, toy_dir, tmp_path):
     """Past mutant: the schedule stayed at its first step, while metrics.jsonl showed it moving. Two minibatches a step."""
     optim = {"lr": 1e-3, "schedule": "cosine", "warmup": 0.3}
@@ -184,63 +108,16 @@ def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted
     assert not any(p.requires_grad for p in reference.parameters())
 
 
-def test_updates_that_are_not_finite_are_skipped_and_end_the_run(toy_dir, tmp_path, monkeypatch):
-    def clip(policy, largest):
-        norms.append(clip_gradients(policy, largest))
-        return math.nan if len(norms) in (3, 5, 6) else norms[-1]  # the first of two minibatches; then both
-
-    norms, more = (
-        [],
-        {"grpo": {"kl_coef": 0.1}, "save_every": 1, "minibatches": 2, "optim": {"lr": 1e-3, "warmup": 0.5}},
-    )
-    monkeypatch.setattr("runtime.policy.clip_gradients", clip)
-    monkeypatch.setattr("runtime.run.MAX_BAD_STEPS", 1)
-    with pytest.raises(FloatingPointError, match=r"2 gradients not finite \(limit 1\): lower optim.lr"):
-        train(tmp_path / "c.yaml", toy_dir, **more)
-    lines = metrics(tmp_path / "c")
-    assert [4e3 * line["lr"] for line in lines] == pytest.approx([1, 2, 3])  # of the schedule, even for skipped steps
-    # Past bug: a state was saved after each bad step and replaced the good ones.
-    assert [path.name for path in (tmp_path / "c" / "state").iterdir()] == ["step-00000001"]
-    norms = [1, 2]
-    with pytest.raises(FloatingPointError, match="2 gradients not finite"):
-        train(tmp_path / "c.yaml", toy_dir, **more)
-    assert [line["bad_steps"] for line in metrics(tmp_path / "c")] == [0, 1, 2]
-
-
 def try_out(cfg: RLConfig) -> int:
     return dry_run(cfg, parse_task, rl.check_hardware, "")
-
-
-def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path, monkeypatch, capsys):
-    """Past bug: reference and frozen tower came from the new checkpoint, the text model from the old state."""
-    monkeypatch.chdir(tmp_path)
-    more = {"policy": {"checkpoint": "start"}, "steps": 1}
-    shutil.copytree(toy_dir / "model", "start")
-    train(tmp_path / "c.yaml", toy_dir, **more)
-    weights = load_file("start/model.safetensors")
-    save_file({name: w + 0.01 for name, w in weights.items()}, "start/model.safetensors", {"format": "pt"})
-    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **more | {"steps": 2}))
-    changed = r"'start' has changed since .*/c started from it: restore it"
-    with pytest.raises(config.ConfigError, match=changed):
-        rl.main(cfg)
-    assert try_out(cfg) == 1 and re.search(f"ERROR   checkpoint: .*{changed}", capsys.readouterr().out)
-    save_file(weights, "start/model.safetensors", {"format": "pt"})
-    rl.main(cfg)
-    assert len(metrics(tmp_path / "c")) == 2
-
-
-def test_a_finished_run_says_so_exports_again_and_samples_no_more(scripted, toy_dir, tmp_path, capsys):
-    """Past bug: it started servers and gave them weights, only to export again."""
-    for _ in range(2):
-        train(tmp_path / "c.yaml", toy_dir, steps=1)
-        shutil.rmtree(tmp_path / "c" / "model")  # which is there
-    assert len(scripted) == 1 and capsys.readouterr().out.count("/c: finished; ") == 1
 
 
 # ------------------------------------------------------------------------------------------------ the loop's parts
 
 CROP = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}\n</tool_call>'
+
 RIGHT_OR_WRONG = "I see it.\n</think>\n<answer>{}</answer>" + END_OF_TURN
+
 NO_UPDATE = {"loss": 0.0, "grad_norm": 0.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0}
 
 
@@ -351,15 +228,6 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         "staleness": (1.5 + 1 + 0) / 3, "share/K=4": 1 / 3, "share/K=64": 2 / 3, "flat_groups": 1 / 3,
     }  # fmt: skip
     assert rl.describe(groups, (4, 64), step=5) == pytest.approx(expected)
-
-
-def test_a_config_that_does_not_say_takes_64_episodes_a_step_and_the_betas_of_the_release():
-    """Past bug: the release's 56 episodes per step became 56 tasks here. The toy's cold starts keep their betas."""
-    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=None)
-    assert cfg.batch_tasks * cfg.grpo.group_size == 64 and cfg.optim.betas == (0.9, 0.999)
-    assert config.read_tree(REPO / "configs" / "toy_sft.yaml")["optim"]["betas"] == [0.9, 0.95]
-    trained = config.read_tree(REPO / "configs" / "paragrpo_8b.yaml")["rollout"]  # `ask` takes the defaults
-    assert (cfg.rollout.max_turns, cfg.rollout.max_calls) == (trained["max_turns"], trained["max_calls"])
 
 
 def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
@@ -537,28 +405,6 @@ def test_each_held_out_task_is_asked_once(scripted, toy_dir, tmp_path):
     assert len(asked) == 8  # rows of val.parquet
 
 
-def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_dir, tmp_path, monkeypatch, capsys):
-    """Past bug: only the first batch was checked. Later, the run exited with status 0 and had replaced all its states."""
-
-    def fail(own, ids, frames, *, seed, **more):
-        if own.version >= served and seed != survivor:
-            raise EngineError("gone")
-        return generate(own, ids, frames, seed=seed, **more)
-
-    generate, survivor, served = Scripted.generate, None, 2
-    monkeypatch.setattr(Scripted, "generate", fail)
-    with pytest.raises(EngineError, match="step 3: none of its 8 episodes ran; the last error: EngineError: gone"):
-        train(tmp_path / "c.yaml", toy_dir, steps=9, save_every=1)
-    assert len(metrics(tmp_path / "c")) == 2 and "failed_rate" not in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "c" / "state").iterdir()) == ["step-00000001", "step-00000002"]
-
-    served = 0
-    task, *_ = Dataset(config.load(RLConfig, tmp_path / "c.yaml").data, parse_task).batch(0, 2)[0]
-    survivor = derive_seed(derive_seed(0, 0, task.id, 1), 0)
-    [line] = train(tmp_path / "d.yaml", toy_dir, steps=1, rollout={"dispatch": "none"})
-    assert line["failed_rate"] == 7 / 8 and " failed_rate 0.875" in capsys.readouterr().out
-
-
 def test_a_judge_that_dies_stops_the_run(scripted, toy_dir, tmp_path, monkeypatch):
     def give(groups, *_):
         for episode in [episode for group in groups for episode in group.episodes]:
@@ -721,174 +567,3 @@ def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, to
         assert sample.version == 3
     finally:
         other.close(), owner.close()
-
-
-# ------------------------------------------------------------------------------------------------ whole runs
-
-
-@pytest.fixture(scope="module")
-def cold_start(toy_dir, tmp_path_factory) -> Path:
-    """A checkpoint that has begun to write the tags, so that groups differ."""
-    folder, rows = tmp_path_factory.mktemp("cold_start"), {"sources": [{"path": str(toy_dir / "sft.parquet")}]}
-    changes = {"data": rows, "kind_weights": {}, "optim": {"lr": 3e-3, "warmup": 0.1}}
-    path = sft_config(folder / "sft.yaml", toy_dir, **changes, steps=32, batch_rows=8, save_every=32)
-    sft.main(config.load(sft.SFTConfig, path))
-    return folder / "sft" / "model"
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(toy_dir, cold_start, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    train(folder / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)})
-    return folder / "run"
-
-
-@pytest.mark.slow
-def test_two_processes_have_the_metrics_of_one(uninterrupted, toy_dir, cold_start, tmp_path):
-    """Batches of other shapes round differently, so at some step a sampled token differs. Compare the first steps."""
-    finish(run(write_config(tmp_path / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)}, steps=3), ranks=2))
-    for one, two in zip(metrics(uninterrupted)[:3], metrics(tmp_path / "run"), strict=True):
-        for name in ("R", "R_acc", "f", "kappa", "R_anchor", "loss", "kl", "entropy", "grad_norm", "learned_tokens"):
-            assert two[name] == pytest.approx(one[name], abs=1e-4, rel=1e-4), name
-
-
-@pytest.mark.slow
-def test_a_rank_without_any_task_keeps_step(toy_dir, tmp_path):
-    """Invariant 10: with one task for two ranks, the second rank has nothing to sample or train on. A run that begins like
-    this is refused, but ranks can also lose their tasks."""
-    cfg = write_config(tmp_path / "run.yaml", toy_dir, batch_tasks=1, steps=2)
-    assert "batch_tasks = 1: each of 2 ranks needs a task for each of 1 minibatches" in finish(
-        run(cfg, ranks=2), code=1
-    )
-    finish(Forked(partial(unchecked, cfg), ranks=2))
-    assert len(metrics(tmp_path / "run")) == 2
-
-
-def unchecked(cfg: Path) -> None:
-    rl.check_hardware = lambda *_: None
-    rl.main(config.load(RLConfig, cfg))
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, toy_dir, cold_start, tmp_path):
-    cfg = write_config(tmp_path / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)})
-    lines = tmp_path / "run" / "metrics.jsonl"
-    steps = lambda: len(lines.read_text().splitlines()) if lines.exists() else 0  # noqa: E731
-    kills = kill_at_random(partial(run, cfg), steps, random.Random(1), 2, 1.0)
-    finish(run(cfg))
-    assert kills and same_weights(uninterrupted, tmp_path / "run")
-    assert same_metrics(metrics(uninterrupted), metrics(tmp_path / "run"))
-
-
-# ------------------------------------------------------------------------------------------------ configs
-
-
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        ({"rollout": {"subagents": {"train": True}}}, "needs rollout.subagents.temperature = 0.7"),
-        ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
-        ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
-        ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
-        ({"grpo": {"clip_eps": 0}}, "grpo: clip_eps = 0.0: must be greater than 0"),
-        ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
-    ],
-)
-def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
-    path = write_config(tmp_path / "c.yaml", toy_dir, **({"rollout": {}} | changes))
-    with pytest.raises(config.ConfigError, match=says):
-        config.load(RLConfig, path)
-
-
-def test_every_rank_has_a_task_for_every_minibatch(toy_dir, tmp_path, monkeypatch):
-    """Past bug: with fewer tasks than minibatches on a rank, two minibatches silently became one."""
-    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3, minibatches=2))
-    rl.check_hardware(cfg, Checklist())
-    monkeypatch.setattr(rl, "world_size", lambda: 2)
-    with pytest.raises(
-        config.ConfigError, match="batch_tasks = 3: each of 2 ranks needs a task for each of 2 minibatches"
-    ):
-        rl.check_hardware(cfg, Checklist())
-
-
-def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
-    path = write_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
-    with pytest.raises(config.ConfigError, match="no server answers at http://127.0.0.1:9"):
-        rl.check_hardware(config.load(RLConfig, path), Checklist())
-
-
-def on_node(name: str, toy_dir: Path) -> RLConfig:
-    """Load a config of configs/ whose data exist, but whose cold start does not."""
-    data = [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]", f"data.video_root={toy_dir}"]
-    return config.load(RLConfig, REPO / "configs" / name, data)
-
-
-@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*_[28]b*.yaml")), ids=lambda path: path.stem)
-def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
-    if path.stem.startswith("sft"):
-        data = [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]", f"data.video_root={toy_dir}"]
-        cfg = config.load(sft.SFTConfig, path, data)
-        assert dry_run(cfg, parse_dialogue, sft.check_hardware, "") == 0
-    else:
-        cfg = on_node(path.name, toy_dir)
-        assert try_out(cfg) == 1
-    told = capsys.readouterr().out
-    assert told.count("ERROR") == (not path.stem.startswith("sft"))  # only the cold start is missing
-    used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
-    assert used and all(20 < gib < 80 for gib in used)
-    assert f"training, each of {cfg.plan.gpus} GPUs" in told or "training and engine on the same GPU" in told
-    if cfg.policy.checkpoint.startswith("runs"):
-        assert f"ERROR   checkpoint: {cfg.policy.checkpoint}: neither a folder nor a model on the hub" in told
-
-
-def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
-    assert try_out(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), plan=PlanConfig(1, gpu_gib=20))) == 1
-    told = capsys.readouterr().out
-    assert re.search("ERROR   memory: training and engine on the same GPU: .* do not fit into 20 GiB", told)
-    assert "KV cache" in told and told.count("sum") == 1
-
-
-@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_loads_and_names_its_run_after_itself(path):
-    cfg = config.load(sft.SFTConfig if "sft" in path.stem else RLConfig, path)
-    assert cfg.run.replace("/toy/", "/toy_").removeprefix("runs/") in (path.stem, path.stem.removesuffix("_1gpu"))
-
-
-def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_and_frames_of_four(monkeypatch, tmp_path):
-    cfg, plain = (
-        config.load(RLConfig, REPO / "configs" / f"{name}.yaml") for name in ("paragrpo_8b_tp4", "paragrpo_8b")
-    )
-    changed = differences(asdict(plain), asdict(cfg))
-    assert set(changed) == {"run", "rollout.tensor_parallel", "rollout.server_args"}
-    flags = set(cfg.rollout.server_args) ^ set(plain.rollout.server_args)
-    assert flags == {"--mm-preprocess-cache-size-mb=65536", "--mm-preprocess-cache-size-mb=131072"}
-
-    monkeypatch.setattr("rollout.SGLang", lambda *_, **options: MagicMock(urls=["http://its"], options=options))
-    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
-    for run, size in ((plain, 1), (cfg, 4)):
-        engine = rl.start_engine(tmp_path, None, run)
-        engine.wait_until_ready.assert_called_once()
-        options = engine.options
-        assert (options["gpus"], options["tensor_parallel"]) == ((4, 5, 6, 7), size)
-        assert f"--max-running-requests={64 * size}" in options["server_args"]
-
-
-NO_ANCHORING = {
-    "rollout.think_prefix: True, now False",
-    "reward.answer_suffix: True, now False",
-    "reward.anchor.credit: 'struct', now 'off'",
-}
-NO_GATING = {"gating: (4, 8, 16, 32, 64), now ()"}
-ABLATIONS = {
-    "grpo": NO_ANCHORING | NO_GATING,
-    "anchoring": NO_GATING,
-    "gating": NO_ANCHORING,
-    "no_tool_reward": {"reward.w_tool: 1.0, now 0.0"},
-    "no_gamma": {"reward.anchor.gamma: 0.3, now 0.0"},
-}
-
-
-@pytest.mark.parametrize("name", ABLATIONS)
-def test_an_ablation_differs_from_the_whole_in_what_it_says(name):
-    cfg, whole = (asdict(config.load(RLConfig, REPO / "configs" / f"{n}_8b.yaml")) for n in (name, "paragrpo"))
-    assert set(differences(whole, cfg | {"run": whole["run"]}).values()) == ABLATIONS[name]

@@ -1,0 +1,149 @@
+"""rl.py: what the configs say, which of them fit their GPUs, and which are refused."""
+
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import pytest
+from scripts import REPO
+from test_rl import try_out, write_config
+
+import rl
+import sft
+from rl import RLConfig
+from runtime import config
+from runtime.checks import Checklist, differences, dry_run
+from runtime.dialogue import parse_dialogue
+from runtime.plan import PlanConfig
+from runtime.policy import PolicyConfig
+
+
+def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
+    cfg = config.load(RLConfig, REPO / "configs" / "paragrpo_8b.yaml")
+    for cores, ranks, workers in ((128, 4, 12), (16, 4, 4), (2, 4, 1), (None, 1, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert cfg.workers == workers
+
+
+def test_a_config_that_does_not_say_takes_64_episodes_a_step_and_the_betas_of_the_release():
+    """Past bug: the release's 56 episodes per step became 56 tasks here. The toy's cold starts keep their betas."""
+    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=None)
+    assert cfg.batch_tasks * cfg.grpo.group_size == 64 and cfg.optim.betas == (0.9, 0.999)
+    assert config.read_tree(REPO / "configs" / "toy_sft.yaml")["optim"]["betas"] == [0.9, 0.95]
+    trained = config.read_tree(REPO / "configs" / "paragrpo_8b.yaml")["rollout"]  # `ask` takes the defaults
+    assert (cfg.rollout.max_turns, cfg.rollout.max_calls) == (trained["max_turns"], trained["max_calls"])
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"rollout": {"subagents": {"train": True}}}, "needs rollout.subagents.temperature = 0.7"),
+        ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
+        ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
+        ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
+        ({"grpo": {"clip_eps": 0}}, "grpo: clip_eps = 0.0: must be greater than 0"),
+        ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
+    ],
+)
+def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
+    path = write_config(tmp_path / "c.yaml", toy_dir, **({"rollout": {}} | changes))
+    with pytest.raises(config.ConfigError, match=says):
+        config.load(RLConfig, path)
+
+
+def test_every_rank_has_a_task_for_every_minibatch(toy_dir, tmp_path, monkeypatch):
+    """Past bug: with fewer tasks than minibatches on a rank, two minibatches silently became one."""
+    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3, minibatches=2))
+    rl.check_hardware(cfg, Checklist())
+    monkeypatch.setattr(rl, "world_size", lambda: 2)
+    with pytest.raises(
+        config.ConfigError, match="batch_tasks = 3: each of 2 ranks needs a task for each of 2 minibatches"
+    ):
+        rl.check_hardware(cfg, Checklist())
+
+
+def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
+    path = write_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
+    with pytest.raises(config.ConfigError, match="no server answers at http://127.0.0.1:9"):
+        rl.check_hardware(config.load(RLConfig, path), Checklist())
+
+
+def on_node(name: str, toy_dir: Path) -> RLConfig:
+    """Load a config of configs/ whose data exist, but whose cold start does not."""
+    data = [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]", f"data.video_root={toy_dir}"]
+    return config.load(RLConfig, REPO / "configs" / name, data)
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*_[28]b*.yaml")), ids=lambda path: path.stem)
+def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
+    if path.stem.startswith("sft"):
+        data = [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]", f"data.video_root={toy_dir}"]
+        cfg = config.load(sft.SFTConfig, path, data)
+        assert dry_run(cfg, parse_dialogue, sft.check_hardware, "") == 0
+    else:
+        cfg = on_node(path.name, toy_dir)
+        assert try_out(cfg) == 1
+    told = capsys.readouterr().out
+    assert told.count("ERROR") == (not path.stem.startswith("sft"))  # only the cold start is missing
+    used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
+    assert used and all(20 < gib < 80 for gib in used)
+    assert f"training, each of {cfg.plan.gpus} GPUs" in told or "training and engine on the same GPU" in told
+    if cfg.policy.checkpoint.startswith("runs"):
+        assert f"ERROR   checkpoint: {cfg.policy.checkpoint}: neither a folder nor a model on the hub" in told
+
+
+def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
+    assert try_out(replace(on_node("paragrpo_2b_1gpu.yaml", toy_dir), plan=PlanConfig(1, gpu_gib=20))) == 1
+    told = capsys.readouterr().out
+    assert re.search("ERROR   memory: training and engine on the same GPU: .* do not fit into 20 GiB", told)
+    assert "KV cache" in told and told.count("sum") == 1
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_loads_and_names_its_run_after_itself(path):
+    cfg = config.load(sft.SFTConfig if "sft" in path.stem else RLConfig, path)
+    assert cfg.run.replace("/toy/", "/toy_").removeprefix("runs/") in (path.stem, path.stem.removesuffix("_1gpu"))
+
+
+def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_and_frames_of_four(monkeypatch, tmp_path):
+    cfg, plain = (
+        config.load(RLConfig, REPO / "configs" / f"{name}.yaml") for name in ("paragrpo_8b_tp4", "paragrpo_8b")
+    )
+    changed = differences(asdict(plain), asdict(cfg))
+    assert set(changed) == {"run", "rollout.tensor_parallel", "rollout.server_args"}
+    flags = set(cfg.rollout.server_args) ^ set(plain.rollout.server_args)
+    assert flags == {"--mm-preprocess-cache-size-mb=65536", "--mm-preprocess-cache-size-mb=131072"}
+
+    monkeypatch.setattr("rollout.SGLang", lambda *_, **options: MagicMock(urls=["http://its"], options=options))
+    (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
+    for run, size in ((plain, 1), (cfg, 4)):
+        engine = rl.start_engine(tmp_path, None, run)
+        engine.wait_until_ready.assert_called_once()
+        options = engine.options
+        assert (options["gpus"], options["tensor_parallel"]) == ((4, 5, 6, 7), size)
+        assert f"--max-running-requests={64 * size}" in options["server_args"]
+
+
+NO_ANCHORING = {
+    "rollout.think_prefix: True, now False",
+    "reward.answer_suffix: True, now False",
+    "reward.anchor.credit: 'struct', now 'off'",
+}
+
+NO_GATING = {"gating: (4, 8, 16, 32, 64), now ()"}
+
+ABLATIONS = {
+    "grpo": NO_ANCHORING | NO_GATING,
+    "anchoring": NO_GATING,
+    "gating": NO_ANCHORING,
+    "no_tool_reward": {"reward.w_tool: 1.0, now 0.0"},
+    "no_gamma": {"reward.anchor.gamma: 0.3, now 0.0"},
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_differs_from_the_whole_in_what_it_says(name):
+    cfg, whole = (asdict(config.load(RLConfig, REPO / "configs" / f"{n}_8b.yaml")) for n in (name, "paragrpo"))
+    assert set(differences(whole, cfg | {"run": whole["run"]}).values()) == ABLATIONS[name]
