@@ -234,10 +234,10 @@ class Sampler:
         groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
 
         # If a prompt cannot be rendered, its row is a bad row.
-        for task, group in zip(tasks, groups):
+        for group in groups:
             first = group.episodes[0]
             if first.error_kind == "RowError":
-                self.dataset.reject(task.id, first.error_text)
+                self.dataset.reject(group.task.id, first.error_text)
         return groups, time.perf_counter() - started
 
     def draw(self, step: int) -> tuple[list[Task], list[int]]:
