@@ -3,10 +3,10 @@
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
     cfg, args = config.command_line(SFTConfig, __doc__)                         # those of the command line
 
-A library would do as much. This file adds that an error names the key, the value, the rule and the nearest valid key, that
-no error shows an API key, and that a config started with the wrong script names the right one. Defaults are in the
-dataclasses and nowhere else. A YAML file may name a parent (`base: other.yaml`, relative to the file): mappings merge, all
-other values replace.
+A library would merge YAML and check types, too. This file adds three things: an error names the key, the value, the rule and
+the nearest valid key; no error shows an API key; a config given to the wrong script is told the right one. Defaults are in
+the dataclasses and nowhere else. A YAML file may name a parent (`base: other.yaml`, relative to the file): mappings merge,
+all other values replace.
 
 Deliberately missing: interpolation, environment variables.
 """
