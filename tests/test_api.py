@@ -116,7 +116,7 @@ ODD = (b"", b'{"choices": [', b"\xff", [], {"odd": 1}, {"choices": {"a": 1}}, {"
 ODD_PARTS = ({"text": "a"}, [{"text": "a"}], [{"type": "text", "text": 1}], ["a"], 5)
 
 
-def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask):
+def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask, pauses):
     """Past bug: a 200 with an empty body ended the evaluation or, through the judge, a training. Parts came as a list."""
     for body in (*ODD, *(says("stop", content)[2] for content in ODD_PARTS)):
         odd = endpoint((200, {}, body))

@@ -406,7 +406,7 @@ def test_a_hung_worker_is_killed_and_replaced_and_its_siblings_work_on(good, tmp
         videos.info(good)
         (victim,) = worker_pids(videos)
         os.kill(victim, signal.SIGSTOP)
-        hung = threads.submit(videos.clips, good, [5], (32, 32))  # goes to the last used worker, the stopped one
+        hung = threads.submit(videos.frames, good, [5], (32, 32))  # goes to the last used worker, the stopped one
         wait_for(lambda: videos._idle.qsize() == 1)
         assert number(videos.frames(other, [9], (WIDTH, HEIGHT)).pixels[0]) == 9
         assert not hung.done()
@@ -434,9 +434,9 @@ def test_a_worker_that_starts_slowly_holds_up_nobody(good, fake_av):
         frames = videos.frames(good, [5], (32, 32))
         fake_av("import time; time.sleep(3)")
         began, _ = time.monotonic(), videos._idle.get()
-        starting = threads.submit(videos.clips, good, [6], (32, 32))
+        starting = threads.submit(videos.frames, good, [6], (32, 32))
         wait_for(lambda: videos._idle.empty())
-        assert threads.submit(videos.clips, good, [5], (32, 32)).result().pixels is frames.pixels
+        assert threads.submit(videos.frames, good, [5], (32, 32)).result().pixels is frames.pixels
         videos.close()
         assert time.monotonic() - began < 2
         with pytest.raises(VideoError, match="closed"):
@@ -481,7 +481,7 @@ def test_close_ends_every_worker_busy_or_idle(good):
         pids = worker_pids(videos)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        busy = threads.submit(videos.clips, good, [50], (32, 32))
+        busy = threads.submit(videos.frames, good, [50], (32, 32))
         wait_for(lambda: videos._idle.qsize() < 2)
         videos.close()
         with pytest.raises(VideoError, match="closed"):
