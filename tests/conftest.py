@@ -37,7 +37,7 @@ SMALL |= {"perception": 120, "calls": 20, "direct": 20, "sft": 300, "sft_val": 2
 
 def pytest_collection_modifyitems(items) -> None:
     """Run the slowest files first, so that both workers end at about the same time."""
-    items.sort(key=lambda item: item.path.stem not in ("test_rl", "test_rl_runs", "test_runs", "test_engine"))
+    items.sort(key=lambda item: item.path.stem not in ("test_ask", "test_engine", "test_eval", "test_runs"))
 
 
 def build_once(tmp_path_factory, name: str, build: Callable[[Path], object]) -> Path:
