@@ -83,9 +83,9 @@ class Trajectory:
 CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed", "engine", "crashed")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """One tool call of the main agent, and its outcome."""
+    """One tool call of the main agent. rollout.run_calls returns each call with its outcome: the fields from `text` on."""
 
     turn: int  # the assistant's turn that makes the call; 0 is the first
     name: str  # name and arguments are as the model wrote them

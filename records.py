@@ -10,6 +10,7 @@ pixels, and reading the records of another version of this code.
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -77,7 +78,7 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
                 clips = [result.frames]
         # The frames went to the call's sub-agent if it has one, otherwise to the main agent.
         if call_record["subagent"]:
-            call.subagent = _trajectory_of(call_record["subagent"], clips, [], videos)
+            call = replace(call, subagent=_trajectory_of(call_record["subagent"], clips, [], videos))
         else:
             call_clips += clips
         calls.append(call)

@@ -16,7 +16,6 @@ context. A failed call gives the model a text to read, and metrics count its Cal
 engine fails, Episode.error_kind is set. Deliberately missing: rewards, and training.
 """
 
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -24,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -290,9 +289,9 @@ def run_calls(
             call, clips = results[i]
         else:
             if i in jobs:
-                call = dataclasses.replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
+                call = replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
             elif not call.error:
-                call = dataclasses.replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
+                call = replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
             context.observe("report", call)
         outcomes.append(call)
         contents.append([*clips, call.text])  # the main agent reads frames, if it gets any, and then the text
@@ -314,27 +313,30 @@ def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[
     """Run one call in its thread. Failures of the model, the video or the tool become the call's text. Return the call with
     its outcome, and the frames that the main agent gets (`tool_return: frames`)."""
     started = time.perf_counter()
-    call = dataclasses.replace(call)  # after a timeout this thread must not change the call that the episode keeps
+    error = ""
+    window = None
+    subagent = None
     shown = []
     try:
         result = run_tool(call, task, context.cfg.tools, context.videos, context.renderer.contract)
         if isinstance(result, str):
-            call.text = result
+            text = result
         else:
-            call.window = result.window
-            context.observe("clip", call)
+            window = result.window
+            context.observe("clip", replace(call, window=window))
             if context.cfg.tool_return == "frames":
                 shown = [result.frames]
-                start, end = result.window
-                call.text = f"{len(result.frames)} frames from {start:.1f} s to {end:.1f} s"
+                text = f"{len(result.frames)} frames from {window[0]:.1f} s to {window[1]:.1f} s"
             else:
-                call.subagent, call.text = ask_subagent(context, result, seed)
-    except ToolError as error:
-        call.error, call.text = error.kind, str(error)
-    except EngineError as error:  # rare: requests are retried for minutes. The main agent goes on without this report.
-        log.warning("a sub-agent could not answer: %s", error)
-        call.error, call.text = "engine", "The sub-agent could not answer."
-    call.seconds = time.perf_counter() - started
+                subagent, text = ask_subagent(context, result, seed)
+    except ToolError as problem:
+        error, text = problem.kind, str(problem)
+    except EngineError as problem:
+        # Rare, because requests are retried for minutes. The main agent goes on without this report.
+        log.warning("a sub-agent could not answer: %s", problem)
+        error, text = "engine", "The sub-agent could not answer."
+    seconds = time.perf_counter() - started
+    call = replace(call, text=text, error=error, window=window, seconds=seconds, subagent=subagent)
     context.observe("report", call)
     return call, shown
 

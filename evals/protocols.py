@@ -242,17 +242,19 @@ class Attempt:
         return rollout.append_rendered(self.context, self.episode.main, delta)
 
     def run(self, call: Call, work: Callable[..., list], *more: Any) -> list:
-        """Run and record one call. Return what the model reads: the parts from `work`, or the text of an error."""
+        """Run and record one call. Return what the model reads: the parts from `work`, or the text of an error. `work` fills
+        `outcome`, the fields of the call that it learns."""
         started = time.perf_counter()
         parts = []
+        outcome = {}
         try:
             if not call.error:
-                parts = work(self, call, *more)
+                parts = work(self, call, outcome, *more)
         except ToolError as error:
-            call.error, call.text = error.kind, str(error)
+            outcome |= {"error": error.kind, "text": str(error)}
         except (VideoError, EngineError):
-            call.error, call.text = "failed", "The tool failed: it could not read this part of the video."
-        call.seconds = time.perf_counter() - started
+            outcome |= {"error": "failed", "text": "The tool failed: it could not read this part of the video."}
+        call = replace(call, **outcome, seconds=time.perf_counter() - started)
         self.episode.calls.append(call)
         return [call.text] if call.error else parts
 
@@ -305,7 +307,7 @@ def _conan(attempt: Attempt) -> str | None:
     return last_answer(text)
 
 
-def _retrieve(attempt: Attempt, call: Call) -> list:
+def _retrieve(attempt: Attempt, call: Call, outcome: dict) -> list:
     """Show frames of the clips, evenly spread over those not seen yet."""
     spans = [parse_span(clip) for clip in re.split(r"[,;\n]", call.arguments["clips"])]
     if None in spans:
@@ -320,7 +322,8 @@ def _retrieve(attempt: Attempt, call: Call) -> list:
             new.append(i)
     if not new:
         raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
-    call.window = within(info, min(start for start, _ in spans), max(end for _, end in spans))  # spans all clips
+    starts, ends = zip(*spans)
+    outcome["window"] = within(info, min(starts), max(ends))  # spans all clips
     return [attempt.show([new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
 
 
@@ -346,14 +349,14 @@ def _longvt(attempt: Attempt) -> str | None:
     return "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
 
 
-def _crop(attempt: Attempt, call: Call) -> list:
+def _crop(attempt: Attempt, call: Call, outcome: dict) -> list:
     clip = run_tool(
         call, attempt.episode.task, ("crop_video",), attempt.context.videos, attempt.context.renderer.contract
     )
-    call.window = clip.window
+    outcome["window"] = clip.window
     start, end = clip.window
     parts = attempt.fill("shown", count=str(len(clip.frames)), start=f"{start:.1f}", end=f"{end:.1f}")
-    call.text = "".join(parts)
+    outcome["text"] = "".join(parts)
     return [clip.frames, *parts]
 
 
@@ -432,7 +435,7 @@ def _at(value: Any, *keys: str) -> Any:
     return value
 
 
-def _use_sage(attempt: Attempt, call: Call, media: dict[str, Sequence[int]]) -> list[str]:
+def _use_sage(attempt: Attempt, call: Call, outcome: dict, media: dict[str, Sequence[int]]) -> list[str]:
     """Run a tool: choose frames, then return handles to them, or let the model look at them."""
     info = attempt.info
     if call.name in SAGE_SPANS:
@@ -441,7 +444,7 @@ def _use_sage(attempt: Attempt, call: Call, media: dict[str, Sequence[int]]) -> 
         if not start < end < start + SAGE_SPANS[call.name]:
             rule = f"start before end, less than {SAGE_SPANS[call.name]} seconds apart"
             raise ToolError("bad_arguments", f"Write {rule}, as HH:MM:SS; the video ends at {clock(info.duration)}.")
-        call.window = start, end
+        outcome["window"] = start, end
         indices = window_indices(info.times, start, end, CROP_FPS, attempt.episode.k)
     elif call.name == "perform_reasoning":
         known = media | {attempt.values["path"]: uniform_indices(info.n_frames, attempt.episode.k)}  # the video itself
@@ -461,16 +464,16 @@ def _use_sage(attempt: Attempt, call: Call, media: dict[str, Sequence[int]]) -> 
             stills = window_indices(info.times, start, end, SAGE_STILLS / (end - start), SAGE_STILLS)
             made = {f"frame_{info.times[i]:.2f}s.jpg": [i] for i in stills}
         media |= made
-        call.text = json.dumps({"media_paths": list(made)})
-        return [call.text]
+        outcome["text"] = json.dumps({"media_paths": list(made)})
+        return [outcome["text"]]
 
     # The model behind the tool has the same weights, in a fresh context.
     asked = {name: str(call.arguments.get(name)) for name in ("event", "query")}
-    call.subagent = attempt.begin(user=call.name, system="", frames=[attempt.show(indices)], **asked)
+    subagent = outcome["subagent"] = attempt.begin(user=call.name, system="", frames=[attempt.show(indices)], **asked)
     limits = {name: getattr(attempt.context.cfg.subagents, name) for name in ("temperature", "max_new_tokens")}
-    said = attempt.speak(call.subagent, attempt.episode.seed, call.turn, "tool", **limits).strip()
-    call.text = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
-    return [call.text]
+    said = attempt.speak(subagent, attempt.episode.seed, call.turn, "tool", **limits).strip()
+    outcome["text"] = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
+    return [outcome["text"]]
 
 
 def _video_zoomer(attempt: Attempt) -> str | None:
@@ -480,8 +483,8 @@ def _video_zoomer(attempt: Attempt) -> str | None:
         text = attempt.speak(main, attempt.episode.seed, turn, closing="</video_zoom>")
         if "</video_zoom>" not in text or turn == last:
             break
-        call = Call(turn, "video_zoom", {})
-        frames = attempt.run(call, _zoom, text)
+        frames = attempt.run(Call(turn, "video_zoom", {}), _zoom, text)
+        call = attempt.episode.calls[-1]
         parts = attempt.fill("failed", error=call.text) if call.error else attempt.fill("found", frames=frames)
         if turn == last - 1:
             parts += attempt.fill("last", frames=frames, error=call.text)
@@ -490,12 +493,13 @@ def _video_zoomer(attempt: Attempt) -> str | None:
     return unboxed(last_answer("\n".join(turn_texts(main, attempt.context.renderer))) or "")
 
 
-def _zoom(attempt: Attempt, call: Call, text: str) -> list:
+def _zoom(attempt: Attempt, call: Call, outcome: dict, text: str) -> list:
     """Show the requested segment at the requested rate."""
     try:
-        [call.arguments] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
-        start, end = call.arguments["segment"]
-        fps = call.arguments["fps"]
+        [arguments] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
+        outcome["arguments"] = arguments
+        start, end = arguments["segment"]
+        fps = arguments["fps"]
     except (ValueError, KeyError, TypeError, RecursionError):
         form = '<video_zoom> {"segment": [start, end], "fps": n} </video_zoom>'
         raise ToolError("unparseable", f"The request could not be read. Write {form}.") from None
@@ -503,10 +507,10 @@ def _zoom(attempt: Attempt, call: Call, text: str) -> list:
     wanted = max(0.0, fps * (end - start))
     if wanted >= ZOOM_FRAMES + 1:
         raise ToolError("bad_arguments", f"At most {ZOOM_FRAMES} frames: take a shorter segment or a lower fps.")
-    call.window = within(attempt.info, start, end)
+    outcome["window"] = within(attempt.info, start, end)
     if wanted < 1:
         return []
-    first, last = (int(np.abs(attempt.info.times - t).argmin()) for t in call.window)
+    first, last = (int(np.abs(attempt.info.times - t).argmin()) for t in outcome["window"])
     return [attempt.show(np.linspace(first, last, int(wanted)).round().astype(int).tolist())]
 
 

@@ -6,6 +6,7 @@ Each argument is one turn. The text is printed with its structural characters in
 """
 
 import argparse
+from dataclasses import replace
 
 from data import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
@@ -39,9 +40,9 @@ def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, 
         main.ids += given + sampled
         main.mask += [0] * len(given) + [1] * len(sampled)
         main.turns.append((start, len(main.ids)))
-        calls += parse_calls(turn, i)
-    for call in calls[executed:]:
-        call.error = call.error or "failed"
+        for call in parse_calls(turn, i):
+            ran = len(calls) < executed
+            calls.append(call if ran or call.error else replace(call, error="failed"))
     return Episode(task, 64, main, calls)
 
 

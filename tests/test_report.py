@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -259,8 +260,8 @@ def test_a_call_that_named_no_video_of_several_is_shown(renderer):
     """Past bug: the report failed with the error that the model had read."""
     task = Task("t", "What?", ("/a.mp4", "/b.mp4"), "oe", "red")
     episodes, run = play(renderer, task=task), RunData("a", {}, renderer)
-    lost = episodes[0].calls[1]
-    lost.arguments["video_path"], lost.error, lost.window = "c.mp4", "bad_arguments", None
+    calls = episodes[0].calls
+    calls[1] = replace(calls[1], arguments={"video_path": "c.mp4"}, error="bad_arguments", window=None)
     report.add_episodes(run, 0, episodes, MemoryVideos())
     assert [call["video"] for call in run.steps[0][0]["episodes"][0]["calls"]] == [0, None]
 

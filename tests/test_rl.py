@@ -205,11 +205,14 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         versions, mask = [-1, -1, *sampled], [0, 0, *[1] * len(sampled)]
         return Trajectory([5] * len(mask), mask, [0.0] * len(mask), versions, [], 2, [(2, 3)] * turns, finish)
 
-    calls = [Call(0, "crop_video", {}, error=error) for error in ("", "", "too_dark", "unparseable")]
-    calls[0].window, calls[1].window = (0.0, 10.0), (4.9, 14.9)  # the second mostly covers the first
-    # One sub-agent ends its report. The other is cut off, with the main agent's ids.
-    calls[0].subagent, calls[0].text = agent([3, 3, 3], 1), "A red flash."
-    calls[1].subagent, calls[1].text = agent([3, 3, 3, 3, 3, 3], 1, "length"), "red\n</think>\nred red red"
+    # One sub-agent ends its report. The other is cut off, with the main agent's ids. Its window mostly covers the first.
+    ended, cut = agent([3, 3, 3], 1), agent([3, 3, 3, 3, 3, 3], 1, "length")
+    calls = [
+        Call(0, "crop_video", {}, "A red flash.", window=(0.0, 10.0), subagent=ended),
+        Call(0, "crop_video", {}, "red\n</think>\nred red red", window=(4.9, 14.9), subagent=cut),
+        Call(0, "crop_video", {}, error="too_dark"),
+        Call(0, "crop_video", {}, error="unparseable"),
+    ]
     called = Episode(task, 4, agent([3, 3, 4, 4], 2), calls[:3], advantage=1.0)  # too_dark: a kind of a fork's tool
     called.rewards = {"R": 2.0, "R_acc": 1.0, "closure/think": 1.0}
     tried = Episode(task, 4, agent([4, 4], 2, "length"), calls[3:], advantage=-1.0)  # no call ran
@@ -246,7 +249,7 @@ def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
         False,
     ]
     text = episode(("a.mp4", None), ("a.mp4", whole))  # a tool without a window, and a call that failed
-    text.calls[1].error = "failed"
+    text.calls[1] = replace(text.calls[1], error="failed")
     assert rl.new_windows(text) == []
 
 
