@@ -1,10 +1,10 @@
-"""data.py: the data types, the prompts, and the parsers that turn rows into tasks and training examples.
+"""data.py: the data types, the prompts, and the parser that turns RL rows into tasks.
 
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
     packing.Bundle (one prompt and the suffixes that continue it): the unit of training for both SFT and RL
 
-    overview(task, k, videos, contract) -> clips; main_messages(task, clips, True) -> messages for render.Renderer
-    parse_task(RL row) -> Task;  dialogue.parse_dialogue(SFT row) -> Dialogue;  encode_dialogue(dialogue, ...) -> Bundle
+    parse_task(RL row) -> Task;  overview(task, k, videos, contract) -> clips
+    main_messages(question, paths, clips, with_tools=True) -> messages for render.Renderer
 
 SFT, RL, evaluation and `ask` all build their prompts with the functions here. runtime/dataset.py streams the rows;
 `python -m study.prepare` checks them and prepares the published ones. Deliberately missing: prompts per dataset.
@@ -22,10 +22,8 @@ from typing import Any
 
 from runtime.answers import LETTERS, normalise, parse_span
 from runtime.dataset import RowError, decode_json, resolve_path
-from runtime.dialogue import Dialogue, Media
-from runtime.packing import Bundle
 from runtime.prompts import OURS, Prompts
-from runtime.render import Live, Renderer
+from runtime.render import Live
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
 
@@ -198,16 +196,17 @@ def subagent_system_prompt(stamped: bool = True) -> str:
 
 
 def main_messages(
-    task: Task, clips: Sequence[Clip], with_tools: bool, stamped: bool = True, tool_return: str = "subagent",
-    prompts: Prompts = OURS,
+    question: str, paths: Sequence[str], clips: Sequence[Clip], with_tools: bool, stamped: bool = True,
+    tool_return: str = "subagent", prompts: Prompts = OURS,
 ) -> list[dict]:  # fmt: skip
-    """Return the main agent's first messages, the same in SFT, RL, evaluation and `ask`. `clips`: each video's overview."""
+    """Return the main agent's first messages, the same in SFT, RL, evaluation and `ask`. `clips`: the
+    overview of each path's video."""
     parts: list[str | Clip] = []
-    for path, clip in zip(task.videos, clips, strict=True):
-        if len(task.videos) > 1:  # tools pick a video by its name
+    for path, clip in zip(paths, clips, strict=True):
+        if len(paths) > 1:  # tools pick a video by its name
             parts.append(f"\n{os.path.basename(path)}: ")
         parts.append(clip)
-    parts.append("\n" + task.question)
+    parts.append("\n" + question)
     system = prompts.system if with_tools else prompts.system_without_tools
     if system is None:
         system = system_prompt(with_tools, stamped, tool_return)
@@ -370,32 +369,3 @@ def _read_kind(question_type: str) -> str:
     if kind is None:
         log.warning("question_type = %r: unknown, so such questions count as open-ended", question_type)
     return kind or "oe"
-
-
-# ------------------------------------------------------------------------------------------------ SFT rows
-
-
-def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
-    """Encode a dialogue as tokens and frames, with mask 1 on the assistant's tokens only."""
-    contract = renderer.contract
-    stamped = bool(contract.stamp)
-    clips = [media.frames(videos, contract) for media in dialogue.media]
-
-    # Open with the prompt that this agent gets in a rollout.
-    if dialogue.agent == "sub":
-        if len(clips) != 1:
-            raise RowError(f"a sub-agent's row must show one video or image, and this one shows {len(clips)}")
-        prompts = renderer.prompts.fill(dialogue.media[0].window(videos))
-        messages = subagent_messages(clips[0], stamped, dialogue.request, dialogue.system, dialogue.question, prompts)
-    else:
-        paths = tuple(media.path for media in dialogue.media)
-        task = Task(dialogue.id, dialogue.question, paths, "oe", "")
-        messages = main_messages(task, clips, dialogue.agent == "main", stamped, prompts=renderer.prompts)
-
-    # Append the turns, and decode their media.
-    for turn in dialogue.turns:
-        content = [part.frames(videos, contract) if isinstance(part, Media) else part for part in turn["content"]]
-        messages.append({"role": turn["role"], "content": content})
-
-    rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
-    return Bundle.conversation(rendered.ids, rendered.mask, rendered.clips, dialogue.weight)

@@ -79,7 +79,7 @@ class RolloutConfig:
     think_prefix: bool = True
     """Force `<think>` at the start of each turn of the main agent."""
     max_turns: int = 3
-    """Turns with tool calls. One more turn follows, in which the agent must answer."""
+    """Rounds of calls. After the last one comes one more turn, the answer: 3 rounds make at most 4 turns."""
     max_calls: int = 5
     """Calls that run in one turn. Further calls get an error text."""
     max_new_tokens: int = 2048
@@ -168,8 +168,9 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     cfg, contract = context.cfg, context.renderer.contract
     clips = data.overview(task, k, context.videos, contract)
     messages = data.main_messages(
-        task, clips, cfg.dispatch != "none", contract.stamped, cfg.tool_return, context.renderer.prompts
-    )
+        task.question, task.videos, clips, cfg.dispatch != "none", contract.stamped, cfg.tool_return,
+        context.renderer.prompts,
+    )  # fmt: skip
     return context.renderer.render(messages, cfg.schemas, generate=True)
 
 

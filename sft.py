@@ -25,12 +25,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from data import encode_dialogue
+from data import main_messages, subagent_messages
 from rewards import TAG
 from runtime.checks import USER_ERRORS, dry_run, open_run
 from runtime.config import choose, command_line, refuse_below_1, run_script
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
-from runtime.dialogue import Dialogue, parse_dialogue
+from runtime.dialogue import Dialogue, Media, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import Bundle, best_fit
 from runtime.plan import Plan, plan_training, utilisation
@@ -226,6 +226,32 @@ class Batches:
         if len(bundle) > self.cfg.pack_tokens:
             raise RowError(f"{len(bundle)} tokens, more than pack_tokens = {self.cfg.pack_tokens}")
         return bundle
+
+
+def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
+    """Encode a dialogue as tokens and frames, with mask 1 on the assistant's tokens only."""
+    contract = renderer.contract
+    stamped = bool(contract.stamp)
+    clips = [media.frames(videos, contract) for media in dialogue.media]
+
+    # Open with the prompt that this agent gets in a rollout.
+    if dialogue.agent == "sub":
+        if len(clips) != 1:
+            raise RowError(f"a sub-agent's row must show one video or image, and this one shows {len(clips)}")
+        prompts = renderer.prompts.fill(dialogue.media[0].window(videos))
+        messages = subagent_messages(clips[0], stamped, dialogue.request, dialogue.system, dialogue.question, prompts)
+    else:
+        paths = [media.path for media in dialogue.media]
+        with_tools = dialogue.agent == "main"
+        messages = main_messages(dialogue.question, paths, clips, with_tools, stamped, prompts=renderer.prompts)
+
+    # Append the turns, and decode their media.
+    for turn in dialogue.turns:
+        content = [part.frames(videos, contract) if isinstance(part, Media) else part for part in turn["content"]]
+        messages.append({"role": turn["role"], "content": content})
+
+    rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
+    return Bundle.conversation(rendered.ids, rendered.mask, rendered.clips, dialogue.weight)
 
 
 def target_kinds(bundle: Bundle, renderer: Renderer) -> list[str]:

@@ -1,4 +1,4 @@
-"""dialogue.py: parse an SFT row into a Dialogue. data.encode_dialogue then makes its tokens.
+"""dialogue.py: parse an SFT row into a Dialogue. sft.encode_dialogue then makes its tokens.
 
 Published rows write the same turns in many ways. A Dialogue has the form that a rollout produces: one turn per tool response,
 a line break after `<think>`, no white space around a report. Deliberately missing: prompts. A row's system prompt is dropped,

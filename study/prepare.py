@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data import Call, Task, encode_dialogue, parse_task
+from data import Call, Task, parse_task
 from runtime import config
 from runtime.checks import find_checkpoint
 from runtime.dataset import DataConfig, RowError, Rows, row_errors
@@ -30,6 +30,7 @@ from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
+from sft import encode_dialogue
 from tools import TOOLS, parse_calls
 
 

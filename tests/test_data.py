@@ -28,7 +28,7 @@ from test_rollout import play, turns
 from test_video import patch, write
 from tiny_checkpoint import Scripted
 
-from data import Task, draw_k, encode_dialogue, main_messages, overview, parse_task
+from data import Task, draw_k, main_messages, overview, parse_task
 from grpo import GRPOConfig
 from rewards import RewardConfig, accuracy
 from rl import RLConfig, Sampler
@@ -40,7 +40,7 @@ from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.render import THINK_PREFIX
 from runtime.video import Videos
-from sft import Batches, SFTConfig
+from sft import Batches, SFTConfig, encode_dialogue
 from study import prepare
 from tools import ClipForSubagent
 
@@ -72,7 +72,7 @@ def test_the_frames_of_several_videos_share_k_and_carry_their_names(toy_dir, ren
     task = Task("t", "Which?", paths, "oe", "red")
     frames = overview(task, 8, videos, renderer.contract)
     assert [len(f) for f in frames] == [3, 3, 2]
-    text = renderer.decode(renderer.render(main_messages(task, frames, False)).ids)
+    text = renderer.decode(renderer.render(main_messages(task.question, task.videos, frames, False)).ids)
     places = [text.index(f"train0000{i}.mp4: <0.0 seconds>") for i in range(3)]
     assert places == sorted(places)
     assert [len(f) for f in overview(task, 2, videos, renderer.contract)] == [1, 1, 1]  # past bug: it ended the run

@@ -12,7 +12,7 @@ from test_sft import write_config
 from tiny_checkpoint import END, TASK, MemoryVideos, play, turns
 
 import sft
-from data import encode_dialogue, main_messages, subagent_messages, subagent_system_prompt, system_prompt
+from data import main_messages, subagent_messages, subagent_system_prompt, system_prompt
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import checks, config
@@ -20,7 +20,7 @@ from runtime.dialogue import Dialogue, Media
 from runtime.prompts import OURS, Prompts
 from runtime.render import Renderer
 from runtime.visual import ContractError
-from sft import SFTConfig
+from sft import SFTConfig, encode_dialogue
 from study import ask
 from tools import TOOLS
 
@@ -86,7 +86,7 @@ def test_a_system_text_may_be_empty_or_declare_the_tools_itself(renderer):
             main.count("<tools>") == 1 and declared in main and main.count("crop_video") == (declared == "crop_video")
         )
         assert text in main and system_prompt(True) not in main
-    assert [message["role"] for message in main_messages(TASK, [[]], True, prompts=Prompts(""))] == ["user"]
+    assert [message["role"] for message in main_messages("?", ["v.mp4"], [[]], True, prompts=Prompts(""))] == ["user"]
 
 
 def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path):

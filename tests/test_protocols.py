@@ -14,7 +14,7 @@ import yaml
 from scripts import REPO
 from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory
 
-from data import Task, encode_dialogue, subagent_messages
+from data import Task, subagent_messages
 from eval import EvalConfig
 from evals import protocols
 from evals.benchmarks import Cue, Item
@@ -26,6 +26,7 @@ from runtime.dialogue import Dialogue, Media
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer, clock
 from runtime.visual import ContractError, VisualContract
+from sft import encode_dialogue
 from tools import TOOLS, UNPARSEABLE
 
 TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))  # 60 s, 2 frames per second
