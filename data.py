@@ -199,8 +199,8 @@ def main_messages(
     question: str, paths: Sequence[str], clips: Sequence[Clip], with_tools: bool, stamped: bool = True,
     tool_return: str = "subagent", prompts: Prompts = OURS,
 ) -> list[dict]:  # fmt: skip
-    """Return the main agent's first messages, the same in SFT, RL, evaluation and `ask`. `clips`: the
-    overview of each path's video."""
+    """Return the main agent's first messages, the same in SFT, RL, evaluation and `ask`. `clips`: one
+    overview per video."""
     parts: list[str | Clip] = []
     for path, clip in zip(paths, clips, strict=True):
         if len(paths) > 1:  # tools pick a video by its name
