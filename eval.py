@@ -50,6 +50,7 @@ from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
 from runtime.policy import MODELS, PolicyConfig
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
+from runtime.script import command_line, run_script
 from runtime.video import Videos
 from runtime.visual import VisualContract
 
@@ -354,5 +355,5 @@ if __name__ == "__main__":
         sys.exit(commands[first](sys.argv[2:]))
     if (near := difflib.get_close_matches(first, commands)) and not Path(first).exists():
         sys.exit(f"error: {first}: neither a config nor a command; did you mean {near[0]}?")
-    cfg, args = config.command_line(EvalConfig, __doc__)
-    config.run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)
+    cfg, args = command_line(EvalConfig, __doc__)
+    run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

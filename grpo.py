@@ -295,7 +295,7 @@ def micro_step(
 ) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
     """Add the gradient of one micro-batch. Return its share of the minibatch's loss, and its token statistics, each [N]."""
     # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
-    features = policy.encode(bundles(micro)) if policy.vision_frozen else None
+    features = policy.vision_features(bundles(micro)) if policy.vision_frozen else None
     scores = policy(bundles(micro), temperature, features)
     ref_logprobs = None
     if reference is not None:

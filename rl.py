@@ -44,6 +44,7 @@ from runtime.engine import Engine
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
 from runtime.run import Clock, Run, RunConfig, check_room
+from runtime.script import command_line, run_script
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folder
 from tools import TOOLS
@@ -420,8 +421,8 @@ def check_hardware(cfg: RLConfig, checklist: checks.Checklist) -> None:
 
 
 if __name__ == "__main__":
-    cfg, args = config.command_line(RLConfig, __doc__)
+    cfg, args = command_line(RLConfig, __doc__)
     step = f"{cfg.batch_tasks} tasks x {cfg.grpo.group_size} episodes at K in {list(cfg.choices_of_k)}"
     step += f", updates: {cfg.minibatches}; {cfg.steps} steps"
     check = partial(checks.dry_run, parse=parse_task, check_hardware=check_hardware, step=step)
-    config.run_script(check if args.dry_run else main, cfg, *checks.USER_ERRORS)
+    run_script(check if args.dry_run else main, cfg, *checks.USER_ERRORS)

@@ -28,7 +28,7 @@ import torch
 from data import main_messages, subagent_messages
 from rewards import TAG
 from runtime.checks import USER_ERRORS, dry_run, open_run
-from runtime.config import choose, command_line, refuse_below_1, run_script
+from runtime.config import choose, refuse_below_1
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, Media, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
@@ -37,6 +37,7 @@ from runtime.plan import Plan, plan_training, utilisation
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
 from runtime.run import Run, RunConfig, check_room
+from runtime.script import command_line, run_script
 from runtime.video import Videos
 from tools import TOOLS
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from runtime.config import ConfigError, differences, git_commit, leave, load
+from runtime.config import ConfigError, differences, git_commit, load
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import barrier, gather, local_size, print0, rank, saved_step
 from runtime.engine import EngineError
 from runtime.policy import checkpoint_dir
 from runtime.render import Renderer, load_tokenizer
+from runtime.script import leave
 from runtime.visual import ContractError, read_json
 from runtime.web import NoReply, request
 

@@ -1,7 +1,7 @@
-"""config.py: one YAML per run -> one frozen dataclass. Also what every run records about itself.
+"""config.py: one YAML per run -> one frozen dataclass.
 
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
-    cfg, args = config.command_line(SFTConfig, __doc__)                         # those of the command line
+    config.save_run(cfg, cfg.run)                                               # RUN/config.yaml, which `load` reads back
 
 A library would merge YAML and check types, too. This file adds three things: an error names the key, the value, the rule and
 the nearest valid key; no error shows an API key; a config given to the wrong script is told the right one. Defaults are in
@@ -11,34 +11,25 @@ all other values replace.
 Deliberately missing: interpolation, environment variables.
 """
 
-import argparse
-import atexit
 import contextlib
 import dataclasses
 import difflib
-import errno
 import importlib.metadata
 import json
 import math
 import os
 import subprocess
 import sys
-import time
-import traceback
 import types
 import typing
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
 T = TypeVar("T")
-GOES_ON = "The same command resumes from what was saved"
 # Keys that tell which script a config is for.
 SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
-# Metrics that the console shows unless they are 0.
-ALARMS = ("failed_rate", "eval/failed_rate", "call_errors/crashed", "bad_steps")
 
 
 class ConfigError(ValueError):
@@ -64,14 +55,14 @@ def apply_override(tree: dict, hints: dict[str, Any], override: str) -> None:
     """Set one `key.sub=value` in the tree of a config, whose fields have these type hints."""
     key, equals, text = override.partition("=")
     if not equals:
-        raise ConfigError(f"override {shown(key)}: write it as key.sub=value")
+        raise ConfigError(f"override {safe_repr(key)}: write it as key.sub=value")
     # Walk down to the mapping that holds the last key.
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"override {shown(override)}: {parent} is a value, it has no keys below it")
+            raise ConfigError(f"override {safe_repr(override)}: {parent} is a value, it has no keys below it")
     # In a mapping of names, such as `splits`, a single name looks as if it would become the only one.
     others = sorted(node.keys() - {leaf})
     if others and parents and typing.get_origin(hints.get(parents[0])) is dict:
@@ -80,7 +71,7 @@ def apply_override(tree: dict, hints: dict[str, Any], override: str) -> None:
         node[leaf] = yaml.safe_load(text)
     except yaml.YAMLError:
         advice = f"the value is not YAML; quote it whole for the shell, as in '{key}=...'"
-        raise ConfigError(f"override {shown(override)}: {advice}") from None
+        raise ConfigError(f"override {safe_repr(override)}: {advice}") from None
 
 
 def read_tree(path: Path, above: tuple[Path, ...] = ()) -> dict:
@@ -128,7 +119,7 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
             near += [name for name in hints if name.endswith(f"_{key}")]
             near += difflib.get_close_matches(str(key), hints, n=1)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(hints)}"
-            raise ConfigError(f"{prefix}{key} = {shown(value, prefix + key)}: unknown key; {hint}")
+            raise ConfigError(f"{prefix}{key} = {safe_repr(value, prefix + key)}: unknown key; {hint}")
         default = values.get(key, getattr(cls, key, None))
         values[key] = _coerce(hints[key], value, prefix + key, default)
     for field in dataclasses.fields(cls):
@@ -147,7 +138,7 @@ def choose(name: str, names: typing.Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
 
 
-def shown(value: Any, key: str = "") -> str:
+def safe_repr(value: Any, key: str = "") -> str:
     """Return a value, or a whole override, as an error message shows it. An API key is never shown."""
     text = f"{key}{value}".lower()
     return "(not repeated: it may hold a key)" if text.startswith("api") or "key" in text else repr(value)
@@ -163,18 +154,18 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"
         if value not in args or isinstance(value, bool):  # True is 1
-            raise ConfigError(f"{key} = {shown(value, key)}: must be one of {', '.join(map(repr, args))}")
+            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be one of {', '.join(map(repr, args))}")
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
             item = f"{{{dataclasses.fields(args[0])[0].name}: {value}}}" if dataclasses.is_dataclass(args[0]) else value
-            raise ConfigError(f"{key} = {shown(value, key)}: must be a list, as in [{item}]")
+            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a list, as in [{item}]")
         return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
     if origin is dict or dataclasses.is_dataclass(hint):
         if origin is None and isinstance(value, str) and value.endswith((".yaml", ".yml")):  # a section in its own file
             value = read_tree(Path(value))
         if not isinstance(value, dict):
-            raise ConfigError(f"{key} = {shown(value, key)}: must be a mapping")
+            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a mapping")
         if origin is None:
             return build(hint, value, key + ".", default)
         return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
@@ -183,9 +174,9 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
             value = float(value)  # YAML reads 1e-4 (no dot) as a string
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         if hint in (int, float) and not 0 <= value < math.inf:  # NaN is neither
-            raise ConfigError(f"{key} = {shown(value, key)}: must be finite and not negative")
+            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be finite and not negative")
         return value
-    raise ConfigError(f"{key} = {shown(value, key)}: must be {hint.__name__}, not {type(value).__name__}")
+    raise ConfigError(f"{key} = {safe_repr(value, key)}: must be {hint.__name__}, not {type(value).__name__}")
 
 
 def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
@@ -207,79 +198,7 @@ def refuse_below_1(cfg: Any, *names: str) -> None:
             raise ValueError(f"{name} = {getattr(cfg, name)}: must be at least 1")
 
 
-def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
-    """Parse `SCRIPT CONFIG [key.sub=value ...] [--dry-run]`. A bad config ends the program with its message."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="a YAML file of configs/")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
-    parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
-    if not first_of_node():
-        parser.error = leave
-    args = parser.parse_intermixed_args()
-    expandable_segments()
-    try:
-        return load(cls, args.config, args.overrides), args
-    except ConfigError as error:
-        leave(f"error: {error}")
-
-
-def expandable_segments() -> None:
-    """Let CUDA's allocator extend its segments. Micro-batches differ in length, so segments of a fixed size would leave gaps.
-    torch reads this when it first uses the allocator, not when it is imported."""
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-
-def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:
-    """Run a script's main function, then end the process. `errors`, a full disk and Ctrl-C end with one sentence instead of a
-    traceback."""
-    try:
-        status = work(cfg)
-    except SystemExit as ended:  # of `leave`
-        status = ended.code
-    except KeyboardInterrupt:
-        status = f"interrupted. {GOES_ON} in {cfg.run}" if first_of_node() else 1
-    except BaseException as error:
-        status = traceback.format_exc().rstrip()
-        if isinstance(error, errors):
-            status = f"error: {error}"
-        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            lost = error.filename or cfg.run
-            status = f"error: {lost}: the disk is full; what was complete is untouched. {GOES_ON}"
-        wait_for_first()
-    end_process(status)
-
-
-def end_process(status: int | str | None) -> NoReturn:
-    """End the process with a status, or with a sentence and status 1. `sys.exit` would join all threads, but a thread can hang
-    for ever: in a tool, in a video, at a silent API."""
-    if isinstance(status, str):
-        sys.stderr.write(status + "\n")  # in one piece: the ranks of several nodes share a terminal or a log
-        status = 1
-    atexit._run_exitfuncs()  # they free the memory in /dev/shm and close logs
-    with contextlib.suppress(OSError):  # nobody reads them any more
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status or 0)
-
-
-def first_of_node() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def wait_for_first() -> None:
-    """Let the first rank of the node report an error that all its ranks have. torchrun kills the others once it exits; if they
-    exited earlier, it would be killed before it prints. A rank that is still alive after 60 s has an error of its own."""
-    if not first_of_node():
-        time.sleep(60)
-
-
-def leave(sentence: str) -> NoReturn:
-    """End the program with a sentence. The first rank of a node prints it for all its ranks."""
-    wait_for_first()
-    sys.exit(sentence)
-
-
-# ------------------------------------------------------------------------------------------------ records of a run
+# ------------------------------------------------------------------------------------------------ the run's copy of it
 
 
 def save_run(cfg: Any, run_dir: str | Path, **more: str) -> None:
@@ -308,43 +227,6 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())  # without it, a power cut may leave the renamed file empty
     unborn.rename(path)
-
-
-class Metrics:
-    """Writes one line per step: all metrics to RUN/metrics.jsonl, the main ones to the console.
-
-    Files count steps from 0, as RUN/episodes does. The console and RUN/state show how many steps are done."""
-
-    def __init__(self, cfg: Any, name: str, steps_done: int, shown: typing.Sequence[str] = ("loss",)):
-        self._board = self._wandb = None
-        if "tensorboard" in cfg.report_to:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(f"{cfg.run}/tensorboard", purge_step=steps_done, flush_secs=10)
-        if "wandb" in cfg.report_to:  # a resumed run appears as a new run of the same name
-            import wandb
-
-            self._wandb = wandb.init(project="minparavt", name=cfg.run, dir=cfg.run, config=dataclasses.asdict(cfg))
-        self._path, self._name, self._steps, self._shown = Path(cfg.run) / "metrics.jsonl", name, cfg.steps, shown
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        whole = [line for line in lines if line.endswith("}")]  # a killed run may leave half a line
-        kept = [
-            line for line in whole if json.loads(line).get("step", steps_done) < steps_done
-        ]  # later steps run again
-        write_whole(self._path, "".join(line + "\n" for line in kept))
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        values = {"time": round(time.time(), 3), **values}  # seconds since the epoch
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-        if self._board:
-            for key, value in values.items():
-                self._board.add_scalar(key, value, step)
-        if self._wandb:
-            self._wandb.log(values, step=step)
-        keys = [key for key in self._shown if key in values] + [key for key in ALARMS if values.get(key)]
-        shown = " ".join(f"{key} {values[key]:.4g}" for key in keys)
-        print(f"{self._name} step {step + 1}/{self._steps} {shown}", flush=True)
 
 
 def git_commit() -> str:

@@ -2,7 +2,7 @@
 
     init_distributed()                                       # distributed.py: torchrun's ranks, or a single process
     policy = load(PolicyConfig(checkpoint), renderer.never_sampled)
-    features = policy.encode(bundles)                        # frozen vision only: encode once for all later passes
+    features = policy.vision_features(bundles)               # frozen vision only: run the tower once for all later passes
     scores = policy(bundles, temperature=0.7, features=features)      # log-probs [N] of the tokens whose mask is 1
     (-(scores.logprobs * advantages).sum() / tokens_of_all_ranks).backward()
     norm = optimizer_step(policy, optimizer, OptimConfig(), step, steps)
@@ -132,9 +132,9 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return self.text.norm.weight.device
 
-    def encode(self, bundles: Sequence[Bundle]) -> list[Tensor]:
-        """Return the visual features [1 + D, M, H] of each bundle, for `forward`. Use it only with a frozen tower."""
-        return [self._encode_frames(bundle.clips) for bundle in bundles]
+    def vision_features(self, bundles: Sequence[Bundle]) -> list[Tensor]:
+        """Run the vision tower: return the features [1 + D, M, H] of each bundle, for `forward`. Only for a frozen tower."""
+        return [self._run_tower(bundle.clips) for bundle in bundles]
 
     def forward(
         self, bundles: Sequence[Bundle], temperature: float = 1.0, features: Sequence[Tensor] | None = None
@@ -148,11 +148,11 @@ class Policy(nn.Module):
         predictors = torch.from_numpy(packed.predictors).to(self.device)  # [N]
         targets = torch.from_numpy(packed.targets).to(self.device)  # [N]
 
-        # encode the frames, unless the caller passes their features
+        # run the vision tower, unless the caller passes its features
         if features is None:
-            visual = self._encode_frames([clip for bundle in bundles for clip in bundle.clips])  # [1 + D, M, H]
+            visual = self._run_tower([clip for bundle in bundles for clip in bundle.clips])  # [1 + D, M, H]
         else:
-            visual = torch.cat([self._encode_frames([]), *features], dim=1)
+            visual = torch.cat([self._run_tower([]), *features], dim=1)
 
         # run the text model, and keep the hidden states that predict a target
         hidden = packing.run_text_model(self.model, packed, visual, self.kernel, use_cache=False)[predictors]  # [N, H]
@@ -162,14 +162,14 @@ class Policy(nn.Module):
         chunk = self.cfg.logit_chunk
         return TokenScores(*_ChunkedScores.apply(hidden, head, targets, self._logits, temperature, chunk))
 
-    def _encode_frames(self, clips: Sequence[Clip]) -> Tensor:
+    def _run_tower(self, clips: Sequence[Clip]) -> Tensor:
         """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
         nothing = not any(len(clip.pixels) for clip in clips)
         if nothing and self.vision_frozen:
             levels = packing.count_levels(self.vision)
             return torch.zeros(levels, 0, self.text.config.hidden_size, dtype=self.dtype, device=self.device)
         if nothing:
-            # Every rank must run the tower in every pass. Encode a blank frame and use no row of it: zero gradients.
+            # Every rank must run the tower in every pass. Show it a blank frame and use no row of it: zero gradients.
             side = self.patch * self.merge
             clips = [Clip(np.zeros((1, side, side, 3), np.uint8), (0.0,))]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):

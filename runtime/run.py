@@ -10,11 +10,12 @@ checks.open_run holds the folder's lock. All ranks call all of these functions.
 """
 
 import importlib.util
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from runtime.checks import Checklist, weights_digest
-from runtime.config import Metrics, refuse_below_1, save_run
+from runtime.config import refuse_below_1, save_run, write_whole
 from runtime.dataset import DataConfig
 from runtime.distributed import load_state, local_size, peak_memory, print0, rank, save_state
 from runtime.plan import Plan, PlanConfig, meta_policy
@@ -32,6 +33,8 @@ from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
 from runtime.weights import export
 
+# Metrics that the console shows unless they are 0.
+ALARMS = ("failed_rate", "eval/failed_rate", "call_errors/crashed", "bad_steps")
 MAX_BAD_STEPS = 5  # an update whose gradient is not finite is skipped; more of them than this stop the run
 
 
@@ -150,3 +153,43 @@ class Run:
         if rank() == 0:
             self.cfg.prompts.save(self.folder / "model")
         print0(f"done: {self.folder}/model")
+
+
+class Metrics:
+    """Writes one line per step: all metrics to RUN/metrics.jsonl, the main ones to the console.
+
+    Files count steps from 0, as RUN/episodes does. The console and RUN/state show how many steps are done."""
+
+    def __init__(self, cfg: RunConfig, name: str, steps_done: int, shown: Sequence[str]):
+        self._path = Path(cfg.run) / "metrics.jsonl"
+        self._name = name
+        self._steps = cfg.steps
+        self._shown = shown  # metrics on the console
+        self._board = self._wandb = None
+        if "tensorboard" in cfg.report_to:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(f"{cfg.run}/tensorboard", purge_step=steps_done, flush_secs=10)
+        if "wandb" in cfg.report_to:  # a resumed run appears as a new run of the same name
+            import wandb
+
+            self._wandb = wandb.init(project="minparavt", name=cfg.run, dir=cfg.run, config=asdict(cfg))
+
+        # Keep the lines of the steps that are done. Later steps run again, and a killed run may leave half a line.
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        whole = [line for line in lines if line.endswith("}")]
+        kept = [line for line in whole if json.loads(line).get("step", steps_done) < steps_done]
+        write_whole(self._path, "".join(line + "\n" for line in kept))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        values = {"time": round(time.time(), 3), **values}  # seconds since the epoch
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        if self._board:
+            for key, value in values.items():
+                self._board.add_scalar(key, value, step)
+        if self._wandb:
+            self._wandb.log(values, step=step)
+        keys = [key for key in self._shown if key in values] + [key for key in ALARMS if values.get(key)]
+        figures = " ".join(f"{key} {values[key]:.4g}" for key in keys)
+        print(f"{self._name} step {step + 1}/{self._steps} {figures}", flush=True)

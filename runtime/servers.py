@@ -49,7 +49,8 @@ log = logging.getLogger(__name__)
 # Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
 IMAGES = 7e9  # bytes of /dev/shm for the servers' images: 64 requests in flight x 64 frames x 1.6 MB
-STRIKES = 3  # failures without a served request in between, after which a server of ours is started again, once
+# After so many failures without a served request in between, a server of ours is restarted; after twice as many, given up.
+STRIKES = 3
 LONGEST_PAUSE = 30.0  # seconds between two attempts at a server that fails
 
 
@@ -66,6 +67,7 @@ class _Server:
     has_our_snapshot: bool = False  # a snapshot of another run can have the same version
     healthy: bool = False  # it answers, with the current weights
     strikes: int = 0  # failures since it last served a request
+    restarted: bool = False  # since it last served a request
     problem: str = ""  # the last failure
     given_up: str = ""  # why it is not started again
     busy: int = 0  # requests in flight
@@ -145,6 +147,7 @@ class SGLang(Engine):
                 reply = self._ask(server, "/generate", min(self.attempt_timeout, deadline - time.monotonic()), payload)
                 sample = self._read_sample(reply, ids, max_new_tokens, oldest)
                 server.strikes = 0
+                server.restarted = False
                 return sample
             except _Failure as error:
                 problem = str(error)  # only its text: the traceback would keep this call and its clips in memory
@@ -289,7 +292,8 @@ class SGLang(Engine):
                |         +--------+           it has failed, or there are newer weights
                +------------------+           its process has exited, or it has failed STRIKES times
 
-        Each failure is a strike, and a served request clears them. A server of `urls` is asked for ever, in longer pauses."""
+        Each failure is a strike, and a served request clears them. Without one, a server is restarted only once: it is given up
+        when it exits again, or has 2 * STRIKES strikes. A server of `urls` is asked for ever, in longer pauses."""
         started = time.monotonic()
         try:
             while True:
@@ -319,17 +323,17 @@ class SGLang(Engine):
                     log.warning("%s serves no more: %s", server.url, server.given_up)
 
     def _must_start(self, server: _Server) -> bool:
-        """Return whether a server of ours must start, at first or once more. Give it up if it fails again without having
-        served a request."""
+        """Return whether a server of ours must start, at first or once more. Give up one whose restart did not help."""
         if server.process is None:
             return True
         exited = server.process.poll() is not None
         if exited:
             server.problem = f"exit code {server.process.returncode}"
-        started_again = server.strikes > STRIKES
-        if started_again and (exited or server.strikes > 2 * STRIKES):
+        if not server.restarted:
+            return exited or server.strikes >= STRIKES
+        if exited or server.strikes >= 2 * STRIKES:
             self._give_up(server, server.problem)
-        return exited or server.strikes == STRIKES
+        return False
 
     def _start(self, server: _Server) -> None:
         """Start a server's process. If it had one, kill that first."""
@@ -337,7 +341,7 @@ class SGLang(Engine):
             self.restarts += 1
             log.warning("restarting the server on GPU %s: %s, %s", server.gpus, server.problem, self._log_of(server))
             kill_group(server.process)  # its child processes can outlive it
-            server.strikes = STRIKES + 1
+            server.restarted = True
         server.healthy = server.warm = False
         command = self._launch(urlsplit(server.url).port)
         with open(self._log_of(server), "ab") as file, self._changed:

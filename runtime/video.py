@@ -68,10 +68,10 @@ class VideoInfo:
 
 @dataclass(frozen=True, eq=False)
 class Clip:
-    """The decoded frames of one clip."""
+    """The decoded frames of one clip, or one image."""
 
     pixels: np.ndarray  # [n, H, W, 3] uint8 RGB, read-only: the cache returns the same array to all callers
-    times: tuple[float, ...]  # [n] seconds of the decoded frames
+    times: tuple[float | None, ...]  # [n] seconds of the decoded frames; an image has (None,)
 
     def __len__(self) -> int:
         return len(self.pixels)

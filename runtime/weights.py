@@ -55,9 +55,9 @@ class WeightSync:
     def write(self, policy: Policy, version: int) -> None:
         """Write a snapshot. A server that restarts meanwhile still loads the previous one."""
         # Servers that we started loaded the checkpoint, so they already have the weights that do not train.
-        frozen = not self.server_gpus
+        with_frozen = not self.server_gpus
         target = self._snapshot(version)
-        export(policy, target, self.contract, per_node=self.per_node, frozen=frozen)
+        export(policy, target, self.contract, per_node=self.per_node, with_frozen=with_frozen)
 
     def publish(self, version: int) -> None:
         """Make the engine load a snapshot. No rank may sample meanwhile."""
@@ -82,13 +82,27 @@ class WeightSync:
 
 @contextlib.contextmanager
 def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images: float = 0.0) -> Iterator[Path]:
-    """Choose this node's folder for snapshots. It is in memory if two snapshots (the old one and the one being written) fit
-    there beside `images` bytes; otherwise it is in the run's folder. Without `per_node`, all nodes share one folder there."""
-    me, _ = rank_and_size(per_node)
-    if me > 0:
-        yield gather(None)[rank() - me]  # pairs with gather(folder) below: the first rank makes the folder
-        return
-    folder = Path(run).absolute() / "snapshot"  # absolute: servers can run in another directory
+    """Yield the folder for snapshots, and delete it at the end. Each node has its own; without `per_node`, all nodes share
+    one. The first rank of a node (or of all) chooses and deletes it. All ranks call this."""
+    number, _ = rank_and_size(per_node)
+    folder = _choose_folder(Path(run), source, per_node, images) if number == 0 else None
+    note = Path(run) / "memory.txt"  # tells users to which run a folder in memory belongs
+    try:
+        folders = gather(folder)  # of all ranks; only the first ones have chosen one
+        if rank() == 0:
+            note.write_text("".join(f"{path}\n" for path in folders if path))
+        yield folders[rank() - number]
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        if rank() == 0:
+            note.unlink(missing_ok=True)
+
+
+def _choose_folder(run: Path, source: Path, per_node: bool, images: float) -> Path:
+    """Return a folder in memory if two snapshots (the old one and the one being written) fit there beside `images` bytes, and
+    otherwise one in the run's folder. Servers elsewhere (not `per_node`) can only read the run's folder."""
+    folder = run.absolute() / "snapshot"  # absolute: servers can run in another directory
     if per_node:
         folder = folder.with_name(f"snapshot-{rank() // local_size()}")
     shutil.rmtree(folder, ignore_errors=True)  # from a run that was killed
@@ -99,15 +113,7 @@ def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images
         folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
     else:
         print(f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB: weights go through {run}")
-    note = Path(run) / "memory.txt"  # tells users to which run a folder in memory belongs
-    try:
-        folders = gather(folder)
-        if rank() == 0:
-            note.write_text("".join(f"{path}\n" for path in folders if path))
-        yield folders[rank()]
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        note.unlink(missing_ok=True)
+    return folder
 
 
 # ------------------------------------------------------------------------------------------------ exports
@@ -117,12 +123,12 @@ NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 def export(
-    policy: Policy, folder: str | Path, contract: VisualContract, file_bytes=2 << 30, per_node=False, frozen=True
+    policy: Policy, folder: str | Path, contract: VisualContract, file_bytes=2 << 30, per_node=False, with_frozen=True
 ) -> None:
     """Write the policy as a Hugging Face checkpoint: its weights in the dtype of computation, and copies of the other files of
     the checkpoint that it started from. Replace an existing folder.
 
-    `per_node`: each node writes its own folder. `frozen=False`: leave out the weights that do not train. A rank holds at most
+    `per_node`: each node writes its own folder. `with_frozen=False`: leave out the weights that do not train. A rank holds at most
     one file of about `file_bytes` and one gathered weight at a time."""
     folder = Path(folder)
     unfinished = folder.with_name(folder.name + ".tmp")
@@ -132,7 +138,7 @@ def export(
     published = published_names(policy.model)
     weights = {published[name]: weight for name, weight in policy.model.named_parameters()}
     distributed.refuse_not_finite(weights, f"{folder} is not written")
-    if not frozen:
+    if not with_frozen:
         weights = {name: weight for name, weight in weights.items() if weight.requires_grad}
 
     # One rank makes an empty folder.

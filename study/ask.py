@@ -32,12 +32,13 @@ from rl import RLConfig
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, run_episode
 from runtime import config
 from runtime.checks import check_servers, find_checkpoint
-from runtime.config import ConfigError, expandable_segments
+from runtime.config import ConfigError
 from runtime.doctor import logprob_gap, position_error, self_check, trainer_logprobs
 from runtime.engine import Engine, EngineError, Sample
 from runtime.policy import PolicyConfig, load
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
+from runtime.script import expandable_segments
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS

@@ -15,7 +15,6 @@ from grpo import assign_advantages, make_train_groups, update
 from records import load_episodes
 from rewards import give_rewards
 from rl import RLConfig
-from runtime import config
 from runtime.api import Judge
 from runtime.checks import USER_ERRORS, Checklist, find_checkpoint
 from runtime.distributed import init_distributed, print0, rank, world_size
@@ -23,6 +22,7 @@ from runtime.plan import plan_rl
 from runtime.policy import load, make_optimizer, optimizer_step
 from runtime.render import Renderer, load_tokenizer
 from runtime.run import check_room
+from runtime.script import command_line, run_script
 from runtime.video import Videos
 
 
@@ -53,8 +53,8 @@ def replay(cfg: RLConfig, path: str) -> None:
 
 def main() -> None:
     path = sys.argv.pop(2) if len(sys.argv) > 2 else "EPISODES"
-    cfg, _ = config.command_line(RLConfig, __doc__)
-    config.run_script(partial(replay, path=path), cfg, *USER_ERRORS)
+    cfg, _ = command_line(RLConfig, __doc__)
+    run_script(partial(replay, path=path), cfg, *USER_ERRORS)
 
 
 if __name__ == "__main__":

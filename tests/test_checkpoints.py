@@ -278,7 +278,7 @@ def test_a_snapshot_without_the_frozen_tower_and_a_whole_export_load_as_the_same
     train(policy, optimizer, range(1))
     server, trained = tiny.plain(path), dict(policy.model.named_parameters())
     for frozen in (True, False):
-        export(policy, tmp_path / "out", CONTRACT, frozen=frozen)
+        export(policy, tmp_path / "out", CONTRACT, with_frozen=frozen)
         stored = load_file(tmp_path / "out" / "model.safetensors")
         left_out = trained.keys() - stored.keys()
         assert all(".visual." in name for name in left_out) and bool(left_out) is not frozen

@@ -1,12 +1,9 @@
 """The config loader: a run uses exactly the values that are written, and a config that cannot run says why."""
 
 import importlib.metadata
-import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -105,27 +102,6 @@ def test_the_saved_config_is_the_run_config(tmp_path):
     config.save_run(cfg, tmp_path / "run")
     assert config.load(Run, tmp_path / "run" / "config.yaml") == cfg
     assert f'"torch": "{importlib.metadata.version("torch")}' in (tmp_path / "run" / "run.json").read_text()
-
-
-def test_a_steps_line_shows_what_went_wrong_and_only_then(tmp_path, capsys):
-    """Past bug: a tool crashed in each of its calls, and the console said nothing of it."""
-    metrics = config.Metrics(SimpleNamespace(run=str(tmp_path), steps=3, report_to=()), "rl", steps_done=0)
-    metrics.write(0, {"loss": 0.5, "call_errors/crashed": 0.25, "call_errors/timeout": 0.5, "failed_rate": 0.0})
-    metrics.write(1, {"loss": 0.5, "call_errors/crashed": 0.0, "failed_rate": 0.125})
-    told = ["rl step 1/3 loss 0.5 call_errors/crashed 0.25", "rl step 2/3 loss 0.5 failed_rate 0.125"]
-    assert capsys.readouterr().out.splitlines() == told
-
-
-def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"loss": 3.0}\n{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo'
-    )
-    before = time.time()
-    run = SimpleNamespace(run=str(tmp_path), steps=3, report_to=())
-    config.Metrics(run, "sft", steps_done=1).write(1, {"loss": 0.5})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["loss"]) for line in lines] == [(0, 2.0), (1, 0.5)]
-    assert before - 1 < lines[1]["time"] < time.time() + 1
 
 
 def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):

@@ -109,7 +109,7 @@ def test_positions_are_those_of_get_rope_index(tmp_path, model_type, cell):
 def test_a_frozen_towers_features_are_reused_also_beside_text(path):
     policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
     bundles = [*tiny.random_bundles(4, cell=CELL)[0], Bundle([5, 6], [[7, 8]], [[1, 1]], [])]
-    features = policy.encode(bundles)
+    features = policy.vision_features(bundles)
     assert [len(feature) for feature in features] == [1] * len(bundles)  # no level of DeepStack
     torch.testing.assert_close(policy(bundles, features=features).logprobs, policy(bundles).logprobs)
 
@@ -200,7 +200,7 @@ def test_weights_have_their_published_names_in_every_file(path, tmp_path):
     export(policy, tmp_path / "out", CONTRACT_14)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == stored.keys() and all(torch.equal(written[name], stored[name]) for name in stored)
-    export(policy, tmp_path / "text", CONTRACT_14, frozen=False)
+    export(policy, tmp_path / "text", CONTRACT_14, with_frozen=False)
     assert load_file(tmp_path / "text" / "model.safetensors").keys() == {n for n in stored if "visual" not in n}
 
 

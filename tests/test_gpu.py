@@ -147,7 +147,7 @@ def train(path: Path, folder: Path) -> None:
     def step(number: int) -> float:
         total = 0.0
         for part in parts:
-            features = policy.encode(part)
+            features = policy.vision_features(part)
             with torch.no_grad():
                 kept = reference(part, 1.0, features).logprobs
             logprobs = policy(part, 1.0, features).logprobs
@@ -286,7 +286,7 @@ def test_the_vision_tower_looks_at_many_frames_at_once(tmp_path, frames):
     bundle = draw_group(policy.model.config, count, side, [1])
     for _ in range(3):
         began = time.perf_counter()
-        [seen] = policy.encode([bundle])
+        [seen] = policy.vision_features([bundle])
         if GPU:
             torch.cuda.synchronize()
         milliseconds = 1e3 * (time.perf_counter() - began)

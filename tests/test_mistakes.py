@@ -60,7 +60,7 @@ def typed(desk, monkeypatch, capsys):
     def run(command: str) -> tuple[int, str]:
         script, *arguments = shlex.split(command)
         monkeypatch.setattr(sys, "argv", [script, *arguments])
-        monkeypatch.setattr("runtime.config.end_process", sys.exit)  # this process goes on
+        monkeypatch.setattr("runtime.script.end_process", sys.exit)  # this process goes on
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             runpy.run_path(str(REPO / script), run_name="__main__")

@@ -15,9 +15,10 @@ from scripts import REPO, Forked, fake_server, finish, metrics
 
 import rl
 import sft
-from runtime import checks, config, doctor, servers
+from runtime import checks, doctor, servers
 from runtime.engine import EngineError
 from runtime.render import Renderer, load_tokenizer
+from runtime.script import command_line, run_script
 from runtime.visual import VisualContract
 from runtime.weights import WeightSync
 
@@ -73,8 +74,8 @@ def train_beside_stand_ins(toy: Path) -> None:
         "grpo.group_size=8",
         "grpo.train_tokens=4096",
     ]
-    cfg, _ = config.command_line(rl.RLConfig, "")
-    config.run_script(rl.main, cfg, EngineError)
+    cfg, _ = command_line(rl.RLConfig, "")
+    run_script(rl.main, cfg, EngineError)
 
 
 @pytest.mark.slow

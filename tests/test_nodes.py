@@ -23,6 +23,7 @@ from runtime import checks, cleanup, config, doctor, servers, weights
 from runtime.dataset import DataConfig, Source
 from runtime.policy import PolicyConfig
 from runtime.run import RunConfig
+from runtime.script import run_script
 from runtime.weights import WeightSync
 
 
@@ -33,7 +34,7 @@ def train_sft(cfg: Path, *overrides: str) -> None:
     os.chdir(node)
     if node == Path("0"):
         overrides = ()
-    config.run_script(sft.main, config.load(sft.SFTConfig, cfg, overrides))
+    run_script(sft.main, config.load(sft.SFTConfig, cfg, overrides))
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -110,7 +111,7 @@ def train_rl(cfg: Path) -> None:
         (cfg.parent / f"seen-{os.environ.get('RANK')}.json").write_text(json.dumps(told))
 
     WeightSync.publish = publish_and_ask
-    config.run_script(rl.main, config.load(rl.RLConfig, cfg))
+    run_script(rl.main, config.load(rl.RLConfig, cfg))
 
 
 def test_each_node_samples_by_its_own_servers_and_keeps_images_and_weights_in_its_own_memory(toy_dir, tmp_path):

@@ -155,7 +155,7 @@ def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared
     policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
     assert not any(p.requires_grad for p in policy.vision.parameters())
     bundles, _ = tiny.random_bundles(4)
-    features = policy.encode(bundles)
+    features = policy.vision_features(bundles)
     calls = []
     policy.vision.register_forward_hook(lambda *_: calls.append(1))
     scores = policy(bundles, features=features)

@@ -25,7 +25,9 @@ from test_sft import write_config as sft_config
 import rl
 import rollout
 from data import Call
-from runtime import config, distributed
+from runtime import config, distributed, script
+from runtime.run import Metrics
+from runtime.script import run_script
 
 
 def send(process, which: signal.Signals) -> str:
@@ -66,6 +68,30 @@ def test_a_run_that_continues_says_what_changed(toy_dir, tmp_path):
         in told
     )
     assert json.loads(record.read_text())["commits"] == ["abc", *first["commits"]]
+
+
+# ------------------------------------------------------------------------------------------------ metrics
+
+
+def test_a_steps_line_shows_what_went_wrong_and_only_then(tmp_path, capsys):
+    """Past bug: a tool crashed in each of its calls, and the console said nothing of it."""
+    console = Metrics(SimpleNamespace(run=str(tmp_path), steps=3, report_to=()), "rl", steps_done=0, shown=["loss"])
+    console.write(0, {"loss": 0.5, "call_errors/crashed": 0.25, "call_errors/timeout": 0.5, "failed_rate": 0.0})
+    console.write(1, {"loss": 0.5, "call_errors/crashed": 0.0, "failed_rate": 0.125})
+    told = ["rl step 1/3 loss 0.5 call_errors/crashed 0.25", "rl step 2/3 loss 0.5 failed_rate 0.125"]
+    assert capsys.readouterr().out.splitlines() == told
+
+
+def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"loss": 3.0}\n{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo'
+    )
+    before = time.time()
+    run = SimpleNamespace(run=str(tmp_path), steps=3, report_to=())
+    Metrics(run, "sft", steps_done=1, shown=["loss"]).write(1, {"loss": 0.5})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(0, 2.0), (1, 0.5)]
+    assert before - 1 < lines[1]["time"] < time.time() + 1
 
 
 # ------------------------------------------------------------------------------------------------ ends
@@ -121,7 +147,7 @@ def save_interrupted(folder: Path) -> None:
         weights = torch.nn.Linear(1, 1)
         distributed.save_state(folder, weights, torch.optim.AdamW(weights.parameters()), 1)
 
-    config.run_script(save, SimpleNamespace(run="RUN"))
+    run_script(save, SimpleNamespace(run="RUN"))
 
 
 def test_ctrl_c_while_a_state_is_written_gets_the_same_sentence(tmp_path):
@@ -136,7 +162,7 @@ def run_with_a_tool_that_hangs(cfg: Path, *overrides: str) -> None:
     """Run rl.py with a model that calls a tool in every turn. The tool never returns."""
     rollout.parse_calls = lambda text, turn: [Call(turn, "crop_video", {})]
     rollout.run_tool = lambda *_: time.sleep(1e6)
-    config.run_script(rl.main, config.load(rl.RLConfig, cfg, overrides))
+    run_script(rl.main, config.load(rl.RLConfig, cfg, overrides))
 
 
 def test_a_run_ends_although_a_tool_never_returns(toy_dir, tmp_path):
@@ -279,8 +305,8 @@ def fail_together(alone: bool) -> None:
         raise FloatingPointError("6 gradients not finite")
 
     if alone:
-        config.time = SimpleNamespace(sleep=lambda seconds: None)
-    config.run_script(work, None, FloatingPointError)
+        script.time = SimpleNamespace(sleep=lambda seconds: None)
+    run_script(work, None, FloatingPointError)
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -22,6 +22,7 @@ from test_sft import write_config as sft_config
 import rl
 from rewards import give_rewards
 from runtime import config
+from runtime.script import run_script
 from study import toy
 
 NODES = [f"minparavt-{os.getpid()}-{node}" for node in range(2)]
@@ -37,7 +38,7 @@ def train_rl(cfg: Path) -> None:
             episode.rewards["R"] = float(sum(episode.main.ids) % 5)
 
     rl.give_rewards = give
-    config.run_script(rl.main, config.load(rl.RLConfig, cfg))
+    run_script(rl.main, config.load(rl.RLConfig, cfg))
 
 
 def may_make_namespaces() -> bool:
