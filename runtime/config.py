@@ -22,6 +22,7 @@ import subprocess
 import sys
 import types
 import typing
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ class ConfigError(ValueError):
     """A config that cannot be used. The text tells its author how to fix it."""
 
 
-def load(cls: type[T], path: str | Path, overrides: typing.Sequence[str] = ()) -> T:
+def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
     """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`."""
     tree = read_tree(Path(path))
     hints = typing.get_type_hints(cls)
@@ -118,8 +119,8 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
             near = [f"{name}.{key}" for name, hint in hints.items() if key in getattr(hint, "__dataclass_fields__", ())]
             near += [name for name in hints if name.endswith(f"_{key}")]
             near += difflib.get_close_matches(str(key), hints, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(hints)}"
-            raise ConfigError(f"{prefix}{key} = {safe_repr(value, prefix + key)}: unknown key; {hint}")
+            advice = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(hints)}"
+            raise ConfigError(f"{prefix}{key} = {safe_repr(value, prefix + key)}: unknown key; {advice}")
         default = values.get(key, getattr(cls, key, None))
         values[key] = _coerce(hints[key], value, prefix + key, default)
     for field in dataclasses.fields(cls):
@@ -132,7 +133,57 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
         raise ConfigError(f"{prefix.rstrip('.') + ': ' if prefix else ''}{error}") from None
 
 
-def choose(name: str, names: typing.Iterable[str]) -> str:
+def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
+    """Return a value as its type hint demands, or refuse it. A section takes its missing keys from the instance `default`."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+
+    # X | None, the only union that configs use
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else _coerce(args[0], value, key, default)
+    if value is None and hint is not object:
+        raise ConfigError(f'{key}: the value is empty; give one ("" is an empty text)')
+
+    # one of several words
+    if origin is typing.Literal:
+        if value is False and "off" in args:  # YAML reads a bare `off` as false
+            value = "off"
+        if value not in args or isinstance(value, bool):  # True is 1
+            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be one of {', '.join(map(repr, args))}")
+        return value
+
+    # a list
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            item = f"{{{dataclasses.fields(args[0])[0].name}: {value}}}" if dataclasses.is_dataclass(args[0]) else value
+            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a list, as in [{item}]")
+        return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
+
+    # a section, in place or in a file of its own
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, str) and value.endswith((".yaml", ".yml")):
+            value = read_tree(Path(value))
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a mapping")
+        return build(hint, value, key + ".", default)
+
+    # a mapping of names
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a mapping")
+        return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
+
+    # a number, a text or a bool
+    if hint is float and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            value = float(value)  # YAML reads 1e-4 (no dot) as a string
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{key} = {safe_repr(value, key)}: must be {hint.__name__}, not {type(value).__name__}")
+    if hint in (int, float) and not 0 <= value < math.inf:  # NaN is neither
+        raise ConfigError(f"{key} = {safe_repr(value, key)}: must be finite and not negative")
+    return value
+
+
+def choose(name: str, names: Iterable[str]) -> str:
     """Advise what to write instead of a name that is none of `names`."""
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
@@ -142,41 +193,6 @@ def safe_repr(value: Any, key: str = "") -> str:
     """Return a value, or a whole override, as an error message shows it. An API key is never shown."""
     text = f"{key}{value}".lower()
     return "(not repeated: it may hold a key)" if text.startswith("api") or "key" in text else repr(value)
-
-
-def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):  # X | None: the only union that configs use
-        return None if value is None else _coerce(args[0], value, key, default)
-    if value is None and hint is not object:
-        raise ConfigError(f'{key}: the value is empty; give one ("" is an empty text)')
-    if origin is typing.Literal:
-        if value is False and "off" in args:  # YAML reads a bare `off` as false
-            value = "off"
-        if value not in args or isinstance(value, bool):  # True is 1
-            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be one of {', '.join(map(repr, args))}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            item = f"{{{dataclasses.fields(args[0])[0].name}: {value}}}" if dataclasses.is_dataclass(args[0]) else value
-            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a list, as in [{item}]")
-        return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
-    if origin is dict or dataclasses.is_dataclass(hint):
-        if origin is None and isinstance(value, str) and value.endswith((".yaml", ".yml")):  # a section in its own file
-            value = read_tree(Path(value))
-        if not isinstance(value, dict):
-            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a mapping")
-        if origin is None:
-            return build(hint, value, key + ".", default)
-        return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
-    if hint is float and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            value = float(value)  # YAML reads 1e-4 (no dot) as a string
-    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
-        if hint in (int, float) and not 0 <= value < math.inf:  # NaN is neither
-            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be finite and not negative")
-        return value
-    raise ConfigError(f"{key} = {safe_repr(value, key)}: must be {hint.__name__}, not {type(value).__name__}")
 
 
 def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:

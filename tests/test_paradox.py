@@ -18,9 +18,10 @@ from rl import RLConfig
 from rollout import AgentContext, RolloutConfig
 from runtime import config
 from sft import SFTConfig
-from study import jobs, paradox, toy
+from study import claims, jobs, paradox, toy
+from study.claims import CLAIMS, by_seed, judge, read_figures
 from study.jobs import SECONDS, Job, run_jobs
-from study.paradox import CLAIMS, CONTRAST, PATHS, ROWS, VARIANTS, by_seed, judge, read_figures
+from study.rows import CONTRAST, PATHS, ROWS
 
 ROOT = Path("runs/paradox")
 # A video of the test split, for any seed, with no flash in its first 8 seconds and one within 32.
@@ -72,7 +73,7 @@ def test_cold_starts_have_a_toy_of_their_seed_and_a_gate_on_each_path():
 
 
 def test_all_rows_of_a_seed_have_the_same_start_and_the_same_budget():
-    trainings, rows = configs("rl.py"), [row for row in VARIANTS if row.config]
+    trainings, rows = configs("rl.py"), [row for row in ROWS.values() if row.config]
     assert len(trainings) == sum(row.seeds for row in rows) + 2 * 5  # and two rows on the other path
     budgets = set()
     for job, cfg in trainings.items():
@@ -214,7 +215,7 @@ def test_figures_are_of_each_seed_and_path(studied):
     assert by_seed(figures, "sft", "calls") == {0: 0.5, 1: 1.25}
     assert by_seed(figures, "sft", "f") == {0: 0.25, 1: 0.25}
     assert by_seed(figures, "sft", "reports_right") == {0: 1.0, 1: 0.6}  # 4 of 10 wrongly report nothing
-    assert paradox.show(figures, "sft", "calls") == "0.88 ± 0.53" and paradox.show(figures, "grpo", "calls") == ""
+    assert claims.show(figures, "sft", "calls") == "0.88 ± 0.53" and claims.show(figures, "grpo", "calls") == ""
 
 
 def test_a_collapse_that_recovers_before_the_end_is_seen(tmp_path):
@@ -232,7 +233,7 @@ def test_a_collapse_that_recovers_before_the_end_is_seen(tmp_path):
 def run_command(monkeypatch, what: str = "tables") -> list:
     """Run a command, and return its calls of report.py."""
     called = []
-    monkeypatch.setattr(paradox, "KS", (4,))  # the only K here
+    monkeypatch.setattr(claims, "KS", (4,))  # the only K here
     monkeypatch.setattr(sys, "argv", ["paradox.py", what])
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
     assert paradox.main() == 0
@@ -328,11 +329,11 @@ def test_the_repair_needs_the_whole_last_third_and_right_reports_and_claims_are_
     bad = {1: {"lowest_accuracy": 0.84}, 2: {"reports_right": 0.97}, 3: {}}
     figures = {}
     for seed in range(4):
-        claims = GOOD if seed != 3 else GOOD | {"f": GOOD["f"] | {"grpo": 0.3}}
-        figures |= figures_of_claims(f"seed{seed}-old", **claims)
+        by_figure = GOOD if seed != 3 else GOOD | {"f": GOOD["f"] | {"grpo": 0.3}}
+        figures |= figures_of_claims(f"seed{seed}-old", **by_figure)
         held = {"lowest_accuracy": 0.85, "lowest_well_formed": 0.8, "last_f": 0.9, "reports_right": 0.98}
         figures[f"seed{seed}-old/paragrpo"] = held | bad.get(seed, {})
-    table = paradox.repair_table(figures)
+    table = claims.repair_table(figures)
     assert "2 of 4 trainings hold to the end; 3 of 4 runs show all claims" in table and table.count("NO") == 2
     assert re.search(r"seed0 .* yes +\| 7 of 7", table) and re.search(r"seed3 .* yes +\| 6 of 7", table)
 
