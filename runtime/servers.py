@@ -97,20 +97,24 @@ class SGLang(Engine):
         self._launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
         self._vocabulary = _text_config(checkpoint).get("vocab_size", math.inf)
         self._frames = FrameFiles(in_memory=on_this_machine(urls))
+        self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
+        self._closed = False
+        # Guards `busy`, the version, `_closed` and the start of processes. Other fields are also set without it.
+        self._changed = threading.Condition()
+
+        # List the servers. Each of ours gets a free port, and keeps it when it is restarted, since other ranks use it.
         self._servers = [_Server(url.rstrip("/"), warm=True) for url in urls]
         with contextlib.ExitStack() as probes:  # stay open until each server has a port, so that no two get the same
             for first in range(0, len(gpus), tensor_parallel):
                 probe = probes.enter_context(socket.create_server(("127.0.0.1", 0)))
-                url = f"http://127.0.0.1:{probe.getsockname()[1]}"  # a restarted server keeps it: other ranks use it
+                url = f"http://127.0.0.1:{probe.getsockname()[1]}"
                 self._servers.append(_Server(url, ",".join(map(str, gpus[first : first + tensor_parallel]))))
         self.urls = [server.url for server in self._servers]
         # Each rank has its own client. Rotate the list by rank, so that not all ranks begin with the same idle server.
         offset = int(os.environ.get("RANK", 0)) % len(self._servers)
         self._servers = self._servers[offset:] + self._servers[:offset]
-        self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
-        self._closed = False
-        # Guards `busy`, the version, `_closed` and the start of processes. Other fields are also set without it.
-        self._changed = threading.Condition()
+
+        # Start a supervisor for each. It starts the server's process, if it is ours.
         if gpus:
             self._logs = logs = Path(logs or tempfile.mkdtemp(prefix="sglang-"))
             logs.mkdir(parents=True, exist_ok=True)
@@ -142,7 +146,7 @@ class SGLang(Engine):
             with self._changed:
                 server = self._choose(self._wait_for_servers(any, left), prompt_key)
                 server.busy += 1
-                oldest = self.version
+                oldest = self.version  # of the weights that may sample the reply
             try:
                 reply = self._ask(server, "/generate", min(self.attempt_timeout, deadline - time.monotonic()), payload)
                 sample = self._read_sample(reply, ids, max_new_tokens, oldest)
@@ -179,6 +183,8 @@ class SGLang(Engine):
             if server.process:
                 kill_group(server.process)
         self._frames.close()
+
+    # -------------------------------------------------------------------------------------------- requests
 
     def _sampling(self, max_new_tokens: int, temperature: float, seed: int, stop: Sequence[int]) -> dict:
         return {
@@ -221,8 +227,8 @@ class SGLang(Engine):
         prompt = _field(reply, "prompt_token_ids", list)
         if prompt != ids:
             same = len(os.path.commonprefix([ids, prompt]))
-            told = f"the server and the trainer read prompts that differ from position {same} on"
-            raise ContractError(f"{told}: compare preprocessor_config.json with the run's `visual` keys")
+            differ = f"the server and the trainer read prompts that differ from position {same} on"
+            raise ContractError(f"{differ}: compare preprocessor_config.json with the run's `visual` keys")
 
         # Each sampled token has a log-prob.
         sampled, logprobs = [], []
@@ -232,8 +238,8 @@ class SGLang(Engine):
                     sampled.append(token)
                     logprobs.append(float(logprob))
                 case _:
-                    told = f"output_token_logprobs has {str(entry)[:80]}"
-                    raise _Failure(f"{told}, not [a log-prob, a token below {self._vocabulary}, its text]")
+                    wanted = f"[a log-prob, a token below {self._vocabulary}, its text]"
+                    raise _Failure(f"output_token_logprobs has {str(entry)[:80]}, not {wanted}")
         if not 1 <= len(sampled) <= max_new_tokens:
             count = len(sampled)
             raise _Failure(f"output_token_logprobs has {count} tokens, expected 1 to {max_new_tokens}")
@@ -248,11 +254,12 @@ class SGLang(Engine):
 
     def _wait_for_servers(self, enough: Callable, seconds: float | None = None) -> list[_Server]:
         """Wait until `enough` (`all` or `any`) servers are healthy, at most as long as two starts may take. Return the healthy
-        ones. Nobody waits for servers that are given up, or for servers of `urls` that keep failing."""
+        ones. Nobody waits for servers that are given up, or for servers of `urls` that keep failing, unless all do."""
 
         def expected() -> list[_Server]:
             kept = [server for server in self._servers if not server.given_up]
-            return [server for server in kept if server.healthy or server.gpus or server.strikes <= STRIKES] or kept
+            hopeful = [server for server in kept if server.healthy or server.gpus or server.strikes <= STRIKES]
+            return hopeful or kept
 
         if seconds is None:
             seconds = 2 * self.start_timeout
@@ -276,6 +283,8 @@ class SGLang(Engine):
         if reply.status == 400:
             raise EngineError(f"{server.url}{route} refuses the request: {reply.text[:500]}")
         raise _Failure(f"{server.url}{route}: status {reply.status}: {reply.text[:500]}")
+
+    # -------------------------------------------------------------------------------------------- supervision
 
     def _strike(self, server: _Server, problem: str) -> None:
         with self._changed:
@@ -381,6 +390,17 @@ class SGLang(Engine):
         server.warm = True
 
 
+def _field(reply: Any, name: str, kind: type) -> Any:
+    """Return a field of a reply. Raise _Failure if it is missing or has another type."""
+    value = reply.get(name) if isinstance(reply, dict) else None
+    if not isinstance(value, kind):
+        raise _Failure(f"`{name}` must be a {kind.__name__}, in {str(reply)[:300]}")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------ frames
+
+
 class FrameFiles:
     """Encodes frames for requests: for servers on this machine as uncompressed files in memory, for others as PNGs. A clip
     is written once for all rollouts and turns that show it. Its files are deleted when its pixels are freed."""
@@ -422,6 +442,9 @@ class FrameFiles:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+# ------------------------------------------------------------------------------------------------ starting a server
+
+
 def _server_environment(gpus: str) -> dict[str, str]:
     """Return a server's environment: ours, without torchrun's and the trainer's variables, with these GPUs visible."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
@@ -434,14 +457,6 @@ def _server_environment(gpus: str) -> dict[str, str]:
     # SGLang keeps cached image embeddings across weight updates. If the vision tower trains, they would be stale.
     env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     return env
-
-
-def _field(reply: Any, name: str, kind: type) -> Any:
-    """Return a field of a reply. Raise _Failure if it is missing or has another type."""
-    value = reply.get(name) if isinstance(reply, dict) else None
-    if not isinstance(value, kind):
-        raise _Failure(f"`{name}` must be a {kind.__name__}, in {str(reply)[:300]}")
-    return value
 
 
 def on_this_machine(urls: Sequence[str]) -> bool:

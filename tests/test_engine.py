@@ -30,7 +30,7 @@ from runtime.checks import check_servers, check_urls
 from runtime.config import ConfigError
 from runtime.engine import EngineError, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, draw
-from runtime.servers import SGLang, _Failure
+from runtime.servers import STRIKES, SGLang, _Failure
 from runtime.visual import ContractError
 
 
@@ -628,6 +628,16 @@ def test_a_server_whose_replies_never_fit_starts_again_once_and_is_then_given_up
     assert client.restarts == 1
     with pytest.raises(EngineError, match="`weight_version` must be a str"):
         client.update_weights(tmp_path, 1)
+
+
+def test_a_server_that_many_requests_report_at_once_starts_again(serve, prompts):
+    """Past bug: more strikes than STRIKES counted as a restart, so it was given up at once."""
+    client = serve()
+    with client._changed:  # its supervisor sees all of them together
+        os.kill(client._servers[0].process.pid, signal.SIGKILL)
+        for _ in range(STRIKES + 1):
+            client._strike(client._servers[0], "connection reset")
+    assert client.generate(**request(*prompts[0])).finish == "stop" and client.restarts == 1
 
 
 def test_other_servers_go_on_when_the_replies_of_one_do_not_fit(serve, prompts):
