@@ -42,9 +42,20 @@ class Undecoded(Videos):
         return Clip(np.broadcast_to(np.uint8(0), (len(times), size[1], size[0], 3)), tuple(times))
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What a training needs to read its rows."""
+
+    files: list[tuple[str, Rows, Path]]  # the path as written, the rows, the folder of their relative paths
+    contract: VisualContract
+    renderer: Renderer | None  # None: no checkpoint, so no tokens are counted
+    tools: list[str]
+    pack_tokens: float
+
+
 @dataclass
 class RowReport:
-    """What `check` has found in a row."""
+    """The result of checking one row."""
 
     item: Task | Dialogue | None = None  # None: it could not be parsed
     tokens: int = 0  # 0: nobody counted
@@ -52,68 +63,77 @@ class RowReport:
 
 
 def check(target: str, model: str) -> int:
-    """Print the truth about a data file, or about all files of a run's config."""
-    # The settings of the run; of a lone file, the defaults and the model's contract.
-    tree = {"data": {"sources": [{"path": target}]}}
-    of_config = target.endswith((".yaml", ".yml"))
-    if of_config:
-        tree = config.read_tree(Path(target))
-        checkpoint = (tree.get("policy") or {}).get("checkpoint", "")
-        if not model and Path(checkpoint).is_dir():
-            model = checkpoint
-    if of_config or not model:
+    """Check every row of a data file, or of all files of a run's config. Return 1 if any is unusable."""
+    settings = read_settings(target, model)
+    unusable, ids = 0, collections.Counter()
+    with Undecoded(os.cpu_count() or 1) as videos, ThreadPoolExecutor(8) as pool:
+        for path, rows, home in settings.files:
+            read = functools.partial(check_row, settings, videos, rows, home)
+            reports = list(tqdm(pool.map(read, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
+            print_reports(path, reports, settings.tools)
+            unusable += sum(bool(report.error) for report in reports)
+            ids.update(report.item.id for report in reports if report.item)
+
+    repeated = [name for name, rows in ids.items() if rows > 1]
+    if repeated:
+        print(f"{len(repeated)} repeated ids, such as {repeated[0]!r} of {ids[repeated[0]]} rows")
+    if not settings.renderer:
+        print("no token lengths: name a checkpoint with --model")
+    print(f"{unusable} unusable rows" if unusable else "all rows are usable")
+    return int(unusable > 0)
+
+
+def read_settings(target: str, model: str) -> Settings:
+    """Read a run's config. A lone data file has the default settings, and the contract of the model."""
+    is_config = target.endswith((".yaml", ".yml"))
+    tree = config.read_tree(Path(target)) if is_config else {"data": {"sources": [{"path": target}]}}
+
+    # The checkpoint that a config names may not exist yet.
+    checkpoint = (tree.get("policy") or {}).get("checkpoint", "")
+    if not model and Path(checkpoint).is_dir():
+        model = checkpoint
+    if is_config or not model:
         contract = config.build(VisualContract, tree.get("visual") or {}, "visual.")
     else:
         contract = VisualContract.load(model)
+
     texts = tree.get("prompts") or {}
     if isinstance(texts, str):
         texts = config.read_tree(Path(texts))
     prompts = config.build(Prompts, texts, "prompts.")
-    renderer = Renderer(load_tokenizer(find_checkpoint(model, weights=False)), contract, prompts) if model else None
-    tools = tree.get("tools", ["crop_video"])
-    longest = tree.get("pack_tokens", math.inf)
+    renderer = None
+    if model:
+        renderer = Renderer(load_tokenizer(find_checkpoint(model, weights=False)), contract, prompts)
 
-    # Each file once.
+    # List each file once, even if several sources name it.
     files = {}
     for name in ("data", "val") if tree.get("val") else ("data",):
         cfg = config.build(DataConfig, tree.get(name) or {}, f"{name}.")
         for source in cfg.sources:
-            files[source.path, cfg.video_root] = Rows(source.path)
+            rows = Rows(source.path)
+            files[source.path, cfg.video_root] = (source.path, rows, Path(cfg.video_root or rows.path.parent))
+    tools = tree.get("tools", ["crop_video"])
+    return Settings(list(files.values()), contract, renderer, tools, tree.get("pack_tokens", math.inf))
 
-    def read_row(videos: Videos, rows: Rows, home: Path, i: int) -> RowReport:
-        """Do to a row what a training does, up to its tokens."""
-        report = RowReport()
-        try:
-            with row_errors():
-                row = rows[i]
-                parse = parse_dialogue if "messages" in row else parse_task
-                report.item = parse(row, f"row {i} of {rows.path}", home)
-                for media in media_of(report.item):
-                    media.frames(videos, contract)
-                if renderer and isinstance(report.item, Dialogue):
-                    schemas = [TOOLS[name].schema for name in tools]
-                    report.tokens = len(encode_dialogue(report.item, videos, renderer, schemas))
-                if report.tokens > longest:
-                    raise RowError(f"{report.tokens} tokens, more than pack_tokens = {longest}")
-        except RowError as error:
-            report.error = str(error)
-        return report
 
-    unusable, ids = 0, collections.Counter()
-    with Undecoded(os.cpu_count() or 1) as videos, ThreadPoolExecutor(8) as pool:
-        for (path, root), rows in files.items():
-            read = functools.partial(read_row, videos, rows, Path(root or rows.path.parent))
-            reports = list(tqdm(pool.map(read, range(len(rows))), desc=rows.path.name, total=len(rows), unit="row"))
-            print_reports(path, reports, tools)
-            unusable += sum(bool(report.error) for report in reports)
-            ids.update(report.item.id for report in reports if report.item)
-    repeated = [name for name, rows in ids.items() if rows > 1]
-    if repeated:
-        print(f"{len(repeated)} repeated ids, such as {repeated[0]!r} of {ids[repeated[0]]} rows")
-    if not renderer:
-        print("no token lengths: name a checkpoint with --model")
-    print(f"{unusable} unusable rows" if unusable else "all rows are usable")
-    return int(unusable > 0)
+def check_row(settings: Settings, videos: Videos, rows: Rows, home: Path, i: int) -> RowReport:
+    """Do to row i what a training does, up to its tokens."""
+    report = RowReport()
+    try:
+        with row_errors():
+            row = rows[i]
+            parse = parse_dialogue if "messages" in row else parse_task
+            report.item = parse(row, f"row {i} of {rows.path}", home)
+            for media in media_of(report.item):
+                media.frames(videos, settings.contract)
+            if settings.renderer and isinstance(report.item, Dialogue):
+                schemas = [TOOLS[name].schema for name in settings.tools]
+                report.tokens = len(encode_dialogue(report.item, videos, settings.renderer, schemas))
+            if report.tokens > settings.pack_tokens:
+                raise RowError(f"{report.tokens} tokens, more than pack_tokens = {settings.pack_tokens}")
+    except RowError as error:
+        report.error = str(error)
+    return report
 
 
 def media_of(item: Task | Dialogue) -> list[Media]:
@@ -134,7 +154,7 @@ def calls_of(item: Task | Dialogue) -> list[Call]:
 
 
 def print_reports(path: str, reports: list[RowReport], tools: Sequence[str]) -> None:
-    """Print what is true of a file."""
+    """Print the kinds of a file's rows, their calls and lengths, and each row that cannot be used."""
     kinds, outcomes = [], []
     for item in (report.item for report in reports if report.item):
         calls = calls_of(item)
@@ -167,7 +187,7 @@ def count(names: Iterable[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser("python -m study.prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("check", help="tell the truth about a data file or a config's data")
+    command = commands.add_parser("check", help="check a data file, or the data of a config")
     command.add_argument("target", metavar="PATH|CONFIG")
     command.add_argument("--model", default="", help="checkpoint whose tokenizer counts the tokens")
     args = parser.parse_args()

@@ -25,6 +25,7 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ class Flash:
     start: float  # seconds
     length: float
 
-    def visible(self, times) -> bool:
+    def visible(self, times: Sequence[float]) -> bool:
         return any(self.start <= t < self.start + self.length for t in times)
 
     @property
@@ -116,13 +117,15 @@ def draw_splits(seed: int, sizes: dict[str, int] = SIZES) -> dict[str, list[Flas
 
 
 def write_video(path: Path, flash: Flash) -> None:
+    """Draw grey noise, and a colored square while the flash lasts."""
     rng = np.random.default_rng(flash.seed)
     count = flash.duration * FPS
     grey = rng.integers(90, 165)
-    pixels = grey + 15 * rng.standard_normal((count, SIDE, SIDE, 3))
+    pixels = grey + 15 * rng.standard_normal((count, SIDE, SIDE, 3))  # [N, H, W, 3]
     x, y = rng.integers(1, SIDE - SQUARE, 2)
     lit = [i for i in range(count) if flash.visible([i / FPS])]
     pixels[lit, y : y + SQUARE, x : x + SQUARE] += np.array(COLORS[flash.color]) - grey
+
     with av.open(str(path), "w") as container:
         # `ultrafast` is repeatable to the bit. With lookahead, x264 is not at this size.
         options = {"preset": "ultrafast", "crf": "18", "threads": "1"}
@@ -145,13 +148,13 @@ def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
     return [(0, end)] if end <= 32 else [(0, middle), (middle, end)]
 
 
-def told(flash: Flash, times) -> str:
-    """Return a sub-agent's report on frames at these times."""
+def report_on(flash: Flash, times: Sequence[float]) -> str:
+    """Return a sub-agent's right report on frames at these times."""
     return f"A {flash.color} flash." if flash.visible(times) else NOTHING
 
 
 def report_is_right(flash: Flash, window: tuple[float, float], report: str) -> bool:
-    return report == told(flash, crop_times(flash, *window))
+    return report == report_on(flash, crop_times(flash, *window))
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -185,7 +188,7 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
     cue = draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(cue)}]}]
-    shown = told(flash, [flash.start])  # in the words of a report, so that the model learns to read them
+    right = report_on(flash, [flash.start])  # thoughts repeat it, so that the model learns to read reports
 
     def say(text: str) -> None:
         messages.append({"role": "assistant", "content": text})
@@ -196,11 +199,13 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
         tidy = f"<think>\n{thought}\n</think>\n<answer>{flash.color}</answer>"
         say(rng.choice(loose) if rng.random() < p_loose else tidy)
 
+    # A direct answer.
     if not with_tools:
         seen = flash.visible(overview_times(flash, k))
-        answer(f"I see it.\n{shown}" if seen else "I see no flash.")
+        answer(f"I see it.\n{right}" if seen else "I see no flash.")
         return {"messages": json.dumps(messages), "agent": agent}
 
+    # A turn with calls. Loose: the think is not closed, there is no think, or the calls have wrong tags.
     thought = "Let me look closer."
     crops = windows(flash, cue)
     calls = "\n".join(call(*window) for window in crops)
@@ -211,10 +216,12 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
     say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
     if messages[-1]["content"] == unread:  # the row ends here: a rollout would only return an error
         return {"messages": json.dumps(messages), "agent": agent}
-    reports = [told(flash, crop_times(flash, *window)) for window in crops]
+
+    # The reports, and the answer.
+    reports = [report_on(flash, crop_times(flash, *window)) for window in crops]
     text = "\n".join(f"<tool_response>\n{report}\n</tool_response>" for report in reports)
     messages.append({"role": "user", "content": text})
-    answer(f"A clip shows it.\n{shown}")
+    answer(f"A clip shows it.\n{right}")
     return {"messages": json.dumps(messages), "agent": agent}
 
 
@@ -231,7 +238,7 @@ def perception_row(rng: random.Random, flash: Flash) -> dict:
             break
     video = {"url": f"videos/{flash.name}", "video_start": start, "video_end": start + width}
     messages = [{"role": "user", "content": [{"type": "video_url", "video_url": video}]}]
-    messages.append({"role": "assistant", "content": told(flash, crop_times(flash, start, start + width))})
+    messages.append({"role": "assistant", "content": report_on(flash, crop_times(flash, start, start + width))})
     return {"messages": json.dumps(messages), "agent": "sub"}
 
 

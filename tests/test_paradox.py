@@ -346,7 +346,7 @@ def test_the_demo_ends_with_an_episode_that_is_all_right(toy_renderer, monkeypat
 
     def report(prompt: str) -> str:
         seen = float(re.search(r"<([\d.]+) sec", prompt)[1]) >= 32 or not honest
-        return toy.told(long, [50.0] if seen else [0.0])
+        return toy.report_on(long, [50.0] if seen else [0.0])
 
     calls = "Closer.\n</think>\n" + toy.call(0, 32) + toy.call(32, 64) + END
     agent = turns(calls, "A clip shows it.\n</think>\n<answer>red</answer>" + END, report=report)
