@@ -145,9 +145,10 @@ def check_start(run: Path, checkpoint: Path) -> None:
 
 
 def check_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
-    """Return the checkpoint's folder and renderer. Refuse a checkpoint with another visual contract or other prompts, and refuse to resume
-    from other weights than the run began with: reference and frozen tower would be new, and the text model old."""
-    source, run = find_checkpoint(cfg.policy.checkpoint), Path(cfg.run)
+    """Return the checkpoint's folder and renderer. Refuse a checkpoint with another visual contract or other prompts. Refuse to
+    resume from other weights than the run began with: reference and frozen tower would be new, and the text model old."""
+    run = Path(cfg.run)
+    source = find_checkpoint(cfg.policy.checkpoint)
     cfg.visual.check(source)
     cfg.prompts.check(source)
     began = (read_json(run / "run.json") or {}).get("checkpoint")  # a run from before this check has none
@@ -159,19 +160,19 @@ def check_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
 
 def check_nodes(cfg: Any, start: Path) -> None:
     """Refuse ranks that see another run folder than rank 0, or have other settings, code, data or another cold start."""
-    lock, sources = Path(cfg.run) / ".lock", [*cfg.data.sources, *(cfg.val.sources if cfg.val else ())]
+    lock = Path(cfg.run) / ".lock"
+    sources = [*cfg.data.sources, *(cfg.val.sources if cfg.val else ())]
     sizes = {source.path: Path(source.path).stat().st_size for source in sources}
     mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit(), "bytes": sizes}
     mine |= {"nproc_per_node": local_size(), "checkpoint": weights_digest(start)}
     first, *others = gather(mine)
-    for number, settings_there in enumerate(others, 1):
-        other = differences(first, settings_there)
-        if "lock" in other:
-            leave(
-                f"error: run = {cfg.run!r}: rank {number} sees another folder; run must be a folder that all nodes share"
-            )
-        if other:
-            leave(f"error: rank {number} differs from rank 0 ({'; '.join(other.values())}): start all nodes alike")
+    for number, theirs in enumerate(others, 1):
+        changed = differences(first, theirs)
+        if "lock" in changed:
+            rule = "run must be a folder that all nodes share"
+            leave(f"error: run = {cfg.run!r}: rank {number} sees another folder; {rule}")
+        if changed:
+            leave(f"error: rank {number} differs from rank 0 ({'; '.join(changed.values())}): start all nodes alike")
 
 
 def check_run(cfg: Any) -> None:
@@ -180,9 +181,8 @@ def check_run(cfg: Any) -> None:
     there = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"run = {cfg.run!r}: {there} is not a writable folder; choose another `run`")
-    left = any((run / "state").glob("step-*")) or (run / "model").exists()  # otherwise nothing can be overwritten
-    if not left:
-        return
+    if not any((run / "state").glob("step-*")) and not (run / "model").exists():
+        return  # nothing can be overwritten
     if not (run / "config.yaml").exists():
         raise ConfigError(
             f"{run} has a model or states, but no config.yaml, so its run is unknown: choose another `run`"
@@ -194,7 +194,8 @@ def check_run(cfg: Any) -> None:
         raise ConfigError(
             f"{run} is of another script, or of another version of this code ({error}): {advice}"
         ) from None
-    changed, allowed = [], []
+    changed = []
+    allowed = []
     for key, text in differences(comparable(before), comparable(cfg)).items():
         if {key, key.partition(".")[0]} & MAY_CHANGE:
             allowed.append(text)
@@ -236,7 +237,8 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
 def weights_digest(folder: Path) -> str:
     """Hash a checkpoint: the names and sizes of its files, and 1024 blocks of 4 KiB spread over each file. Files up to 4 MiB
     are hashed whole. Training changes weights everywhere; a change that lies between the blocks goes unnoticed."""
-    whole, block = hashlib.sha256(), 4096
+    block = 4096
+    whole = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt", ".safetensors")):
         size = path.stat().st_size
         whole.update(f"{path.name}/{size}/".encode())

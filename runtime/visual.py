@@ -76,7 +76,8 @@ class VisualContract:
 
     @property
     def cell(self) -> int:
-        return self.patch * self.merge  # pixels: the side of the square that becomes one token
+        """The side in pixels of the square that becomes one token."""
+        return self.patch * self.merge
 
     @property
     def stamped(self) -> bool:
@@ -86,6 +87,7 @@ class VisualContract:
         """Return the (width, height) to decode at. Every later resize (transformers', SGLang's) then changes nothing."""
         if self.max_frame_pixels is None:
             return self._scale_to(self.frame_pixels, width, height)
+
         # Keep the area between two limits, exactly as Qwen's smart_resize does. Round each side to whole tokens. If the
         # area is then too large, shrink the frame and round down. If it is too small, enlarge the frame and round up.
         columns, rows = round(width / self.cell), round(height / self.cell)
@@ -149,13 +151,13 @@ class VisualContract:
     def check(self, checkpoint: str | Path) -> None:
         """Raise ContractError if the checkpoint was made under another contract. A stock checkpoint has no visual.json: then
         only its processor's constants must agree (server_command overrides its size limits)."""
-        expected = self._processor_constants()
-        saved = read_json(Path(checkpoint) / "preprocessor_config.json") or dict(expected)
+        ours = self._processor_constants()
+        saved = read_json(Path(checkpoint) / "preprocessor_config.json") or dict(ours)
         if (Path(checkpoint) / "visual.json").exists():
-            expected |= dataclasses.asdict(self) | {"size": self.processor_size()}
+            ours |= dataclasses.asdict(self) | {"size": self.processor_size()}
             saved |= dataclasses.asdict(self.load(checkpoint))
         wrong = []
-        for key, value in expected.items():
+        for key, value in ours.items():
             if saved.get(key) != value:
                 wrong.append(f"{key}: this run has {value!r}, the checkpoint {saved.get(key)!r}")
         if wrong:
@@ -165,6 +167,7 @@ class VisualContract:
             )
 
     def _processor_constants(self) -> dict[str, Any]:
+        """Return the keys of preprocessor_config.json that cannot differ between training and sampling."""
         constants = {"patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": TEMPORAL_PATCH}
         return constants | {name: PROCESSORS[self.patch][name] for name in ("image_mean", "image_std")}
 
@@ -186,11 +189,14 @@ def _normalised(patch: int) -> np.ndarray:
     return (values - mean) / std
 
 
-def patchify(clips: Sequence[Clip], patch: int = 16, merge: int = 2, device="cpu"):
-    """Return two tensors: pixel_values float32 [patches, 3 * 2 * patch * patch], on the device, and grid int64 [frames, 3] =
-    (1, rows, columns), on the host.
+def patchify(
+    clips: Sequence[Clip], patch: int = 16, merge: int = 2, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return pixel_values float32 [P, 3 * 2 * patch * patch], on the device, and grid int64 [frames, 3] = (1, rows, columns),
+    on the host. P: patches of all frames.
 
     Patches of one token are adjacent (merge x merge blocks, row by row), as Qwen's vision tower expects them."""
+    # Cut the frames into patches, channel first.
     cut = [np.zeros((0, 3 * patch * patch), np.uint8)]
     grid = []
     for clip in clips:
@@ -200,9 +206,11 @@ def patchify(clips: Sequence[Clip], patch: int = 16, merge: int = 2, device="cpu
         x = x.transpose(0, 1, 4, 2, 5, 7, 3, 6)  # [n, rows/m, columns/m, m, m, 3, patch, patch]
         cut.append(x.reshape(n * rows * columns, 3 * patch * patch))
         grid += [[1, rows, columns]] * n
-    # Reorder and send bytes, then normalise on the device: a full micro-batch is 48 MiB of bytes or 384 MiB of values.
+    # Send bytes, and normalise on the device: a full micro-batch is 48 MiB of bytes or 384 MiB of values.
     x = torch.from_numpy(np.concatenate(cut)).to(device).view(-1, 3, patch * patch)  # [P, 3, patch * patch]
-    x = torch.from_numpy(_normalised(patch)).to(device)[torch.arange(3, device=device)[:, None], x.int()]
-    x = x.unsqueeze(2).expand(-1, -1, TEMPORAL_PATCH, -1)
+    channels = torch.arange(3, device=device)[:, None]  # [3, 1]
+    x = torch.from_numpy(_normalised(patch)).to(device)[channels, x.int()]  # fp32 [P, 3, patch * patch]
+    # Repeat each frame to fill the temporal patch.
+    x = x.unsqueeze(2).expand(-1, -1, TEMPORAL_PATCH, -1)  # [P, 3, 2, patch * patch]
     x = x.reshape(len(x), 3 * TEMPORAL_PATCH * patch * patch)
     return x, torch.tensor(grid, dtype=torch.int64).view(len(grid), 3)

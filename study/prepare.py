@@ -65,7 +65,8 @@ class RowReport:
 def check(target: str, model: str) -> int:
     """Check every row of a data file, or of all files of a run's config. Return 1 if any is unusable."""
     settings = read_settings(target, model)
-    unusable, ids = 0, collections.Counter()
+    unusable = 0
+    ids = collections.Counter()
     with Undecoded(os.cpu_count() or 1) as videos, ThreadPoolExecutor(8) as pool:
         for path, rows, home in settings.files:
             read = functools.partial(check_row, settings, videos, rows, home)

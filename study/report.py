@@ -109,15 +109,19 @@ def read_run(path: Path, name: str, pictures: dict[str, int], max_episodes: int,
         files = sorted((path / "episodes").glob("*.jsonl"))
     if not files:
         return run
-    trained = run.config.get("policy", run.config)  # an evaluation has its checkpoint at the top
-    for place in (model, path / "model", trained.get("checkpoint")):
-        if place and (Path(place) / "tokenizer_config.json").exists():
-            visual = run.config.get("visual")
-            contract = build(VisualContract, visual, "visual.") if visual else VisualContract.load(place)
-            run.renderer = Renderer(load_tokenizer(place), contract)
-            read_episodes(run, files, max_episodes)
-            return run
-    run.notes.append(f"{path}: no tokenizer found, so its episodes are left out; pass --model CHECKPOINT")
+
+    # Episodes need the tokenizer of --model, of the run's result, or of the checkpoint that it started from or evaluated.
+    started = run.config.get("policy", run.config).get("checkpoint")  # an evaluation has it at the top
+    candidates = [Path(folder) for folder in (model, path / "model", started) if folder]
+    with_tokenizer = [folder for folder in candidates if (folder / "tokenizer_config.json").exists()]
+    if not with_tokenizer:
+        run.notes.append(f"{path}: no tokenizer found, so its episodes are left out; pass --model CHECKPOINT")
+        return run
+    checkpoint = with_tokenizer[0]
+    visual = run.config.get("visual")
+    contract = build(VisualContract, visual, "visual.") if visual else VisualContract.load(checkpoint)
+    run.renderer = Renderer(load_tokenizer(checkpoint), contract)
+    read_episodes(run, files, max_episodes)
     return run
 
 
@@ -160,9 +164,9 @@ def join_evaluations(runs: list[RunData]) -> list[RunData]:
 
 def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
     """Fill run.steps from the files of a run. If there are too many, take some, evenly spread."""
-    each = max(1, len(read_lines(files[0])))
-    chosen = [files[i] for i in uniform_indices(len(files), max(1, max_episodes // each))]
-    bare = []  # why episodes have no pictures
+    per_file = max(1, len(read_lines(files[0])))
+    chosen = [files[i] for i in uniform_indices(len(files), max(1, max_episodes // per_file))]
+    without_pictures = []  # the reasons
     with Videos(workers=1) as videos:
         for file in chosen:
             episodes = []
@@ -174,11 +178,12 @@ def read_episodes(run: RunData, files: list[Path], max_episodes: int) -> None:
                     return
                 except (VideoError, ToolError, ContractError) as error:
                     episodes.append(episode_of(record, None, None))
-                    bare.append(str(error))
+                    without_pictures.append(str(error))
             step = re.search(r"step-(\d+)", file.name)
             add_episodes(run, int(step[1]) if step else 0, episodes, videos)
-    if bare:
-        run.notes.append(f"{run.name}: {len(bare)} episodes are shown without pictures: {bare[0]}")
+    if without_pictures:
+        missing = f"{len(without_pictures)} episodes are shown without pictures: {without_pictures[0]}"
+        run.notes.append(f"{run.name}: {missing}")
 
 
 # ------------------------------------------------------------------------------------------------ episodes
@@ -205,8 +210,8 @@ def view_episode(episode: Episode, run: RunData) -> dict:
     anchor = reward.get("anchor", {})
     lam = anchor["lam"] if anchor.get("credit") == "struct" else 0.0
     texts = turn_texts(episode.main, run.renderer)
-    shown = {name: getattr(episode, name) for name in ("error", "seconds", "rewards", "advantage")}
-    return shown | {
+    fields = {name: getattr(episode, name) for name in ("error", "seconds", "rewards", "advantage")}
+    return fields | {
         "answer": final_answer(texts, reward.get("untagged_answer", "off")),
         "shapes": [shape_of(split_turn(text)) for text in texts],
         "kappa": episode.n_executed,
@@ -220,8 +225,9 @@ def view_episode(episode: Episode, run: RunData) -> dict:
 
 
 def view_call(call: Call, task: Task, run: RunData) -> dict:
-    shown = {name: getattr(call, name) for name in ("turn", "name", "text", "error", "window", "seconds")}
-    return shown | {
+    """Return a call as the page shows it."""
+    fields = {name: getattr(call, name) for name in ("turn", "name", "text", "error", "window", "seconds")}
+    return fields | {
         "arguments": json.dumps(call.arguments, ensure_ascii=False),
         # A call without a window may name no video.
         "video": task.videos.index(choose_video(task, call.arguments)) if call.window else None,
@@ -240,6 +246,8 @@ def view_agent(trajectory: Trajectory, run: RunData) -> dict:
     for i, token in enumerate(trajectory.ids):
         if token == run.renderer.image_pad and i and trajectory.ids[i - 1] == token:
             continue
+
+        # its source
         if trajectory.mask[i]:
             view["kinds"] += "s"
             view["logprobs"].append(round(trajectory.logprobs[i], 4))
@@ -251,7 +259,7 @@ def view_agent(trajectory: Trajectory, run: RunData) -> dict:
             view["kinds"] += "t"
         if trajectory.structural and trajectory.structural[i]:
             view["structural"].append(len(view["ids"]))
-        # If tokens share a character, the last one shows it.
+        # Its text. If tokens share a character, the last one shows it.
         end = spans[i + 1][0] if i + 1 < len(spans) else len(text)
         view["ids"].append(token)
         view["texts"].append(text[spans[i][0] : end])
@@ -313,11 +321,11 @@ def curves(groups: Sequence[tuple[str, list[RunData]]], key: str, by: str = "ste
 def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
     """Return the panels of the page, each with a line per group that has its key. Evaluations come first."""
     panels = [{"key": key, "title": TITLES.get(key, key), "lines": curves(groups, key, "K")} for key in OUTCOMES]
-    shown = []
+    sections = []
     if panels[0]["lines"]:
-        shown.append({"title": "Evaluations, by K, the number of overview frames", "by": "K", "panels": panels})
+        sections.append({"title": "Evaluations, by K, the number of overview frames", "by": "K", "panels": panels})
     keys = {key for _, runs in groups for run in runs for row in run.metrics for key in row} - {"step", "time"}
-    for section, patterns in SECTIONS.items():
+    for title, patterns in SECTIONS.items():
         panels = []
         for pattern in patterns.split():
             matches = fnmatch.filter(keys, pattern)
@@ -326,8 +334,8 @@ def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
             for key in matches:
                 panels.append({"key": key, "title": TITLES.get(key, key), "lines": curves(groups, key)})
         if panels:
-            shown.append({"title": section, "folded": section in ("Learning", "Seconds", "More"), "panels": panels})
-    return shown
+            sections.append({"title": title, "folded": title in ("Learning", "Seconds", "More"), "panels": panels})
+    return sections
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -336,16 +344,16 @@ def panel_sections(groups: Sequence[tuple[str, list[RunData]]]) -> list[dict]:
 def write_page(path: str | Path, runs: Sequence[RunData]) -> None:
     """Write one self-contained HTML file."""
     groups = seed_groups(runs)
-    shown = []  # in the viewer
+    viewed = []
     for run in runs:
         if run.steps:
-            shown.append({"name": run.name, "pad": run.renderer.image_pad, "steps": sorted(run.steps.items())})
+            viewed.append({"name": run.name, "pad": run.renderer.image_pad, "steps": sorted(run.steps.items())})
     content = {
         "notes": [note for run in runs for note in run.notes],
         "groups": [name for name, _ in groups],
         "sections": panel_sections(groups),
-        "runs": shown,
-        "pictures": list(runs[0].pictures),
+        "runs": viewed,
+        "pictures": list(runs[0].pictures),  # all runs share them
     }
     content = json.loads(json.dumps(content), parse_constant=lambda name: None)  # a browser's JSON has no NaN
     # Text of models contains tags. Escaped, they cannot end the script element that holds the data.
@@ -371,12 +379,12 @@ def png_axes(path: Path, count: int, size: tuple[float, float]) -> Iterator[np.n
 
 def draw_png(path: Path, runs: Sequence[RunData]) -> None:
     """Draw accuracy by K after training, if it was evaluated, and format and calls while the runs train."""
-    shown = {"accuracy": "K", "well_formed": "step", "kappa": "step", "f": "step"}
+    panels = {"accuracy": "K", "well_formed": "step", "kappa": "step", "f": "step"}  # key -> its x
     groups = seed_groups(runs)
     if not curves(groups, "accuracy", "K"):
-        del shown["accuracy"]
-    with png_axes(path, len(shown), (11, 2.7)) as axes:
-        for axis, (key, by) in zip(axes, shown.items()):
+        del panels["accuracy"]
+    with png_axes(path, len(panels), (11, 2.7)) as axes:
+        for axis, (key, by) in zip(axes, panels.items()):
             for line in curves(groups, key, by):
                 x, y, std = line["x"], np.array(line["y"]), np.array(line.get("std", 0.0))
                 color = LINE_COLORS[line["group"] % len(LINE_COLORS)]
