@@ -4,10 +4,13 @@
     packing.Bundle (one prompt and the suffixes that continue it): the unit of training for both SFT and RL
 
     parse_task(RL row) -> Task;  overview(task, k, videos, contract) -> clips
-    main_messages(question, paths, clips, with_tools=True) -> messages for render.Renderer
+    main_messages(question, paths, clips, renderer, with_tools=True) -> messages for renderer.render
 
-SFT, RL, evaluation and `ask` all build their prompts with the functions here. runtime/dataset.py streams the rows;
-`python -m study.prepare` checks them and prepares the published ones. Deliberately missing: prompts per dataset.
+SFT, RL, evaluation and `ask` all build their prompts with the functions here. The prompt of an SFT row always promises
+reports: only a rollout has the switch `tool_return: frames`. runtime/dataset.py streams the rows. `python -m study.prepare`
+checks them and prepares the published ones.
+
+Deliberately missing: prompts per dataset.
 """
 
 import functools
@@ -22,8 +25,7 @@ from typing import Any
 
 from runtime.answers import LETTERS, normalise, parse_span
 from runtime.dataset import RowError, decode_json, resolve_path
-from runtime.prompts import OURS, Prompts
-from runtime.render import Live
+from runtime.render import Live, Renderer
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
 
@@ -47,8 +49,9 @@ class Task:
 @dataclass
 class Trajectory:
     """One agent's exact tokens, append-only: the prompt, sampled ids as the engine returned them, tool turns.
-    The first four lists have an entry per token. A group shares its prompt: equal ids, and the same frame arrays, which
-    grpo.share_prompts compares by identity."""
+
+    `ids`, `mask`, `logprobs`, `versions` and `structural` have one entry per token. The episodes of a group share their
+    prompt: equal ids, and the same frame arrays, which grpo.share_prompts compares by identity."""
 
     ids: list[int] = field(default_factory=list)  # image pads expanded
     mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy
@@ -59,9 +62,7 @@ class Trajectory:
     turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end), forced <think> included
     finish: str = ""  # why the last turn ended: stop | length
     call_clips: list[Clip] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
-    structural: list[int] = field(
-        default_factory=list
-    )  # per token: 1 = sampled, in struct(o). Empty until it is scored
+    structural: list[int] = field(default_factory=list)  # 1 = sampled, in struct(o); empty until rewards.py fills it
 
     @property
     def n_sampled(self) -> int:
@@ -105,9 +106,8 @@ class Episode:
     calls: list[Call] = field(default_factory=list)  # calls whose results the main agent read, in call order
     seed: int = 0
     seconds: float = 0.0  # wall-clock
-    error_kind: str = (
-        ""  # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
-    )
+    # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
+    error_kind: str = ""
     error_text: str = ""  # the reason
     rewards: dict[str, float] = field(default_factory=dict)  # R and its parts, by name
     advantage: float = 0.0  # A_i, for every sampled token
@@ -166,7 +166,7 @@ class Group:
 
 # ------------------------------------------------------------------------------------------------ prompts
 
-# Our texts. A run's `prompts` can replace each of them.
+# Our texts. A run's `prompts` can replace each of them (runtime/prompts.py).
 SUBAGENT_REQUEST = "What happens here?"
 
 
@@ -196,35 +196,41 @@ def subagent_system_prompt(stamped: bool = True) -> str:
 
 
 def main_messages(
-    question: str, paths: Sequence[str], clips: Sequence[Clip], with_tools: bool, stamped: bool = True,
-    tool_return: str = "subagent", prompts: Prompts = OURS,
-) -> list[dict]:  # fmt: skip
-    """Return the main agent's first messages, the same in SFT, RL, evaluation and `ask`. `clips`: one
-    overview per video."""
+    question: str,
+    paths: Sequence[str],
+    clips: Sequence[Clip],
+    renderer: Renderer,
+    with_tools: bool,
+    tool_return: str = "subagent",
+) -> list[dict]:
+    """Return the main agent's first messages. `clips`: one overview per video."""
+    # The user's message: the overview of each video, then the question.
     parts: list[str | Clip] = []
     for path, clip in zip(paths, clips, strict=True):
         if len(paths) > 1:  # tools pick a video by its name
             parts.append(f"\n{os.path.basename(path)}: ")
         parts.append(clip)
     parts.append("\n" + question)
-    system = prompts.system if with_tools else prompts.system_without_tools
-    if system is None:
-        system = system_prompt(with_tools, stamped, tool_return)
+
+    # The system prompt: the run's own text, or else ours.
+    own = renderer.prompts.system if with_tools else renderer.prompts.system_without_tools
+    system = system_prompt(with_tools, renderer.contract.stamped, tool_return) if own is None else own
     return _opening(Live(system), parts)  # Live: its tags become control tokens
 
 
 def subagent_messages(
-    frames: Clip, stamped: bool, request="", system="", question="", prompts: Prompts = OURS
+    clip: Clip, window: tuple[float, float], renderer: Renderer, request="", system="", question=""
 ) -> list[dict]:
-    """Return a sub-agent's first messages. The tool's own request and system prompt, if any, are used verbatim. Only an SFT
-    row can add a question; a rollout never does. `prompts` are filled with the window."""
-    system = system or prompts.subagent_system
+    """Return a sub-agent's first messages. `window`: that of the clip, in seconds. `request` and `system` are the tool's own
+    texts, if it has any; they are used verbatim. Only an SFT row can add a question; a rollout never does."""
+    own = renderer.prompts.fill(window)
+    system = system or own.subagent_system
     if system is None:
-        system = subagent_system_prompt(stamped)
-    request = request or prompts.subagent_request or SUBAGENT_REQUEST
+        system = subagent_system_prompt(renderer.contract.stamped)
+    request = request or own.subagent_request or SUBAGENT_REQUEST
     if question:
         request += f"\nQuestion: {question}"
-    return _opening(system, [frames, "\n" + request])
+    return _opening(system, [clip, "\n" + request])
 
 
 def _opening(system: str, user: list[str | Clip]) -> list[dict]:
@@ -239,8 +245,8 @@ def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> li
     lengths = [videos.info(path).n_frames for path in task.videos]
     shares = [0] * len(lengths)
     left = min(max(k, len(lengths)), sum(lengths))
+    # Give one more frame to each video in turn. Longer videos get the share that a short one cannot fill.
     while left:
-        # Give one more frame to each video that has one left. Longer videos get the share that a short one cannot fill.
         for i, length in enumerate(lengths):
             if left and shares[i] < length:
                 shares[i] += 1
@@ -266,7 +272,12 @@ KINDS = {
 
 
 def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task:
-    """Read `prompt` (messages, a literal <video>), `videos` ([{"video": path}]), `extra_info` (answer, question_type)."""
+    """Read a row such as
+
+    {"prompt": [{"role": "user", "content": "<video>Which?\\nA. red\\nB. blue"}], "videos": [{"video": "a.mp4"}],
+     "extra_info": {"id": "a1", "question_type": "mcq", "answer": "B", "options": ["red", "blue"]}}
+
+    `origin` names a row without an id. Relative paths start at `root`. `_weight` is only for SFT rows."""
     question = _read_question(row)
     videos = _read_videos(row, root)
     info = decode_json(row.get("extra_info") or {}, "extra_info")

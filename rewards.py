@@ -28,21 +28,17 @@ from tools import parse_calls
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
 TAG = re.compile("|".join(TAGS))
 TAGS_AND_CODE = (*TAGS, "<tool_code>", "</tool_code>")  # a call in <tool_code> runs, but the format does not ask for it
-ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
-STATED = re.compile(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", re.I | re.S)
-CALL_BLOCK = re.compile(r"<(tool_call|tool_code)>.*?(?:</\1>|\Z)", re.S)
-TAG_PIECE = re.compile(r"</?(?:th|to|an)[a-z_]*>?|</?\s*\Z")  # `</answe` and a last `<`, but not `a<b` or `<video>`
-CALL_JSON = re.compile(r"\s*\{.*\}\s*", re.S)
+# A piece of a tag: `</answe`, or a `<` at the end of a text. `a<b`, `<video>`, `</b>`, `<-` and `<12.5 seconds>` are none.
+TAG_PIECE = re.compile(r"</?(?:th|to|an)[a-z_]*>?|</?\s*\Z")
 PARTS = ("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed")
-MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
-# The most opening or closing tags of one kind in a turn. More is spam, and the episode scores 0.
+# A turn with more opening or closing tags of one kind is spam, and its episode scores 0.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
+MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
 # Weights of the terms of R_fmt, without and with the paper's Answer Suffix. "answer" is opening tag + closing tag.
 FORMAT_WEIGHTS = {
     False: {"think": 0.3, "answer": 0.2 + 0.1, "think_before_call": 0.3},
     True: {"think": 0.2, "answer": 0.3 + 0.2, "think_before_call": 0.3},
 }
-Elements = list[str]  # of a turn, see split_turn
 
 
 @dataclass(frozen=True)
@@ -88,18 +84,22 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. R_fmt is the format reward that R contains. The metric f is the same with
-    the anchor, under any credit."""
-    # Split the turns into tags and text. Tag spam scores 0.
+    """Return all parts by name, or raise JudgeError. R_fmt is the format reward that R contains. The metric f is R_fmt plus
+    lambda * R_anchor, under any credit; format_rewards has both equations."""
+    # Split the turns into tags and text.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
+
+    # Count tags. Tag spam scores 0.
     metrics = tag_metrics(turns) | {"f_release": f_release(sampled_text(episode.main, renderer), cfg)}
     if any(metrics[f"spam_{name}"] for name in TAG_LIMITS):
         return score_of_spam(cfg) | metrics
 
-    # Score the answer, the calls and the format.
+    # Score the answer and the calls.
     acc = accuracy(final_answer(texts, cfg.untagged_answer), episode.task, cfg, judge)
     tool = tool_reward(episode, acc)
+
+    # Score the format.
     anchor = anchor_reward(turns, cfg.anchor)
     tagged = bool(final_answer(texts))
     turns_that_called = {call.turn for call in episode.calls if not call.error}
@@ -156,32 +156,37 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
     return texts
 
 
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
+STATED = re.compile(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", re.I | re.S)
+CALL_BLOCK = re.compile(r"<(tool_call|tool_code)>.*?(?:</\1>|\Z)", re.S)
+
+
 def final_answer(texts: list[str], untagged: str = "off") -> str | None:
     """Return the content of the last complete <answer> in the last turn, after its last </think>. If there is none, return
     what `untagged` accepts. A turn whose thought is never closed has no answer, except under `stated`."""
     if not texts:
         return None
     turn = texts[-1].replace(END_OF_TURN, "")
-    said = turn.rpartition("</think>")[2]
-    if "<think>" in said and untagged != "stated":
+    after_thought = turn.rpartition("</think>")[2]
+    if "<think>" in after_thought and untagged != "stated":
         return None
-    answer = last_answer(said)
+    answer = last_answer(after_thought)
     if answer is not None or untagged == "off":
         return answer
 
     # stated: what follows the last "answer is", to the end of its line
-    stated = STATED.match(said)
+    stated = STATED.match(after_thought)
     if untagged == "stated":
         return stated[1] if stated else None
 
     # fallback: the same, or else all text beside calls and tags. A turn without a thought is read by its last line.
-    said = TAG_PIECE.sub(" ", CALL_BLOCK.sub(" ", said)).strip()
+    prose = TAG_PIECE.sub(" ", CALL_BLOCK.sub(" ", after_thought)).strip()
     if "</think>" not in turn:
-        said = said.rpartition("\n")[2]
-    stated = STATED.match(said)
+        prose = prose.rpartition("\n")[2]
+    stated = STATED.match(prose)
     if stated and re.search(r"\w", stated[1]):  # not the colon of "The answer is:", which ends its line
         return stated[1]
-    return said or None
+    return prose or None
 
 
 def last_answer(text: str) -> str | None:
@@ -191,6 +196,9 @@ def last_answer(text: str) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------ the elements of a turn
+
+Elements = list[str]  # of one turn, as split_turn returns them
+CALL_JSON = re.compile(r"\s*\{.*\}\s*", re.S)
 
 
 def split_turn(text: str) -> Elements:
@@ -252,14 +260,15 @@ def tag_metrics(turns: list[Elements]) -> dict[str, float]:
     closing tags beyond the opened ones of their turn."""
     metrics = {}
     for name, limit in TAG_LIMITS.items():
-        opened, closed, surplus, most = 0, 0, 0, 0
+        opened = closed = surplus = 0  # in all turns
+        highest = 0  # number of opening or of closing tags in a turn
         for turn in turns:
             opening, closing = turn.count(f"<{name}>"), turn.count(f"</{name}>")
             opened += opening
             closed += min(opening, closing)
             surplus += max(0, closing - opening)
-            most = max(most, opening, closing)
-        metrics[f"spam_{name}"] = float(most > limit)
+            highest = max(highest, opening, closing)
+        metrics[f"spam_{name}"] = float(highest > limit)
         metrics[f"surplus/{name}"] = float(surplus)
         if opened:
             metrics[f"closure/{name}"] = closed / opened
@@ -306,24 +315,26 @@ def format_rewards(
     turns: list[Elements], tagged: bool, turns_that_called: set[int], anchor_term: float, cfg: RewardConfig
 ) -> tuple[float, float]:
     """Return R_fmt and the metric f. `tagged`: the final answer is in <answer> tags. `anchor_term`: lambda * R_anchor."""
-    # s     = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
-    #       + w_think_before_call * [calls ran, and every turn with such a call thinks before its first call]
-    # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [well formed]
-    # R_fmt = min(0.9, s)                     + 0.1 * [well formed], but f under credit `sequence`
-    # The release computes min(1, s + 0.1 * [s > 0 and all tags balanced]). With calls, s alone can reach 1, and broken tags cost
-    # nothing. Capping s at 0.9 gives well-formed text the same score, and any flaw costs 0.1. Under credit `off` the 0.1 stays
-    # with balanced tags: well-formed text needs a thought, which the release does not ask of plain GRPO.
-    # Without a call, R_fmt is at most 0.8.
+    # s = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
+    #     + w_think_before_call * [calls ran, and every turn with such a call thinks before its first call]
     weights = FORMAT_WEIGHTS[cfg.answer_suffix]
     thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
     thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
     s = weights["think"] * thinks
     s += weights["answer"] * tagged
     s += weights["think_before_call"] * thinks_before_calls
+
+    # Well-formed text needs a thought, which the release does not ask of plain GRPO. So under `off`, balanced tags suffice.
     flawless = well_formed(turns)
     if cfg.anchor.credit == "off":
         flawless = s > 0 and all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
     bonus = 0.1 * flawless
+
+    # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [flawless]
+    # R_fmt = min(0.9, s)                     + 0.1 * [flawless], but f under credit `sequence`
+    # Without a call, R_fmt is at most 0.8.
+    # The release computes min(1, s + 0.1 * [s > 0 and all tags balanced]). With calls, s alone can reach 1, and broken tags cost
+    # nothing. Capping s at 0.9 gives well-formed text the same score, and any flaw costs 0.1.
     f = min(0.9, s + anchor_term) + bonus
     fmt = f if cfg.anchor.credit == "sequence" else min(0.9, s) + bonus
     return fmt, f
@@ -340,10 +351,9 @@ def well_formed(turns: list[Elements]) -> bool:
     """Return whether every turn is a thought and then calls, and the last one a thought, an answer and the end of the turn. Only
     white space may stand between these parts.
 
-    A thought and an answer may contain any text, and a call any {...}, without our tags, <tool_code> and pieces of both. A piece
-    is `<` or `</` directly before th, to or an (`</answe`), or at the end of the text. So `a<b`, `<video>`, `</b>`, `<-` and
-    `<12.5 seconds>` may stand there. A thought may be empty, an answer may not. A call need not run. A turn with calls needs no
-    end of turn, because sequential dispatch stops at </tool_call>."""
+    A thought and an answer may contain any text, and a call any {...}, without TAGS_AND_CODE and TAG_PIECE. A thought may be
+    empty, an answer may not. A call need not run. A turn with calls needs no end of turn, because sequential dispatch stops at
+    </tool_call>."""
     think = "<think>( text)? </think>"
     calls = re.compile(f"{think}( <tool_call> json </tool_call>)+( end)?")
     answer = re.compile(f"{think} <answer> text </answer> end")
@@ -375,41 +385,6 @@ def tool_reward(episode: Episode, acc: float) -> float:
     informed = any(call.turn < answering for call in episode.calls if not call.error)
     correct = acc > 0 if episode.task.kind == "mcq" else acc >= 0.5
     return 0.3 + 0.5 * (informed and correct)
-
-
-# ------------------------------------------------------------------------------------------------ f on the paper's scale
-
-
-def f_release(text: str, cfg: RewardConfig) -> float:
-    """Return f as the released code computes it, to compare with the paper's. It is a metric and no part of R. `text` is the
-    sampled text of all turns. It lacks a forced <think>, so a tidy direct answer scores 0.5."""
-    # s = w_think * [there is a <think>] + w_answer * [an answer is complete]
-    #   + w_think_before_call * [there is a <think>, a call parses, and the first <think> stands before the first call]
-    # f = min(1, s + 0.1 * [s > 0 and tags balanced] + lambda * R_anchor)
-    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
-    thought = re.search("<think>.{10}", text, re.S)  # it need not be closed
-    answered = any(answer.strip() for answer in ANSWER.findall(text))
-    called = any(not call.error for call in parse_calls(text))
-    first_call = re.search("<tool_call>|<tool_code>", text)
-    names = ("think", "tool_call", "tool_code", "answer")
-    balanced = all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in names)
-
-    s = weights["think"] * bool(thought)
-    s += weights["answer"] * answered
-    s += weights["think_before_call"] * bool(thought and called and thought.start() < first_call.start())
-    s += 0.1 * (balanced and s > 0)
-
-    anchor, closed = 0.0, "</think>" in text
-    if closed and thought:
-        anchor = cfg.anchor.alpha + cfg.anchor.beta * answered
-    elif "<think>" in text and not closed:
-        anchor = -cfg.anchor.gamma
-    lam = 0 if cfg.anchor.credit == "off" else cfg.anchor.lam
-    return min(1.0, s + lam * anchor)
-
-
-def sampled_text(trajectory: Trajectory, renderer: Renderer) -> str:
-    return renderer.decode([id for id, sampled in zip(trajectory.ids, trajectory.mask) if sampled])
 
 
 # ------------------------------------------------------------------------------------------------ struct(o)
@@ -452,7 +427,9 @@ def character_classes(text: str) -> list[str]:
 def is_structural(classes: list[str], first: int, last: int) -> bool:
     """Return whether the token of characters [first, last) is structural.
 
-    Yes: `</think>`, `>\\n`, `.</`, and a `\\n` after `</think>`. No: `The`, `.`, `>B`, `>(`, `>,`, and `.<` of an opening tag.
+        yes    `</think>`, `>\\n`, `.</`, and a `\\n` after `</think>`
+        no     `The`, `.`, `>B`, `>(`, `>,`, and the `.<` of an opening tag
+
     Besides its part of a tag, the token can hold white space and, before a closing tag, punctuation: Qwen has single tokens
     `.</` and `。</`, and sampling one decides to close."""
     token = classes[first:last]
@@ -466,3 +443,38 @@ def is_structural(classes: list[str], first: int, last: int) -> bool:
         return True
     punctuation_before_tag = "punctuation" not in token[tag_at[0] :]
     return token[tag_at[0]] == "closing" and punctuation_before_tag
+
+
+# ------------------------------------------------------------------------------------------------ f on the paper's scale
+
+
+def f_release(text: str, cfg: RewardConfig) -> float:
+    """Return f as the released code computes it, to compare with the paper's. It is a metric and no part of R. `text` is the
+    sampled text of all turns. It lacks a forced <think>, so a tidy direct answer scores 0.5."""
+    # s = w_think * [there is a <think>] + w_answer * [an answer is complete]
+    #   + w_think_before_call * [there is a <think>, a call parses, and the first <think> stands before the first call]
+    # f = min(1, s + 0.1 * [s > 0 and tags balanced] + lambda * R_anchor)
+    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
+    thought = re.search("<think>.{10}", text, re.S)  # it need not be closed
+    answered = any(answer.strip() for answer in ANSWER.findall(text))
+    called = any(not call.error for call in parse_calls(text))
+    first_call = re.search("<tool_call>|<tool_code>", text)
+    names = ("think", "tool_call", "tool_code", "answer")
+    balanced = all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in names)
+
+    s = weights["think"] * bool(thought)
+    s += weights["answer"] * answered
+    s += weights["think_before_call"] * bool(thought and called and thought.start() < first_call.start())
+    s += 0.1 * (balanced and s > 0)
+
+    anchor, closed = 0.0, "</think>" in text
+    if closed and thought:
+        anchor = cfg.anchor.alpha + cfg.anchor.beta * answered
+    elif "<think>" in text and not closed:
+        anchor = -cfg.anchor.gamma
+    lam = 0 if cfg.anchor.credit == "off" else cfg.anchor.lam
+    return min(1.0, s + lam * anchor)
+
+
+def sampled_text(trajectory: Trajectory, renderer: Renderer) -> str:
+    return renderer.decode([id for id, sampled in zip(trajectory.ids, trajectory.mask) if sampled])

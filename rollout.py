@@ -165,13 +165,11 @@ def derive_seed(*parts: Any) -> int:
 
 def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     """Render a task's prompt, which all episodes of its group share."""
-    cfg, contract = context.cfg, context.renderer.contract
-    clips = data.overview(task, k, context.videos, contract)
-    messages = data.main_messages(
-        task.question, task.videos, clips, cfg.dispatch != "none", contract.stamped, cfg.tool_return,
-        context.renderer.prompts,
-    )  # fmt: skip
-    return context.renderer.render(messages, cfg.schemas, generate=True)
+    cfg, renderer = context.cfg, context.renderer
+    clips = data.overview(task, k, context.videos, renderer.contract)
+    with_tools = cfg.dispatch != "none"
+    messages = data.main_messages(task.question, task.videos, clips, renderer, with_tools, cfg.tool_return)
+    return renderer.render(messages, cfg.schemas, generate=True)
 
 
 def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
@@ -345,17 +343,15 @@ def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[
 def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tuple[Trajectory, str]:
     """Ask a sub-agent for a report: same weights, fresh context. It reads only these frames and the tool's request, not the
     question (as in the paper)."""
-    cfg = context.cfg.subagents
-    prompts = context.renderer.prompts.fill(clip.window)
-    stamped = context.renderer.contract.stamped
-    messages = data.subagent_messages(clip.frames, stamped, clip.request, clip.system, prompts=prompts)
-    trajectory = open_trajectory(context.renderer.render(messages, generate=True))
-    sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, context.renderer.ends_of_turn)
+    cfg, renderer = context.cfg.subagents, context.renderer
+    messages = data.subagent_messages(clip.frames, clip.window, renderer, clip.request, clip.system)
+    trajectory = open_trajectory(renderer.render(messages, generate=True))
+    sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
     start, end = trajectory.prompt_length, len(trajectory.ids)
     trajectory.turns.append((start, end))
     if trajectory.finish == "stop":
         end -= 1  # drop the end of turn
-    return trajectory, context.renderer.decode(trajectory.ids[start:end]).strip() or NO_REPORT
+    return trajectory, renderer.decode(trajectory.ids[start:end]).strip() or NO_REPORT
 
 
 # ------------------------------------------------------------------------------------------------ many episodes

@@ -231,24 +231,23 @@ class Batches:
 
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
     """Encode a dialogue as tokens and frames, with mask 1 on the assistant's tokens only."""
-    contract = renderer.contract
-    stamped = bool(contract.stamp)
-    clips = [media.frames(videos, contract) for media in dialogue.media]
+    clips = [media.frames(videos, renderer.contract) for media in dialogue.media]
 
     # Open with the prompt that this agent gets in a rollout.
     if dialogue.agent == "sub":
         if len(clips) != 1:
             raise RowError(f"a sub-agent's row must show one video or image, and this one shows {len(clips)}")
-        prompts = renderer.prompts.fill(dialogue.media[0].window(videos))
-        messages = subagent_messages(clips[0], stamped, dialogue.request, dialogue.system, dialogue.question, prompts)
+        window = dialogue.media[0].window(videos)
+        messages = subagent_messages(clips[0], window, renderer, dialogue.request, dialogue.system, dialogue.question)
     else:
         paths = [media.path for media in dialogue.media]
-        with_tools = dialogue.agent == "main"
-        messages = main_messages(dialogue.question, paths, clips, with_tools, stamped, prompts=renderer.prompts)
+        messages = main_messages(dialogue.question, paths, clips, renderer, with_tools=dialogue.agent == "main")
 
     # Append the turns, and decode their media.
     for turn in dialogue.turns:
-        content = [part.frames(videos, contract) if isinstance(part, Media) else part for part in turn["content"]]
+        content = []
+        for part in turn["content"]:
+            content.append(part.frames(videos, renderer.contract) if isinstance(part, Media) else part)
         messages.append({"role": turn["role"], "content": content})
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)

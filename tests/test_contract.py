@@ -244,7 +244,7 @@ def test_outside_text_never_becomes_a_control_token(renderer, question, reply):
 
 
 def test_our_own_system_prompt_has_the_live_tags_of_the_chat_template(toy_renderer):
-    messages = main_messages("Which?", [], [], with_tools=True)
+    messages = main_messages("Which?", [], [], toy_renderer, with_tools=True)
     plain = [message | {"content": "".join(message["content"])} for message in messages]
     theirs = toy_renderer.tokenizer.apply_chat_template(plain, return_dict=False)
     assert toy_renderer.render(messages).ids == theirs

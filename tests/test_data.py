@@ -72,7 +72,7 @@ def test_the_frames_of_several_videos_share_k_and_carry_their_names(toy_dir, ren
     task = Task("t", "Which?", paths, "oe", "red")
     frames = overview(task, 8, videos, renderer.contract)
     assert [len(f) for f in frames] == [3, 3, 2]
-    text = renderer.decode(renderer.render(main_messages(task.question, task.videos, frames, False)).ids)
+    text = renderer.decode(renderer.render(main_messages(task.question, task.videos, frames, renderer, False)).ids)
     places = [text.index(f"train0000{i}.mp4: <0.0 seconds>") for i in range(3)]
     assert places == sorted(places)
     assert [len(f) for f in overview(task, 2, videos, renderer.contract)] == [1, 1, 1]  # past bug: it ended the run

@@ -74,7 +74,8 @@ def test_a_text_that_is_not_replaced_is_ours(renderer):
     one = Renderer(renderer.tokenizer, renderer.contract, Prompts(subagent_request="Go."))
     assert asked(one) == [ours[0], ours[1].replace("What happens here?", "Go.")]
     # A tool's own texts go first.
-    own = subagent_messages(None, True, "What is read out?", "You read.", prompts=Prompts(**TEXTS))
+    trained = Renderer(renderer.tokenizer, renderer.contract, Prompts(**TEXTS))
+    own = subagent_messages(None, (4.0, 9.5), trained, "What is read out?", "You read.")
     assert [own[0]["content"], own[1]["content"][1]] == ["You read.", "\nWhat is read out?"]
 
 
@@ -86,7 +87,8 @@ def test_a_system_text_may_be_empty_or_declare_the_tools_itself(renderer):
             main.count("<tools>") == 1 and declared in main and main.count("crop_video") == (declared == "crop_video")
         )
         assert text in main and system_prompt(True) not in main
-    assert [message["role"] for message in main_messages("?", ["v.mp4"], [[]], True, prompts=Prompts(""))] == ["user"]
+    empty = Renderer(renderer.tokenizer, renderer.contract, Prompts(""))
+    assert [message["role"] for message in main_messages("?", ["v.mp4"], [[]], empty, True)] == ["user"]
 
 
 def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path):

@@ -201,7 +201,7 @@ def test_without_stamps_nobody_is_told_of_times_in_training_either(renderer):
         head = asked.partition("#")[0]  # the system prompt and the tools
         assert blind.decode(learned).startswith(head) and "time." not in head and "when" not in head
     words = Live("<think>, each after its time")  # a tool's own
-    assert subagent_messages(None, stamped=False, system=words)[0]["content"] is words
+    assert subagent_messages(None, (0.0, 4.0), blind, system=words)[0]["content"] is words
 
 
 # ---- several turns

@@ -188,7 +188,7 @@ def test_the_exported_policy_answers_as_in_plain_transformers(uninterrupted, vid
     for i in range(4):
         task = parse_task(Rows(toy_dir / "test.parquet")[i], f"test:{i}", toy_dir)
         frames = overview(task, 8, videos, renderer.contract)
-        prompt = renderer.render(main_messages(task.question, task.videos, frames, False), generate=True).ids
+        prompt = renderer.render(main_messages(task.question, task.videos, frames, renderer, False), generate=True).ids
         ours = engine.generate(prompt, frames, max_new_tokens=24, temperature=0.0, seed=0)
         asked = tiny.plain_inputs(plain, prompt, frames) | {"suppress_tokens": renderer.never_sampled}
         theirs = plain.generate(**asked, max_new_tokens=24, do_sample=False)
