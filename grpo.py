@@ -187,10 +187,14 @@ def train_group_of(part: Sequence[Pair]) -> TrainGroup:
 
 
 def token_losses(
-    logprobs: Tensor, prox_logprobs: Tensor, behaviour_logprobs: Tensor, ref_logprobs: Tensor | None, advantages: Tensor,
+    logprobs: Tensor,
+    prox_logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    advantages: Tensor,
     cfg: GRPOConfig,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """Return the loss of each token, [N], and statistics without gradient, each [N]."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each token, [N], and statistics without gradient, each [N]. All inputs are [N], too."""
     # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * w * r * KL
     # r = pi / pi_prox
     ratio = (logprobs - prox_logprobs).exp()
@@ -247,9 +251,15 @@ def micro_batch_losses(
 
 
 def update(
-    policy: Policy, reference: Policy | None, take_step: Callable[[], float], train_groups: list[TrainGroup],
-    total_tokens: float, minibatches: int, temperature: float, cfg: GRPOConfig,
-) -> dict[str, float]:  # fmt: skip
+    policy: Policy,
+    reference: Policy | None,
+    take_step: Callable[[], float],
+    train_groups: list[TrainGroup],
+    total_tokens: float,
+    minibatches: int,
+    temperature: float,
+    cfg: GRPOConfig,
+) -> dict[str, float]:
     """Take one AdamW step per minibatch, over the train groups of all ranks. Return the metrics.
 
     `take_step` updates the weights and returns the norm of the gradient (policy.optimizer_step). It skips a gradient that is
@@ -261,8 +271,8 @@ def update(
         if minibatch:
             batches.append(minibatch)
 
-    # L = sum of l_i,t over all sampled tokens of all ranks / their number. A minibatch is an optimizer step of its own, with a
-    # part of the sum, so it divides by the same part of the number.
+    # L = sum of l_i,t over all sampled tokens of all ranks / their number. Each minibatch is an optimizer step of its own on its
+    # part of the sum, so it divides by an equal share of the number: the mean over the steps is L.
     denominator = total_tokens / max(1, len(batches))
 
     # One optimizer step per minibatch, from the gradients of its micro-batches.
@@ -290,9 +300,14 @@ def update(
 
 
 def micro_step(
-    policy: Policy, reference: Policy | None, micro: list[TrainGroup], prox_logprobs: Tensor | None, denominator: float,
-    temperature: float, cfg: GRPOConfig,
-) -> tuple[float, dict[str, Tensor]]:  # fmt: skip
+    policy: Policy,
+    reference: Policy | None,
+    micro: list[TrainGroup],
+    prox_logprobs: Tensor | None,
+    denominator: float,
+    temperature: float,
+    cfg: GRPOConfig,
+) -> tuple[float, dict[str, Tensor]]:
     """Add the gradient of one micro-batch. Return its share of the minibatch's loss, and its token statistics, each [N]."""
     # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
     features = policy.vision_features(bundles(micro)) if policy.vision_frozen else None

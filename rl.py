@@ -8,7 +8,7 @@ A step draws one K for each of B tasks (nFrames gating), samples G episodes per 
 their group (advantages), takes an AdamW step on the loss and gives the new weights to the engine. The run writes
 RUN/metrics.jsonl, RUN/episodes/ (episodes as text and token ids), RUN/state/ (to resume from) and RUN/model/ (the result).
 
-The equations are in grpo.py. Plain GRPO is the same loop without anchor, prefix and gating. With `staleness: 1`, the next
+The equations are in grpo.py. Plain GRPO is the same loop without prefix, suffix, anchor and gating. With `staleness: 1`, the next
 step's episodes are sampled while this step trains, so their weights are one update old. A resumed run samples its first
 batch with the newest weights. It therefore repeats the uninterrupted run only with `staleness: 0` and the in-process engine.
 
@@ -35,16 +35,31 @@ from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
 from grpo import GRPOConfig, TrainGroup, assign_advantages, make_train_groups, update
 from records import keep_episodes
 from rewards import TAG, RewardConfig, give_rewards
-from rollout import RolloutConfig, open_engine, rollout
-from runtime import checks, config, distributed, doctor, plan, servers
+from rollout import AgentContext, RolloutConfig, open_engine, rollout
 from runtime.api import Judge
+from runtime.checks import USER_ERRORS, Checklist, check_servers, dry_run, open_run
+from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import Dataset
-from runtime.distributed import barrier, gather, local_rank, local_size, print0, rank, world_size
+from runtime.distributed import (
+    barrier,
+    gather,
+    init_distributed,
+    local_rank,
+    local_size,
+    mean_over_ranks,
+    print0,
+    rank,
+    sum_over_ranks,
+    world_size,
+)
+from runtime.doctor import check_gap, refuse_empty, self_check
 from runtime.engine import Engine
+from runtime.plan import plan_rl, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
 from runtime.run import Clock, Run, RunConfig, check_room
 from runtime.script import command_line, run_script
+from runtime.servers import IMAGES, on_this_machine
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folder
 from tools import TOOLS
@@ -77,7 +92,7 @@ class RLConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        config.refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
+        refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")
@@ -99,8 +114,8 @@ SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "lo
 
 def main(cfg: RLConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
-    distributed.init_distributed()
-    with checks.open_run(cfg, parse_task, check_hardware) as (source, renderer):
+    init_distributed()
+    with open_run(cfg, parse_task, check_hardware) as (source, renderer):
         # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
         policy_cfg = replace(cfg.policy, checkpoint=str(source))
         policy = load(policy_cfg, renderer.never_sampled)
@@ -146,7 +161,7 @@ def train(
 
         # Reward the episodes, compare them within their group, and collect what to train on.
         give_rewards(groups, renderer, cfg.reward, judge)
-        doctor.refuse_empty(groups, step)
+        refuse_empty(groups, step)
         assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
         train_groups, total_tokens = make_train_groups(groups, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
         barrier()  # a rank that is ahead waits here, not inside NCCL
@@ -154,12 +169,12 @@ def train(
 
         # Update. Before the first update, check that the trainer computes the engine's log-probs.
         if step == run.steps_done:
-            doctor.self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
+            self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
         take_step = partial(optimizer_step, policy, run.optimizer, cfg.optim, step, cfg.steps)
         measured = update(
             policy, reference, take_step, train_groups, total_tokens, cfg.minibatches, cfg.rollout.temperature, cfg.grpo
         )
-        doctor.check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
+        check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
         clock.lap("train")
 
         # Sync: write the new weights while the engine may still sample, and load them once it has finished.
@@ -174,7 +189,7 @@ def train(
         # Evaluate, and gather what this step measured.
         measured |= describe(groups, cfg.choices_of_k, step)
         measured |= speed(train_groups, policy, clock.seconds["train_seconds"]) | clock.seconds
-        measured |= distributed.sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
+        measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
         sampler.start(step + 1 + cfg.staleness)  # samples while this step is logged and saved
@@ -201,7 +216,6 @@ class Sampler:
         self.videos = videos
         self.dataset = Dataset(cfg.data, parse_task)
         self.stopped = threading.Event()
-        self.rollout = partial(rollout, engine=engine, renderer=renderer, videos=videos, stopped=self.stopped)
         self.thread = ThreadPoolExecutor(1, "sampler")
         self.decoding = ThreadPoolExecutor(1, "look ahead")
         self.batches: dict[int, Future] = {}  # step -> a batch that was started and not yet taken
@@ -230,9 +244,9 @@ class Sampler:
             self.decoding.submit(self.look_ahead, *self.draw(step + 1))
 
         tasks, ks = self.draw(step)
-        size = cfg.grpo.group_size
+        context = AgentContext(self.engine, self.renderer, self.videos, cfg.rollout, stopped=self.stopped)
         progress = rank() == 0 and sys.stderr.isatty()
-        groups = self.rollout(tasks, ks, size, cfg=cfg.rollout, seed=cfg.seed, step=step, progress=progress)
+        groups = rollout(context, tasks, ks, cfg.grpo.group_size, cfg.seed, step, progress)
 
         # If a prompt cannot be rendered, its row is a bad row.
         for group in groups:
@@ -265,8 +279,8 @@ class Sampler:
 @contextlib.contextmanager
 def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tuple[Sampler, WeightSync]]:
     """Open engine, video decoders and snapshot folder for the length of the block."""
-    per_node = servers.on_this_machine(cfg.rollout.urls)  # servers on another machine serve all nodes
-    image_bytes = servers.IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
+    per_node = on_this_machine(cfg.rollout.urls)  # servers on another machine serve all nodes
+    image_bytes = IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
     with snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
         engine = start_engine(source, renderer, cfg)
         with Videos(cfg.workers) as videos, contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler:
@@ -313,7 +327,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     for episode in ran:
         add_episode(seen, episode, step)
         add_calls(seen, episode, error_kinds)
-    return distributed.mean_over_ranks(seen)
+    return mean_over_ranks(seen)
 
 
 def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> None:
@@ -372,7 +386,7 @@ def speed(train_groups: list[TrainGroup], policy: Policy, seconds: float) -> dic
     slowest = max(gather(seconds))
     return {
         "trained_tokens_per_second": tokens / slowest,
-        **plan.utilisation(policy.cfg, tokens, slowest, world_size()),
+        **utilisation(policy.cfg, tokens, slowest, world_size()),
     }
 
 
@@ -387,8 +401,8 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
     subagents = replace(cfg.rollout.subagents, temperature=0.0)
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
-        # `stopped`: an event of its own. A failed batch sets the sampler's, which must not end the evaluation.
-        groups = sampler.rollout(asked, ks, 1, cfg=greedy, progress=False, stopped=None)
+        # The context has an event `stopped` of its own. A failed batch sets the sampler's, which must not end the evaluation.
+        groups = rollout(AgentContext(sampler.engine, sampler.renderer, sampler.videos, greedy), asked, ks, 1)
         give_rewards(groups, sampler.renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
@@ -400,22 +414,22 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
             for part, value in values.items():
                 seen[f"{name}/{part}"].append(value)
                 seen[f"{name}/{part}/K={group.k}"].append(value)
-    return distributed.mean_over_ranks(seen)
+    return mean_over_ranks(seen)
 
 
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def check_hardware(cfg: RLConfig, checklist: checks.Checklist) -> None:
+def check_hardware(cfg: RLConfig, checklist: Checklist) -> None:
     """Refuse a run whose models do not fit on this machine's GPUs, or whose servers cannot start."""
-    check_room(cfg, checklist, plan.plan_rl)
+    check_room(cfg, checklist, plan_rl)
     with checklist.item("servers"):
         if cfg.batch_tasks // world_size() < cfg.minibatches:
             needs = f"each of {world_size()} ranks needs a task for each of {cfg.minibatches} minibatches"
-            raise config.ConfigError(f"batch_tasks = {cfg.batch_tasks}: {needs}; raise it")
+            raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: {needs}; raise it")
         # A dry run may be on a machine without GPUs.
         if not checklist.dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
-            checks.check_servers(cfg.rollout, local_size())
+            check_servers(cfg.rollout, local_size())
         places = [f"GPU {gpu}" for gpu in cfg.rollout.server_gpus] or cfg.rollout.urls
         checklist.ok(f"servers: {', '.join(places) or 'none, the model samples in this process'}")
 
@@ -424,5 +438,5 @@ if __name__ == "__main__":
     cfg, args = command_line(RLConfig, __doc__)
     step = f"{cfg.batch_tasks} tasks x {cfg.grpo.group_size} episodes at K in {list(cfg.choices_of_k)}"
     step += f", updates: {cfg.minibatches}; {cfg.steps} steps"
-    check = partial(checks.dry_run, parse=parse_task, check_hardware=check_hardware, step=step)
-    run_script(check if args.dry_run else main, cfg, *checks.USER_ERRORS)
+    check = partial(dry_run, parse=parse_task, check_hardware=check_hardware, step=step)
+    run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

@@ -1,6 +1,7 @@
 """rollout.py: run the agent. One question in, one Episode out. Hundreds run at once, each in its own thread.
 
-    groups = rollout(tasks, ks, 8, engine=engine, renderer=renderer, videos=videos, cfg=cfg, seed=0, step=12)
+    context = AgentContext(engine, renderer, videos, cfg)
+    groups = rollout(context, tasks, ks, group_size=8, seed=0, step=12)
 
 The tokens of an episode and their mask (1: trained on):
 
@@ -138,7 +139,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class AgentContext:
-    """The objects that all agents of a rollout share."""
+    """The objects that all agents of a rollout share. A rollout ends the threads of its context, so each needs a new one."""
 
     engine: Engine
     renderer: Renderer
@@ -255,9 +256,14 @@ def sample_turn(
     if n >= max_context:
         raise EngineError(f"a prompt of {n} tokens fills max_context = {max_context}; raise it")
     sample = context.engine.generate(
-        trajectory.ids, trajectory.clips, max_new_tokens=min(max_new_tokens, max_context - n), temperature=temperature,
-        seed=seed, stop=stop, shared_prefix=trajectory.prompt_length,
-    )  # fmt: skip
+        trajectory.ids,
+        trajectory.clips,
+        max_new_tokens=min(max_new_tokens, max_context - n),
+        temperature=temperature,
+        seed=seed,
+        stop=stop,
+        shared_prefix=trajectory.prompt_length,
+    )
     forbidden = set(sample.ids) & set(context.renderer.never_sampled)
     if forbidden:
         raise ContractError(f"the engine sampled tokens {sorted(forbidden)}, which stand for pixels and are banned")
@@ -358,13 +364,17 @@ def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tup
 
 
 def rollout(
-    tasks: Sequence[Task], ks: Sequence[int], group_size: int, *, engine: Engine, renderer: Renderer, videos: Videos,
-    cfg: RolloutConfig, seed: int = 0, step: int = 0, progress: bool = True, stopped: threading.Event | None = None,
-) -> list[Group]:  # fmt: skip
-    """Run G episodes per task, at most `cfg.concurrency` at once. With the model in this process, the same seed and step
-    give the same tokens. (SGLang ignores seeds without --enable-deterministic-inference.) Once `stopped` is set, no agent
-    starts another turn."""
-    context = AgentContext(engine, renderer, videos, cfg, stopped=stopped or threading.Event())
+    context: AgentContext,
+    tasks: Sequence[Task],
+    ks: Sequence[int],
+    group_size: int,
+    seed: int = 0,
+    step: int = 0,
+    progress: bool = False,
+) -> list[Group]:
+    """Run G episodes per task, at most `concurrency` at once. With the model in this process, the same seed and step give the
+    same tokens. (SGLang ignores seeds without --enable-deterministic-inference.) Once the context is `stopped`, no agent starts
+    another turn."""
     groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
     preparing = ThreadPoolExecutor(8, "prompt")
@@ -375,8 +385,8 @@ def rollout(
             return render_prompt(group.task, group.k, context)
 
     def run_one(i: int, g: int) -> Episode:
-        """Run episode g of task i."""
-        task, k = tasks[i], ks[i]
+        """Run episode g of group i."""
+        task, k = groups[i].task, groups[i].k
         episode_seed = derive_seed(seed, step, task.id, g)
         try:
             prompt = prompt_futures[i].result()
@@ -393,7 +403,7 @@ def rollout(
     try:
         for group in groups:  # render each group's prompt once, ahead of its episodes
             prompt_futures.append(preparing.submit(prepare, group))
-        run_all(engine, jobs, cfg.concurrency, on_done)
+        run_all(context.engine, jobs, context.cfg.concurrency, on_done)
     except BaseException:
         context.stopped.set()  # no agent starts another turn
         raise
@@ -415,9 +425,14 @@ def open_engine(checkpoint: str | Path, renderer: Renderer, cfg: RolloutConfig, 
         if cfg.server_gpus:
             flags = (*server_flags(checkpoint, cfg.max_context, cfg.server_gpus, cfg.tensor_parallel), *flags)
         engine = SGLang(
-            checkpoint, renderer, gpus=cfg.server_gpus, urls=cfg.urls, server_args=flags,
-            tensor_parallel=cfg.tensor_parallel, logs=logs,
-        )  # fmt: skip
+            checkpoint,
+            renderer,
+            gpus=cfg.server_gpus,
+            urls=cfg.urls,
+            server_args=flags,
+            tensor_parallel=cfg.tensor_parallel,
+            logs=logs,
+        )
         engine.wait_until_ready()
         return engine
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")

@@ -14,8 +14,8 @@ bit for bit, unless a call takes longer than `call_timeout`.
 Deliberately missing: requests that join a running batch, paged keys, tensor parallelism, and a CUDA stream of its own. On
 one GPU, sampling and training therefore take turns, even with `staleness: 1`.
 
-Shapes: B rows, N tokens of the packed prompts, L keys of the longest row, H hidden, V vocabulary, M visual tokens,
-D DeepStack levels.
+Letters in shapes, as in packing.py: L tokens of the packed prompts, M visual tokens, H hidden, D DeepStack levels. Also B
+rows and V words of the vocabulary. `keys` is the number of keys of the longest row.
 """
 
 import atexit
@@ -171,9 +171,11 @@ def cut_into_batches(requests: Sequence[Request], max_tokens: int) -> list[list[
 
 
 def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout=None, **_):
-    """Implement transformers' attention interface: [B, heads, L, size] -> [B, L, heads, size]. The prefill has a `key_layout`.
-    Decoding has one token per row and uses plain matrix products. On a GPU, SDPA with a mask computes all scores in fp32, or
-    through cuDNN makes a new plan for each key length. `attention_mask` [B, 1, 1, L] marks the real keys."""
+    """Implement transformers' attention interface: queries [B, heads, tokens, size] -> [B, tokens, heads, size].
+
+    The prefill has a `key_layout`. Decoding has one token per row and uses plain matrix products: on a GPU, SDPA with a mask
+    would compute all scores in fp32, or through cuDNN make a new plan for each number of keys. `attention_mask`
+    [B, 1, 1, keys] marks the real keys."""
     if key_layout:
         return packing.group_packed_attention(module, query, key, value, None, scaling, key_layout)
     # Query heads that share a key head are adjacent, so one product serves them without a copy of the keys.
@@ -184,7 +186,7 @@ def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_
         scores = flat.unflatten(0, query.shape[:2])
     else:
         scores = (query @ key.transpose(-1, -2)).float()
-    scores = scores * scaling  # [B, key heads, groups, L]
+    scores = scores * scaling  # [B, key heads, groups, keys]
     weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
     out = weights.to(value.dtype) @ value  # [B, key heads, groups, size]
     return out.flatten(1, 2)[:, None], None
@@ -271,25 +273,25 @@ class _Batch:
 
         # 3. Run the text model. It leaves the keys and values of the sequence in the cache.
         cache = {"past_key_values": self.cache, "use_cache": True}
-        hidden = packing.run_text_model(self.model, packed, visual, kernel, **cache)  # [N, H]
+        hidden = packing.run_text_model(self.model, packed, visual, kernel, **cache)  # [L, H]
 
         # 4. Give each request its own row: the indices of its keys in the sequence, padded on the left.
-        suffixes = [s for s in packed.segments if not s.is_prompt]
-        longest = max(len(s.key_positions()) for s in suffixes)  # L
-        places = np.zeros((len(suffixes), longest), np.int64)
-        real = np.zeros((len(suffixes), longest), bool)  # False: padding
-        for i, s in enumerate(suffixes):
-            keys = s.key_positions()
+        suffixes = [segment for segment in packed.segments if not segment.is_prompt]
+        longest = max(len(suffix.key_positions()) for suffix in suffixes)
+        places = np.zeros((len(suffixes), longest), np.int64)  # [B, keys]
+        real = np.zeros((len(suffixes), longest), bool)  # [B, keys], False: padding
+        for i, suffix in enumerate(suffixes):
+            keys = suffix.key_positions()
             places[i, -len(keys) :] = keys
             real[i, -len(keys) :] = True
-            self.requests[i].position = int(packed.positions[:, s.stop - 1].max()) + 1
+            self.requests[i].position = int(packed.positions[:, suffix.stop - 1].max()) + 1
         places = torch.from_numpy(places).to(self.device)
         self.is_real_key = torch.from_numpy(real).to(self.device)
-        for layer in self.cache.layers:  # [1, heads, N, size] -> [B, heads, L, size]
+        for layer in self.cache.layers:  # [1, heads, L, size] -> [B, heads, keys, size]
             layer.keys = layer.keys[0][:, places].transpose(0, 1)
             layer.values = layer.values[0][:, places].transpose(0, 1)
             layer.length = longest
-        return hidden[places[:, -1]]
+        return hidden[places[:, -1]]  # [B, H]
 
     def _bundles(self) -> tuple[list[Bundle], list[Request]]:
         """Return one bundle per prompt, with one suffix per request, and the requests in the order of the suffixes."""

@@ -7,8 +7,10 @@
     positions   0 .. p-1 | p p+1 ... | p p+1 ... | 0 ...                         p: M-RoPE's position after the prompt
     attention   a2 sees prompt a and itself, causally; no token sees another suffix or bundle
 
-For G rollouts with a prompt of P tokens and suffixes of S tokens, the model runs P + G S tokens instead of G (P + S), and
-the vision tower encodes the prompt's frames once. An SFT row is a bundle with one suffix, so it is packed the same way.
+For G suffixes of one prompt, the model runs prompt + G * suffix tokens instead of G * (prompt + suffix), and the vision tower
+encodes the prompt's frames once. An SFT row is a bundle with one suffix, so it is packed the same way.
+
+Letters in shapes: L tokens of the flat sequence, N targets among them, M visual tokens, H hidden, D DeepStack levels.
 
 Deliberately missing: an L x L mask over the sequence, and keys shared across bundles with equal prompts.
 """
@@ -180,32 +182,33 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
 
 
 class KeyLayout:
-    """The keys that each query sees, in the kernel's form. It is made once per pass and used by every text block."""
+    """The keys that each segment's queries see, as the kernel needs them. All text blocks of a forward pass share one layout.
+
+    sdpa runs once per segment and needs a mask for each suffix. The other kernels run once for all segments and need each
+    segment's keys side by side, so each suffix repeats its prompt's keys."""
 
     def __init__(self, segments: list[Segment], kernel: str, device: torch.device):
         self.segments, self.kernel = segments, kernel
         if kernel == "sdpa":
-            self.masks = []
-            for s in segments:
-                prompt = s.prompt_stop - s.prompt_start
-                own = s.stop - s.start
-                if prompt:  # see all of it, and the suffix up to the query (`is_causal` would align top-left)
+            self.masks = []  # by segment; None: causal
+            for segment in segments:
+                prompt = segment.prompt_stop - segment.prompt_start
+                own = segment.stop - segment.start
+                mask = None
+                if prompt:  # see all of it, and the suffix up to the query (`is_causal` aligns top-left)
                     mask = torch.ones(own, prompt + own, dtype=torch.bool, device=device).tril(prompt)
-                    self.masks.append(mask)
-                else:
-                    self.masks.append(None)
+                self.masks.append(mask)
             return
-        # One call for all segments needs the keys of each segment in one piece, so each suffix repeats its prompt's keys.
         keys = []
-        query_ends, key_ends = [0], [0]
-        for s in segments:
-            keys.append(s.key_positions())
-            query_ends.append(query_ends[-1] + s.stop - s.start)
+        query_ends, key_ends = [0], [0]  # of the segments, one after another
+        for segment in segments:
+            keys.append(segment.key_positions())
+            query_ends.append(query_ends[-1] + segment.stop - segment.start)
             key_ends.append(key_ends[-1] + len(keys[-1]))
         self.keys = torch.from_numpy(np.concatenate(keys)).to(device)
         self.query_ends = torch.tensor(query_ends, dtype=torch.int32, device=device)
         self.key_ends = torch.tensor(key_ends, dtype=torch.int32, device=device)
-        self.longest_query = max(s.stop - s.start for s in segments)
+        self.longest_query = max(segment.stop - segment.start for segment in segments)
         self.longest_key = max(map(len, keys))
 
 
@@ -217,19 +220,19 @@ def group_packed_attention(module, query, key, value, attention_mask, scaling, k
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, size]
     key, value = key[key_layout.keys], value[key_layout.keys]
     ends = (key_layout.query_ends, key_layout.key_ends, key_layout.longest_query, key_layout.longest_key)
-    return _attend_varlen(key_layout.kernel, query, key, value, ends, scaling, causal=True)[None], None
+    return _attend_in_one_call(key_layout.kernel, query, key, value, ends, scaling, causal=True)[None], None
 
 
 def frames_flash_attention(
     module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_kernel: str, longest_frame: int, **_
 ):
-    """Attend within each frame, many frames in one call: [1, heads, P, size] -> [1, P, heads, size]. `encode_frames` passes
-    the kernel and the number of patches of the largest frame. In most blocks of Qwen2.5-VL's tower, `cu_seq_lens_q` has the
-    ends of windows instead of frames."""
+    """Attend within each frame, many frames in one call: [1, heads, patches, size] -> [1, patches, heads, size].
+    `encode_frames` passes the kernel and the number of patches of the largest frame. In most blocks of Qwen2.5-VL's tower,
+    `cu_seq_lens_q` has the ends of windows instead of frames."""
     if frame_kernel != "sdpa":
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [P, heads, size]
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [patches, heads, size]
         ends = (cu_seq_lens_q, cu_seq_lens_q, longest_frame, longest_frame)
-        return _attend_varlen(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
+        return _attend_in_one_call(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
 
     # SDPA needs sequences of one length in a batch, so batch consecutive frames (or windows) of equal size.
     out = []
@@ -302,7 +305,7 @@ def run_text_model(model, packed: Packed, visual: Tensor | None, kernel: str, **
     ).last_hidden_state[0]
 
 
-def _attend_varlen(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
+def _attend_in_one_call(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
     """Run one kernel over all segments. A causal mask is aligned bottom-right: the last query sees all keys."""
     if kernel == "flash":
         from flash_attn import flash_attn_varlen_func

@@ -76,10 +76,10 @@ def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir
             decoded.append(str(path))
         return ask(self, path, identity, verb, *arguments)
 
-    def rollout(tasks, *given, **more):
+    def rollout(context, tasks, *given):
         mine = {path for task in tasks for path in task.videos}
         at_its_start.append(mine <= set(decoded))
-        groups = sample(tasks, *given, **more)
+        groups = sample(context, tasks, *given)
         if len(at_its_start) < 3:
             wait_for(lambda: len(decoded) == 2 * len(at_its_start) + 2)
         return groups
@@ -298,14 +298,14 @@ def test_servers_that_already_run_get_the_weights_before_the_first_batch(scripte
         load(engine, path, version)
 
     monkeypatch.setattr(Scripted, "update_weights", note)
-    monkeypatch.setattr("runtime.checks.check_servers", lambda *_: None)
+    monkeypatch.setattr(rl, "check_servers", lambda *_: None)
     train(tmp_path / "c.yaml", toy_dir, steps=1, rollout={"urls": ["http://127.0.0.1:9"]})
     assert loaded[0] == (0, 0, True) and [version for version, *_ in loaded] == [0, 1]
 
 
 def test_the_first_batch_is_checked_at_the_temperatures_of_its_agents(scripted, toy_dir, tmp_path, monkeypatch):
     checked, agents = [], {"max_turns": 1, "temperature": 0.9, "subagents": {"temperature": 0.4}}
-    monkeypatch.setattr("runtime.doctor.self_check", lambda policy, groups, *temperatures: checked.append(temperatures))
+    monkeypatch.setattr(rl, "self_check", lambda policy, groups, *temperatures: checked.append(temperatures))
     train(tmp_path / "c.yaml", toy_dir, steps=2, rollout=agents)
     assert checked == [(0.9, 0.4)]
 
@@ -362,10 +362,10 @@ def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_e
 ):
     """Past bug: from then on, no agent of an evaluation sampled a turn."""
 
-    def rollout(*args, step=0, engine, **more):
+    def rollout(context, tasks, ks, group_size, seed=0, step=0, progress=False):
         if step == 2:
-            engine = Scripted(engine.renderer, lambda prompt, seed: 1 / 0)
-        return plain_rollout(*args, step=step, engine=engine, **more)
+            context = replace(context, engine=Scripted(context.renderer, lambda prompt, seed: 1 / 0))
+        return plain_rollout(context, tasks, ks, group_size, seed, step, progress)
 
     plain_rollout = rl.rollout
     monkeypatch.setattr(rl, "rollout", rollout)

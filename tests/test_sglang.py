@@ -26,7 +26,7 @@ from tiny_checkpoint import CONTRACT_14, MemoryVideos, noise
 
 import rl
 from data import Task
-from rollout import RolloutConfig, SubagentConfig, rollout
+from rollout import AgentContext, RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.engine import EngineError
 from runtime.policy import PolicyConfig, load
@@ -171,8 +171,7 @@ def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, oth
     call = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 20}}</tool_call>'
     tasks = [Task(f"t{i}", f"What happens? {call}", ("/v.mp4",), "oe", "") for i in range(8)]
     cfg = RolloutConfig(concurrency=4, max_new_tokens=48, temperature=1.0, subagents=SubagentConfig(max_new_tokens=16))
-    common = {"engine": client, "renderer": renderer, "videos": MemoryVideos(), "progress": False}
-    groups = rollout(tasks, [4] * 8, 2, cfg=cfg, **common)
+    groups = rollout(AgentContext(client, renderer, MemoryVideos(), cfg), tasks, [4] * 8, 2)
     episodes = [episode for group in groups for episode in group.episodes]
     assert client.restarts == 1 and not any(e.error for e in episodes)
     for episode in episodes:

@@ -15,7 +15,7 @@ import numpy as np
 
 import data
 from data import Episode, Task, Trajectory
-from rollout import RolloutConfig, rollout
+from rollout import AgentContext, RolloutConfig, rollout
 from runtime.engine import Sample
 from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices, window_indices
@@ -157,10 +157,10 @@ def play(
     renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, engine=None, videos=None, k=4, step=0, **cfg
 ) -> list[Episode]:
     """Run episodes whose agents say what `reply` returns, and return them. `cfg`: settings of RolloutConfig."""
-    common = {"engine": engine or Scripted(renderer, reply, latency), "videos": videos or MemoryVideos()}
+    engine = engine or Scripted(renderer, reply, latency)
     settings = RolloutConfig(**{"max_context": 100_000, **cfg})
-    ks = [k] * len(tasks)
-    groups = rollout(tasks, ks, group_size, cfg=settings, step=step, progress=False, renderer=renderer, **common)
+    context = AgentContext(engine, renderer, videos or MemoryVideos(), settings)
+    groups = rollout(context, tasks, [k] * len(tasks), group_size, step=step)
     return [episode for group in groups for episode in group.episodes]
 
 
