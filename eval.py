@@ -19,14 +19,14 @@ Deliberately missing: several checkpoints per run, several machines per run, ens
 
 import contextlib
 import difflib
-import functools
 import importlib.util
 import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,16 +35,36 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from data import Episode
-from evals import ablation, results, tables
+from evals import ablation, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import EvalJob, Results, contract_of, prompts_of, read_results
+from evals.results import (
+    EvalJob,
+    contract_of,
+    item_digest,
+    items_left,
+    make_header,
+    prompts_of,
+    read_results,
+    refuse_mixed_run,
+    resume,
+    unlike_published,
+)
 from records import dump
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
-from runtime import checks, config
 from runtime.api import Api, Judge, JudgeError, OpenAI, check_api
-from runtime.checks import USER_ERRORS, check_run, check_servers, find_checkpoint, on_the_hub, weights_digest
+from runtime.checks import (
+    USER_ERRORS,
+    Checklist,
+    check_run,
+    check_servers,
+    find_checkpoint,
+    on_the_hub,
+    only_run_in,
+    weights_digest,
+)
+from runtime.config import ConfigError, choose, refuse_below_1, save_run, write_whole
 from runtime.engine import Engine, run_all
 from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
 from runtime.policy import MODELS, PolicyConfig
@@ -93,10 +113,10 @@ class EvalConfig:
     decoders: int = min(64, os.cpu_count() or 1)
 
     def __post_init__(self):
-        config.refuse_below_1(self, "decoders")
+        refuse_below_1(self, "decoders")
         unknown = [name for name in self.splits if name not in SPLITS]
         if unknown:
-            raise ValueError(f"splits = {unknown}: unknown; {config.choose(unknown[0], SPLITS)}")
+            raise ValueError(f"splits = {unknown}: unknown; {choose(unknown[0], SPLITS)}")
         if not self.agentic and self.arms != ("parallel",):
             raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has arms; leave the default")
         if not self.frames or not self.arms or min(self.frames) < 1:
@@ -117,14 +137,13 @@ class EvalConfig:
 
 
 def ask_item(
-    item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: Judge, keep: Callable[[Episode], None]
-) -> dict[str, Any]:
-    """Ask one item and return its line of the results. The episode is dropped: its frames would fill the memory. With
-    `save_episodes`, `keep` first writes it without them."""
+    item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: Judge
+) -> tuple[dict[str, Any], Episode]:
+    """Ask one item. Return its line of the results, and its episode."""
     episode, answer = run_protocol(context, item, k, derive_seed(cfg.seed, item.task.id), cfg.prompting)
     turns = turn_texts(episode.main, context.renderer)
 
-    # Grade the answer, strictly and leniently.
+    # Read an answer without tags, if the run accepts one. Grade the answer, strictly and leniently.
     strict = UNGRADED
     lenient = UNGRADED
     if not episode.error_kind:
@@ -141,18 +160,16 @@ def ask_item(
     if cfg.agentic and not episode.error_kind:
         parts = score(episode, context.renderer, RewardConfig(open_answer="exact"))
         format_rewards = {"f": parts["f"], "well_formed": parts["well_formed"]}
+    episode.rewards = {"R": strict["score"], "R_acc": strict["score"], **format_rewards}
 
-    if cfg.save_episodes:
-        episode.rewards = {"R": strict["score"], "R_acc": strict["score"], **format_rewards}
-        keep(episode)
-
+    # Describe the item, its answer and its costs.
     calls = []
     for call in episode.calls:
-        names = ("name", "window", "error", "text", "seconds")
-        calls.append({name: getattr(call, name) for name in names})
-    return {
+        fields = ("name", "window", "error", "text", "seconds")
+        calls.append({field: getattr(call, field) for field in fields})
+    line = {
         "id": item.task.id,
-        "item": results.item_digest(item),
+        "item": item_digest(item),
         "videos": ["/".join(Path(path).parts[-2:]) for path in item.task.videos],  # MMVU numbers its videos per folder
         "kind": item.task.kind,
         "gold": item.task.answer,
@@ -170,6 +187,7 @@ def ask_item(
         "seconds": episode.seconds,
         "error": episode.error,
     }
+    return line, episode
 
 
 # ------------------------------------------------------------------------------------------------ one run
@@ -177,19 +195,19 @@ def ask_item(
 
 def main(cfg: EvalConfig) -> int:
     """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
-    jobs, folder, renderer = inspect(cfg, checks.Checklist())
+    jobs, folder, renderer = prepare(cfg, Checklist())
 
     # Ask the remaining items. Nothing is written before the engine is up.
-    if any(results.items_left(job) for job in jobs):
+    if any(items_left(job) for job in jobs):
         with (
-            checks.only_run_in(Path(cfg.run)),
+            only_run_in(Path(cfg.run)),
             contextlib.closing(open_model(cfg, folder, renderer)) as engine,
             Videos(cfg.decoders) as videos,
         ):
-            config.save_run(cfg, cfg.run)
+            save_run(cfg, cfg.run)
             for job in jobs:
                 # Read the file only now. Before this process held the lock, another one may have answered items.
-                kept_lines, items = results.resume(job)
+                kept_lines, items = resume(job)
                 if items:
                     run_job(job, kept_lines, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
 
@@ -204,50 +222,58 @@ def main(cfg: EvalConfig) -> int:
     return status
 
 
-def run_job(job: EvalJob, lines: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
+def run_job(job: EvalJob, kept_lines: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
     """Write the lines to keep, then ask the items concurrently. Each item appends its line when it ends."""
-    config.write_whole(job.path, "".join(json.dumps(line) + "\n" for line in lines))
+    write_whole(job.path, "".join(json.dumps(line) + "\n" for line in kept_lines))
     judge = Judge(cfg.grading.judge)
-    writing = threading.Lock()
+    episodes = Path(cfg.run) / "episodes" / job.path.name
+    episodes_lock = threading.Lock()
 
-    def keep(episode: Episode) -> None:
-        path = Path(cfg.run) / "episodes" / job.path.name
-        path.parent.mkdir(exist_ok=True)
-        with writing, path.open("a", encoding="utf-8") as file:
-            dump(episode, file, context.renderer)
+    def ask(item: Item) -> dict:
+        """Ask an item in its thread. Its episode is dropped, because the frames of all episodes would fill the memory."""
+        line, episode = ask_item(item, job.k, context, cfg, judge)
+        if cfg.save_episodes:
+            episodes.parent.mkdir(exist_ok=True)
+            with episodes_lock, episodes.open("a", encoding="utf-8") as file:
+                dump(episode, file, context.renderer)
+        return line
 
     bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
     with job.path.open("a", encoding="utf-8") as file, bar:
 
-        def write(_: int, record: dict) -> None:
-            file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
+        def write(_: int, line: dict) -> None:
+            file.write(json.dumps(line) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
             file.flush()
             bar.update()
 
         try:
-            asked = [functools.partial(ask_item, item, job.k, context, cfg, judge, keep) for item in items]
-            run_all(context.engine, asked, cfg.rollout.concurrency, write)
+            run_all(context.engine, [partial(ask, item) for item in items], cfg.rollout.concurrency, write)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
 
 
-def list_jobs(cfg: EvalConfig) -> list[EvalJob]:
-    """List the result files of a run with their items, still without headers, which need the model."""
+def list_jobs(cfg: EvalConfig, split: str) -> list[EvalJob]:
+    """List the result files of a split with their items, still without headers, which need the model."""
     jobs = []
-    for split, root in cfg.splits.items():
-        items = load_split(split, root, cfg.limit)
-        total = count_items(split, root)
-        for k in cfg.frames:
-            for dispatch in cfg.arms:
-                arm = dispatch if cfg.agentic else cfg.prompting.protocol
-                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
+    root = cfg.splits[split]
+    items = load_split(split, root, cfg.limit)
+    total = count_items(split, root)
+    for k in cfg.frames:
+        for dispatch in cfg.arms:
+            arm = dispatch if cfg.agentic else cfg.prompting.protocol
+            path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
+            jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
     return jobs
 
 
 def with_headers(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> list[EvalJob]:
-    weights = cfg.api.model if cfg.api.url else folder and weights_digest(folder)
-    return [replace(job, header=results.make_header(cfg, job, folder, weights)) for job in jobs]
+    """Give each job the header of its file."""
+    weights = None  # a dry run may lack the checkpoint
+    if cfg.api.url:
+        weights = cfg.api.model
+    elif folder:
+        weights = weights_digest(folder)
+    return [replace(job, header=make_header(cfg, job, folder, weights)) for job in jobs]
 
 
 def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
@@ -263,21 +289,21 @@ def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
 def dry_run(cfg: EvalConfig) -> int:
     """Print what is there, what is missing, and what differs from the published run. Return 1 if the run would be refused."""
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    checklist = checks.Checklist(dry=True)
-    _, folder, _ = inspect(cfg, checklist)
-    for note in results.unlike_published(cfg, folder):
+    checklist = Checklist(dry=True)
+    _, folder, _ = prepare(cfg, checklist)
+    for note in unlike_published(cfg, folder):
         print(f"  note    {note}")
     return checklist.status
 
 
-def inspect(cfg: EvalConfig, checklist: checks.Checklist) -> tuple[list[EvalJob], Path | None, Renderer | None]:
-    """Refuse what cannot run, or would mix its results with others, before anything is written or loaded. Return the files of
-    results, and the checkpoint's folder and renderer. In a dry run, what was refused is left out."""
+def prepare(cfg: EvalConfig, checklist: Checklist) -> tuple[list[EvalJob], Path | None, Renderer | None]:
+    """Return the jobs, and the checkpoint's folder and renderer. Refuse what cannot run, or would mix its results with others,
+    before anything is written or loaded. In a dry run, what was refused is left out."""
     # The datasets.
     jobs = []
-    for split, root in cfg.splits.items():
+    for split in cfg.splits:
         with checklist.item(split):
-            jobs_of_split = list_jobs(replace(cfg, splits={split: root}))
+            jobs_of_split = list_jobs(cfg, split)
             jobs += jobs_of_split
             items = len(jobs_of_split[0].items)
             checklist.ok(f"{split}: {items} items, {len(jobs_of_split) * items} episodes")
@@ -305,10 +331,8 @@ def inspect(cfg: EvalConfig, checklist: checks.Checklist) -> tuple[list[EvalJob]
     with checklist.item("run"):
         check_run(cfg)
         for job in jobs:
-            any_left |= bool(results.items_left(job))
-        mine = {job.path for job in jobs}
-        others = [other for path, other in results.read_run(cfg.run).items() if path not in mine]
-        results.refuse_mixtures([*others, *(Results(job.header, []) for job in jobs)])
+            any_left |= bool(items_left(job))
+        refuse_mixed_run(cfg.run, jobs)
         checklist.ok(f"run: {cfg.run}")
 
     # The model and the judge, if there is something to ask.
@@ -342,7 +366,7 @@ def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
         return
     if not cfg.rollout.server_gpus and model.model_type not in MODELS:
         told = f"checkpoint = {cfg.checkpoint!r}: this process runs {' and '.join(MODELS)}, not {model.model_type!r}"
-        raise config.ConfigError(f"{told}; install SGLang, or set rollout.urls")
+        raise ConfigError(f"{told}; install SGLang, or set rollout.urls")
     if torch.cuda.is_available():
         longest = cfg.rollout.max_context  # the cache holds at least one trajectory
         plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-import data
-from data import Call, Episode, Group, Task, Trajectory
+from data import Call, Episode, Group, Task, Trajectory, overview
 from runtime.dataset import DataError
 from runtime.render import Renderer
 from runtime.video import Clip, Videos
@@ -64,7 +63,7 @@ def episode_of(record: dict, videos: Videos | None, contract: VisualContract | N
     task = Task(**task_record | {"videos": tuple(task_record["videos"]), "options": tuple(task_record["options"])})
     prompt_clips = []
     if videos and record["main"]["prompt_clips"]:  # empty if the task's video could not be read
-        prompt_clips = data.overview(task, record["k"], videos, contract)
+        prompt_clips = overview(task, record["k"], videos, contract)
     calls, call_clips = [], []
     for call_record in record["calls"]:
         _check_fields(call_record, Call)

@@ -15,7 +15,6 @@ batch with the newest weights. It therefore repeats the uninterrupted run only w
 Deliberately missing: batches that are more than one update old, elastic training.
 """
 
-import concurrent.futures
 import contextlib
 import os
 import sys
@@ -23,7 +22,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -231,7 +230,7 @@ class Sampler:
 
     def wait_until_idle(self) -> None:
         """Wait until no rank samples. Then the weights may change: all tokens of a batch come from one version."""
-        concurrent.futures.wait(self.batches.values())
+        wait(self.batches.values())
         barrier()
 
     def sample(self, step: int) -> tuple[list[Group], float]:

@@ -31,8 +31,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-import data
-from data import Call, Episode, Group, Task, Trajectory
+from data import Call, Episode, Group, Task, Trajectory, main_messages, overview, subagent_messages
 from runtime.config import choose, refuse_below_1
 from runtime.dataset import RowError, row_errors
 from runtime.engine import ActiveCallers, Engine, EngineError, run_all
@@ -167,9 +166,9 @@ def derive_seed(*parts: Any) -> int:
 def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     """Render a task's prompt, which all episodes of its group share."""
     cfg, renderer = context.cfg, context.renderer
-    clips = data.overview(task, k, context.videos, renderer.contract)
+    clips = overview(task, k, context.videos, renderer.contract)
     with_tools = cfg.dispatch != "none"
-    messages = data.main_messages(task.question, task.videos, clips, renderer, with_tools, cfg.tool_return)
+    messages = main_messages(task.question, task.videos, clips, renderer, with_tools, cfg.tool_return)
     return renderer.render(messages, cfg.schemas, generate=True)
 
 
@@ -350,7 +349,7 @@ def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tup
     """Ask a sub-agent for a report: same weights, fresh context. It reads only these frames and the tool's request, not the
     question (as in the paper)."""
     cfg, renderer = context.cfg.subagents, context.renderer
-    messages = data.subagent_messages(clip.frames, clip.window, renderer, clip.request, clip.system)
+    messages = subagent_messages(clip.frames, clip.window, renderer, clip.request, clip.system)
     trajectory = open_trajectory(renderer.render(messages, generate=True))
     sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
     start, end = trajectory.prompt_length, len(trajectory.ids)

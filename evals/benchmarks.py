@@ -24,8 +24,7 @@ from pathlib import Path
 
 from data import Task, listed_options, parse_task
 from rewards import RewardConfig, accuracy, final_answer
-from runtime import answers
-from runtime.answers import parse_letter, parse_span, words_of
+from runtime.answers import DENIES, HEDGES, LEAD, clause_before, has_word, parse_letter, parse_span, unboxed, words_of
 from runtime.api import Judge
 from runtime.dataset import DataError, RowError, Rows
 from runtime.render import END_OF_TURN
@@ -324,7 +323,7 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None
         span = parse_span(text)
         prediction = str(list(span)) if span else None
     else:
-        text = re.sub(answers.LEAD, "", answers.unboxed(text))
+        text = re.sub(LEAD, "", unboxed(text))
         prediction = text or None
     if prediction is None:
         return UNGRADED
@@ -363,10 +362,7 @@ def affirms(text: str, words: str) -> bool:
         return False
     form = r"(?<![a-z\d])" + r"\W*".join(map(re.escape, words_of(words))) + r"(?![a-z\d])"
     places = list(re.finditer(form, text, re.I))
-    denied = [
-        answers.has_word(f"{answers.DENIES}|{answers.HEDGES}", answers.clause_before(place.start(), text))
-        for place in places
-    ]
+    denied = [has_word(f"{DENIES}|{HEDGES}", clause_before(place.start(), text)) for place in places]
     return not places or not all(denied)
 
 

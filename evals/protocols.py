@@ -9,8 +9,9 @@
     sage                    watches the video once; then a text-only reasoner makes one tool call per step
     video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-Each protocol returns an Episode with exact tokens. Flows, limits and formats follow the models' own code. The prompts
-in protocols.yaml are **ours**. Other words give other scores; a `prompt_file` supplies the words of a model's authors.
+Each protocol is a function below, listed in FLOWS. It adds turns to an Episode of exact tokens. Flows, limits and formats
+follow the models' own code. The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file`
+supplies the words of a model's authors.
 
 Deliberately missing: top-p, repetition penalties, SAGE's tools that need a network or speech recognition, and the video
 channel: a model that was trained on a video's positions reads stamps instead.
@@ -33,7 +34,6 @@ import rollout
 from data import Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, ask_with_subtitles, spoken
 from rewards import ANSWER, final_answer, last_answer, turn_texts
-from rollout import AgentContext, Stopped, derive_seed
 from runtime.answers import parse_span, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
@@ -67,41 +67,10 @@ class Prompting:
         return read_words(self.protocol, self.prompt_file)
 
 
-# The {places} that every text may use, in addition to those in our own text of that name.
-PLACES = {"question", "stem", "options", "caption", "path", "duration", "minutes", "clock"}
-
-
-@functools.cache
-def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
-    """Return the texts of a protocol by name. Those of the prompt file replace ours."""
-    known, own = WORDS[protocol], read_tree(Path(prompt_file)) if prompt_file else {}
-    for name, text in own.items():
-        if name not in known or not isinstance(text, str):
-            raise ValueError(f"{prompt_file}: {name!r} must be a string and a text of {protocol!r}: {', '.join(known)}")
-        places = PLACES | set(PLACE.findall(known[name]))
-        if name == "message":
-            places.add("tools")
-        unknown = sorted(set(PLACE.findall(text)) - places - {""})
-        if unknown:
-            rule = f"only {', '.join(sorted(places))}. Write {{{{word}}}} for a word in braces"
-            raise ValueError(f"{prompt_file}: {name!r} of {protocol!r} cannot use {', '.join(unknown)}, {rule}")
-    return known | own
-
-
-# Limits from the models' own code. *_FPS: frames per second. *_FRAMES: frames per call or round.
-OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "sage": 1.0, "video_zoomer": 0.5}  # up to K frames; all others: K
-CROP_FPS = 1.0  # rate of longvt's crops, and of the frames that sage's tools see of a window
-CONAN_TURNS = 3
-CONAN_FRAMES = 8
-LONGVT_ROUNDS = 5  # rounds of calls, before one turn that answers
-LONGVT_FRAMES = 128
-SAGE_STEPS = 10
-SAGE_STILLS = 10
-SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # longest window in seconds
-SAGE_ATTEMPTS = 5  # attempts to write JSON
-SAGE_RETRY_TEMPERATURE = 0.7
-ZOOM_TURNS = 5
-ZOOM_FRAMES = 16
+# Frames per second of the overview, at most K frames in all. All other protocols have K frames.
+OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "sage": 1.0, "video_zoomer": 0.5}
+CROP_FPS = 1.0  # of longvt's crops, and of the frames that sage's tools see of a window
+LONGVT_FRAMES = 128  # per call
 # How these protocols read frames. They override the run's visual contract.
 READS = {
     "conan": {"stamp": "{clock}"},
@@ -111,7 +80,9 @@ READS = {
 }
 
 
-def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
+def run_protocol(
+    context: rollout.AgentContext, item: Item, k: int, seed: int, cfg: Prompting
+) -> tuple[Episode, str | None]:
     """Make one attempt. Return the episode and the text to grade (None: no answer). An error that a model or a file can
     cause becomes the episode's error, and the turns before it are kept."""
     task = item.task
@@ -125,17 +96,21 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
     answer = None
     started = time.perf_counter()
     try:
+        # Sample the overview, and give the question the subtitles of its frames.
         frames = []
-        if item.subtitles or cfg.protocol != "agent":  # run_episode samples the agent's overview itself
+        if item.subtitles or cfg.protocol != "agent":  # rollout.run_episode samples the agent's overview itself
             info = context.videos.info(task.videos[0])
             size = context.renderer.contract.frame_size(info.width, info.height)
             frames = [context.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
             episode.task = ask_with_subtitles(item, frames[0].times)
+
+        # Fill `request`, the text of the task's kind, and run the protocol.
         values = values_of(context, episode.task, item.caption) | {"frames": frames}
         attempt = Attempt(context, episode, cfg, values)
         values["request"] = attempt.fill(task.kind)
-        answer = FLOWS.get(cfg.protocol, _one_turn)(attempt)
-    except (EngineError, VideoError, Stopped) as error:
+        flow = FLOWS.get(cfg.protocol, _one_turn)
+        answer = flow(attempt)
+    except (EngineError, VideoError, rollout.Stopped) as error:
         episode.fail(error)
     episode.seconds = time.perf_counter() - started
     return episode, answer or None
@@ -152,8 +127,8 @@ def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[in
     return uniform_indices(info.n_frames, k)
 
 
-def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str | list]:
-    """Return the values of the {places} in every text. They also fill `request`, the text of the task's kind."""
+def values_of(context: rollout.AgentContext, task: Task, caption: str) -> dict[str, str | list]:
+    """Return the values of the {places} that every text may use."""
     path = task.videos[0]
     duration = context.videos.info(path).duration
     minutes, seconds = divmod(int(duration), 60)
@@ -179,9 +154,9 @@ def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str 
 
 @dataclass
 class Attempt:
-    """An attempt at one item, which every flow below works on."""
+    """An attempt at one item, which a protocol works on."""
 
-    context: AgentContext
+    context: rollout.AgentContext
     episode: Episode  # grows turn by turn
     cfg: Prompting
     values: dict[str, str | list]  # {place} -> what replaces it
@@ -208,42 +183,42 @@ class Attempt:
                 parts.append(values[place[1]])
         return [*parts, Live(text[done:])]
 
-    def begin(self, user="user", system="system", tools=None, **more: str | list) -> Trajectory:
-        """Open a conversation with the texts of these names. The system message is left out if the protocol has none."""
+    def open_conversation(self, user="user", system="system", tools=None, **more: str | list) -> Trajectory:
+        """Open a conversation with the texts of these names. There is no system message if the protocol has no such text."""
         messages = [{"role": "user", "content": self.fill(user, **more)}]
         if system in self.cfg.texts:
             messages.insert(0, {"role": "system", "content": self.fill(system, **more)})
         return rollout.open_trajectory(self.context.renderer.render(messages, tools, generate=True))
 
-    def speak(self, trajectory: Trajectory, *seed: Any, closing: str = "", **limits: Any) -> str:
+    def sample(self, trajectory: Trajectory, *seed: Any, closing: str = "", **limits: Any) -> str:
         """Sample one turn, append it and return its text. Its seed derives from `seed`. If the text contains `closing`,
         the turn ends there and its later tokens are dropped."""
         renderer = self.context.renderer
         cfg = replace(self.context.cfg, **limits)
         start = len(trajectory.ids)
-        seed = derive_seed(*seed)
+        seed = rollout.derive_seed(*seed)
         rollout.sample_turn(self.context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
-        said = trajectory.ids[start:]
+        ids = trajectory.ids[start:]
         if trajectory.finish == "stop":
-            said = said[:-1]
-        text = renderer.decode(said)
+            ids = ids[:-1]  # without the end of turn
+        text = renderer.decode(ids)
         if closing and closing in text:
             text = text[: text.index(closing) + len(closing)]
-            kept = sum(begun < len(text) for begun, _ in renderer.offsets(said))
+            kept = sum(first < len(text) for first, _ in renderer.offsets(ids))  # tokens that begin in the text
             for column in (trajectory.ids, trajectory.mask, trajectory.logprobs, trajectory.versions):
                 del column[start + kept :]
             trajectory.finish = "stop"
         trajectory.turns.append((start, len(trajectory.ids)))
         return text
 
-    def tell(self, contents: list[list], role: str) -> bool:
+    def append_message(self, contents: list[list], role: str) -> bool:
         """Append a message between two turns. Return False if the context has no room for it."""
         delta = self.context.renderer.continuation(contents, role)
         return rollout.append_rendered(self.context, self.episode.main, delta)
 
-    def run(self, call: Call, work: Callable[..., list], *more: Any) -> list:
-        """Run and record one call. Return what the model reads: the parts from `work`, or the text of an error. `work` fills
-        `outcome`, the fields of the call that it learns."""
+    def run_call(self, call: Call, work: Callable[..., list], *more: Any) -> list:
+        """Run and record one call. Return what the model reads: the parts that `work` returns, or the text of an error. `work`
+        writes fields of the call into `outcome` as soon as it knows them, so that a failed call keeps them."""
         started = time.perf_counter()
         parts = []
         outcome = {}
@@ -258,8 +233,8 @@ class Attempt:
         self.episode.calls.append(call)
         return [call.text] if call.error else parts
 
-    def show(self, indices: Sequence[int]) -> Clip:
-        """Return the frames that a tool shows."""
+    def decode(self, indices: Sequence[int]) -> Clip:
+        """Decode the frames that a tool shows."""
         info = self.info
         size = self.context.renderer.contract.crop_size(info.width, info.height)
         return self.context.videos.frames(info.path, indices, size)
@@ -270,39 +245,49 @@ def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
     return min(max(start, 0.0), info.duration), min(max(end, 0.0), info.duration)
 
 
-# ------------------------------------------------------------------------------------------------ the protocols
+# ------------------------------------------------------------------------------------------------ agent, and one turn
 
 
 def _agent(attempt: Attempt) -> str | None:
+    """Run our agent as in training, with the request as its question."""
     episode = attempt.episode
     context = attempt.context
     task = replace(episode.task, question="".join(attempt.values["request"]))
-    played = rollout.run_episode(
-        context, task, episode.k, rollout.render_prompt(task, episode.k, context), episode.seed
-    )
-    episode.main, episode.calls = played.main, played.calls
-    episode.error_kind, episode.error_text = played.error_kind, played.error_text
-    return final_answer(turn_texts(played.main, context.renderer))
+    prompt = rollout.render_prompt(task, episode.k, context)
+    result = rollout.run_episode(context, task, episode.k, prompt, episode.seed)
+    episode.main = result.main
+    episode.calls = result.calls
+    episode.error_kind = result.error_kind
+    episode.error_text = result.error_text
+    return final_answer(turn_texts(episode.main, context.renderer))
 
 
 def _one_turn(attempt: Attempt) -> str | None:
-    main = attempt.episode.main = attempt.begin()
-    text = attempt.speak(main, attempt.episode.seed, 0)
+    """Ask once. Only `direct` accepts an answer without tags."""
+    main = attempt.episode.main = attempt.open_conversation()
+    text = attempt.sample(main, attempt.episode.seed, 0)
     if attempt.cfg.protocol == "direct":
         return final_answer([text]) or spoken(text)  # not from inside a thought
     return last_answer(text)
 
 
+# ------------------------------------------------------------------------------------------------ conan
+
+CONAN_TURNS = 3
+CONAN_FRAMES = 8  # per turn
+
+
 def _conan(attempt: Attempt) -> str | None:
+    """In each turn but the last, the model may name clips: a user turn shows it frames of them."""
     last = CONAN_TURNS - 1
-    main = attempt.episode.main = attempt.begin()
+    main = attempt.episode.main = attempt.open_conversation()
     for turn in range(CONAN_TURNS):
-        text = attempt.speak(main, attempt.episode.seed, turn)
+        text = attempt.sample(main, attempt.episode.seed, turn)
         wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
         if not wanted or turn == last or main.finish == "length":
             break
-        frames = attempt.run(Call(turn, "clip", {"clips": wanted}), _retrieve)
-        if not attempt.tell([attempt.fill("last" if turn == last - 1 else "more", frames=frames)], "user"):
+        frames = attempt.run_call(Call(turn, "clip", {"clips": wanted}), _retrieve)
+        if not attempt.append_message([attempt.fill("last" if turn == last - 1 else "more", frames=frames)], "user"):
             break
     return last_answer(text)
 
@@ -324,23 +309,29 @@ def _retrieve(attempt: Attempt, call: Call, outcome: dict) -> list:
         raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
     starts, ends = zip(*spans)
     outcome["window"] = within(info, min(starts), max(ends))  # spans all clips
-    return [attempt.show([new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
+    return [attempt.decode([new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
+
+
+# ------------------------------------------------------------------------------------------------ longvt
+
+LONGVT_ROUNDS = 5  # rounds of calls, before one turn that answers
 
 
 def _longvt(attempt: Attempt) -> str | None:
-    main = attempt.episode.main = attempt.begin(tools=[json.loads(attempt.cfg.texts["tool"])])
-    if main.ids == attempt.begin().ids:
+    """The model calls crop_video, in all turns but the last. A tool turn shows it the frames."""
+    main = attempt.episode.main = attempt.open_conversation(tools=[json.loads(attempt.cfg.texts["tool"])])
+    if main.ids == attempt.open_conversation().ids:
         raise ContractError("the chat template renders no tools: put its authors' template into chat_template.jinja")
-    said = []
+    texts = []
     for turn in range(LONGVT_ROUNDS + 1):
-        said.append(attempt.speak(main, attempt.episode.seed, turn))
-        calls = parse_calls(said[-1], turn)
+        texts.append(attempt.sample(main, attempt.episode.seed, turn))
+        calls = parse_calls(texts[-1], turn)
         if not calls or turn == LONGVT_ROUNDS or main.finish == "length":
             break
-        if not attempt.tell([attempt.run(call, _crop) for call in calls], "tool"):
+        if not attempt.append_message([attempt.run_call(call, _crop) for call in calls], "tool"):
             break
     # Read the answer as its authors do: the first <answer> of all turns, else the last box, else a number at the end.
-    whole = "\n".join(said)
+    whole = "\n".join(texts)
     answers = ANSWER.findall(whole)
     if answers:
         return answers[0].strip()
@@ -350,9 +341,9 @@ def _longvt(attempt: Attempt) -> str | None:
 
 
 def _crop(attempt: Attempt, call: Call, outcome: dict) -> list:
-    clip = run_tool(
-        call, attempt.episode.task, ("crop_video",), attempt.context.videos, attempt.context.renderer.contract
-    )
+    """Show the frames of a window, and say which they are."""
+    context = attempt.context
+    clip = run_tool(call, attempt.episode.task, ("crop_video",), context.videos, context.renderer.contract)
     outcome["window"] = clip.window
     start, end = clip.window
     parts = attempt.fill("shown", count=str(len(clip.frames)), start=f"{start:.1f}", end=f"{end:.1f}")
@@ -360,8 +351,18 @@ def _crop(attempt: Attempt, call: Call, outcome: dict) -> list:
     return [clip.frames, *parts]
 
 
+# ------------------------------------------------------------------------------------------------ sage
+
+SAGE_STEPS = 10
+SAGE_STILLS = 10
+SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # longest window in seconds
+SAGE_ATTEMPTS = 5  # attempts to write JSON
+SAGE_RETRY_TEMPERATURE = 0.7
+
+
 def _sage(attempt: Attempt) -> str | None:
-    """Watch once, then reason in text. Episode.main holds the conversations in a row, each with its prompt."""
+    """The model watches the video once. Then it reasons about texts only, with one tool call per step. Episode.main holds the
+    conversations one after another, each with its prompt."""
     values = attempt.values
     values |= {"tools": Live(attempt.cfg.texts["tools"]), "latest": "none"}
     results = []
@@ -381,12 +382,12 @@ def _sage(attempt: Attempt) -> str | None:
         if reply is None or step == SAGE_STEPS:
             return None
 
-        # Only the first call of a reply is run.
+        # Run the first call of the reply, and no other.
         wanted = _at(reply, "recommended_tools", "tool_calls")
         if isinstance(wanted, list) and wanted and wanted[0] is not None:
             arguments = _at(wanted[0], "arguments")
             call = Call(step, str(_at(wanted[0], "name")), arguments if isinstance(arguments, dict) else {})
-            [result] = attempt.run(call, _use_sage, media)
+            [result] = attempt.run_call(call, _use_sage, media)
             number = sum(c.name == call.name for c in attempt.episode.calls)
             results.append(f"{call.name}_#{number} output: {result}")
             values["latest"] = json.dumps({"name": call.name, "arguments": call.arguments})
@@ -399,11 +400,11 @@ def _sage(attempt: Attempt) -> str | None:
 def _reply(attempt: Attempt, step: int, user: str, system: str) -> dict | None:
     """Hold one conversation of two messages. Return the JSON of its reply, or None if no attempt gives any."""
     main = attempt.episode.main
-    seed = derive_seed(attempt.episode.seed, step)
+    seed = rollout.derive_seed(attempt.episode.seed, step)
     temperature = attempt.context.cfg.temperature
     for number in range(SAGE_ATTEMPTS):
-        trajectory = attempt.begin(user, system)
-        text = attempt.speak(trajectory, seed, number, temperature=temperature)
+        trajectory = attempt.open_conversation(user, system)
+        text = attempt.sample(trajectory, seed, number, temperature=temperature)
         # Append it to the main trajectory.
         shift = len(main.ids)
         for column in ("ids", "mask", "logprobs", "versions", "prompt_clips"):
@@ -437,6 +438,7 @@ def _at(value: Any, *keys: str) -> Any:
 
 def _use_sage(attempt: Attempt, call: Call, outcome: dict, media: dict[str, Sequence[int]]) -> list[str]:
     """Run a tool: choose frames, then return handles to them, or let the model look at them."""
+    # Choose the frames.
     info = attempt.info
     if call.name in SAGE_SPANS:
         start, end = (read_time(call.arguments, name) for name in ("timestamp_start", "timestamp_end"))
@@ -457,6 +459,7 @@ def _use_sage(attempt: Attempt, call: Call, outcome: dict, media: dict[str, Sequ
         there = ", ".join((*SAGE_SPANS, "perform_reasoning"))
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {there}.")
 
+    # Return handles to them.
     if call.name == "extract_parts_from_timestamp":
         if call.arguments.get("extract_type") == "subclips":
             made = {f"clip_{start:.2f}s_{end:.2f}s.mp4": indices}
@@ -467,34 +470,43 @@ def _use_sage(attempt: Attempt, call: Call, outcome: dict, media: dict[str, Sequ
         outcome["text"] = json.dumps({"media_paths": list(made)})
         return [outcome["text"]]
 
-    # The model behind the tool has the same weights, in a fresh context.
+    # Or let the model look at them: the same weights, in a fresh context.
     asked = {name: str(call.arguments.get(name)) for name in ("event", "query")}
-    subagent = outcome["subagent"] = attempt.begin(user=call.name, system="", frames=[attempt.show(indices)], **asked)
+    frames = [attempt.decode(indices)]
+    subagent = attempt.open_conversation(user=call.name, system="", frames=frames, **asked)
+    outcome["subagent"] = subagent
     limits = {name: getattr(attempt.context.cfg.subagents, name) for name in ("temperature", "max_new_tokens")}
-    said = attempt.speak(subagent, attempt.episode.seed, call.turn, "tool", **limits).strip()
-    outcome["text"] = json.dumps({"answer": said}) if call.name == "perform_reasoning" else said
+    reply = attempt.sample(subagent, attempt.episode.seed, call.turn, "tool", **limits).strip()
+    outcome["text"] = json.dumps({"answer": reply}) if call.name == "perform_reasoning" else reply
     return [outcome["text"]]
 
 
+# ------------------------------------------------------------------------------------------------ video_zoomer
+
+ZOOM_TURNS = 5
+ZOOM_FRAMES = 16  # per request
+
+
 def _video_zoomer(attempt: Attempt) -> str | None:
+    """In each turn but the last, the model may request a segment and a frame rate: a user turn shows it the frames."""
     last = ZOOM_TURNS - 1
-    main = attempt.episode.main = attempt.begin()
+    main = attempt.episode.main = attempt.open_conversation()
     for turn in range(ZOOM_TURNS):
-        text = attempt.speak(main, attempt.episode.seed, turn, closing="</video_zoom>")
+        text = attempt.sample(main, attempt.episode.seed, turn, closing="</video_zoom>")
         if "</video_zoom>" not in text or turn == last:
             break
-        frames = attempt.run(Call(turn, "video_zoom", {}), _zoom, text)
+        frames = attempt.run_call(Call(turn, "video_zoom", {}), _zoom, text)
         call = attempt.episode.calls[-1]
         parts = attempt.fill("failed", error=call.text) if call.error else attempt.fill("found", frames=frames)
         if turn == last - 1:
             parts += attempt.fill("last", frames=frames, error=call.text)
-        if not attempt.tell([parts], "user"):
+        if not attempt.append_message([parts], "user"):
             break
     return unboxed(last_answer("\n".join(turn_texts(main, attempt.context.renderer))) or "")
 
 
 def _zoom(attempt: Attempt, call: Call, outcome: dict, text: str) -> list:
-    """Show the requested segment at the requested rate."""
+    """Show the requested segment at the requested rate, or nothing if less than one frame is due."""
     try:
         [arguments] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
         outcome["arguments"] = arguments
@@ -511,8 +523,31 @@ def _zoom(attempt: Attempt, call: Call, outcome: dict, text: str) -> list:
     if wanted < 1:
         return []
     first, last = (int(np.abs(attempt.info.times - t).argmin()) for t in outcome["window"])
-    return [attempt.show(np.linspace(first, last, int(wanted)).round().astype(int).tolist())]
+    return [attempt.decode(np.linspace(first, last, int(wanted)).round().astype(int).tolist())]
 
 
-# Each flow adds its turns to the episode and returns the text to grade. Every other protocol is one turn.
+# Each function adds turns to the episode and returns the text to grade. Every other protocol is one turn.
 FLOWS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "sage": _sage, "video_zoomer": _video_zoomer}
+
+
+# ------------------------------------------------------------------------------------------------ the texts
+
+# The {places} that every text may use, in addition to those in our own text of that name.
+PLACES = {"question", "stem", "options", "caption", "path", "duration", "minutes", "clock"}
+
+
+@functools.cache
+def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
+    """Return the texts of a protocol by name. Those of the prompt file replace ours."""
+    known, own = WORDS[protocol], read_tree(Path(prompt_file)) if prompt_file else {}
+    for name, text in own.items():
+        if name not in known or not isinstance(text, str):
+            raise ValueError(f"{prompt_file}: {name!r} must be a string and a text of {protocol!r}: {', '.join(known)}")
+        places = PLACES | set(PLACE.findall(known[name]))
+        if name == "message":
+            places.add("tools")
+        unknown = sorted(set(PLACE.findall(text)) - places - {""})
+        if unknown:
+            rule = f"only {', '.join(sorted(places))}. Write {{{{word}}}} for a word in braces"
+            raise ValueError(f"{prompt_file}: {name!r} of {protocol!r} cannot use {', '.join(unknown)}, {rule}")
+    return known | own

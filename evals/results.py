@@ -245,6 +245,13 @@ def refuse_mixtures(all_results: Sequence[Results]) -> None:
             )
 
 
+def refuse_mixed_run(run: str, jobs: Sequence[EvalJob]) -> None:
+    """Refuse jobs that would put another model, or other sampling settings, under a name that the run's folder already holds."""
+    mine = {job.path for job in jobs}
+    others = [results for path, results in read_run(run).items() if path not in mine]
+    refuse_mixtures([*others, *(Results(job.header, []) for job in jobs)])
+
+
 def unlike_published(cfg: Any, folder: Path | None) -> list[str]:
     """List how this run differs from its row in configs/eval, and how that row differs from the published run."""
     notes = []

@@ -29,182 +29,6 @@ READINGS = ("tagged", "lenient")
 Row = dict[str, Results]  # one row of the table of scores: split -> results
 
 
-# ------------------------------------------------------------------------------------------------ figures
-
-
-def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, float]:
-    """Return the 95 % interval of the mean, by bootstrap. Questions about one video are not independent, so whole videos
-    are drawn. With a single video, the interval is unknown (NaN)."""
-    _, index = np.unique(list(videos), return_inverse=True)
-    sums = np.bincount(index, values)  # [C], C videos
-    counts = np.bincount(index)  # [C]
-    if len(counts) == 1:
-        return np.nan, np.nan
-    drawn = np.random.default_rng(0).integers(len(counts), size=(1000, len(counts)))  # [1000, C]
-    low, high = np.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), (0.025, 0.975))
-    return float(low), float(high)
-
-
-def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of n. For 20 right of 20, the bootstrap gives [1, 1], Wilson [0.84, 1]."""
-    # (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-    z = 1.96
-    center = mean + z * z / (2 * n)
-    spread = z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-    return max(0.0, center - spread) / (1 + z * z / n), (center + spread) / (1 + z * z / n)
-
-
-def headline(results: Results) -> list[dict]:
-    """Return the records whose mean is the split's headline figure."""
-    return [record for record in results.records if results.split != "mmvu" or record["kind"] == "mcq"]
-
-
-def mean_and_interval(values: Sequence[float], records: Sequence[dict], is_share: bool) -> tuple[float, float, float]:
-    """Return the mean of the records' values and its 95 % interval. The interval of a share holds Wilson's."""
-    videos = ["/".join(record["videos"]) for record in records]
-    mean = sum(values) / len(values)
-    low, high = interval(values, videos)
-    if is_share:
-        least, most = wilson(mean, len(set(videos)))
-        low, high = np.minimum(low, least), np.maximum(high, most)
-    return mean, low, high
-
-
-def shared_gains(ours: Results, base: Results) -> tuple[list[float], list[dict]]:
-    """Return our gain on each item that both have, and our record of the item."""
-
-    def item(record: dict) -> tuple:
-        return record["id"], record.get("item")  # an item that has changed counts as a new one
-
-    base_scores = {item(record): record["score"] for record in headline(base)}
-    shared = [record for record in headline(ours) if item(record) in base_scores]
-    return [record["score"] - base_scores[item(record)] for record in shared], shared
-
-
-def finished(row: Row, reading: str) -> dict[str, float]:
-    """Return the scores of complete splits."""
-    return {split: results.read(reading).score() for split, results in row.items() if results.complete()}
-
-
-def relative_gains(ours: dict[str, float], base: dict[str, float]) -> tuple[float, float, int] | None:
-    """Return two gains, since the paper uses both: the mean of the splits' ratios, and the ratio of their means. The third
-    value is the number of splits that both have."""
-    shared = [split for split in ours if base.get(split)]
-    if not shared:
-        return None
-    mean_of_ratios = sum(ours[split] / base[split] for split in shared) / len(shared)
-    ratio_of_means = sum(ours[split] for split in shared) / sum(base[split] for split in shared)
-    return mean_of_ratios - 1, ratio_of_means - 1, len(shared)
-
-
-def published_scores(name: str, published: dict) -> dict[str, float]:
-    """Return the published scores of a model. "ParaVT-8B (own)" has those of ParaVT-8B."""
-    for row in published["rows"]:
-        if row["name"] == name.partition(" (")[0]:
-            return {c: score for c, score in zip(published["columns"], row["scores"]) if score is not None}
-    return {}
-
-
-def executed(record: dict) -> int:
-    """Count the calls that ran, like `data.Episode.n_executed`."""
-    return sum(not call["error"] for call in record["calls"])
-
-
-def outcomes(records: Sequence[dict]) -> dict[str, float]:
-    """Return means over items: f, well_formed, calls (the paper's kappa) and accuracy. Failed items have no format: 0."""
-    columns = {
-        "f": [record.get("f", 0.0) for record in records],
-        "well_formed": [record.get("well_formed", 0.0) for record in records],
-        "calls": [executed(record) for record in records],
-        "accuracy": [record["score"] for record in records],
-    }
-    return {name: statistics.fmean(values) for name, values in columns.items()}
-
-
-def costs(results: Results) -> dict[str, float]:
-    """Return means per item, and rates in percent."""
-    totals = Counter()
-    for record in results.records:
-        totals["calls"] += executed(record)
-        totals["tool_usage_rate"] += 100 * (executed(record) > 0)
-        totals["failed_calls"] += len(record["calls"]) - executed(record)
-        for name in ("turns", "tokens", "agent_tokens", "seconds"):
-            totals[name] += record[name]
-        refused = record["error"].startswith("Refusal: ")
-        totals["error_rate"] += 100 * (bool(record["error"]) and not refused)
-        totals["refused_rate"] += 100 * refused
-        totals["unparsed_rate"] += 100 * (record["prediction"] is None and not record["error"])
-        totals["truncated_rate"] += 100 * record["truncated"]
-    return {name: total / len(results.records) for name, total in totals.items()}
-
-
-# ------------------------------------------------------------------------------------------------ text
-
-
-def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table with aligned columns. Leave out the columns that are empty."""
-    widths = {}  # column -> its width
-    for i in range(len(header)):
-        if not rows or any(row[i] != "" for row in rows):
-            widths[i] = max(len(str(row[i])) for row in (header, *rows))
-
-    def line(row: Sequence[str]) -> str:
-        return "| " + " | ".join(str(row[i]).ljust(width) for i, width in widths.items()) + " |"
-
-    rule = "|" + "|".join("-" * (width + 2) for width in widths.values()) + "|"
-    return "\n".join([title, "", line(header), rule, *map(line, rows)])
-
-
-def put_between_marks(path: Path, name: str, writer: str, text: str, title: str) -> None:
-    """Replace a script's section of a file, or append it. The text around it stays."""
-    begin, end = f"<!-- {name}: written by {writer} -->", f"<!-- end of {name} -->"
-    old = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n"
-    if begin not in old:
-        old = f"{old.rstrip()}\n\n{begin}\n{end}\n"
-    before, _, rest = old.partition(begin)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
-
-
-def mean_cell(mean: float, low: float, high: float, sign: str = "") -> str:
-    """Write a mean and its interval, in percent. `sign`: "+" for a gain."""
-    text = f"{100 * mean:{sign}.1f}"
-    return text if np.isnan(low) else f"{text} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
-
-
-def score_cell(results: Results) -> str:
-    records = headline(results)
-    if not records:
-        return ""
-    cell = mean_cell(*mean_and_interval([record["score"] for record in records], records, is_share=True))
-    if not results.complete():
-        cell += f" ({len(results.records)} of {results.settings['total']})"
-    return cell
-
-
-def gain_cell(ours: Results, base: Results) -> str:
-    """Write the gain on the items that both have, its interval, and the number of items."""
-    gains, records = shared_gains(ours, base)
-    if not gains:
-        return ""
-    return f"{mean_cell(*mean_and_interval(gains, records, is_share=False), '+')} ({len(gains)})"
-
-
-def summary_cells(ours: dict[str, float], base: dict[str, float], columns: Sequence[str]) -> tuple[str, str]:
-    """Write the average of the paper's columns, if all are there, and the gains over the baseline."""
-    average = gain = ""
-    if set(columns) <= set(ours):
-        average = f"{sum(ours[c] for c in columns) / len(columns):.1f}"
-    if gains := relative_gains(ours, base):
-        mean_of_ratios, ratio_of_means, splits = gains
-        gain = f"{100 * mean_of_ratios:+.1f} / {100 * ratio_of_means:+.1f} % ({splits})"
-    return average, gain
-
-
-def list_ks(row: Row) -> str:
-    return ", ".join(dict.fromkeys(str(results.k) for results in row.values()))
-
-
 # ------------------------------------------------------------------------------------------------ tables
 
 LEGEND = """
@@ -328,6 +152,182 @@ def breakdown_table(all_results: Sequence[Results], by: str) -> str:
     if not rows:
         raise DataError(f"--by {by}: no results have that field; VideoMME has duration, MLVU task_type")
     return markdown(f"### By {by}", ["model", "arm", "K", "split", by, "items", *READINGS], rows)
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table with aligned columns. Leave out the columns that are empty."""
+    widths = {}  # column -> its width
+    for i in range(len(header)):
+        if not rows or any(row[i] != "" for row in rows):
+            widths[i] = max(len(str(row[i])) for row in (header, *rows))
+
+    def line(row: Sequence[str]) -> str:
+        return "| " + " | ".join(str(row[i]).ljust(width) for i, width in widths.items()) + " |"
+
+    rule = "|" + "|".join("-" * (width + 2) for width in widths.values()) + "|"
+    return "\n".join([title, "", line(header), rule, *map(line, rows)])
+
+
+def put_between_marks(path: Path, name: str, writer: str, text: str, title: str) -> None:
+    """Replace a script's section of a file, or append it. The text around it stays."""
+    begin, end = f"<!-- {name}: written by {writer} -->", f"<!-- end of {name} -->"
+    old = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n"
+    if begin not in old:
+        old = f"{old.rstrip()}\n\n{begin}\n{end}\n"
+    before, _, rest = old.partition(begin)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
+def mean_cell(mean: float, low: float, high: float, sign: str = "") -> str:
+    """Write a mean and its interval, in percent. `sign`: "+" for a gain."""
+    text = f"{100 * mean:{sign}.1f}"
+    return text if np.isnan(low) else f"{text} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+
+
+def score_cell(results: Results) -> str:
+    records = headline(results)
+    if not records:
+        return ""
+    cell = mean_cell(*mean_and_interval([record["score"] for record in records], records, is_share=True))
+    if not results.complete():
+        cell += f" ({len(results.records)} of {results.settings['total']})"
+    return cell
+
+
+def gain_cell(ours: Results, base: Results) -> str:
+    """Write the gain on the items that both have, its interval, and the number of items."""
+    gains, records = shared_gains(ours, base)
+    if not gains:
+        return ""
+    return f"{mean_cell(*mean_and_interval(gains, records, is_share=False), '+')} ({len(gains)})"
+
+
+def summary_cells(ours: dict[str, float], base: dict[str, float], columns: Sequence[str]) -> tuple[str, str]:
+    """Write the average of the paper's columns, if all are there, and the gains over the baseline."""
+    average = gain = ""
+    if set(columns) <= set(ours):
+        average = f"{sum(ours[c] for c in columns) / len(columns):.1f}"
+    if gains := relative_gains(ours, base):
+        mean_of_ratios, ratio_of_means, splits = gains
+        gain = f"{100 * mean_of_ratios:+.1f} / {100 * ratio_of_means:+.1f} % ({splits})"
+    return average, gain
+
+
+def list_ks(row: Row) -> str:
+    return ", ".join(dict.fromkeys(str(results.k) for results in row.values()))
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, float]:
+    """Return the 95 % interval of the mean, by bootstrap. Questions about one video are not independent, so whole videos
+    are drawn. With a single video, the interval is unknown (NaN)."""
+    _, index = np.unique(list(videos), return_inverse=True)
+    sums = np.bincount(index, values)  # [C], C videos
+    counts = np.bincount(index)  # [C]
+    if len(counts) == 1:
+        return np.nan, np.nan
+    drawn = np.random.default_rng(0).integers(len(counts), size=(1000, len(counts)))  # [1000, C]
+    low, high = np.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def wilson(mean: float, n: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval of a share of n. For 20 right of 20, the bootstrap gives [1, 1], Wilson [0.84, 1]."""
+    # (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+    z = 1.96
+    center = mean + z * z / (2 * n)
+    spread = z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+    return max(0.0, center - spread) / (1 + z * z / n), (center + spread) / (1 + z * z / n)
+
+
+def headline(results: Results) -> list[dict]:
+    """Return the records whose mean is the split's headline figure."""
+    return [record for record in results.records if results.split != "mmvu" or record["kind"] == "mcq"]
+
+
+def mean_and_interval(values: Sequence[float], records: Sequence[dict], is_share: bool) -> tuple[float, float, float]:
+    """Return the mean of the records' values and its 95 % interval. The interval of a share holds Wilson's."""
+    videos = ["/".join(record["videos"]) for record in records]
+    mean = sum(values) / len(values)
+    low, high = interval(values, videos)
+    if is_share:
+        least, most = wilson(mean, len(set(videos)))
+        low, high = np.minimum(low, least), np.maximum(high, most)
+    return mean, low, high
+
+
+def shared_gains(ours: Results, base: Results) -> tuple[list[float], list[dict]]:
+    """Return our gain on each item that both have, and our record of the item."""
+
+    def item(record: dict) -> tuple:
+        return record["id"], record.get("item")  # an item that has changed counts as a new one
+
+    base_scores = {item(record): record["score"] for record in headline(base)}
+    shared = [record for record in headline(ours) if item(record) in base_scores]
+    return [record["score"] - base_scores[item(record)] for record in shared], shared
+
+
+def finished(row: Row, reading: str) -> dict[str, float]:
+    """Return the scores of complete splits."""
+    return {split: results.read(reading).score() for split, results in row.items() if results.complete()}
+
+
+def relative_gains(ours: dict[str, float], base: dict[str, float]) -> tuple[float, float, int] | None:
+    """Return two gains, since the paper uses both: the mean of the splits' ratios, and the ratio of their means. The third
+    value is the number of splits that both have."""
+    shared = [split for split in ours if base.get(split)]
+    if not shared:
+        return None
+    mean_of_ratios = sum(ours[split] / base[split] for split in shared) / len(shared)
+    ratio_of_means = sum(ours[split] for split in shared) / sum(base[split] for split in shared)
+    return mean_of_ratios - 1, ratio_of_means - 1, len(shared)
+
+
+def published_scores(name: str, published: dict) -> dict[str, float]:
+    """Return the published scores of a model. "ParaVT-8B (own)" has those of ParaVT-8B."""
+    for row in published["rows"]:
+        if row["name"] == name.partition(" (")[0]:
+            return {c: score for c, score in zip(published["columns"], row["scores"]) if score is not None}
+    return {}
+
+
+def executed(record: dict) -> int:
+    """Count the calls that ran, like `data.Episode.n_executed`."""
+    return sum(not call["error"] for call in record["calls"])
+
+
+def outcomes(records: Sequence[dict]) -> dict[str, float]:
+    """Return means over items: f, well_formed, calls (the paper's kappa) and accuracy. Failed items have no format: 0."""
+    columns = {
+        "f": [record.get("f", 0.0) for record in records],
+        "well_formed": [record.get("well_formed", 0.0) for record in records],
+        "calls": [executed(record) for record in records],
+        "accuracy": [record["score"] for record in records],
+    }
+    return {name: statistics.fmean(values) for name, values in columns.items()}
+
+
+def costs(results: Results) -> dict[str, float]:
+    """Return means per item, and rates in percent."""
+    totals = Counter()
+    for record in results.records:
+        totals["calls"] += executed(record)
+        totals["tool_usage_rate"] += 100 * (executed(record) > 0)
+        totals["failed_calls"] += len(record["calls"]) - executed(record)
+        for name in ("turns", "tokens", "agent_tokens", "seconds"):
+            totals[name] += record[name]
+        refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
+        totals["error_rate"] += 100 * (bool(record["error"]) and not refused)
+        totals["refused_rate"] += 100 * refused
+        totals["unparsed_rate"] += 100 * (record["prediction"] is None and not record["error"])
+        totals["truncated_rate"] += 100 * record["truncated"]
+    return {name: total / len(results.records) for name, total in totals.items()}
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -34,7 +34,6 @@ from transformers import AttentionInterface, AutoModelForImageTextToText, Cache,
 
 from runtime import packing
 from runtime.engine import Engine, EngineError, Sample
-from runtime.packing import Bundle
 from runtime.policy import published_names
 from runtime.render import Renderer
 from runtime.video import Clip
@@ -293,7 +292,7 @@ class _Batch:
             layer.length = longest
         return hidden[places[:, -1]]  # [B, H]
 
-    def _bundles(self) -> tuple[list[Bundle], list[Request]]:
+    def _bundles(self) -> tuple[list[packing.Bundle], list[Request]]:
         """Return one bundle per prompt, with one suffix per request, and the requests in the order of the suffixes."""
         by_prompt: dict[tuple, list[Request]] = {}
         for request in self.requests:
@@ -311,7 +310,7 @@ class _Batch:
                 count, height, width, _ = first.clips[shown].pixels.shape
                 pads -= count * self.renderer.contract.frame_tokens(width, height)
                 shown += 1
-            bundle = Bundle(prompt, [], [], list(first.clips[:shown]))
+            bundle = packing.Bundle(prompt, [], [], list(first.clips[:shown]))
             for request in requests:
                 rest = request.ids[length:]
                 bundle.suffixes.append(rest)

@@ -323,7 +323,7 @@ def test_what_the_agent_reads_is_a_setting_of_its_results(write, monkeypatch):
     cfg = load(write(prompting={"protocol": "agent"}), "arms=[parallel, none]")
 
     def prompts(cfg=cfg) -> list[str]:
-        return [job.header["prompts"] for job in evaluation.with_headers(cfg, evaluation.list_jobs(cfg), None)]
+        return [job.header["prompts"] for job in evaluation.with_headers(cfg, evaluation.list_jobs(cfg, "toy"), None)]
 
     before = prompts()
     # Stamps are a setting per split: Charades has them, other splits do not.
@@ -426,7 +426,7 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
     def overtaken(*given):
         monkeypatch.setattr(evaluation, "open_model", plain)
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation.checks, "only_run_in", lambda folder: contextlib.nullcontext())
+            patch.setattr(evaluation, "only_run_in", lambda folder: contextlib.nullcontext())
             run(path)
         return plain(*given)
 
