@@ -272,12 +272,10 @@ KINDS = {
 
 
 def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task:
-    """Read a row such as
+    """Return a row's task. Relative paths start at `root`, `origin` names a row without an id, and `_weight` is for SFT rows.
 
     {"prompt": [{"role": "user", "content": "<video>Which?\\nA. red\\nB. blue"}], "videos": [{"video": "a.mp4"}],
-     "extra_info": {"id": "a1", "question_type": "mcq", "answer": "B", "options": ["red", "blue"]}}
-
-    `origin` names a row without an id. Relative paths start at `root`. `_weight` is only for SFT rows."""
+     "extra_info": {"id": "a1", "question_type": "mcq", "answer": "B", "options": ["red", "blue"]}}"""
     question = _read_question(row)
     videos = _read_videos(row, root)
     info = decode_json(row.get("extra_info") or {}, "extra_info")
