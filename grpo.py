@@ -194,7 +194,7 @@ def token_losses(
     advantages: Tensor,
     cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each token, [N], and statistics without gradient, each [N]. All inputs are [N], too."""
+    """Return the loss of each token, [N], and statistics without gradient, each [N]. All inputs are [N] as well."""
     # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * w * r * KL
     # r = pi / pi_prox
     ratio = (logprobs - prox_logprobs).exp()
@@ -271,8 +271,8 @@ def update(
         if minibatch:
             batches.append(minibatch)
 
-    # L = sum of l_i,t over all sampled tokens of all ranks / their number. Each minibatch is an optimizer step of its own on its
-    # part of the sum, so it divides by an equal share of the number: the mean over the steps is L.
+    # L = sum of l_i,t over all sampled tokens of all ranks / their number. Each minibatch is an optimizer step of its own, on
+    # its part of the sum. So it divides by an equal share of the number: the mean over the steps is L.
     denominator = total_tokens / max(1, len(batches))
 
     # One optimizer step per minibatch, from the gradients of its micro-batches.

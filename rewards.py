@@ -2,13 +2,14 @@
 
     score(episode, renderer, cfg) -> {part: value}           R = R_acc + w_fmt * R_fmt + w_tool * R_tool
     structural_mask(trajectory, renderer) -> [0 or 1]        struct(o): the tokens that Selective Anchoring credits
+    give_rewards(groups, renderer, cfg)                      writes both into the episodes
 
 Rewards read only the assistant's turns, including the forced `<think>\\n`. For a tool call they check whether it ran, and
 never read the text it returned. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
 
     python -m study.lab TEXT --answer B                      score any text, term by term
 
-Deliberately missing: a learned reward model, and any I/O. For open answers, the caller passes in a judge.
+Deliberately missing: a learned reward model, and any I/O. If a judge scores open answers, the caller passes it in.
 """
 
 import re
@@ -30,7 +31,6 @@ TAG = re.compile("|".join(TAGS))
 TAGS_AND_CODE = (*TAGS, "<tool_code>", "</tool_code>")  # a call in <tool_code> runs, but the format does not ask for it
 # A piece of a tag: `</answe`, or a `<` at the end of a text. `a<b`, `<video>`, `</b>`, `<-` and `<12.5 seconds>` are none.
 TAG_PIECE = re.compile(r"</?(?:th|to|an)[a-z_]*>?|</?\s*\Z")
-PARTS = ("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed")
 # A turn with more opening or closing tags of one kind is spam, and its episode scores 0.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
 MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
@@ -58,15 +58,16 @@ class Anchor:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Weights and options of the reward."""
+    """Weights and options of the reward R = R_acc + w_fmt * R_fmt + w_tool * R_tool."""
 
     w_fmt: float = 1.0
     w_tool: float = 1.0
-    """Both 0: accuracy-only GRPO."""
+    """With both at 0, R is accuracy alone."""
     answer_suffix: bool = True
     """true: Exploration Anchoring's higher weights for the answer's tags. false: the plain weights."""
     anchor: Anchor = Anchor()
     open_answer: Literal["f1", "exact", "judge"] = "f1"
+    """R_acc of an open question: the F1 of the answer's words, an exact match, or a judge's verdict."""
     untagged_answer: Literal["off", "stated", "fallback"] = "off"
     """The answer of a last turn without a complete <answer>. off: none. stated: the text after "answer is" or "answer:", even in
     a thought that is never closed; the toy's accuracy-only runs need it. fallback: the text after the thought, or of it what
@@ -84,13 +85,13 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. R_fmt is the format reward that R contains. The metric f is R_fmt plus
-    lambda * R_anchor, under any credit; format_rewards has both equations."""
+    """Return all parts by name, or raise JudgeError. R_fmt is the format reward that R contains. The metric f is R_fmt with
+    lambda * R_anchor inside its cap, whatever the credit (see format_rewards)."""
     # Split the turns into tags and text.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
 
-    # Count tags. Tag spam scores 0.
+    # Count the tags, and compute f as the paper reports it. Tag spam scores 0.
     metrics = tag_metrics(turns) | {"f_release": f_release(sampled_text(episode.main, renderer), cfg)}
     if any(metrics[f"spam_{name}"] for name in TAG_LIMITS):
         return score_of_spam(cfg) | metrics
@@ -120,7 +121,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
 def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
     """Return the parts of a spam episode. They are 0, but R_anchor is the penalty for unpaired think tags. Otherwise spamming
     would beat leaving a thought open."""
-    parts = dict.fromkeys(PARTS, 0.0)
+    parts = dict.fromkeys(("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed"), 0.0)
     parts["R_anchor"] = -cfg.anchor.gamma
     parts["f"] = cfg.anchor.lam * parts["R_anchor"]
     if cfg.anchor.credit == "sequence":
@@ -324,7 +325,8 @@ def format_rewards(
     s += weights["answer"] * tagged
     s += weights["think_before_call"] * thinks_before_calls
 
-    # Well-formed text needs a thought, which the release does not ask of plain GRPO. So under `off`, balanced tags suffice.
+    # Text without a flaw is well formed. That needs a thought, which the release does not ask of plain GRPO. So under `off`,
+    # balanced tags suffice.
     flawless = well_formed(turns)
     if cfg.anchor.credit == "off":
         flawless = s > 0 and all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)

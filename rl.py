@@ -8,9 +8,10 @@ A step draws one K for each of B tasks (nFrames gating), samples G episodes per 
 their group (advantages), takes an AdamW step on the loss and gives the new weights to the engine. The run writes
 RUN/metrics.jsonl, RUN/episodes/ (episodes as text and token ids), RUN/state/ (to resume from) and RUN/model/ (the result).
 
-The equations are in grpo.py. Plain GRPO is the same loop without prefix, suffix, anchor and gating. With `staleness: 1`, the next
-step's episodes are sampled while this step trains, so their weights are one update old. A resumed run samples its first
-batch with the newest weights. It therefore repeats the uninterrupted run only with `staleness: 0` and the in-process engine.
+The equations are in grpo.py. Plain GRPO is the same loop without prefix, suffix, anchor and gating. With `staleness: 1`,
+the next step's episodes are sampled while this step trains, so their weights are one update old. A resumed run samples its
+first batch with the newest weights. It therefore repeats the uninterrupted run only with `staleness: 0` and the in-process
+engine.
 
 Deliberately missing: batches that are more than one update old, elastic training.
 """
