@@ -287,6 +287,7 @@ class SGLang(Engine):
     # -------------------------------------------------------------------------------------------- supervision
 
     def _strike(self, server: _Server, problem: str) -> None:
+        """Count a failure, and wake the server's supervisor. Nobody chooses the server until it is healthy again."""
         with self._changed:
             server.healthy = False
             server.strikes += 1
