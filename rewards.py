@@ -31,6 +31,7 @@ TAG = re.compile("|".join(TAGS))
 TAGS_AND_CODE = (*TAGS, "<tool_code>", "</tool_code>")  # a call in <tool_code> runs, but the format does not ask for it
 # A piece of a tag: `</answe`, or a `<` at the end of a text. `a<b`, `<video>`, `</b>`, `<-` and `<12.5 seconds>` are none.
 TAG_PIECE = re.compile(r"</?(?:th|to|an)[a-z_]*>?|</?\s*\Z")
+PARTS = ("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed")
 # A turn with more opening or closing tags of one kind is spam, and its episode scores 0.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
 MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
@@ -121,7 +122,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
 def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
     """Return the parts of a spam episode. They are 0, but R_anchor is the penalty for unpaired think tags. Otherwise spamming
     would beat leaving a thought open."""
-    parts = dict.fromkeys(("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed"), 0.0)
+    parts = dict.fromkeys(PARTS, 0.0)
     parts["R_anchor"] = -cfg.anchor.gamma
     parts["f"] = cfg.anchor.lam * parts["R_anchor"]
     if cfg.anchor.credit == "sequence":

@@ -15,7 +15,7 @@ from scripts import REPO, Forked, fake_server, finish, metrics
 
 import rl
 import sft
-from runtime import checks, doctor, servers
+from runtime import doctor, servers
 from runtime.engine import EngineError
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import command_line, run_script
@@ -51,7 +51,7 @@ def train_beside_stand_ins(toy: Path) -> None:
     """Run paragrpo_8b.yaml: a server is killed after the first step, and Ctrl-C pressed after the second."""
     renderer = Renderer(load_tokenizer("runs/sft_8b/model"), VisualContract(frame_pixels=1024))
     servers.server_command = lambda checkpoint, _, port, extra=(): fake_server(renderer, port)
-    checks.check_servers = lambda *_: None
+    rl.check_servers = lambda *_: None
     doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
     publish = WeightSync.publish
 

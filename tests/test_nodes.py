@@ -98,8 +98,8 @@ def train_rl(cfg: Path) -> None:
     node = os.environ.get("GROUP_RANK", "0")
     cleanup.MEMORY = weights.MEMORY = cfg.parent / f"memory-{node}"
     cleanup.MEMORY.mkdir(exist_ok=True)
-    checks.check_servers = lambda *_: None
-    servers.IMAGES = 0  # a test's disk can be small
+    rl.check_servers = lambda *_: None
+    rl.IMAGES = 0  # a test's disk can be small
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
     publish = WeightSync.publish
 
