@@ -217,8 +217,9 @@ def _raise_interrupt(error: BaseException) -> BaseException:
     cause = error
     if isinstance(error, CheckpointException):
         cause, _ = next(iter(error.failures.values()))
-    if isinstance(cause, KeyboardInterrupt):
-        raise cause
+    for interrupt in (cause, cause.__context__):  # torch's writer can fail in turn, while Ctrl-C ends it
+        if isinstance(interrupt, KeyboardInterrupt):
+            raise interrupt
     return cause
 
 

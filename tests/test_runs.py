@@ -134,25 +134,41 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
     wait_for(lambda: not any(map(alive, helpers)), seconds=20)
 
 
-def save_interrupted(folder: Path) -> None:
-    """Press Ctrl-C while torch writes a state."""
-    fsync = os.fsync
+def save_interrupted(folder: Path, function: str) -> None:
+    """Press Ctrl-C while torch writes a state: after a file, or while its writer writes a tensor."""
+    fsync, write = os.fsync, torch.save
 
     def interrupted_fsync(file):
         fsync(file)
         os.kill(os.getpid(), signal.SIGINT)
 
+    def interrupted_write(tensor, file):
+        pieces = []
+
+        def press(data):
+            pieces.append(data)
+            if len(pieces) == 3:  # earlier, the writer is not yet open
+                os.kill(os.getpid(), signal.SIGINT)
+            return file.write(data)
+
+        write(tensor, SimpleNamespace(write=press, flush=file.flush))
+
     def save(cfg):
-        os.fsync = interrupted_fsync
+        if function == "fsync":
+            os.fsync = interrupted_fsync
+        else:
+            torch.save = interrupted_write
         weights = torch.nn.Linear(1, 1)
         distributed.save_state(folder, weights, torch.optim.AdamW(weights.parameters()), 1)
 
     run_script(save, SimpleNamespace(run="RUN"))
 
 
-def test_ctrl_c_while_a_state_is_written_gets_the_same_sentence(tmp_path):
-    """Past bug: torch wraps it in an exception that is not an Exception, which printed two pages."""
-    told = finish(Forked(partial(save_interrupted, tmp_path)), code=1)
+@pytest.mark.parametrize("function", ["fsync", "save"])
+def test_ctrl_c_while_a_state_is_written_gets_the_same_sentence(tmp_path, function):
+    """Past bugs: torch wraps it in an exception that is not an Exception, or its writer replaces it with a RuntimeError. Both
+    printed two pages."""
+    told = finish(Forked(partial(save_interrupted, tmp_path, function)), code=1)
     assert (
         told.endswith("interrupted. The same command resumes from what was saved in RUN\n") and "Traceback" not in told
     )
