@@ -7,8 +7,8 @@
     main_messages(question, paths, clips, renderer, with_tools=True) -> messages for renderer.render
 
 SFT, RL, evaluation and `ask` all build their prompts with the functions here. The prompt of an SFT row always promises
-reports: only a rollout has the switch `tool_return: frames`. runtime/dataset.py streams the rows. `python -m study.prepare`
-checks them and prepares the published ones.
+reports: only a rollout has the switch `tool_return: frames`. runtime/dataset.py streams the rows. `python -m study.prepare check`
+checks them.
 
 Deliberately missing: prompts per dataset.
 """

@@ -64,7 +64,7 @@ from runtime.checks import (
     only_run_in,
     weights_digest,
 )
-from runtime.config import ConfigError, choose, refuse_below_1, save_run, write_whole
+from runtime.config import ConfigError, refuse_below_1, save_run, suggest, write_whole
 from runtime.engine import Engine, run_all
 from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
 from runtime.policy import MODELS, PolicyConfig
@@ -116,7 +116,7 @@ class EvalConfig:
         refuse_below_1(self, "decoders")
         unknown = [name for name in self.splits if name not in SPLITS]
         if unknown:
-            raise ValueError(f"splits = {unknown}: unknown; {choose(unknown[0], SPLITS)}")
+            raise ValueError(f"splits = {unknown}: unknown; {suggest(unknown[0], SPLITS)}")
         if not self.agentic and self.arms != ("parallel",):
             raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has arms; leave the default")
         if not self.frames or not self.arms or min(self.frames) < 1:
@@ -182,7 +182,7 @@ def ask_item(
         "calls": calls,
         "turns": len(turns),
         "tokens": episode.main.n_sampled,
-        "agent_tokens": sum(subagent.n_sampled for subagent in episode.subagents),
+        "subagent_tokens": sum(subagent.n_sampled for subagent in episode.subagents),
         "truncated": episode.main.finish == "length",
         "seconds": episode.seconds,
         "error": episode.error,

@@ -31,7 +31,7 @@ from data import Episode, Group, Trajectory
 from rewards import Anchor
 from runtime.distributed import gather, sum_over_ranks
 from runtime.packing import Bundle, best_fit
-from runtime.policy import Policy, TokenScores
+from runtime.policy import Policy, PolicyOutput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ def token_losses(
 
 
 def micro_batch_losses(
-    scores: TokenScores,
+    output: PolicyOutput,
     micro: list[TrainGroup],
     prox_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
@@ -233,18 +233,19 @@ def micro_batch_losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each token of a micro-batch, [N], and statistics, each [N]. `prox_logprobs` and `ref_logprobs` are
     [N]. Without `prox_logprobs`, pi_prox is pi."""
-    logprobs = scores.logprobs  # [N]
+    logprobs = output.logprobs  # [N]
     if prox_logprobs is None:
         prox_logprobs = logprobs.detach()
 
     # A rank without groups still takes part in every collective, with N = 0.
-    columns = [np.zeros((2, 0), np.float32)]
-    for group in micro:
-        columns.append(np.stack([group.advantages, group.behaviour_logprobs]))
-    advantages, behaviour_logprobs = torch.from_numpy(np.concatenate(columns, axis=1)).to(logprobs)  # each [N]
+    none = np.zeros(0, np.float32)
+    advantages = np.concatenate([none, *(group.advantages for group in micro)])
+    behaviour_logprobs = np.concatenate([none, *(group.behaviour_logprobs for group in micro)])
+    advantages = torch.from_numpy(advantages).to(logprobs)  # [N]
+    behaviour_logprobs = torch.from_numpy(behaviour_logprobs).to(logprobs)  # [N]
 
     losses, stats = token_losses(logprobs, prox_logprobs, behaviour_logprobs, ref_logprobs, advantages, cfg)
-    return losses, stats | {"entropy": scores.entropies}
+    return losses, stats | {"entropy": output.entropies}
 
 
 # ------------------------------------------------------------------------------------------------ the update
@@ -311,13 +312,13 @@ def micro_step(
     """Add the gradient of one micro-batch. Return its share of the minibatch's loss, and its token statistics, each [N]."""
     # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
     features = policy.vision_features(bundles(micro)) if policy.vision_frozen else None
-    scores = policy(bundles(micro), temperature, features)
+    output = policy(bundles(micro), temperature, features)
     ref_logprobs = None
     if reference is not None:
         with torch.no_grad():
             ref_logprobs = reference(bundles(micro), temperature, features).logprobs
 
-    losses, stats = micro_batch_losses(scores, micro, prox_logprobs, ref_logprobs, cfg)
+    losses, stats = micro_batch_losses(output, micro, prox_logprobs, ref_logprobs, cfg)
     loss = losses.sum() / denominator
     loss.backward()
     return loss.item(), stats

@@ -94,7 +94,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
 
     # Count the tags, and compute f as the paper reports it. Tag spam scores 0.
     metrics = tag_metrics(turns) | {"f_release": f_release(sampled_text(episode.main, renderer), cfg)}
-    if any(metrics[f"spam_{name}"] for name in TAG_LIMITS):
+    if any(metrics[f"spam/{name}"] for name in TAG_LIMITS):
         return score_of_spam(cfg) | metrics
 
     # Score the answer and the calls.
@@ -257,7 +257,7 @@ def thought_ends(turn: Elements) -> list[int]:
 
 
 def tag_metrics(turns: list[Elements]) -> dict[str, float]:
-    """Return three metrics per tag. `spam_TAG` is 1 if a turn exceeds the tag's limit. `closure/TAG` is the share of opened
+    """Return three metrics per tag. `spam/TAG` is 1 if a turn exceeds the tag's limit. `closure/TAG` is the share of opened
     tags that were closed in their turn, if any was opened; Format Fragility shows here first. `surplus/TAG` counts the
     closing tags beyond the opened ones of their turn."""
     metrics = {}
@@ -270,7 +270,7 @@ def tag_metrics(turns: list[Elements]) -> dict[str, float]:
             closed += min(opening, closing)
             surplus += max(0, closing - opening)
             highest = max(highest, opening, closing)
-        metrics[f"spam_{name}"] = float(highest > limit)
+        metrics[f"spam/{name}"] = float(highest > limit)
         metrics[f"surplus/{name}"] = float(surplus)
         if opened:
             metrics[f"closure/{name}"] = closed / opened

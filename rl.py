@@ -17,7 +17,6 @@ Deliberately missing: batches that are more than one update old, elastic trainin
 """
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -59,10 +58,10 @@ from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
 from runtime.run import Clock, Run, RunConfig, check_room
 from runtime.script import command_line, run_script
-from runtime.servers import IMAGES, on_this_machine
+from runtime.servers import IMAGE_BYTES, on_this_machine
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folder
-from tools import TOOLS
+from tools import TOOLS, choose_video
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +155,8 @@ def train(
         clock = Clock()
 
         # Sample: get this rank's groups of episodes.
-        groups, clock.seconds["sampling_seconds"] = sampler.get(step)
+        groups, sampling_seconds = sampler.get(step)
+        clock.seconds["sampling_seconds"] = sampling_seconds
         clock.lap("rollout")
 
         # Reward the episodes, compare them within their group, and collect what to train on.
@@ -238,12 +238,12 @@ class Sampler:
         """Sample the batch of a step, and report rows that turn out to be unusable."""
         cfg = self.cfg
         started = time.perf_counter()
+        tasks, ks = self.draw(step)
 
         # The decoders have little to do while this batch is sampled, so they decode the next batch's overviews.
         if step + 1 < cfg.steps:
             self.decoding.submit(self.look_ahead, *self.draw(step + 1))
 
-        tasks, ks = self.draw(step)
         context = AgentContext(self.engine, self.renderer, self.videos, cfg.rollout, stopped=self.stopped)
         progress = rank() == 0 and sys.stderr.isatty()
         groups = rollout(context, tasks, ks, cfg.grpo.group_size, cfg.seed, step, progress)
@@ -280,7 +280,7 @@ class Sampler:
 def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tuple[Sampler, WeightSync]]:
     """Open engine, video decoders and snapshot folder for the length of the block."""
     per_node = on_this_machine(cfg.rollout.urls)  # servers on another machine serve all nodes
-    image_bytes = IMAGES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
+    image_bytes = IMAGE_BYTES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
     with snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
         engine = start_engine(source, renderer, cfg)
         with Videos(cfg.workers) as videos, contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler:
@@ -370,9 +370,7 @@ def new_windows(episode: Episode) -> list[bool]:
     for call in episode.calls:
         if call.error or call.window is None:
             continue
-        video = ""
-        if len(episode.task.videos) > 1:
-            video = os.path.basename(str(call.arguments.get("video_path")))
+        video = choose_video(episode.task, call.arguments)
         start, end = call.window
         covered = [min(end, e) - max(start, s) for s, e in earlier[video]]
         distinct.append(max(covered, default=0.0) <= (end - start) / 2)
@@ -390,7 +388,7 @@ def speed(train_groups: list[TrainGroup], policy: Policy, seconds: float) -> dic
     }
 
 
-def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge | None = None) -> dict[str, float]:
+def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge) -> dict[str, float]:
     """Return greedy accuracy, kappa and format on held-out tasks at each K of `val_frames`, with tools and without."""
     asked, ks = [], []
     for task in tasks:
@@ -423,9 +421,10 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 def check_hardware(cfg: RLConfig, checklist: Checklist) -> None:
     """Refuse a run whose models do not fit on this machine's GPUs, or whose servers cannot start."""
     check_room(cfg, checklist, plan_rl)
-    with checklist.item("servers"):
-        if cfg.batch_tasks // world_size() < cfg.minibatches:
-            needs = f"each of {world_size()} ranks needs a task for each of {cfg.minibatches} minibatches"
+    with checklist.item("batch and servers"):
+        ranks = cfg.plan.gpus if checklist.dry else world_size()
+        if cfg.batch_tasks // ranks < cfg.minibatches:
+            needs = f"each of {ranks} ranks needs a task for each of {cfg.minibatches} minibatches"
             raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: {needs}; raise it")
         # A dry run may be on a machine without GPUs.
         if not checklist.dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:

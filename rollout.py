@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 from data import Call, Episode, Group, Task, Trajectory, main_messages, overview, subagent_messages
-from runtime.config import choose, refuse_below_1
+from runtime.config import refuse_below_1, suggest
 from runtime.dataset import RowError, row_errors
 from runtime.engine import ActiveCallers, Engine, EngineError, run_all
 from runtime.inprocess import InProcess
@@ -108,7 +108,7 @@ class RolloutConfig:
     def __post_init__(self):
         unknown = [name for name in self.tools if name not in TOOLS]
         if unknown:
-            raise ValueError(f"tools = {unknown}: not in tools.TOOLS; {choose(unknown[0], TOOLS)}")
+            raise ValueError(f"tools = {unknown}: not in tools.TOOLS; {suggest(unknown[0], TOOLS)}")
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
         for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
@@ -138,7 +138,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class AgentContext:
-    """The objects that all agents of a rollout share. A rollout ends the threads of its context, so each needs a new one."""
+    """The objects that all agents of a rollout share. A rollout shuts down `call_threads`, so make a new context for each."""
 
     engine: Engine
     renderer: Renderer

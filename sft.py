@@ -28,7 +28,7 @@ import torch
 from data import main_messages, subagent_messages
 from rewards import TAG
 from runtime.checks import USER_ERRORS, dry_run, open_run
-from runtime.config import choose, refuse_below_1
+from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, Media, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
@@ -49,7 +49,7 @@ KIND_PATTERNS = {
     "answer": re.compile(r"<answer>(.*?)</answer>", re.S),
     "structure": re.compile(f"({TAG.pattern})"),
 }
-KINDS = ("prose", *KIND_PATTERNS)
+TOKEN_KINDS = ("prose", *KIND_PATTERNS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,10 @@ class SFTConfig(RunConfig):
         super().__post_init__()
         refuse_below_1(self, "batch_rows", "pack_tokens")
         if unknown := set(self.tools) - set(TOOLS):
-            raise ValueError(f"tools = {sorted(unknown)}: not in tools.TOOLS; {choose(min(unknown), TOOLS)}")
-        if unknown := set(self.kind_weights) - set(KINDS):
-            raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {choose(min(unknown), KINDS)}")
+            raise ValueError(f"tools = {sorted(unknown)}: not in tools.TOOLS; {suggest(min(unknown), TOOLS)}")
+        if unknown := set(self.kind_weights) - set(TOKEN_KINDS):
+            advice = suggest(min(unknown), TOKEN_KINDS)
+            raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {advice}")
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
@@ -148,7 +149,7 @@ class MicroBatch:
 
     bundles: list[Bundle]
     weights: np.ndarray  # float32 [N]: w_t
-    kinds: np.ndarray  # str [N]: one of KINDS
+    kinds: np.ndarray  # str [N]: one of TOKEN_KINDS
 
 
 def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
@@ -170,7 +171,7 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
         sums["loss"] += loss.item()
         sums["tokens"] += sum(len(bundle) for bundle in micro.bundles)
         nll = nll.detach().cpu().numpy()
-        for kind in KINDS:
+        for kind in TOKEN_KINDS:
             chosen = micro.kinds == kind
             sums[f"nll_{kind}"] += float(nll[chosen].sum())
             sums[f"targets_{kind}"] += int(chosen.sum())
@@ -180,7 +181,7 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
     measured = {"tokens": sums["tokens"]}
     if total:
         measured["loss"] = sums["loss"]
-    for kind in KINDS:
+    for kind in TOKEN_KINDS:
         if sums[f"targets_{kind}"]:
             measured[f"loss_{kind}"] = sums[f"nll_{kind}"] / sums[f"targets_{kind}"]
     return measured
@@ -255,7 +256,7 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
 
 
 def target_kinds(bundle: Bundle, renderer: Renderer) -> list[str]:
-    """Return the kind of each target token, one of KINDS."""
+    """Return the kind of each target token, one of TOKEN_KINDS."""
     [ids], [mask] = bundle.suffixes, bundle.masks
     kinds = []
     edges = np.flatnonzero(np.diff([0, *mask, 0]))  # start, end, start, end, ... of the assistant's turns

@@ -24,12 +24,22 @@ from pathlib import Path
 
 from data import Task, listed_options, parse_task
 from rewards import RewardConfig, accuracy, final_answer
-from runtime.answers import DENIES, HEDGES, LEAD, clause_before, has_word, parse_letter, parse_span, unboxed, words_of
+from runtime.answers import (
+    DENIES,
+    HEDGES,
+    LEAD,
+    LETTERS,
+    clause_before,
+    has_word,
+    parse_letter,
+    parse_span,
+    unboxed,
+    words_of,
+)
 from runtime.api import Judge
 from runtime.dataset import DataError, RowError, Rows
 from runtime.render import END_OF_TURN
 
-LETTERS = tuple("ABCDEFGHIJ")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")
 UNANSWERABLE = "?"  # gold of a row whose answer is not among its options: every reply is wrong
@@ -116,7 +126,7 @@ def _mlvu(row: dict, i: int, files: Files) -> Item:
     options = [option.strip() for option in row["candidates"]]
     gold = row["answer"].strip()
     letter = gold.strip("() .").upper()
-    if letter not in LETTERS[: len(options)]:  # in the original dataset, the answer is an option's text
+    if letter not in tuple(LETTERS[: len(options)]):  # in the original dataset, the answer is an option's text
         letter = LETTERS[options.index(gold)] if gold in options else UNANSWERABLE
     return _choice(f"{row['task_type']}-{i}", row["question"], options, letter, files.video(row["video_name"]))
 
@@ -153,7 +163,7 @@ def _choice(id: str, question: str, options: Sequence[str], gold: str, video: st
     if not listed or not {option.strip(" \t;,") for option in options} <= set(listed):
         question += "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options))
     options = options or listed
-    if gold != UNANSWERABLE and gold not in LETTERS[: len(options) or None]:
+    if gold != UNANSWERABLE and gold not in tuple(LETTERS[: len(options) or None]):
         raise RowError(f"its answer {gold!r} is none of its {len(options)} options; hidden answers cannot be graded")
     return Item(Task(id, question, (video,), "mcq", gold, options))
 

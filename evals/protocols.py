@@ -9,7 +9,7 @@
     sage                    watches the video once; then a text-only reasoner makes one tool call per step
     video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-Each protocol is a function below, listed in FLOWS. It adds turns to an Episode of exact tokens. Flows, limits and formats
+FLOWS lists the functions of the protocols; every other protocol is `_one_turn`. A function adds turns to an Episode of exact tokens. Flows, limits and formats
 follow the models' own code. The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file`
 supplies the words of a model's authors.
 
@@ -34,7 +34,7 @@ import rollout
 from data import Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, ask_with_subtitles, spoken
 from rewards import ANSWER, final_answer, last_answer, turn_texts
-from runtime.answers import parse_span, unboxed
+from runtime.answers import LETTERS, parse_span, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer, clock
@@ -140,7 +140,7 @@ def values_of(context: rollout.AgentContext, task: Task, caption: str) -> dict[s
     return {
         "question": task.question,  # with its lettered options
         "stem": stem,
-        "options": "\n".join(f"{letter}. {option}" for letter, option in zip("ABCDEFGHIJ", task.options)),
+        "options": "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, task.options)),
         "caption": caption or task.question,  # the event to locate
         "path": os.path.basename(path),  # not the whole path, as authors write it: prompts would depend on the machine
         "duration": f"{duration:.1f}",
@@ -190,13 +190,13 @@ class Attempt:
             messages.insert(0, {"role": "system", "content": self.fill(system, **more)})
         return rollout.open_trajectory(self.context.renderer.render(messages, tools, generate=True))
 
-    def sample(self, trajectory: Trajectory, *seed: Any, closing: str = "", **limits: Any) -> str:
-        """Sample one turn, append it and return its text. Its seed derives from `seed`. If the text contains `closing`,
+    def sample(self, trajectory: Trajectory, *seed_parts: Any, closing: str = "", **limits: Any) -> str:
+        """Sample one turn, append it and return its text. Its seed derives from `seed_parts`. If the text contains `closing`,
         the turn ends there and its later tokens are dropped."""
         renderer = self.context.renderer
         cfg = replace(self.context.cfg, **limits)
         start = len(trajectory.ids)
-        seed = rollout.derive_seed(*seed)
+        seed = rollout.derive_seed(*seed_parts)
         rollout.sample_turn(self.context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
         ids = trajectory.ids[start:]
         if trajectory.finish == "stop":
@@ -412,14 +412,14 @@ def _reply(attempt: Attempt, step: int, user: str, system: str) -> dict | None:
         main.turns += [(start + shift, end + shift) for start, end in trajectory.turns]
         main.prompt_length = main.prompt_length or trajectory.prompt_length
         main.finish = trajectory.finish
-        reply = read_json(text)
+        reply = parse_reply(text)
         if reply is not None:
             return reply
         temperature = SAGE_RETRY_TEMPERATURE
     return None
 
 
-def read_json(text: str) -> dict | None:
+def parse_reply(text: str) -> dict | None:
     """Read the object in <json></json>, or in the whole text. Trailing commas and raw line breaks are accepted."""
     body = text.partition("<json>")[2] or text
     body = body[body.find("{") : body.rfind("}") + 1]

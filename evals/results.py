@@ -28,10 +28,10 @@ from runtime.dataset import DataError
 from runtime.prompts import Prompts
 from runtime.visual import VisualContract
 
-PUBLISHED = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
+PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 HEADER = ("name", "arm", "k", "split", "total")  # fields of a file's first line that the tables read
 RECORD = (  # fields of each other line
-    "id", "videos", "kind", "prediction", "score", "judged", "lenient", "calls", "turns", "tokens", "agent_tokens",
+    "id", "videos", "kind", "prediction", "score", "judged", "lenient", "calls", "turns", "tokens", "subagent_tokens",
     "truncated", "seconds", "error",
 )  # fmt: skip
 
@@ -145,7 +145,7 @@ def items_left(job: EvalJob) -> list[Item]:
 def changes(before: dict, now: dict) -> str:
     """Name the settings that differ. A dry run without the checkpoint does not know its weights, contract and prompts."""
     unknown = [name for name in ("weights", "visual", "own_prompts") if name in now and now[name] is None]
-    unknown += ["commits", "unlike_training"]  # they shape no result; the second is of older files
+    unknown.append("commits")  # they shape no result
     was = {name: value for name, value in before.items() if name not in unknown}
     now = {name: value for name, value in now.items() if name not in unknown}
     return "; ".join(config.differences(was, now).values())
@@ -258,7 +258,7 @@ def unlike_published(cfg: Any, folder: Path | None) -> list[str]:
     row = cfg.name.partition(" (")[0]
     own = VisualContract.load(folder) if folder else VisualContract()  # what `visual: null` means
     ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or own))
-    for path in sorted(PUBLISHED.parent.glob("*.yaml")):
+    for path in sorted(PUBLISHED_FILE.parent.glob("*.yaml")):
         if config.read_tree(path).get("name") != row:
             continue
         theirs = config.load(type(cfg), path)
@@ -273,4 +273,4 @@ def unlike_published(cfg: Any, folder: Path | None) -> list[str]:
 
 
 def read_published() -> dict[str, Any]:
-    return yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
+    return yaml.safe_load(PUBLISHED_FILE.read_text(encoding="utf-8"))

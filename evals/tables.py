@@ -320,7 +320,7 @@ def costs(results: Results) -> dict[str, float]:
         totals["calls"] += executed(record)
         totals["tool_usage_rate"] += 100 * (executed(record) > 0)
         totals["failed_calls"] += len(record["calls"]) - executed(record)
-        for name in ("turns", "tokens", "agent_tokens", "seconds"):
+        for name in ("turns", "tokens", "subagent_tokens", "seconds"):
             totals[name] += record[name]
         refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
         totals["error_rate"] += 100 * (bool(record["error"]) and not refused)

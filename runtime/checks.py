@@ -151,7 +151,7 @@ def check_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
     source = find_checkpoint(cfg.policy.checkpoint)
     cfg.visual.check(source)
     cfg.prompts.check(source)
-    began = (read_json(run / "run.json") or {}).get("checkpoint")  # a run from before this check has none
+    began = (read_json(run / "run.json") or {}).get("checkpoint")
     if began and saved_step(run / "state") and began != weights_digest(source):
         told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {run} started from it"
         raise ConfigError(f"{told}: restore it, or choose another `run`")

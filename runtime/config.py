@@ -183,7 +183,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     return value
 
 
-def choose(name: str, names: Iterable[str]) -> str:
+def suggest(name: str, names: Iterable[str]) -> str:
     """Advise what to write instead of a name that is none of `names`."""
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
@@ -227,7 +227,7 @@ def save_run(cfg: Any, run_dir: str | Path, **more: str) -> None:
     # A run that continues with other code keeps the commits with which it began.
     path = run_dir / "run.json"
     before = json.loads(path.read_text()) if path.exists() else {}
-    commits = before.get("commits", [before.get("commit", "unknown")] if before else [])
+    commits = before.get("commits", [])
     if commits[-1:] != [git_commit()]:
         commits.append(git_commit())
     packages = {package.name: package.version for package in importlib.metadata.distributions()}

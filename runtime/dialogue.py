@@ -148,10 +148,8 @@ def _read_media(part: dict, root: Path) -> Media:
     if not os.path.exists(path):
         raise RowError(f"{path}: no such file")
     nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
-    if (start, end) != (
-        None,
-        None,
-    ) and not -math.inf < start < end < math.inf:  # only one given: a TypeError, so a RowError
+    windowed = start is not None or end is not None
+    if windowed and not -math.inf < start < end < math.inf:  # only one given: a TypeError, so a RowError
         raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, with start before end")
     if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
         raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")

@@ -4,7 +4,8 @@
     refuse_empty(groups, step); check_gap(mean, largest, step)      # rl.py, in every step
     position_error, logprob_gap, ...            # `python -m study.ask doctor` prints them
 
-A `trajectory` is a data.Trajectory, a `group` a data.Group. This file cannot import data.py, so it only reads their fields.
+A `trajectory` is a data.Trajectory, a `group` a data.Group. runtime/ imports no script, so this file only
+reads their fields.
 """
 
 from collections.abc import Sequence

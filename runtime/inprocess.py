@@ -223,7 +223,7 @@ class _Batch:
         hidden = self._prefill()
         rows = self.requests
         while not self.engine.closed:
-            tokens, logprobs = self._choose(hidden, rows)
+            tokens, logprobs = self._sample_tokens(hidden, rows)
             for row, token, logprob in zip(rows, tokens, logprobs):
                 if not row.ended:
                     row.append_sampled(token, logprob, self.engine.version)
@@ -319,7 +319,7 @@ class _Batch:
             bundles.append(bundle)
         return bundles, [request for requests in by_prompt.values() for request in requests]
 
-    def _choose(self, hidden: Tensor, rows: list[Request]) -> tuple[list[int], list[float]]:
+    def _sample_tokens(self, hidden: Tensor, rows: list[Request]) -> tuple[list[int], list[float]]:
         """Sample the next token of each row. Return the tokens and their log-probs."""
         logits = packing.matmul_fp32(hidden, self.model.lm_head.weight.t())  # [B, V]
         logits[:, self.renderer.never_sampled] = -torch.inf

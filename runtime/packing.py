@@ -247,6 +247,48 @@ def frames_flash_attention(
     return torch.cat(out)[None], None
 
 
+def _attend_in_one_call(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
+    """Run one kernel over all segments. A causal mask is aligned bottom-right: the last query sees all keys."""
+    if kernel == "flash":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(query, key, value, *ends, causal=causal, softmax_scale=scaling)
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if causal else (-1, -1)
+    return varlen_attn(query, key, value, *ends, scale=scaling, window_size=window, enable_gqa=True)
+
+
+def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:
+    """Call SDPA once per segment, with the keys of its prompt and its own."""
+    out = []
+    for segment, mask in zip(layout.segments, layout.masks):
+        own, prompt = slice(segment.start, segment.stop), slice(segment.prompt_start, segment.prompt_stop)
+        keys = torch.cat([key[:, :, prompt], key[:, :, own]], dim=2)
+        values = torch.cat([value[:, :, prompt], value[:, :, own]], dim=2)
+        causal = mask is None
+        attended = F.scaled_dot_product_attention(
+            query[:, :, own], keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
+        )  # [1, heads, stop - start, size]
+        out.append(attended.transpose(1, 2))
+    return torch.cat(out, dim=1)
+
+
+def pick_kernel(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or one SDPA call per segment."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return "sdpa"
+    try:  # flash-attn-4 installs a folder of the same name, so look for the function itself
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+
+        return "flash"
+    except ImportError:
+        return "varlen"
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
 def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
     """Multiply [m, k] by [k, n] with an fp32 result. bf16 has 8 bits: it would round a logit above 16 by up to 0.06."""
     if left.is_cuda and left.dtype != torch.float32:
@@ -303,45 +345,6 @@ def run_text_model(model, packed: Packed, visual: Tensor | None, kernel: str, **
         **levels,
         **cache,
     ).last_hidden_state[0]
-
-
-def _attend_in_one_call(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
-    """Run one kernel over all segments. A causal mask is aligned bottom-right: the last query sees all keys."""
-    if kernel == "flash":
-        from flash_attn import flash_attn_varlen_func
-
-        return flash_attn_varlen_func(query, key, value, *ends, causal=causal, softmax_scale=scaling)
-    from torch.nn.attention.varlen import varlen_attn
-
-    window = (-1, 0) if causal else (-1, -1)
-    return varlen_attn(query, key, value, *ends, scale=scaling, window_size=window, enable_gqa=True)
-
-
-def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:
-    """Call SDPA once per segment, with the keys of its prompt and its own."""
-    out = []
-    for segment, mask in zip(layout.segments, layout.masks):
-        own, prompt = slice(segment.start, segment.stop), slice(segment.prompt_start, segment.prompt_stop)
-        keys = torch.cat([key[:, :, prompt], key[:, :, own]], dim=2)
-        values = torch.cat([value[:, :, prompt], value[:, :, own]], dim=2)
-        causal = mask is None
-        attended = F.scaled_dot_product_attention(
-            query[:, :, own], keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
-        )  # [1, heads, stop - start, size]
-        out.append(attended.transpose(1, 2))
-    return torch.cat(out, dim=1)
-
-
-def pick_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or one SDPA call per segment."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return "sdpa"
-    try:  # flash-attn-4 installs a folder of the same name, so look for the function itself
-        from flash_attn import flash_attn_varlen_func  # noqa: F401
-
-        return "flash"
-    except ImportError:
-        return "varlen"
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches

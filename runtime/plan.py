@@ -20,7 +20,7 @@ from runtime.checks import find_checkpoint, on_the_hub
 from runtime.config import ConfigError
 from runtime.distributed import local_size, print0, world_size
 from runtime.packing import count_levels
-from runtime.policy import Policy, PolicyConfig, empty
+from runtime.policy import Policy, PolicyConfig, build_on_meta
 
 GIB = 1 << 30
 # Dense bf16 TFLOPS by a part of the GPU's CUDA name, from the data sheets.
@@ -114,8 +114,8 @@ def meta_policy(cfg: PolicyConfig) -> Policy:
     if cfg.family and not Path(name).exists() and not on_the_hub(name):
         name = cfg.family
     if name in PUBLISHED:
-        return empty(AutoConfig.for_model(**PUBLISHED[name]), cfg)
-    return empty(AutoConfig.from_pretrained(find_checkpoint(name, weights=False)), cfg)
+        return build_on_meta(AutoConfig.for_model(**PUBLISHED[name]), cfg)
+    return build_on_meta(AutoConfig.from_pretrained(find_checkpoint(name, weights=False)), cfg)
 
 
 def count(module: nn.Module, trained: bool = False) -> int:
@@ -194,9 +194,8 @@ def plan_engine(rollout, text, weights: float, rows: int, tokens: int) -> Plan:
     """Plan a GPU that samples: one of a RolloutConfig's servers, with a KV cache of `rows` x `tokens`, or the in-process engine.
     `text`: the language model's config. `weights`: bytes. The GPUs of a server share weights and cache."""
     share = rollout.tensor_parallel
-    kv = (
-        2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text) / share
-    )  # bytes of a token's keys and values
+    # bytes of a token's keys and values
+    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text) / share
     if rollout.server_gpus:
         used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
     else:

@@ -101,7 +101,7 @@ class OptimConfig:
 # ------------------------------------------------------------------------------------------------ the policy
 
 
-class TokenScores(NamedTuple):
+class PolicyOutput(NamedTuple):
     """The scores of all target tokens, in the order bundle, suffix, token. (FSDP2 finds tensors inside a NamedTuple.)"""
 
     logprobs: Tensor  # fp32 [N]
@@ -138,7 +138,7 @@ class Policy(nn.Module):
 
     def forward(
         self, bundles: Sequence[Bundle], temperature: float = 1.0, features: Sequence[Tensor] | None = None
-    ) -> TokenScores:
+    ) -> PolicyOutput:
         """Score every token whose mask is 1, given the tokens before it: log softmax(logits / temperature)."""
         # pack the bundles into one sequence, each prompt once
         packed = packing.pack_bundles(bundles, self.model.config.image_token_id, self.patch * self.merge)
@@ -152,7 +152,7 @@ class Policy(nn.Module):
         if features is None:
             visual = self._run_tower([clip for bundle in bundles for clip in bundle.clips])  # [1 + D, M, H]
         else:
-            visual = torch.cat([self._run_tower([]), *features], dim=1)
+            visual = torch.cat([self._run_tower([]), *features], dim=1)  # [1 + D, 0, H] first: there may be no bundle
 
         # run the text model, and keep the hidden states that predict a target
         hidden = packing.run_text_model(self.model, packed, visual, self.kernel, use_cache=False)[predictors]  # [N, H]
@@ -160,7 +160,7 @@ class Policy(nn.Module):
         # score chunk by chunk
         head = self.model.lm_head.weight
         chunk = self.cfg.logit_chunk
-        return TokenScores(*_ChunkedScores.apply(hidden, head, targets, self._logits, temperature, chunk))
+        return PolicyOutput(*_ChunkedLogprobs.apply(hidden, head, targets, self._logits, temperature, chunk))
 
     def _run_tower(self, clips: Sequence[Clip]) -> Tensor:
         """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
@@ -185,8 +185,9 @@ class Policy(nn.Module):
         return logits
 
 
-class _ChunkedScores(torch.autograd.Function):
-    """Computes scores chunk by chunk, and the logits again in the backward pass, so that they exist for one chunk at a time.
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Computes log-probs and entropies chunk by chunk, so that logits exist for one chunk at a time. The backward pass computes
+    them again.
 
     Logits and the head's gradient are fp32 even if everything else is bf16. (With `recompute`, autograd would sum the head's
     gradient over the chunks in bf16. A chunk's gradient is small beside that sum, and bf16 would round it away.)"""
@@ -198,7 +199,7 @@ class _ChunkedScores(torch.autograd.Function):
         logprobs, entropies = [], []
         # Without targets, `split` returns one empty chunk, so the head is still part of the graph.
         for h, t in zip(hidden.split(chunk), targets.split(chunk)):
-            chunk_logprobs, chunk_entropies = _scores(logits_of(h, head, temperature), t)
+            chunk_logprobs, chunk_entropies = _logprobs_and_entropies(logits_of(h, head, temperature), t)
             logprobs.append(chunk_logprobs)
             entropies.append(chunk_entropies)
         logprobs, entropies = torch.cat(logprobs), torch.cat(entropies)
@@ -222,7 +223,7 @@ class _ChunkedScores(torch.autograd.Function):
         return torch.cat(hidden_grads[::-1]), head_grad.to(head.dtype), None, None, None, None
 
 
-def _scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _logprobs_and_entropies(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-probs and entropies of one chunk: fp32 [n, V], [n] -> [n], [n]."""
     total = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
@@ -283,7 +284,7 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     dtype = dtype_of(cfg, train)
 
     # build the shapes, and set the dtypes
-    policy = empty(AutoConfig.from_pretrained(path), cfg, never_sampled)
+    policy = build_on_meta(AutoConfig.from_pretrained(path), cfg, never_sampled)
     policy.dtype = dtype
     policy.kernel = packing.pick_kernel(device, dtype)
     if not train:
@@ -336,7 +337,7 @@ def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, devic
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def empty(model_config: PreTrainedConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:
+def build_on_meta(model_config: PreTrainedConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:
     """Build the policy on the meta device, which allocates no memory."""
     if model_config.model_type not in MODELS:
         told = f"{cfg.checkpoint} is a {model_config.model_type!r} model"

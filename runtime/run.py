@@ -134,7 +134,7 @@ class Run:
         """Write a step's metrics. A step whose gradient was not finite counts as bad; too many bad steps stop the run."""
         self.bad_steps += not math.isfinite(measured["grad_norm"])
         lr = learning_rate(self.cfg.optim, step, self.cfg.steps)
-        measured |= {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
+        measured = measured | {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
             with tqdm.external_write_mode():  # the next batch's progress bar may be on the screen
                 self.metrics.write(step, measured)

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 # Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
 OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
-IMAGES = 7e9  # bytes of /dev/shm for the servers' images: 64 requests in flight x 64 frames x 1.6 MB
+IMAGE_BYTES = 7e9  # bytes of /dev/shm for the servers' images: 64 requests in flight x 64 frames x 1.6 MB
 # After so many failures without a served request in between, a server of ours is restarted; after twice as many, given up.
 STRIKES = 3
 LONGEST_PAUSE = 30.0  # seconds between two attempts at a server that fails
@@ -144,7 +144,7 @@ class SGLang(Engine):
         problem = ""
         while (left := deadline - time.monotonic()) > 0:
             with self._changed:
-                server = self._choose(self._wait_for_servers(any, left), prompt_key)
+                server = self._pick_server(self._wait_for_servers(any, left), prompt_key)
                 server.busy += 1
                 oldest = self.version  # of the weights that may sample the reply
             try:
@@ -198,7 +198,7 @@ class SGLang(Engine):
             "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
         }
 
-    def _choose(self, ready: list[_Server], prompt_key: int | None) -> _Server:
+    def _pick_server(self, ready: list[_Server], prompt_key: int | None) -> _Server:
         """Return the server that read this prompt last, since its cache holds it. If the least busy server has at least 8
         requests fewer (about a group), return that one."""
         chosen = min(ready, key=lambda server: server.busy)

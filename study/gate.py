@@ -1,4 +1,4 @@
-"""gate.py: four figures, over 256 items each, of what a cold start of the toy must have learned and no evaluation measures.
+"""gate.py: measure four skills of the toy's cold start that no evaluation measures, over 256 items each.
 
 `python -m study.gate MODEL TOY SEED OUTPUT` needs the seed that the toy was built with. It writes a JSON file:
 
@@ -15,10 +15,21 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-import rollout
 from data import Task
 from rewards import final_answer, turn_texts
-from rollout import AgentContext, RolloutConfig, SubagentConfig, open_engine, open_trajectory, render_prompt
+from rollout import (
+    AgentContext,
+    RolloutConfig,
+    SubagentConfig,
+    append_rendered,
+    ask_subagent,
+    open_engine,
+    open_trajectory,
+    render_prompt,
+    run_episode,
+    sample_turn,
+)
+from runtime.engine import run_all
 from runtime.render import THINK_PREFIX, Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
@@ -50,14 +61,14 @@ def task_of(root: Path, flash: toy.Flash) -> Task:
 def share(context: AgentContext, jobs: list[partial]) -> float:
     """Run the jobs concurrently. Return the share of True."""
     outcomes = []
-    rollout.run_all(context.engine, jobs, context.cfg.concurrency, lambda _, good: outcomes.append(good))
+    run_all(context.engine, jobs, context.cfg.concurrency, lambda _, good: outcomes.append(good))
     return fmean(outcomes)
 
 
 def reports(context: AgentContext, task: Task, flash: toy.Flash, window: tuple[int, int]) -> bool:
     arguments = {"start_time": window[0], "end_time": window[1]}
     clip = crop_video(task, arguments, context.videos, context.renderer.contract)
-    _, said = rollout.ask_subagent(context, clip, seed=0)
+    _, said = ask_subagent(context, clip, seed=0)
     return toy.report_is_right(flash, window, said)
 
 
@@ -69,16 +80,16 @@ def copies(context: AgentContext, task: Task, flash: toy.Flash, color: str) -> b
     said = [[f"A {color} flash."], [toy.NOTHING]][: len(windows)]
     main = open_trajectory(render_prompt(task, 4, context))
     main.ids += renderer.encode(f"{THINK_PREFIX}Let me look closer.\n</think>\n{calls}")
-    rollout.append_rendered(context, main, renderer.continuation(said))
+    append_rendered(context, main, renderer.continuation(said))
     start = len(main.ids)
-    rollout.sample_turn(context, main, context.cfg.max_new_tokens, 0.0, 0, renderer.ends_of_turn)
+    sample_turn(context, main, context.cfg.max_new_tokens, 0.0, 0, renderer.ends_of_turn)
     return final_answer([renderer.decode(main.ids[start:])], "stated") == color
 
 
 def answers(context: AgentContext, task: Task) -> bool:
     """Return whether the model answers rightly without tools."""
     context = replace(context, cfg=replace(context.cfg, dispatch="none"))
-    episode = rollout.run_episode(context, task, 64, render_prompt(task, 64, context), 0)
+    episode = run_episode(context, task, 64, render_prompt(task, 64, context), 0)
     return final_answer(turn_texts(episode.main, context.renderer), "stated") == task.answer
 
 

@@ -62,7 +62,7 @@ def run_jobs(jobs: Sequence[Job], root: Path) -> bool:
                 command = [sys.executable, *job.command]
                 running[job] = start_group(command, stdout=file, stderr=file, env=ours | job.environment)
 
-        # Every 20 seconds, print how much is left, and the last line of each log.
+        # Now and then, print how much is left, and the last line of each log.
         time.sleep(0.2)
         if time.monotonic() - told > NEWS:
             told = time.monotonic()

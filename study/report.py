@@ -53,7 +53,7 @@ MAX_POINTS = 2000  # of a curve; a screen is about as wide
 OUTCOMES = ("accuracy", "calls", "well_formed")  # of evaluations
 # The panels by section: keys of metrics.jsonl, or patterns. Keys that no run has are left out.
 SECTIONS = {
-    "Format": "f f_release well_formed R_anchor closure/* surplus/*",
+    "Format": "f f_release well_formed R_anchor closure/* surplus/* spam/*",
     "Calls": "kappa turns calls/distinct critical_tokens all_tokens",
     "Sub-agents' reports": "report/ended report/tagged report/tokens",
     "Evaluation while training": "eval/* eval_no_tools/*",

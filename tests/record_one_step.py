@@ -135,11 +135,11 @@ def record(checkpoint: str, toy: str) -> None:
                 groups.append((group, train_group, total_tokens))
         return train_groups, total_tokens
 
-    def micro_batch_losses(scores, micro, prox, reference, cfg):
-        columns = torch.stack([scores.logprobs, prox, reference]).split([len(g.advantages) for g in micro], dim=1)
+    def micro_batch_losses(output, micro, prox, reference, cfg):
+        columns = torch.stack([output.logprobs, prox, reference]).split([len(g.advantages) for g in micro], dim=1)
         for train_group, column in zip(micro, columns, strict=True):
             logprobs[id(train_group)] = column.tolist()
-        return losses_of(scores, micro, prox, reference, cfg)
+        return losses_of(output, micro, prox, reference, cfg)
 
     losses_of = grpo.micro_batch_losses
     rl.make_train_groups, grpo.micro_batch_losses = make_train_groups, micro_batch_losses

@@ -309,7 +309,7 @@ def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monk
         chosen.append((hidden.device.type, hidden.dtype, len(hidden)))
         return [30] * len(rows), [-1.0] * len(rows)
 
-    monkeypatch.setattr(_Batch, "_choose", choose)
+    monkeypatch.setattr(_Batch, "_sample_tokens", choose)
     samples = at_once(engine, [request(*prompts[0], max_new_tokens=length) for length in (1, 3)])
     engine.close()
     assert [sample.ids for sample in samples] == [[30], [30] * 3]

@@ -158,7 +158,7 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
         assert (call["name"], call["error"], call["window"][0]) == ("crop_video", "", 0)
         assert call["window"][1] in DURATIONS and call["seconds"] > 0  # clamped to the video
         assert (record["turns"], record["tokens"]) == (2, length(calls, seen))
-        assert record["agent_tokens"] == length(report) and not record["truncated"] and not record["error"]
+        assert record["subagent_tokens"] == length(report) and not record["truncated"] and not record["error"]
         assert record["prediction"] == often and record["score"] == (record["gold"] == often)
         assert record["said"] == "<think>\n" + seen
         assert (record["f"], record["well_formed"]) == (1.0, 1.0)
@@ -489,7 +489,7 @@ def line(id, score, *, video="", **more) -> dict:
     plain = {
         "id": id, "videos": [video or f"v/{id}.mp4"], "kind": "mcq", "gold": "A",
         "said": "A", "answer": "A", "fields": {}, "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
-        "agent_tokens": 0, "truncated": False, "seconds": 1.0, "error": "",
+        "subagent_tokens": 0, "truncated": False, "seconds": 1.0, "error": "",
         "lenient": {"prediction": "A", "score": float(score), "judged": False},
     }  # fmt: skip
     return plain | more
@@ -687,7 +687,7 @@ def test_costs_are_means_and_rates_over_all_items(tmp_path):
     rows = [line("a", 1), line("b", 0, prediction=None)]
     rows[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "tokens": 30, "seconds": 3.0, "truncated": True}
     assert tables.costs(read_results(write_results(tmp_path, "videomme", rows, total=2700))) == {
-        "calls": 0.5, "tool_usage_rate": 50, "failed_calls": 0.5, "turns": 1, "tokens": 20, "agent_tokens": 0, "seconds": 2,
+        "calls": 0.5, "tool_usage_rate": 50, "failed_calls": 0.5, "turns": 1, "tokens": 20, "subagent_tokens": 0, "seconds": 2,
         "error_rate": 0, "refused_rate": 0, "unparsed_rate": 50, "truncated_rate": 50,
     }  # fmt: skip
 

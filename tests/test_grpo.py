@@ -19,7 +19,7 @@ from runtime import doctor
 from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
 from runtime.packing import Bundle
-from runtime.policy import OptimConfig, PolicyConfig, TokenScores, load, make_optimizer, optimizer_step
+from runtime.policy import OptimConfig, PolicyConfig, PolicyOutput, load, make_optimizer, optimizer_step
 from runtime.render import END_OF_TURN
 from runtime.video import Clip
 from study.lab import episode_of_turns
@@ -229,8 +229,8 @@ def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     advantages, old = np.float32([[1, 1], [-200, -2]])
     train_group = TrainGroup(Bundle.conversation([5, 6], [1, 1], []), advantages, old)
-    scores = TokenScores(new, torch.zeros(2))
-    losses, stats = grpo.micro_batch_losses(scores, [train_group], None, None, settings().grpo)
+    output = PolicyOutput(new, torch.zeros(2))
+    losses, stats = grpo.micro_batch_losses(output, [train_group], None, None, settings().grpo)
     losses.sum().backward()
     assert new.grad.tolist() == [0, -1] and stats["over_cap_fraction"].tolist() == [1, 0]
 
@@ -259,8 +259,8 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
     assert len(parts) == passes
     for part in parts:
         assert sum(len(bundle) for bundle in grpo.bundles(part)) <= budget
-        scores = policy(grpo.bundles(part), 0.7)
-        losses, stats = grpo.micro_batch_losses(scores, part, None, None, cfg.grpo)
+        output = policy(grpo.bundles(part), 0.7)
+        losses, stats = grpo.micro_batch_losses(output, part, None, None, cfg.grpo)
         (losses.sum() / total_tokens).backward()
         assert stats["logprob_gap"].max() < 1e-5
 

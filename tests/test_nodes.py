@@ -99,7 +99,7 @@ def train_rl(cfg: Path) -> None:
     cleanup.MEMORY = weights.MEMORY = cfg.parent / f"memory-{node}"
     cleanup.MEMORY.mkdir(exist_ok=True)
     rl.check_servers = lambda *_: None
-    rl.IMAGES = 0  # a test's disk can be small
+    rl.IMAGE_BYTES = 0  # a test's disk can be small
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
     publish = WeightSync.publish
 

@@ -16,7 +16,7 @@ from runtime import config, packing
 from runtime.config import ConfigError
 from runtime.packing import Bundle
 from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training, utilisation
-from runtime.policy import PolicyConfig, _ChunkedScores, load
+from runtime.policy import PolicyConfig, _ChunkedLogprobs, load
 from runtime.visual import VisualContract
 from sft import SFTConfig
 
@@ -195,7 +195,7 @@ def test_logits_are_what_the_chunked_head_allocates(tmp_path, monkeypatch, chunk
     # A GPU's kernel multiplies bf16 matrices without fp32 copies of them.
     monkeypatch.setattr(packing, "matmul_fp32", lambda left, right: torch.ones(len(left), right.shape[1]))
 
-    logprobs, _ = _ChunkedScores.apply(hidden, head, torch.randint(100, (targets,)), policy._logits, 0.7, chunk)
+    logprobs, _ = _ChunkedLogprobs.apply(hidden, head, torch.randint(100, (targets,)), policy._logits, 0.7, chunk)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         logprobs.sum().backward()
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -24,7 +24,7 @@ from runtime.packing import Bundle
 from runtime.policy import (
     OptimConfig,
     PolicyConfig,
-    _ChunkedScores,
+    _ChunkedLogprobs,
     clip_gradients,
     learning_rate,
     load,
@@ -232,7 +232,7 @@ def test_logits_are_not_rounded_where_the_rest_is_bf16(path):
     assert logits.abs().max() > 32
     expected = (logits / 0.7).index_fill(1, torch.tensor(tiny.NEVER_SAMPLED), -torch.inf).log_softmax(-1)
     expected = expected[range(40), targets]
-    logprobs, _ = _ChunkedScores.apply(hidden, head, targets, policy._logits, 0.7, 7)
+    logprobs, _ = _ChunkedLogprobs.apply(hidden, head, targets, policy._logits, 0.7, 7)
     assert (logprobs - expected).abs().max() < 1e-4
     logprobs.sum().backward()
     expected.sum().backward()

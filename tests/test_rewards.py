@@ -250,7 +250,7 @@ def test_an_honest_text_is_well_formed(turns):
 def test_spam_is_a_rate_over_all_episodes():
     """Past bug: only spam episodes had the key, so its mean was always 1."""
     tidy, spam = earned([DONE]), earned([f"<think>{'</think>' * 9}"])
-    assert [parts[f"spam_{tag}"] for parts in (tidy, spam) for tag in rewards.TAG_LIMITS] == [0, 0, 0, 1, 0, 0]
+    assert [parts[f"spam/{tag}"] for parts in (tidy, spam) for tag in rewards.TAG_LIMITS] == [0, 0, 0, 1, 0, 0]
 
 
 def test_a_failed_judge_leaves_an_error_and_no_reward():

@@ -18,10 +18,10 @@ from rollout import RolloutConfig, open_engine
 from runtime import config
 from runtime.dataset import DataError, Rows
 from runtime.packing import Bundle
-from runtime.policy import TokenScores, load
+from runtime.policy import PolicyOutput, load
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
-from sft import KINDS, SFTConfig, batch_loss, target_kinds
+from sft import TOKEN_KINDS, SFTConfig, batch_loss, target_kinds
 
 run = partial(start, "sft.py")
 
@@ -50,7 +50,7 @@ def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
     rendered = toy_renderer.render(messages)
     kinds = target_kinds(Bundle.conversation(rendered.ids, rendered.mask, []), toy_renderer)
     targets = [t for t, m in zip(rendered.ids, rendered.mask, strict=True) if m]
-    text = dict.fromkeys(KINDS, "")
+    text = dict.fromkeys(TOKEN_KINDS, "")
     for token, kind in zip(targets, kinds, strict=True):
         text[kind] += toy_renderer.decode([token])
     tags = "<think></think><tool_call></tool_call><|im_end|><think></think><answer></answer><|im_end|>"
@@ -90,7 +90,7 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
     measured = batch_loss(policy, batch)
 
     plain = tiny.plain(toy_dir / "model")
-    total, weighted, per_kind = 0.0, 0.0, {kind: [] for kind in KINDS}
+    total, weighted, per_kind = 0.0, 0.0, {kind: [] for kind in TOKEN_KINDS}
     for micro in batch:
         for bundle in micro.bundles:
             logprobs = tiny.plain_logprobs(plain, toy_renderer.never_sampled, bundle.suffixes[0], bundle.clips)
@@ -126,7 +126,7 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
 
     def policy(bundles):
         passes.append(bundles)
-        return TokenScores(logprobs[: 2 * len(bundles)], torch.zeros(2 * len(bundles)))
+        return PolicyOutput(logprobs[: 2 * len(bundles)], torch.zeros(2 * len(bundles)))
 
     logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
     kinds = np.array(["prose", "answer"])
