@@ -15,20 +15,9 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+import rollout
 from data import Task
 from rewards import final_answer, turn_texts
-from rollout import (
-    AgentContext,
-    RolloutConfig,
-    SubagentConfig,
-    append_rendered,
-    ask_subagent,
-    open_engine,
-    open_trajectory,
-    render_prompt,
-    run_episode,
-    sample_turn,
-)
 from runtime.engine import run_all
 from runtime.render import THINK_PREFIX, Renderer, load_tokenizer
 from runtime.video import Videos
@@ -37,7 +26,7 @@ from study import toy
 from tools import crop_video
 
 
-def measure(context: AgentContext, root: Path, flashes: list[toy.Flash], items: int = 256) -> dict[str, float]:
+def measure(context: rollout.AgentContext, root: Path, flashes: list[toy.Flash], items: int = 256) -> dict[str, float]:
     """Return all figures of the policy in the context's engine. `flashes`: the toy's held-out videos."""
     rng = random.Random("gate")
     jobs = {"reports_flash": [], "reports_none": [], "copied": [], "direct_k64": []}
@@ -58,47 +47,48 @@ def task_of(root: Path, flash: toy.Flash) -> Task:
     return Task(flash.name, toy.question(""), (str(root / "videos" / flash.name),), "oe", flash.color)
 
 
-def share(context: AgentContext, jobs: list[partial]) -> float:
+def share(context: rollout.AgentContext, jobs: list[partial]) -> float:
     """Run the jobs concurrently. Return the share of True."""
     outcomes = []
     run_all(context.engine, jobs, context.cfg.concurrency, lambda _, good: outcomes.append(good))
     return fmean(outcomes)
 
 
-def reports(context: AgentContext, task: Task, flash: toy.Flash, window: tuple[int, int]) -> bool:
+def reports(context: rollout.AgentContext, task: Task, flash: toy.Flash, window: tuple[int, int]) -> bool:
     arguments = {"start_time": window[0], "end_time": window[1]}
     clip = crop_video(task, arguments, context.videos, context.renderer.contract)
-    _, said = ask_subagent(context, clip, seed=0)
+    _, said = rollout.ask_subagent(context, clip, seed=0)
     return toy.report_is_right(flash, window, said)
 
 
-def copies(context: AgentContext, task: Task, flash: toy.Flash, color: str) -> bool:
+def copies(context: rollout.AgentContext, task: Task, flash: toy.Flash, color: str) -> bool:
     """Write the model's calls, and invent the reports: the first names a color. Return whether the answer is it."""
     renderer = context.renderer
     windows = toy.windows(flash, "")
     calls = "\n".join(toy.call(*window) for window in windows)
     said = [[f"A {color} flash."], [toy.NOTHING]][: len(windows)]
-    main = open_trajectory(render_prompt(task, 4, context))
+    main = rollout.open_trajectory(rollout.render_prompt(task, 4, context))
     main.ids += renderer.encode(f"{THINK_PREFIX}Let me look closer.\n</think>\n{calls}")
-    append_rendered(context, main, renderer.continuation(said))
+    rollout.append_rendered(context, main, renderer.continuation(said))
     start = len(main.ids)
-    sample_turn(context, main, context.cfg.max_new_tokens, 0.0, 0, renderer.ends_of_turn)
+    rollout.sample_turn(context, main, context.cfg.max_new_tokens, 0.0, 0, renderer.ends_of_turn)
     return final_answer([renderer.decode(main.ids[start:])], "stated") == color
 
 
-def answers(context: AgentContext, task: Task) -> bool:
+def answers(context: rollout.AgentContext, task: Task) -> bool:
     """Return whether the model answers rightly without tools."""
     context = replace(context, cfg=replace(context.cfg, dispatch="none"))
-    episode = run_episode(context, task, 64, render_prompt(task, 64, context), 0)
+    episode = rollout.run_episode(context, task, 64, rollout.render_prompt(task, 64, context), 0)
     return final_answer(turn_texts(episode.main, context.renderer), "stated") == task.answer
 
 
-def greedy_agent(model: Path, videos: Videos, think_prefix: bool = False) -> AgentContext:
+def greedy_agent(model: Path, videos: Videos, think_prefix: bool = False) -> rollout.AgentContext:
     """Return the context of a toy model. It samples greedily, with the limits of its training."""
     renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
-    limits = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": SubagentConfig(max_new_tokens=16)}
-    cfg = RolloutConfig(temperature=0.0, think_prefix=think_prefix, **limits)
-    return AgentContext(open_engine(model, renderer, cfg), renderer, videos, cfg)
+    subagents = rollout.SubagentConfig(max_new_tokens=16)
+    limits = {"max_turns": 2, "max_calls": 4, "max_new_tokens": 96, "subagents": subagents}
+    cfg = rollout.RolloutConfig(temperature=0.0, think_prefix=think_prefix, **limits)
+    return rollout.AgentContext(rollout.open_engine(model, renderer, cfg), renderer, videos, cfg)
 
 
 def main(model: str, root: str, seed: str, output: str) -> None:
