@@ -17,6 +17,7 @@ Deliberately missing: batches that are more than one update old, elastic trainin
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -61,7 +62,7 @@ from runtime.script import command_line, run_script
 from runtime.servers import IMAGE_BYTES, on_this_machine
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folder
-from tools import TOOLS, choose_video
+from tools import TOOLS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +371,10 @@ def new_windows(episode: Episode) -> list[bool]:
     for call in episode.calls:
         if call.error or call.window is None:
             continue
-        video = choose_video(episode.task, call.arguments)
+        video = ""
+        # A call that names no video gets the first. A fork's tool may accept any name.
+        if len(episode.task.videos) > 1:
+            video = os.path.basename(str(call.arguments.get("video_path") or episode.task.videos[0]))
         start, end = call.window
         covered = [min(end, e) - max(start, s) for s, e in earlier[video]]
         distinct.append(max(covered, default=0.0) <= (end - start) / 2)

@@ -9,9 +9,9 @@
     sage                    watches the video once; then a text-only reasoner makes one tool call per step
     video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-FLOWS lists the functions of the protocols; every other protocol is `_one_turn`. A function adds turns to an Episode of exact tokens. Flows, limits and formats
-follow the models' own code. The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file`
-supplies the words of a model's authors.
+FLOWS lists the functions of the protocols; every other protocol is `_one_turn`. A function adds turns to an Episode of exact
+tokens. Flows, limits and formats follow the models' own code. The prompts in protocols.yaml are **ours**. Other words give
+other scores; a `prompt_file` supplies the words of a model's authors.
 
 Deliberately missing: top-p, repetition penalties, SAGE's tools that need a network or speech recognition, and the video
 channel: a model that was trained on a video's positions reads stamps instead.

@@ -145,9 +145,8 @@ def test_a_dry_run_lists_what_is_there_and_what_is_missing_and_then_what_a_step_
     assert lines[4] == "ok      servers: none, the model samples in this process"
     assert re.fullmatch(r"step    8 tasks x 8 episodes at K in \[4, 8, 16, 32, 64\], updates: 1; 60 steps", lines[5])
 
-    status, told = typed(
-        f"{RL} run=run plan.gpus=9 --dry-run"
-    )  # past bug: it checked the one rank of the dry run itself
+    # Past bug: it checked the one rank of the dry run itself.
+    status, told = typed(f"{RL} run=run plan.gpus=9 --dry-run")
     assert "  ERROR   batch and servers: batch_tasks = 8: each of 9 ranks needs a task" in told
 
     status, told = typed(f"{SFT} run=run --dry-run")

@@ -243,6 +243,7 @@ def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
     assert rl.new_windows(episode(("a.mp4", whole), (None, most), ("a.mp4", inside))) == [True, False, False]
     assert rl.new_windows(episode(("a.mp4", inside), ("a.mp4", whole))) == [True, True]  # it shows far more
     both = ("/data/a.mp4", "/data/b.mp4")
+    assert rl.new_windows(episode((None, whole), ("a.mp4", most), videos=both)) == [True, False]  # no name: the first
     assert rl.new_windows(episode(("a.mp4", whole), ("b.mp4", whole), ("x/b.mp4", most), videos=both)) == [
         True,
         True,
