@@ -118,7 +118,7 @@ def read_means(folder: Path, seed: int) -> dict[int, dict[str, float]]:
     """Read an evaluation: means over its episodes by K, and over all of them."""
     flashes = {flash.name: flash for flash in toy.draw_splits(seed)["test"]}
     by_k: dict[int, list[dict]] = {ALL: []}
-    for file in sorted(folder.glob("*-parallel.jsonl")):
+    for file in sorted(folder.glob("*.jsonl")):  # one per K
         results = read_results(file)
         by_k[results.settings["k"]] = results.records
         by_k[ALL] += results.records

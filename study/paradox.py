@@ -41,18 +41,17 @@ def row_jobs(row: Row, root: Path, seed: int, path: str = "") -> list[Job]:
         jobs.append(Job(kind, f"{run}-{name}", command, needs, cores, PATHS[path]))
 
     # Train. Each cold start has its own toy. RL starts from a cold start, on the toy of `sft`.
-    needs = ["sft-toy"]
     if row.config:
         add("train", row.name, train_command(row, folder, seed), [row.start, "sft-toy"])
-        needs = [row.name, "sft-toy"]
-    elif row.name != "base":
+    elif not row.policy:
         own_toy = folder / f"{row.name}-toy"
         add("build", own_toy.name, ["-m", "study.toy", "build", str(own_toy), "--seed", str(seed), *row.changes], [])
         add("start", row.name, start_command(row, folder, seed), [own_toy.name], cores=RANKS)
-        needs = [row.name, "sft-toy"]
 
     # Evaluate on the toy of `sft`.
-    model = folder / ("sft-toy" if row.name == "base" else row.name) / "model"
+    policy = row.policy or row.name
+    needs = [policy, "sft-toy"]
+    model = folder / policy / "model"
     add("evaluate", f"{row.name}-eval", eval_command(row, folder, model), needs)
     if row.name in GATE_JOBS:
         name = GATE_JOBS[row.name]
@@ -85,7 +84,7 @@ def train_command(row: Row, folder: Path, seed: int) -> list[str]:
 def eval_command(row: Row, folder: Path, model: Path) -> list[str]:
     """Return Python's arguments that evaluate a row. Answers of every row are read as in the accuracy-only reward."""
     changes = [f"run={folder}/eval/{row.name}", f"name={row.name}", f"checkpoint={model}", f"frames={list(KS)}"]
-    changes += ["arms=[parallel]", "rollout.temperature=1", f"rollout.think_prefix={str(row.prefix).lower()}"]
+    changes += [f"arms=[{row.arm}]", "rollout.temperature=1", f"rollout.think_prefix={str(row.prefix).lower()}"]
     changes += ["grading.untagged_answer=stated", f"splits.toy={folder}/sft-toy", "limit=64"]
     return ["eval.py", "configs/eval/toy.yaml", *changes]
 

@@ -18,7 +18,8 @@ WEAK_VISUAL = ("visual.patch=14", "visual.frame_pixels=784")
 
 
 class Row(NamedTuple):
-    """A row of the tables: a policy, which is evaluated. An RL training has a config; a cold start and the untrained model have none."""
+    """A row of the tables: a policy, which is evaluated. An RL training has a config. Without one, a row trains a cold start, or it
+    evaluates the model of `policy`."""
 
     name: str
     title: str
@@ -29,14 +30,17 @@ class Row(NamedTuple):
     paper: str = ""  # its row in the paper's tables
     seeds: int = 2
     settings: tuple[str, ...] = ()  # overrides of the config of sft.py or rl.py that a row's start shares
+    policy: str = ""  # the row or toy whose model is evaluated; empty: its own
+    arm: str = "parallel"  # how the evaluation dispatches calls
 
 
 TABLE = (
-    Row("base", "untrained", prefix=False, paper="Qwen3-VL-8B", seeds=1),
+    Row("base", "untrained", prefix=False, paper="Qwen3-VL-8B", seeds=1, policy="sft-toy"),
     Row("sft", "cold start", prefix=False, paper="+SFT", seeds=5),
     Row("sft_tidy", "cold start without loose formats", changes=("--p-loose", "0"), prefix=False),
     Row("grpo", "GRPO, accuracy only", "toy_grpo", prefix=False, paper="SFT+GRPO", seeds=5),
     Row("paragrpo", "PARA-GRPO", "toy_paragrpo", paper="Full PARA-GRPO", seeds=5),
+    Row("sequential", "PARA-GRPO, one call per turn", seeds=5, policy="paragrpo", arm="sequential"),
     Row("anchoring", "+ Exploration Anchoring", "toy_anchoring", paper="+Exploration Anchoring", seeds=5),
     Row("gating", "+ nFrames Gating", "toy_gating", prefix=False, paper="+nFrames Gating", seeds=5),
     Row("grpo_full", "GRPO, full reward", "toy_grpo_full", prefix=False, paper="SFT+GRPO"),

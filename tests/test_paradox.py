@@ -110,8 +110,19 @@ def test_every_evaluation_reads_answers_alike_and_says_how_it_asked():
         place, _, name = job.removesuffix("-eval").rpartition("-")
         toy = f"runs/paradox/{place}/sft-toy"
         assert cfg.limit == 64 and cfg.grading.untagged_answer == "stated" and cfg.splits == {"toy": toy}
-        assert (cfg.rollout.temperature, cfg.rollout.think_prefix, cfg.arms) == (1, ROWS[name].prefix, ("parallel",))
-        assert cfg.checkpoint == (f"{toy}/model" if cfg.name == "base" else f"runs/paradox/{place}/{cfg.name}/model")
+        assert (cfg.rollout.temperature, cfg.rollout.think_prefix) == (1, ROWS[name].prefix)
+        assert cfg.arms == ("sequential" if name == "sequential" else "parallel",)
+        model = {"base": "sft-toy", "sequential": "paragrpo"}.get(name, name)
+        assert cfg.checkpoint == f"runs/paradox/{place}/{model}/model"
+
+
+def test_the_dispatch_row_asks_the_model_of_paragrpo_and_trains_nothing():
+    asked = configs("eval.py")
+    for seed in range(5):
+        parallel, sequential = (asked[f"seed{seed}-{name}-eval"] for name in ("paragrpo", "sequential"))
+        assert replace(sequential, run=parallel.run, name=parallel.name, arms=("parallel",)) == parallel
+    assert {job.name for job in JOBS if "sequential" in job.name} == {f"seed{n}-sequential-eval" for n in range(5)}
+    assert not any("sequential" in job.name for job in paradox.demo_jobs(ROOT))
 
 
 # ------------------------------------------------------------------------------------------------ the work
@@ -188,7 +199,7 @@ def write_seed(root: Path, seed: int | str, scores: dict[str, list[float]]) -> N
             lines.append(dict.fromkeys(results.RECORD) | line | {"videos": [f"videos/{LATE.name}"]})
         folder = root / f"seed{seed}" / "eval" / name
         folder.mkdir(parents=True)
-        (folder / "toy-K4-parallel.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / f"toy-K4-{ROWS[name].arm}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (root / "done" / f"seed{seed}-{name}-eval").write_text("abc")
 
 
@@ -203,7 +214,7 @@ def studied(tmp_path, monkeypatch) -> Path:
     write_seed(ROOT, 0, {"sft": four})
     write_seed(ROOT, 1, {"sft": [0, 1, 0, 1, 0, 1, 0, 1]})
     write_seed(ROOT, "0-old", {"sft": [0, 0, 0, 1], "paragrpo": [1, 1, 1, 1]})
-    write_seed(ROOT, 2, {"paragrpo": four})
+    write_seed(ROOT, 2, {"paragrpo": four, "sequential": [1, 0, 0, 1]})
     return tmp_path
 
 
@@ -212,6 +223,7 @@ def test_figures_are_of_each_seed_and_path(studied):
     assert by_seed(figures, "sft", "accuracy", 4) == {0: 0.75, 1: 0.5}
     assert by_seed(figures, "sft", "accuracy", 4, path="-old") == {0: 0.25}
     assert by_seed(figures, "sft", "accuracy", 8) == by_seed(figures, "grpo", "calls") == {}
+    assert by_seed(figures, "sequential", "accuracy", 4) == {2: 0.5}
     assert by_seed(figures, "sft", "calls") == {0: 0.5, 1: 1.25}
     assert by_seed(figures, "sft", "f") == {0: 0.25, 1: 0.25}
     assert by_seed(figures, "sft", "reports_right") == {0: 1.0, 1: 0.6}  # 4 of 10 wrongly report nothing
