@@ -147,3 +147,10 @@ ABLATIONS = {
 def test_an_ablation_differs_from_the_whole_in_what_it_says(name):
     cfg, whole = (asdict(config.load(RLConfig, REPO / "configs" / f"{n}_8b.yaml")) for n in (name, "paragrpo"))
     assert set(differences(whole, cfg | {"run": whole["run"]}).values()) == ABLATIONS[name]
+
+
+def test_the_cross_model_rows_share_a_start_and_differ_as_those_of_the_8b():
+    grpo, paragrpo = (
+        asdict(config.load(RLConfig, REPO / "configs" / f"{name}_qwen25vl_7b.yaml")) for name in ("grpo", "paragrpo")
+    )
+    assert set(differences(paragrpo, grpo | {"run": paragrpo["run"]}).values()) == ABLATIONS["grpo"]
