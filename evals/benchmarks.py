@@ -230,6 +230,7 @@ class Split:
     counts: tuple[int, ...] = ()  # allowed numbers of items; (): any
     subtitled: int = 0  # how many of its videos have an .srt file
     fields: tuple[str, ...] = ()  # columns that results keep, if the dataset has them
+    gated: bool = False  # whether its terms must be accepted on the hub first
 
 
 _VIDEOMME = Split(
@@ -238,10 +239,9 @@ _VIDEOMME = Split(
 SPLITS = {
     "videomme": _VIDEOMME,
     "videomme_wsub": replace(_VIDEOMME, parse=_videomme_wsub, subtitled=744),
-    # Gated: accept its terms on its page first.
     "longvideobench": Split(
         "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,),
-        fields=("duration_group", "question_category"),
+        fields=("duration_group", "question_category"), gated=True,
     ),
     "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,)),  # its only split is called train
     # Papers quote either number.
@@ -314,9 +314,9 @@ def _hint(name: str, root: str) -> str:
         return f"`python -m study.toy build {folder}` makes it."
     fetch = f"hf download {split.hub} --repo-type dataset --local-dir {folder}"
     moved = f" (since 2026-07-30 it is {split.hub.replace('-lab/', '-eval/')})" if "lmms-lab/" in split.hub else ""
-    return (
-        f"`{fetch}` fetches the dataset{moved}; then unpack its archives (join their parts first), anywhere below it."
-    )
+    gated = f" (accept its terms first, at huggingface.co/datasets/{split.hub})" if split.gated else ""
+    unpack = "unpack its archives (join their parts first), anywhere below it"
+    return f"`{fetch}` fetches the dataset{moved}{gated}; then {unpack}."
 
 
 # ------------------------------------------------------------------------------------------------ figures

@@ -220,6 +220,11 @@ def test_an_absent_dataset_names_the_command_that_fetches_it(tmp_path):
         root.mkdir(exist_ok=True)
 
 
+def test_a_gated_dataset_says_that_its_terms_must_be_accepted(tmp_path):
+    with pytest.raises(DataError, match="accept its terms first, at huggingface.co/datasets/longvideobench/LongVideo"):
+        load_split("longvideobench", str(tmp_path / "none"))
+
+
 def test_missing_videos_are_one_error(tmp_path, load):
     rows = [videomme_row(f"v{i}", n) for i in range(7) for n in (1, 2)]
     parquet(tmp_path / "videomme/test-0.parquet", rows)
