@@ -279,7 +279,7 @@ def outcome_table(figures: Figures) -> str:
         for what in ("calls", "accuracy"):
             cells += [show(figures, row.name, what, k) for k in (4, 64)]
         rows.append(cells)
-    header = ["row", "seeds", "f [paper]", "kappa [paper]", "well_formed"]
+    header = ["row", "seeds", "f [paper's scale]", "kappa [paper]", "well_formed"]
     return markdown("#### The rows", [*header, "kappa K=4", "kappa K=64", "acc K=4", "acc K=64"], rows)
 
 
