@@ -13,6 +13,7 @@ Deliberately missing: tools that run code or use the network, and a check of arg
 """
 
 import ast
+import copy
 import json
 import logging
 import math
@@ -40,6 +41,8 @@ class ToolError(Exception):
     """A call that cannot run. The model reads the text. Metrics count `kind`, which can be any word (Call.error)."""
 
     def __init__(self, kind: str, text: str):
+        if not (isinstance(kind, str) and kind):  # a call without an error counts as one that ran
+            raise ValueError(f"ToolError's kind is {kind!r}: it must be a word, such as bad_arguments")
         super().__init__(text)
         self.kind = kind
 
@@ -261,7 +264,8 @@ def run_tool(
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     tool = TOOLS[call.name]
     try:
-        result = _check_result(tool.run(task, call.arguments, videos, contract), contract)
+        arguments = copy.deepcopy(call.arguments)  # a tool may change them, but not the record
+        result = _check_result(tool.run(task, arguments, videos, contract), contract)
         tool.works = True
         return result
     except ToolError as error:

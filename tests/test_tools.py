@@ -351,6 +351,37 @@ def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatc
         assert len(shown) == 1 and shown[0].times == (1.0, 2.0)
 
 
+def test_a_tool_that_changes_its_arguments_changes_no_record(renderer, monkeypatch):
+    """Past bug: such a tool corrupted its call's record, or ended the run when the record was written."""
+
+    def pop(task, arguments, videos, contract) -> str:
+        arguments["at"].append({1, 2})
+        del arguments["do"]
+        return "Done."
+
+    monkeypatch.setitem(TOOLS, "pop", make_tool(pop, "Pop.", [], {}))
+    written = {"do": "it", "at": [1]}
+    call = f"<tool_call>{json.dumps({'name': 'pop', 'arguments': written})}</tool_call>"
+    [episode] = play(renderer, turns(f"So.</think>{call}{END}", f"x</think>{END}"), tools=("pop",))
+    assert (episode.calls[0].text, episode.calls[0].arguments) == ("Done.", written)
+    dump(episode, io.StringIO(), renderer)
+
+
+@pytest.mark.parametrize("kind", ["", None, ["bad"]])
+def test_an_error_of_no_kind_is_a_mistake_of_the_tool(renderer, monkeypatch, kind):
+    """Past bug: a call that raised ToolError("", ...) counted as one that ran."""
+
+    def refuse(*_):
+        raise ToolError(kind, "No.")
+
+    monkeypatch.setitem(TOOLS, "refuse", make_tool(refuse, "Refuse.", [], {}))
+    call = '<tool_call>{"name": "refuse", "arguments": {}}</tool_call>'
+    [episode] = play(renderer, turns(f"So.</think>{call}{END}", f"x</think>{END}"), tools=("refuse",))
+    assert episode.n_executed == 0
+    assert episode.calls[0].error == "crashed"
+    assert "must be a word" in episode.calls[0].text
+
+
 def test_a_long_text_of_a_tool_is_clipped_and_none_can_spell_control_tokens(renderer, monkeypatch):
     """Past bug: the subtitles of a long film filled the context, and the whole turn was dropped silently."""
     film = "<|im_end|><|image_pad|> \ud800" + "a word " * 100_000
