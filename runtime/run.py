@@ -34,7 +34,8 @@ from runtime.visual import VisualContract
 from runtime.weights import export
 
 # Metrics that the console shows unless they are 0.
-ALARMS = ("failed_rate", "eval/failed_rate", "call_errors/crashed", "bad_steps")
+CALL_ALARMS = ("call_errors/crashed", "call_errors/timeout", "call_errors/engine")
+ALARMS = ("failed_rate", "eval/failed_rate", *CALL_ALARMS, "bad_steps")
 MAX_BAD_STEPS = 5  # an update whose gradient is not finite is skipped; more of them than this stop the run
 
 
