@@ -259,9 +259,9 @@ def thought_ends(turn: Elements) -> list[int]:
 def tag_metrics(turns: list[Elements]) -> dict[str, float]:
     """Return three metrics per tag. `spam/TAG` is 1 if a turn exceeds the tag's limit. `closure/TAG` is the share of opened
     tags that were closed in their turn, if any was opened; Format Fragility shows here first. `surplus/TAG` counts the
-    closing tags beyond the opened ones of their turn."""
+    closing tags beyond the opened ones of their turn. <tool_code>, in which pretrained models call, only has its closure."""
     metrics = {}
-    for name, limit in TAG_LIMITS.items():
+    for name in (*TAG_LIMITS, "tool_code"):
         opened = closed = surplus = 0  # in all turns
         highest = 0  # number of opening or of closing tags in a turn
         for turn in turns:
@@ -270,8 +270,9 @@ def tag_metrics(turns: list[Elements]) -> dict[str, float]:
             closed += min(opening, closing)
             surplus += max(0, closing - opening)
             highest = max(highest, opening, closing)
-        metrics[f"spam/{name}"] = float(highest > limit)
-        metrics[f"surplus/{name}"] = float(surplus)
+        if name in TAG_LIMITS:
+            metrics[f"spam/{name}"] = float(highest > TAG_LIMITS[name])
+            metrics[f"surplus/{name}"] = float(surplus)
         if opened:
             metrics[f"closure/{name}"] = closed / opened
     return metrics

@@ -7,7 +7,8 @@ A `Tool` is a schema and a function; docs/add_a_tool.md adds one. The frames of 
 main agent reads its report. With `tool_return: frames`, they go to the main agent itself. It reads a str unchanged.
 
 A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Pretrained models also write
-`<tool_code>crop_video(start_time=1, end_time=2)</tool_code>`. We parse its literals, and never evaluate it.
+`<tool_code>print(crop_video(start_time=1, end_time=2))`, often without `</tool_code>`. We parse its literals, and never
+evaluate it. An unclosed `<tool_call>` does not run: it is the format that we teach.
 
 Deliberately missing: tools that run code or use the network, and a check of arguments against the schema.
 """
@@ -156,11 +157,14 @@ def read_time(arguments: dict, name: str) -> float:
 
 
 def read_window(arguments: dict, duration: float) -> tuple[float, float]:
-    """Read start_time and end_time. Refuse an impossible window, and clamp one that reaches beyond the video."""
-    start, end = read_time(arguments, "start_time"), read_time(arguments, "end_time")
+    """Read start_time and end_time, or start and end, which some models write. Refuse an impossible window, and clamp one that
+    reaches beyond the video."""
+    start_name = "start" if "start" in arguments and "start_time" not in arguments else "start_time"
+    end_name = "end" if "end" in arguments and "end_time" not in arguments else "end_time"
+    start, end = read_time(arguments, start_name), read_time(arguments, end_name)
     whole = f"the video lasts from 0 to {duration:.1f} seconds"
     if start >= end:
-        raise ToolError("bad_arguments", f"start_time must be less than end_time; {whole}.")
+        raise ToolError("bad_arguments", f"{start_name} must be less than {end_name}; {whole}.")
     if start >= duration or end <= 0:
         raise ToolError("bad_arguments", f"The window lies outside the video; {whole}.")
     return max(0.0, start), min(end, duration)
@@ -180,13 +184,16 @@ def read_number(value: Any, name: str) -> float:
 # ------------------------------------------------------------------------------------------------ calls
 
 _TAG = re.compile(r"<(/?)(tool_call|tool_code)>")
+_END_OF_TURN = re.compile(r"<\|\w+\|>\Z")
+POSITIONAL = ("video_path", "start_time", "end_time")  # the arguments of a call in <tool_code> that writes no names
 UNPARSEABLE = 'This call could not be read. Write <tool_call>{"name": ..., "arguments": {...}}</tool_call>.'
 
 
 def parse_calls(text: str, turn: int = 0) -> list[Call]:
     """Read the calls of one assistant turn, in order. A bad one becomes a Call with an error, and the others still parse.
 
-    One pass over the tags takes linear time: an opening tag inside an open call ends that call as unparseable."""
+    One pass over the tags takes linear time: an opening tag inside an open call ends that call as unparseable. A <tool_code>
+    that is still open at the end of the turn is read like a closed one."""
     calls = []
     opened = None  # the opening tag of the current call
     for tag in _TAG.finditer(text):
@@ -199,7 +206,9 @@ def parse_calls(text: str, turn: int = 0) -> list[Call]:
             body = text[opened.end() : tag.start()]
             calls += _read_json(body, turn) if name == "tool_call" else _read_code(body, turn)
             opened = None
-    if opened:
+    if opened and opened[2] == "tool_code":
+        calls += _read_code(_END_OF_TURN.sub("", text[opened.end() :]), turn)
+    elif opened:
         calls.append(_unparseable(turn))
     return calls
 
@@ -232,23 +241,43 @@ _PARSING = threading.Lock()
 
 
 def _read_code(body: str, turn: int) -> list[Call]:
+    """Read a <tool_code> block. If the whole is Python, each statement is a call. Otherwise each line that is a call counts, and
+    the others are ignored. A block without any is one unparseable call."""
+    calls = _read_python(body, turn)
+    if not calls:
+        for line in body.splitlines():
+            calls += [call for call in _read_python(line, turn) if not call.error]
+    return calls or [_unparseable(turn)]
+
+
+def _read_python(code: str, turn: int) -> list[Call]:
+    """Return a call per statement, or none if the code is not Python."""
     try:
         with _PARSING:
-            statements = ast.parse(body.strip()).body if _is_parser_safe(body) else []
+            statements = ast.parse(code.strip()).body if _is_parser_safe(code) else []
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         statements = []
-    return [_read_statement(statement, turn) for statement in statements] or [_unparseable(turn)]
+    return [_read_statement(statement, turn) for statement in statements]
 
 
 def _read_statement(statement: ast.stmt, turn: int) -> Call:
-    match statement:
-        case ast.Expr(ast.Call(ast.Name(name), [], keywords)) if all(k.arg for k in keywords):
-            try:
-                arguments = {k.arg: ast.literal_eval(k.value) for k in keywords}
-                return Call(turn, name, json.loads(json.dumps(arguments)))  # the same types as from JSON
-            except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-                pass
-    return _unparseable(turn)
+    """Read `crop_video(start_time=1, end_time=2)`, `tools.crop_video("a.mp4", 1, 2)`, or either one inside `print(...)`."""
+    expression = statement.value if isinstance(statement, ast.Expr) else None
+    match expression:
+        case ast.Call(ast.Name("print"), [printed], []):
+            expression = printed
+    match expression:
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name), [], keywords) if all(k.arg for k in keywords):
+            written = {k.arg: k.value for k in keywords}
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name), values, []) if len(values) <= len(POSITIONAL):
+            written = dict(zip(POSITIONAL, values))
+        case _:
+            return _unparseable(turn)
+    try:
+        arguments = {key: ast.literal_eval(value) for key, value in written.items()}
+        return Call(turn, name, json.loads(json.dumps(arguments)))  # the same types as from JSON
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return _unparseable(turn)
 
 
 # ------------------------------------------------------------------------------------------------ running one call

@@ -275,6 +275,15 @@ def test_closure_is_the_share_of_opened_tags_that_were_closed_in_their_turn():
     assert earned([DONE + "</answer>"])["closure/answer"] == 1  # extra closing tags do not raise it
 
 
+def test_closure_also_counts_the_code_of_pretrained_models_which_has_no_limit():
+    closed = LOOK.replace(CALL, CODE)
+    unclosed = LOOK.replace(CALL, CODE.removesuffix("</tool_code>"))
+    parts = earned([closed, unclosed, DONE])
+    assert parts["closure/tool_code"] == 0.5
+    assert "spam/tool_code" not in parts and "surplus/tool_code" not in parts
+    assert "closure/tool_code" not in earned([DONE])
+
+
 def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
     """Past bug: a turn that Qwen ended with <|endoftext|> earned no flow, and was neither well-formed nor structural."""
 

@@ -66,12 +66,61 @@ def test_each_call_parses_or_fails_alone():
 
 
 def test_the_pretrained_habit_is_read_as_literals_and_never_run():
-    text = "<tool_code>\ncrop_video(video_path='a.mp4', start_time=-1.5, end_time=20)\ncrop_video(1, 2)\n</tool_code>"
+    text = "<tool_code>\ncrop_video(video_path='a.mp4', start_time=-1.5, end_time=20)\ncrop_video(start_time=s)\n</tool_code>"
     first, second = parse_calls(text)
     assert (first.name, first.arguments) == ("crop_video", {"video_path": "a.mp4", "start_time": -1.5, "end_time": 20})
-    assert second.error == "unparseable"  # positional arguments are refused
-    for evil in ("crop_video(start_time=__import__('os').getpid())", "crop_video(**{})", "a.b(x=1)", "x = 1", ""):
+    assert second.error == "unparseable"  # the block is Python, so its other statements are bad calls
+    for evil in ("crop_video(start_time=__import__('os').getpid())", "crop_video(**{})", "crop_video(*[])", "x = 1"):
         assert errors(f"<tool_code>{evil}</tool_code>") == ["unparseable"], evil
+
+
+WINDOW = {"start_time": 1, "end_time": 2.5}
+CODE_CALLS = {
+    "a plain call": ("crop_video(start_time=1, end_time=2.5)", WINDOW),
+    "print": ("print(crop_video(start_time=1, end_time=2.5))", WINDOW),
+    "a dotted name": ("tools.video.crop_video(start_time=1, end_time=2.5)", WINDOW),
+    "both": ("print(tools.crop_video(start_time=1, end_time=2.5))", WINDOW),
+    "positional": ("crop_video('a.mp4', 1, 2.5)", {"video_path": "a.mp4"} | WINDOW),
+    "few positional": ("crop_video('a.mp4')", {"video_path": "a.mp4"}),
+    "several lines": ("print(\n  crop_video(\n    start_time=1,\n    end_time=2.5,\n  )\n)", WINDOW),
+    "text around it": ("I look:\n  print(crop_video(start_time=1, end_time=2.5))\nThen I answer.", WINDOW),
+    "a fence": ("```python\ncrop_video(start_time=1, end_time=2.5)\n```", WINDOW),
+    "a broken line": ("crop_video(start_time=1,\ncrop_video(start_time=1, end_time=2.5)", WINDOW),
+}
+
+
+@pytest.mark.parametrize("end", ["</tool_code>", "", END, "\n<|endoftext|>"])
+@pytest.mark.parametrize("code, arguments", CODE_CALLS.values(), ids=CODE_CALLS)
+def test_code_is_read_as_the_release_reads_it(code, arguments, end):
+    """Past bug: Qwen's own way to call, `<tool_code>print(crop_video(...))` without a closing tag, was unparseable."""
+    [call] = parse_calls(f"I look.</think>\n<tool_code>\n{code}{end}", 1)
+    assert (call.turn, call.name, call.arguments, call.error) == (1, "crop_video", arguments, "")
+
+
+NO_CODE_CALLS = {
+    "four positional": "crop_video('a.mp4', 1, 2, 3)",
+    "positional beside keywords": "crop_video('a.mp4', start_time=1, end_time=2)",
+    "a name": "crop_video(start_time=start, end_time=end)",
+    "print of a text": "print('crop_video')",
+    "print of two": "print(crop_video(start_time=1, end_time=2), crop_video(start_time=3, end_time=4))",
+    "cut off": "print(crop_video(start_time=1, end_ti",
+    "prose": "I call crop_video (from 1 to 2).\nThen I answer.",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("end", ["</tool_code>", "", END])
+@pytest.mark.parametrize("code", NO_CODE_CALLS.values(), ids=NO_CODE_CALLS)
+def test_code_without_a_call_is_one_unparseable_call(code, end):
+    assert errors(f"<tool_code>{code}{end}") == ["unparseable"]
+
+
+def test_an_unclosed_tool_call_does_not_run():
+    """It is the format that we teach."""
+    for end in ("", END):
+        assert errors(call_text(start_time=1, end_time=2).removesuffix("</tool_call>") + end) == ["unparseable"]
+    code = "<tool_code>crop_video(start_time=1, end_time=2)\n"  # ended by the next call, not by the turn
+    assert errors(code + call_text(start_time=1, end_time=2)) == ["unparseable", ""]
 
 
 def test_arguments_may_be_a_string_of_json():
@@ -146,6 +195,9 @@ def test_windows_are_clamped_and_an_impossible_one_names_the_range():
     assert crop(start_time=-10, end_time=5).window == (0, 5)
     assert crop(start_time=50, end_time=1e308).window == (50, 60)
     assert read_window({"start_time": "-1", "end_time": "0:45"}, 37.3) == (0, 37.3)  # as other tools call it
+    assert crop(start=1, end="0:05").window == (1, 5)
+    assert crop(start_time=1, end=5).window == (1, 5)
+    assert crop(start_time=1, end_time=5, start=2, end=3).window == (1, 5)  # the names of the schema come first
     for start, end in ((10, 10), (20, 10), (60, 70), (-9, -1)):
         with pytest.raises(ToolError, match="from 0 to 60.0 seconds"):
             crop(start_time=start, end_time=end)
@@ -210,6 +262,16 @@ def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
 def test_the_published_schema_is_what_the_published_model_was_shown():
     """Compare byte by byte, because the schema is part of the prompt. Only tools that describe arguments show descriptions."""
     assert json.dumps(TOOLS["crop_video"].schema) == '{"type": "function", "function": {"name": "crop_video", "description": "Look closely at a part of the video. Times are in seconds.", "parameters": {"type": "object", "properties": {"video_path": {"type": "string"}, "start_time": {"type": "number"}, "end_time": {"type": "number"}, "num_frames": {"type": "integer"}}, "required": ["start_time", "end_time"]}}}'  # fmt: skip
+
+
+def test_a_bad_window_is_told_by_the_names_that_the_model_wrote():
+    """Past bug: a model that wrote `end` read that end_time must be a number."""
+    with pytest.raises(ToolError, match="^end must be a number, not 'soon'"):
+        crop(start=1, end="soon")
+    with pytest.raises(ToolError, match="^start must be less than end; "):
+        crop(start=3, end=2)
+    with pytest.raises(ToolError, match="^end_time must be a number, not None"):
+        crop(start=3)
 
 
 # ---- what a tool returns

@@ -17,6 +17,7 @@ from runtime.dataset import Rows
 from runtime.dialogue import parse_dialogue
 from runtime.render import END_OF_TURN, TEMPLATE_TAGS, Renderer
 from study import gate, toy
+from tools import parse_calls
 
 
 def flashes(count, seed=0):
@@ -100,6 +101,20 @@ def test_the_answer_tags_are_several_tokens_and_the_others_one(tokenizer):
 
 
 # ------------------------------------------------------------------------------------------------ the gate
+
+
+def test_json_in_tool_code_is_one_unparseable_call_wherever_the_turn_ends():
+    """The cold start teaches it. If it were read, or counted otherwise, the toy's trainings would change."""
+    rng = random.Random(0)
+    rows = [toy.sft_row(rng, flash, p_tool=1.0, p_loose=1.0) for flash in flashes(60)]
+    turns = [json.loads(row["messages"])[1]["content"] for row in rows]
+    coded = [turn for turn in turns if "<tool_code>" in turn]
+    assert len(coded) > 10
+    for turn in coded:
+        for i in range(len(turn) + 1):
+            for text in (turn[:i], turn[:i] + END_OF_TURN):
+                errors = [call.error for call in parse_calls(text)]
+                assert errors == ["unparseable"] * turn[:i].count("<tool_code>"), text
 
 
 def blind(prompt: str, seed: int) -> str:
