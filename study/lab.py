@@ -1,15 +1,23 @@
 """lab.py: the reward lab. Score any assistant text and print every term of the reward.
 
-    python -m study.lab "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B
+    python -m study.lab "<think>\\nI look closer.\\n</think>\\n<answer>B</answer>" --answer B [--config CONFIG]
 
-Each argument is one turn. The text is printed with its structural characters in brackets: [c].
+Each argument is one turn. The gold answer tells the kind of question: a letter (mcq), a span of seconds (tvg), or text (oe).
+The text is printed with its structural characters in brackets: [c].
 """
 
 import argparse
+import re
+import sys
 from dataclasses import replace
 
 from data import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
+from rl import RLConfig
+from runtime import config
+from runtime.answers import LETTERS, parse_span
+from runtime.api import Judge, JudgeError
+from runtime.config import ConfigError
 from runtime.render import END_OF_TURN
 from tools import parse_calls
 
@@ -46,17 +54,35 @@ def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, 
     return Episode(task, 64, main, calls)
 
 
+def kind_of(answer: str) -> str:
+    """Return the kind of question that has this gold answer."""
+    if answer.strip("() .").upper() in tuple(LETTERS):
+        return "mcq"
+    words = re.findall(r"[^\W\d_]+", answer)
+    if parse_span(answer) and set(words) <= {"to", "s"}:  # "12.5 s to 20.1 s", but not "2 cats and 3 dogs"
+        return "tvg"
+    return "oe"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("turns", nargs="+", metavar="TEXT", help="the assistant's text, one argument per turn")
     parser.add_argument("--answer", required=True, help="the gold answer")
-    parser.add_argument("--kind", choices=("mcq", "tvg", "oe"), default="mcq")
     parser.add_argument("--executed", type=int, default=0, help="number of calls that count as run")
+    parser.add_argument("--config", help="an RL config, to score by its reward (default: our defaults)")
     args = parser.parse_args()
     renderer = Characters()
     turns = [turn.replace("\\n", "\n") + END_OF_TURN for turn in args.turns]
-    episode = episode_of_turns(turns, Task("lab", "", (), args.kind, args.answer), renderer, args.executed)
-    for name, value in score(episode, renderer, RewardConfig()).items():
+    task = Task("lab", "", (), kind_of(args.answer), args.answer)
+    episode = episode_of_turns(turns, task, renderer, args.executed)
+    try:
+        cfg = config.load(RLConfig, args.config).reward if args.config else RewardConfig()
+        parts = score(episode, renderer, cfg, Judge(cfg.judge))
+    except (ConfigError, JudgeError) as error:
+        sys.exit(f"error: {error}")
+
+    print(f"{'kind':>11} {task.kind:>6}")
+    for name, value in parts.items():
         print(f"{name:>11} {value:6.2f}")
     for token, structural in zip(episode.main.ids, structural_mask(episode.main, renderer), strict=True):
         text = renderer.decode([token])

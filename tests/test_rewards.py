@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripts import REPO
 from tiny import Pieces
 
 import rewards
@@ -457,3 +458,29 @@ def test_the_lab_prints_every_term_and_paints_the_structure(monkeypatch, capsys)
     lab.main()
     told = capsys.readouterr().out
     assert "acc   1.00" in told and "[<][a][n][s][w][e][r][>]B[<]" in told
+
+
+@pytest.mark.parametrize("answer, kind", [("B", "mcq"), ("(b)", "mcq"), ("A dog", "oe"), ("red", "oe"), ("7", "oe")]
+    + [("[12.5, 20.1]", "tvg"), ("12.5 s to 20.1 s", "tvg"), ("0:12 - 0:20", "tvg"), ("2 cats and 3 dogs", "oe")]
+)  # fmt: skip
+def test_the_labs_kind_follows_from_the_gold_answer(monkeypatch, capsys, answer, kind):
+    """Past bug: an answer of words scored 0 in silence, because the lab read it as a letter."""
+    monkeypatch.setattr(sys, "argv", ["lab.py", f"<answer>{answer}</answer>", "--answer", answer])
+    lab.main()
+    parts = dict(line.split() for line in capsys.readouterr().out.splitlines() if len(line.split()) == 2)
+    assert (parts["kind"], float(parts["R_acc"])) == (kind, 1)
+
+
+def test_the_lab_scores_by_the_reward_of_a_config(monkeypatch, capsys):
+    """The toy pays for the answer alone."""
+    told = {}
+    for more in ((), ("--config", str(REPO / "configs" / "toy_paragrpo.yaml"))):
+        monkeypatch.setattr(sys, "argv", ["lab.py", DONE.removesuffix(END_OF_TURN), "--answer", "B", *more])
+        lab.main()
+        told[more] = capsys.readouterr().out.split("\n")[1].split()
+    assert list(told.values()) == [["R", "1.80"], ["R", "1.00"]]
+    monkeypatch.setattr(
+        sys, "argv", ["lab.py", DONE, "--answer", "B", "--config", str(REPO / "configs" / "toy_sft.yaml")]
+    )
+    with pytest.raises(SystemExit, match="error: .*toy_sft.yaml"):
+        lab.main()
