@@ -69,6 +69,8 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="the doctor's is always 1")
     parser.add_argument("--max-new-tokens", type=int, default=64 if doctor else 2048, help="per turn")
     args = parser.parse_args()
+    if args.k is not None and args.k < 1:
+        parser.error(f"--k {args.k}: must be at least 1, since the agent needs a frame")
     tools = tuple(args.tool or ["crop_video"])
     cfg = RolloutConfig(tools=tools, temperature=args.temperature, max_new_tokens=args.max_new_tokens)
     expandable_segments()

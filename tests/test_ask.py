@@ -110,6 +110,15 @@ def test_the_doctor_notices_other_positions_and_a_trainer_that_sees_no_frames(co
     assert status == 1 and checks_of(printed) == {"positions": False, "log-probs": True, "pixels": False}, printed
 
 
+@pytest.mark.parametrize("k", ["0", "-1"])
+def test_a_k_without_frames_is_refused(command, capsys, k):
+    """Past bug: `--k 0` showed the default number of frames."""
+    with pytest.raises(SystemExit) as end:
+        command("Which color flashes?", "--k", k)
+    assert end.value.code == 2
+    assert f"--k {k}: must be at least 1" in capsys.readouterr().err
+
+
 def test_the_doctor_refuses_what_a_training_would(command, monkeypatch):
     monkeypatch.setattr("runtime.doctor.flaw_of", lambda *_: "a flaw")
     with pytest.raises(SystemExit, match="error: a flaw"):
