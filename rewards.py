@@ -12,6 +12,8 @@ never read the text it returned. The answer is the last complete `<answer>` of t
 Deliberately missing: a learned reward model, and any I/O. If a judge scores open answers, the caller passes it in.
 """
 
+import contextlib
+import json
 import re
 import unicodedata
 from collections import Counter
@@ -24,7 +26,6 @@ from data import Episode, Group, Task, Trajectory
 from runtime.answers import normalise, parse_letter, parse_span, words_of
 from runtime.api import Judge, JudgeConfig, JudgeError
 from runtime.render import END_OF_TURN, Renderer
-from tools import parse_calls
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
 TAG = re.compile("|".join(TAGS))
@@ -455,29 +456,49 @@ def is_structural(classes: list[str], first: int, last: int) -> bool:
 def f_release(text: str, cfg: RewardConfig) -> float:
     """Return f as the released code computes it, to compare with the paper's. It is a metric and no part of R. `text` is the
     sampled text of all turns. It lacks a forced <think>, so a tidy direct answer scores 0.5."""
-    # s = w_think * [there is a <think>] + w_answer * [an answer is complete]
-    #   + w_think_before_call * [there is a <think>, a call parses, and the first <think> stands before the first call]
-    # f = min(1, s + 0.1 * [s > 0 and tags balanced] + lambda * R_anchor)
-    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
-    thought = re.search("<think>.{10}", text, re.S)  # it need not be closed
-    answered = any(answer.strip() for answer in ANSWER.findall(text))
-    called = any(not call.error for call in parse_calls(text))
-    first_call = re.search("<tool_call>|<tool_code>", text)
+    # s = w_think * [thinks] + w_answer * [answers] + w_think_before_call * [thinks and calls, and <think> comes first]
+    # R_anchor = alpha * [thinks and closed] + beta * [thinks, closed and answers] - gamma * [opened and not closed]
+    # f = min(1, s + lambda * R_anchor + 0.1 * [s + lambda * R_anchor > 0, and the tags are balanced])
+    thinks = len(first_thought(text)) >= 10  # characters
+    answers = any(part.partition("<answer>")[2].strip() for part in text.split("</answer>")[:-1])
+    before_calls = re.split("<tool_call>|<tool_code>", text)[0]
+    thinks_before_call = thinks and "<think>" in before_calls and contains_call(text)
+    opened, closed = "<think>" in text, "</think>" in text
     names = ("think", "tool_call", "tool_code", "answer")
     balanced = all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in names)
 
-    s = weights["think"] * bool(thought)
-    s += weights["answer"] * answered
-    s += weights["think_before_call"] * bool(thought and called and thought.start() < first_call.start())
-    s += 0.1 * (balanced and s > 0)
+    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
+    s = weights["think"] * thinks
+    s += weights["answer"] * answers
+    s += weights["think_before_call"] * thinks_before_call
+    anchor = cfg.anchor.alpha * (thinks and closed)
+    anchor += cfg.anchor.beta * (thinks and closed and answers)
+    anchor -= cfg.anchor.gamma * (opened and not closed)
+    if cfg.anchor.credit != "off":
+        s += cfg.anchor.lam * anchor
+    return min(1.0, s + 0.1 * (s > 0 and balanced))
 
-    anchor, closed = 0.0, "</think>" in text
-    if closed and thought:
-        anchor = cfg.anchor.alpha + cfg.anchor.beta * answered
-    elif "<think>" in text and not closed:
-        anchor = -cfg.anchor.gamma
-    lam = 0 if cfg.anchor.credit == "off" else cfg.anchor.lam
-    return min(1.0, s + lam * anchor)
+
+def first_thought(text: str) -> str:
+    """Return the first thought as the release reads it. If no </think> follows, it ends at the next call, answer or end of turn."""
+    thought = text.partition("<think>")[2]
+    if "</think>" not in thought:
+        thought = re.split(r"<tool_|<answer>|<\|im_end\|>", thought)[0]
+    return thought.partition("</think>")[0].strip()
+
+
+def contains_call(text: str) -> bool:
+    """Return whether the release finds a call: a JSON object with a name, or a line of code with a bracket. The call's tag need
+    not be closed."""
+    for call in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.S):
+        with contextlib.suppress(ValueError, RecursionError):
+            call = json.loads(call)
+            if isinstance(call, dict) and "name" in call:
+                return True
+    for code in re.findall(r"<tool_code>(?!<\|im_end\|>)(.*?)(?:</tool_code>|\Z)", text, re.S):
+        if any("(" in line and not line.startswith("#") for line in code.splitlines()):
+            return True
+    return False
 
 
 def sampled_text(trajectory: Trajectory, renderer: Renderer) -> str:

@@ -2,8 +2,10 @@
 
 import itertools
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from scripts import REPO
@@ -58,33 +60,18 @@ def test_token_f1_counts_shared_words():
 # ------------------------------------------------------------------------------------------------ the paper's f
 
 OFF = RewardConfig(answer_suffix=False, anchor=Anchor(credit="off"))  # the released recipe of plain GRPO
-UNSEEN = "<think>\n"  # a forced tag is not in the sampled text
-F_RELEASE = {
-    # name: (sampled text, f of the plain recipe, f of the recipe with Answer Suffix and anchor)
-    "tidy direct answer": (DONE, 0.3 + 0.3 + 0.1, 0.2 + 0.5 + 0.1 + 0.5 * (0.4 + 0.3)),
-    "tidy direct answer behind a forced tag": (DONE.removeprefix(UNSEEN), 0.3, 0.5),
-    "tidy trajectory with tools": (LOOK + DONE, 1.0, 1.0),
-    "tidy trajectory with tools, forced tags": (LOOK.removeprefix(UNSEEN) + DONE.removeprefix(UNSEEN), 0.3, 0.5),
-    "a thought that is never closed": ("<think>It is blue, I think.", 0.3, 0.2 - 0.5 * 0.3),
-    "a short thought": ("<think>Yes", 0, -0.5 * 0.3),
-    "a call before the thought": (CALL + DONE, 0.7, 1.0),
-    "a call that does not parse": (LOOK.replace('{"name"', "{name") + DONE, 0.7, 1.0),
-    "a call in code": ("<think>I look closer.</think><tool_code>\ncrop_video(start_time=0, end_time=1)\n</tool_code>", 0.7, 0.2 + 0.3 + 0.1 + 0.2),
-    "two closing tags": (DONE.replace("</think>", "</think></think>"), 0.6, 0.7 + 0.35),
-    "an empty answer": (DONE.replace(">B<", ">\n<"), 0.4, 0.3 + 0.2),
-    "nothing": ("", 0, 0),
-}  # fmt: skip
+RELEASE_F = yaml.safe_load((Path(__file__).parent / "release_f.yaml").read_text("utf-8"))
 
 
-@pytest.mark.parametrize("name", F_RELEASE)
-def test_f_release_follows_the_released_code(name):
-    text, plain, anchored = F_RELEASE[name]
+@pytest.mark.parametrize("plain, anchored, text", RELEASE_F)
+def test_f_release_is_that_of_the_released_code(plain, anchored, text):
+    """Past bug: 25 of these texts had another value."""
     assert rewards.f_release(text, OFF) == pytest.approx(plain)
-    assert rewards.f_release(text, PLAIN) == pytest.approx(min(1, anchored))
+    assert rewards.f_release(text, PLAIN) == pytest.approx(anchored)
 
 
 def test_f_release_reads_what_was_sampled_and_stands_beside_our_f_even_in_spam():
-    parts = earned([DONE], forced=UNSEEN)
+    parts = earned([DONE], forced="<think>\n")
     assert (parts["f_release"], parts["f"]) == (0.5, pytest.approx(1.0))
     assert earned([DONE])["f_release"] == 1.0
     assert earned([DONE.replace("<answer>", "<think>" * 4 + "<answer>")])["f_release"] > 0.5  # R is 0
