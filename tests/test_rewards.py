@@ -215,6 +215,7 @@ HONEST_THOUGHTS = (
     "He writes I <3 U on the wall :> and draws <*)))><.",
     "The sign shows <<EXIT>> and an arrow <=.",
     "영상에서 파란색이 보입니다. <화면>",
+    "A <top> view: <the red car> passes an <animal>; x<then, vector<any> and a table's <th> are text.",
     "",
 )  # fmt: skip
 VIDEO_CALL = CALL.replace('"start_time"', '"video_path": "<video>", "start_time"')
@@ -231,8 +232,17 @@ HONEST_TURNS = (
     "turns", [*([DONE.replace("The clip shows it.", text)] for text in HONEST_THOUGHTS), *HONEST_TURNS]
 )
 def test_an_honest_text_is_well_formed(turns):
-    """Past bug: `a<b`, `<video>`, `<-` and `</b>` counted as broken tags, and so did `<video>` in a call."""
+    """Past bugs: `a<b`, `<video>`, `<-` and `</b>` counted as broken tags, `<video>` in a call, and words such as `<then`."""
     assert earned(turns)["well_formed"] == 1
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["<", "</", "<t", "</thin", "</tool_c", "</answe", "<think now", "</answers>", "<tool_response>ok</tool_response>"],
+)
+def test_a_piece_of_a_tag_is_no_text(piece):
+    for closing in ("</think>", "</answer>"):
+        assert earned([DONE.replace(closing, piece + closing)])["well_formed"] == 0
 
 
 def test_spam_is_a_rate_over_all_episodes():
