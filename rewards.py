@@ -140,7 +140,9 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig,
     def give(episode: Episode) -> None:
         episode.main.structural = structural_mask(episode.main, renderer)
         try:
-            episode.rewards = score(episode, renderer, cfg, judge)
+            parts = score(episode, renderer, cfg, judge)
+            # Records are JSON, which cannot hold numbers of numpy or torch.
+            episode.rewards = {name: float(value) for name, value in parts.items()}
         except JudgeError as error:
             episode.fail(error)
 

@@ -1,10 +1,13 @@
 """Rewards: hand-computed values, adversarial completions, and structural tokens that never touch content."""
 
 import itertools
+import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -263,6 +266,15 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
     rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge)
     assert episodes[0].error == "JudgeError: gone" and not episodes[0].rewards
     assert not episodes[1].error and episodes[1].rewards["R_acc"] == 1
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), torch.tensor(0.5)], ids=["numpy", "torch"])
+def test_a_reward_part_of_numpy_or_torch_is_stored_as_a_float(number, monkeypatch):
+    """Past bug: json.dumps of such an episode ended the run."""
+    monkeypatch.setattr(rewards, "score", lambda *_: {"R": 1.0, "R_own": number})
+    episode = episode_of_turns([DONE], MCQ, Characters())
+    rewards.give_rewards([Group(MCQ, 64, [episode])], Characters(), PLAIN)
+    assert json.dumps(episode.rewards) == '{"R": 1.0, "R_own": 0.5}'
 
 
 def test_closure_is_the_share_of_opened_tags_that_were_closed_in_their_turn():
