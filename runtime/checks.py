@@ -33,7 +33,7 @@ USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundE
 # Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
 # steps and rows. A name without a dot stands for the whole section. In data.sources only the paths may change.
 MAY_CHANGE = {
-    "run", "steps", "save_every", "keep", "decoders", "plan", "grpo.train_tokens", "pack_tokens",
+    "run", "steps", "save_every", "keep", "export_every", "decoders", "plan", "grpo.train_tokens", "pack_tokens",
     "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
     "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
     "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",

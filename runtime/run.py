@@ -3,7 +3,7 @@
     run = Run(cfg, "rl", SHOWN, policy, optimizer)    # resumes from the newest state in RUN/state
     for step in range(run.steps_done, cfg.steps):
         run.log(step, measured)                       # appends a line to RUN/metrics.jsonl
-        run.save(step, measured)                      # every cfg.save_every steps
+        run.save(step, measured)                      # RUN/state, and RUN/models if cfg.export_every is set
     run.export()                                      # RUN/model
 
 checks.open_run holds the folder's lock. All ranks call all of these functions.
@@ -59,6 +59,8 @@ class RunConfig:
     save_every: int = 10
     keep: int = 2
     """How many complete training states stay on disk."""
+    export_every: int = 0
+    """Every so many steps, write the policy to RUN/models/step-000040. 0: only at the end, to RUN/model."""
     decoders: int = 2
     """Video decoder processes per rank, at most the rank's share of the cores."""
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -143,17 +145,25 @@ class Run:
             raise FloatingPointError(f"{self.bad_steps} gradients not finite (limit {MAX_BAD_STEPS}): lower optim.lr")
 
     def save(self, step: int, measured: dict[str, float]) -> None:
-        """Save a state every `save_every` steps, unless the step's gradient was not finite."""
+        """Write a model every `export_every` steps, and a state every `save_every`, unless the step's gradient was not finite."""
+        # The model comes first. After a kill between the two, the resumed run writes it again.
+        every = self.cfg.export_every
+        if every and (step + 1) % every == 0:
+            self.write_model(self.folder / "models" / f"step-{step + 1:06d}")
         if self.is_time(step, self.cfg.save_every) and math.isfinite(measured["grad_norm"]):
             extra = {"bad_steps": self.bad_steps}
             save_state(self.folder / "state", self.policy, self.optimizer, step + 1, self.cfg.keep, extra)
 
     def export(self) -> None:
-        """Write the result as a Hugging Face checkpoint."""
-        export(self.policy, self.folder / "model", self.cfg.visual)
-        if rank() == 0:
-            self.cfg.prompts.save(self.folder / "model")
+        """Write the result."""
+        self.write_model(self.folder / "model")
         print0(f"done: {self.folder}/model")
+
+    def write_model(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face checkpoint."""
+        export(self.policy, folder, self.cfg.visual)
+        if rank() == 0:
+            self.cfg.prompts.save(folder)
 
 
 class Metrics:

@@ -75,6 +75,18 @@ def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir,
     assert "error: [Errno 2] No such file or directory: 'EPISODES'" in told
 
 
+def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(toy_dir, tmp_path, paid_by_chance):
+    """A model is written before the state of its step: after a kill between the two, the resumed run writes it again."""
+    train(tmp_path / "short.yaml", toy_dir, steps=2)
+    assert not (tmp_path / "short" / "models").exists()
+    train(tmp_path / "long.yaml", toy_dir, steps=5, export_every=2)
+    models = tmp_path / "long" / "models"
+    assert sorted(path.name for path in models.iterdir()) == ["step-000002", "step-000004"]
+    written = {path.name: path.read_bytes() for path in (models / "step-000002").iterdir()}
+    assert written == {path.name: path.read_bytes() for path in (tmp_path / "short" / "model").iterdir()}
+    assert (models / "step-000004").stat().st_mtime < (tmp_path / "long" / "state" / "step-00000004").stat().st_mtime
+
+
 def test_updates_that_are_not_finite_are_skipped_and_end_the_run(toy_dir, tmp_path, monkeypatch):
     def clip(policy, largest):
         norms.append(clip_gradients(policy, largest))
