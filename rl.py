@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -312,7 +312,8 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     """Return a step's metrics, averaged over all ranks. `ks`: the values of K that are drawn.
 
     Each metric is a mean over: groups (share/K and flat_groups), all episodes (failed_rate), calls (call_errors/... and
-    calls/distinct), sub-agents' reports (report/...), or the episodes that ran (all others)."""
+    calls/distinct), sub-agents' reports (report/...), episodes that called (parallel_rate), or the episodes that ran (all
+    others)."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
@@ -332,7 +333,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
 
 
 def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> None:
-    """Add an episode's rewards, accuracy by K, number of calls (kappa), lengths and staleness to the metrics."""
+    """Add an episode's rewards, accuracy by K, calls (kappa is their number), lengths and staleness to the metrics."""
     for name, value in episode.rewards.items():
         seen[name].append(value)
     called = "called" if episode.n_executed else "skipped"
@@ -340,6 +341,10 @@ def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> No
     seen[f"acc/K={episode.k}/{called}"].append(episode.rewards["R_acc"])
     seen["kappa"].append(episode.n_executed)
     seen[f"kappa/K={episode.k}"].append(episode.n_executed)
+    seen["calling_rate"].append(episode.n_executed > 0)
+    calls_per_turn = Counter(call.turn for call in episode.calls if not call.error)
+    if calls_per_turn:
+        seen["parallel_rate"].append(max(calls_per_turn.values()) > 1)
     seen["truncated_rate"].append(episode.main.finish == "length")
     seen["turns"].append(len(episode.main.turns))
     seen["sampled_tokens"].append(episode.main.n_sampled)

@@ -54,7 +54,7 @@ OUTCOMES = ("accuracy", "calls", "well_formed")  # of evaluations
 # The panels by section: keys of metrics.jsonl, or patterns. Keys that no run has are left out.
 SECTIONS = {
     "Format": "f f_release well_formed R_anchor closure/* surplus/* spam/*",
-    "Calls": "kappa turns calls/distinct critical_tokens all_tokens",
+    "Calls": "kappa calling_rate parallel_rate turns calls/distinct critical_tokens all_tokens",
     "Sub-agents' reports": "report/ended report/tagged report/tokens",
     "Evaluation while training": "eval/* eval_no_tools/*",
     "Accuracy by K": "acc/K=*[0-9]",
@@ -71,6 +71,8 @@ TITLES = {  # for keys whose names do not explain themselves
     "f_release": "f on the scale of the released code, and of the paper",
     "well_formed": "exactly well-formed",
     "kappa": "κ: executed calls per episode",
+    "calling_rate": "episodes that call a tool",
+    "parallel_rate": "calling episodes with several calls in one turn",
     "calls/distinct": "calls with a window that no earlier call mostly covers",
     "critical_tokens": "tokens on the critical path: the main agent's, and each turn's longest report",
     "all_tokens": "tokens of all agents",

@@ -95,4 +95,4 @@ def test_the_8bs_configs_run_go_on_and_log_the_figures_that_it_explains(tmp_path
         named = re.findall(r"`([\w/=]+)`", "".join(line.split("|")[1] for line in table.splitlines()))
         assert len(named) > 8
         for name in named:
-            assert name in row or name == "mfu" or name.startswith(("kappa/K=", "report/")), name
+            assert name in row or name == "mfu" or name.startswith(("kappa/K=", "parallel_rate", "report/")), name

@@ -223,6 +223,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
     expected = {f"call_errors/{kind}": 0 for kind in CALL_ERRORS} | {
         "failed_rate": 1 / 4, "R": 1, "R_acc": 2 / 3, "closure/think": 0.75, "kappa": 2 / 3, "kappa/K=4": 1, "kappa/K=64": 0,
+        "calling_rate": 1 / 3, "parallel_rate": 1,
         "acc/K=4": 0.5, "acc/K=64": 1, "acc/K=4/called": 1, "acc/K=4/skipped": 0, "acc/K=64/skipped": 1,
         "truncated_rate": 1 / 3, "turns": 5 / 3, "sampled_tokens": 7 / 3, "calls/crop_video": 2 / 3,
         "call_errors/unparseable": 1 / 4, "call_errors/too_dark": 1 / 4,
@@ -231,6 +232,23 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         "staleness": (1.5 + 1 + 0) / 3, "share/K=4": 1 / 3, "share/K=64": 2 / 3, "flat_groups": 1 / 3,
     }  # fmt: skip
     assert rl.describe(groups, (4, 64), step=5) == pytest.approx(expected)
+
+
+def test_calls_are_parallel_if_several_of_one_turn_ran():
+    def rates(*calls: tuple[int, str]) -> dict[str, float]:
+        """Return the rates of an episode that makes these calls (turn, error) and of one that makes none."""
+        task = Task("t", "Which?", ("v.mp4",), "oe", "red")
+        made = [Call(turn, "crop_video", {}, error=error) for turn, error in calls]
+        episodes = [Episode(task, 4, Trajectory(), made), Episode(task, 4, Trajectory())]
+        for episode in episodes:
+            episode.rewards = {"R_acc": 0.0}
+        seen = rl.describe([Group(task, 4, episodes)], (4,), step=0)
+        return {name: seen[name] for name in ("calling_rate", "parallel_rate") if name in seen}
+
+    assert rates((0, ""), (0, ""), (1, "")) == {"calling_rate": 0.5, "parallel_rate": 1}
+    assert rates((0, ""), (1, "")) == {"calling_rate": 0.5, "parallel_rate": 0}
+    assert rates((0, ""), (0, "failed")) == {"calling_rate": 0.5, "parallel_rate": 0}
+    assert rates((0, "failed"), (0, "failed")) == {"calling_rate": 0}
 
 
 def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
