@@ -31,7 +31,7 @@ from runtime.web import NoReply, request
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
 # Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
-# steps and rows. A name without a dot stands for the whole section. In data.sources only the paths may change.
+# steps and rows. A name without a dot stands for the whole section. In data.sources only the folders may change.
 MAY_CHANGE = {
     "run", "steps", "save_every", "keep", "export_every", "decoders", "plan", "grpo.train_tokens", "pack_tokens",
     "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
@@ -210,10 +210,10 @@ def check_run(cfg: Any) -> None:
 
 
 def comparable(cfg: Any) -> dict:
-    """Return a config as nested mappings, without the paths of its data files, which may move."""
+    """Return a config as nested mappings, without the folders of its data files, which may move."""
     tree = asdict(cfg)
     for source in tree["data"]["sources"]:
-        del source["path"]
+        source["path"] = Path(source["path"]).name
     return tree
 
 

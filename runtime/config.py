@@ -3,8 +3,8 @@
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
     config.save_run(cfg, cfg.run)                                               # RUN/config.yaml, which `load` reads back
 
-A library would merge YAML and check types, too. This file adds three things: an error names the key, the value, the rule and
-the nearest valid key; no error shows an API key; a config given to the wrong script is told the right one. Defaults are in
+A library would merge YAML and check types, too. This file adds four things: an error names the key, the value, the rule and
+the nearest valid key; no error shows an API key; a config given to the wrong script is told the right one; no key stands twice. Defaults are in
 the dataclasses and nowhere else. A YAML file may name a parent (`base: other.yaml`, relative to the file): mappings merge,
 all other values replace.
 
@@ -35,6 +35,22 @@ SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
 
 class ConfigError(ValueError):
     """A config that cannot be used. The text tells its author how to fix it."""
+
+
+class Loader(yaml.SafeLoader):
+    """YAML whose keys are texts, each once in its mapping. YAML itself takes the last of two, and reads `on` as true."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            where = f"the key {key.value!r} in line {key.start_mark.line + 1}"
+            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise ConfigError(f"{where} is no text: quote it")
+            if key.value in seen:
+                raise ConfigError(f"{where} stands twice in its mapping: keep one of the two")
+            seen.add(key.value)
+        return node
 
 
 def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
@@ -69,7 +85,7 @@ def apply_override(tree: dict, hints: dict[str, Any], override: str) -> None:
     if others and parents and typing.get_origin(hints.get(parents[0])) is dict:
         raise ConfigError(f"{override}: {', '.join(others)} would stay; write '{parents[0]}={{{leaf}: {text}}}'")
     try:
-        node[leaf] = yaml.safe_load(text)
+        node[leaf] = yaml.load(text, Loader)
     except yaml.YAMLError:
         advice = f"the value is not YAML; quote it whole for the shell, as in '{key}=...'"
         raise ConfigError(f"override {safe_repr(override)}: {advice}") from None
@@ -80,8 +96,8 @@ def read_tree(path: Path, above: tuple[Path, ...] = ()) -> dict:
     if path.resolve() in above:
         raise ConfigError(f"{path}: its `base` leads back to it; remove one of the `base` lines")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader) or {}
+    except (ConfigError, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         advice = "; indent with spaces, not with tabs" if "'\\t'" in str(error) else ""
         raise ConfigError(f"{path}: not a readable YAML file: {error}{advice}") from None
     if not isinstance(tree, dict):

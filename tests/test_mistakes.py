@@ -199,17 +199,19 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
 
 
 def test_a_resumed_run_may_find_its_data_elsewhere_but_not_mix_them_anew(tmp_path):
-    """Past bugs: `weight` and `first` of data.sources could change, and with them the order of rows. So could data.seed."""
+    """Past bugs: `weight` and `first` of data.sources could change, and with them the order of rows. So could data.seed, and
+    the data files themselves."""
 
     def cfg(*overrides):
         return config.load(RLConfig, REPO / "configs" / "toy_paragrpo.yaml", [f"run={tmp_path}", *overrides])
 
     config.save_run(cfg(), tmp_path)
     (tmp_path / "state" / "step-00000001").mkdir(parents=True)
-    checks.check_run(cfg("data.sources=[{path: elsewhere.parquet}]", "data.video_root=elsewhere"))
+    checks.check_run(cfg("data.sources=[{path: elsewhere/rl.parquet}]", "data.video_root=elsewhere"))
     for change in (
-        "data.sources=[{path: a, weight: 2}]",
-        "data.sources=[{path: a, first: true}]",
+        "data.sources=[{path: rl.parquet, weight: 2}]",
+        "data.sources=[{path: rl.parquet, first: true}]",
+        "data.sources=[{path: toy_data/sft.parquet}]",
         "data.seed=1",
         "seed=1",
     ):
