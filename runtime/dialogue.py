@@ -60,17 +60,19 @@ class Dialogue:
 
 def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> Dialogue:
     """Read `messages` (a JSON string or a list). Tool results are `tool` messages, or user text in <tool_response> tags.
+    Videos and images are parts of the messages, or stand in columns of their own (`_place_media`).
 
-    Three columns are optional. `agent` marks rows that teach another agent than the main one. `request` and `system` are a
-    sub-agent's prompts, if its tool brings its own."""
+    Three more columns are optional. `agent` marks rows that teach another agent than the main one. `request` and `system` are
+    a sub-agent's prompts, if its tool brings its own."""
     if "messages" not in row:
         raise RowError(f"an SFT row needs the field `messages`; this one has {', '.join(row)} (`prompt` is for rl.py)")
     messages = decode_json(row["messages"], "messages")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError("`messages` is not a list of messages")
+    contents = [(message.get("role"), _read_parts(message, root)) for message in messages]
     turns = []
-    for message in messages:
-        turns += _read_turns(message, root)
+    for role, parts in _place_media(contents, row, root):
+        turns += _read_turns(role, parts)
 
     # The user comes first, the assistant last, and every user turn is followed by the assistant.
     roles = [turn["role"] for turn in turns]
@@ -97,10 +99,49 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
     )
 
 
-def _read_turns(message: dict, root: Path) -> list[dict]:
+def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> list[tuple[str, list]]:
+    """Put media from columns where the messages show them. In the layout of ms-swift and LLaMA-Factory, each `<video>` of a
+    user or tool turn is the next entry of `videos`, and each `<image>` of `images`. Refuse media that no message shows."""
+    for column in ("objects", "audios"):
+        if row.get(column):
+            raise RowError(f"`{column}` = {row[column]!r}: SFT shows only videos and images; remove the column")
+    media = {"<video>": _read_column("video", row, root), "<image>": _read_column("image", row, root)}
+    shown = {part.path for _, parts in contents for part in parts if isinstance(part, Media)}
+    if shown:  # the messages have their media, and a placeholder is only text
+        unseen = [entry.path for entries in media.values() for entry in entries if entry.path not in shown]
+        if unseen:
+            raise RowError(f"{', '.join(unseen)}: in a column of the row, but no message shows it; add it to a message")
+        return contents
+
+    told = "\n".join(part for role, parts in contents if role in ("user", "tool") for part in parts)
+    for placeholder, entries in media.items():
+        count = told.count(placeholder)
+        if count != len(entries):
+            column = placeholder.strip("<>") + "s"
+            raise RowError(
+                f"{count} {placeholder} in user and tool turns, but {len(entries)} entries in `{column}`: write one for each"
+            )
+    placed = []
+    for role, parts in contents:
+        if role in ("user", "tool"):
+            pieces = [piece for part in parts for piece in re.split("(<video>|<image>)", part)]
+            parts = [media[piece].pop(0) if piece in media else piece for piece in pieces]
+        placed.append((role, parts))
+    return placed
+
+
+def _read_column(kind: str, row: dict, root: Path) -> list[Media]:
+    """Read the videos or images of a row that stand beside its messages: one path, or a list of paths."""
+    entries = row.get(f"{kind}s") or row.get(kind) or []
+    if isinstance(entries, str):
+        entries = [entries]
+    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+        raise RowError(f"`{kind}s` = {entries!r}: must be a list of paths")
+    return [_read_media({kind: entry}, root) for entry in entries]
+
+
+def _read_turns(role: str, parts: list[str | Media]) -> list[dict]:
     """Return a message's turns: none for a system prompt, one per tool response, otherwise one."""
-    role = message.get("role")
-    parts = _read_parts(message, root)
     if role == "system":
         return []
     if role == "user":

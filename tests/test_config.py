@@ -88,8 +88,16 @@ def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
         ("name: a\nsteps: 3", ["steps.x=1"], "steps is a value, it has no keys below it"),
         ("name: [", [], "not a readable YAML file"),
         # Past bugs: the last of two keys won, so a second section dropped the first. A key that is no text was a traceback.
-        ("optim: {lr: 1}\nname: a\noptim: {warmup: 7}", [], "run.yaml: not a readable YAML file: the key 'optim' in line 3 stands twice"),
-        ("name: a\noptim:\n  lr: 1\n  lr: 1", [], "the key 'lr' in line 4 stands twice in its mapping: keep one of the two"),
+        (
+            "optim: {lr: 1}\nname: a\noptim: {warmup: 7}",
+            [],
+            "run.yaml: not a readable YAML file: the key 'optim' in line 3 stands twice",
+        ),
+        (
+            "name: a\noptim:\n  lr: 1\n  lr: 1",
+            [],
+            "the key 'lr' in line 4 stands twice in its mapping: keep one of the two",
+        ),
         ("name: a", ["optim={lr: 1, lr: 2}"], "the key 'lr' in line 1 stands twice"),
         ("name: a\non: 1", [], "run.yaml: not a readable YAML file: the key 'on' in line 2 is no text: quote it"),
         ("name: a\noptim: {1: 2}", [], "the key '1' in line 2 is no text"),

@@ -249,6 +249,62 @@ def test_a_malformed_row_says_what_is_wrong(messages, says):
         parse(messages)
 
 
+@pytest.mark.parametrize("called", ["videos", "video"])
+def test_media_in_columns_are_shown_where_the_placeholders_stand(toy_dir, tmp_path, video, encode, called):
+    """Past bug: rows in the layout of ms-swift and LLaMA-Factory trained on their text alone, without a word."""
+    films = [video, str(toy_dir / "videos" / "train00001.mp4")]
+    (tmp_path / "near.mp4").symlink_to(films[1])
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "a.png")
+    thinks = {"role": "assistant", "content": f"<think>\nI look.\n</think>\n{CALL}"}
+    said = {"role": "assistant", "content": "A <video> is no picture."}
+    report = "<tool_response>\n{}It flashed.\n</tool_response>"
+
+    def row(opening, told, later) -> list[dict]:
+        users = [
+            {"role": role, "content": content} for role, content in (("user", opening), ("user", told), ("tool", later))
+        ]
+        return [users[0], thinks, users[1], said, users[2], said]
+
+    by_column = row("<image><video>Which?", report.format("<video>"), "<image>Red.")
+    one, two = tmp_path / "a.png", "near.mp4"
+    shown = [[{"image": str(one)}, {"video": films[0]}, "Which?"], [report.partition("{}")[0], {"video": films[1]}, report.partition("{}")[2]], [{"image": str(one)}, "Red."]]  # fmt: skip
+    expected = encode(row(*shown))
+    bundle = encode(by_column, tmp_path, **{called: [f"file://{films[0]}", two], "images": ["a.png", str(one)]})
+    assert bundle.suffixes == expected.suffixes and bundle.masks == expected.masks
+    assert [clip.pixels.tobytes() for clip in bundle.clips] == [clip.pixels.tobytes() for clip in expected.clips]
+    assert len(bundle.clips) == 4
+
+
+def test_a_column_of_one_path_and_media_named_twice_are_read(video, encode):
+    asked = [{"role": "user", "content": [{"video": video}, "Which?"]}, SAID]
+    written = [{"role": "user", "content": "<video>Which?"}, SAID]
+    alike = [encode(asked), encode(asked, videos=[video]), encode(written, video=video), encode(written, videos=[video], images=[], audios=None, objects={})]  # fmt: skip
+    assert all(bundle.suffixes == alike[0].suffixes and len(bundle.clips) == 1 for bundle in alike)
+
+
+@pytest.mark.parametrize(
+    "content, columns, says",
+    [
+        ("<video>q", {}, "1 <video> in user and tool turns, but 0 entries in `videos`: write one for each"),
+        ("q", {"videos": [__file__]}, "0 <video> in user and tool turns, but 1 entries in `videos`"),
+        ("<image>q", {"images": [__file__] * 2}, "1 <image> in user and tool turns, but 2 entries in `images`"),
+        ("<image>q", {"videos": [__file__]}, "0 <video> in user and tool turns, but 1 entries"),
+        ("q", {"image": __file__}, "0 <image> in user and tool turns, but 1 entries"),
+        ("<video>q", {"videos": ["gone.mp4"]}, "/nowhere/gone.mp4: no such file"),
+        ("<video>q", {"videos": [[__file__]]}, "`videos` = .*: must be a list of paths"),
+        ("<image>q", {"images": [{"bytes": "x", "path": __file__}]}, "`images` = .*: must be a list of paths"),
+        ("<image>q", {"image": {"path": __file__}}, "`images` = .*: must be a list of paths"),
+        ("q", {"audios": ["a.wav"]}, r"`audios` = \['a.wav'\]: SFT shows only videos and images"),
+        ("<image>q", {"images": [__file__], "objects": {"bbox": [[1, 2, 3, 4]]}}, "`objects` = .*: SFT shows only videos"),
+        ([{"video": __file__}, "q"], {"videos": [f"{REPO}/data.py"]}, "data.py: in a column of the row, but no message shows it"),
+    ],
+)  # fmt: skip
+def test_media_that_a_training_would_not_show_are_refused(content, columns, says):
+    """Past bug: only the text of such rows was trained on."""
+    with pytest.raises(RowError, match=says):
+        parse([{"role": "user", "content": content}, {"role": "assistant", "content": "<video><image>"}], **columns)
+
+
 # ------------------------------------------------------------------------------------------------ RL rows
 
 
