@@ -279,8 +279,11 @@ def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task
     question = _read_question(row)
     videos = _read_videos(row, root)
     info = decode_json(row.get("extra_info") or {}, "extra_info")
-    kind, answer = _read_gold(info)
-    options = _read_options(info, question, kind, answer)
+    options = read_options(info.get("options") or [])
+    kind = _read_kind(str(info.get("question_type") or ("mcq" if options else "oe")))
+    answer = _read_gold(info.get("answer"), kind)
+    if kind == "mcq":
+        answer, options = _read_choice(answer, options, question)
     name = origin if info.get("id") is None else str(info["id"])
     name.encode()  # K and all seeds hash its bytes; this raises if it holds half a surrogate pair
     return Task(name, question, videos, kind, answer, options)
@@ -301,6 +304,8 @@ def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
     """Return the paths of all videos. Every one must exist, because a question can have another answer without it."""
     paths = []
     for video in decode_json(row.get("videos") or [], "videos"):
+        if isinstance(video, dict) and (video.get("video_start") or video.get("video_end")):
+            raise RowError(f"{video}: RL shows whole videos; cut the window out, and remove video_start and video_end")
         paths.append(resolve_path(video["video"] if isinstance(video, dict) else video, root))
     if not paths:
         raise RowError(f"`videos` names no video; the row has {', '.join(row)}")
@@ -313,37 +318,42 @@ def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _read_gold(info: dict) -> tuple[str, str]:
-    """Return the question's kind and gold answer. Refuse a gold that no answer can match. Parquet fills gaps with None."""
-    kind = _read_kind(str(info.get("question_type") or "oe"))
-    gold = "" if info.get("answer") is None else str(info["answer"]).strip()
-    if kind == "mcq":
-        letter = re.match(r"\(?([A-J])(?:[.):]|$)", gold, re.I)  # "B", "(b)", "B. A dog"; but not "A dog"
-        if not letter:
-            raise RowError(f"answer = {gold!r}: the answer of an mcq must begin with a letter from A to J, as in (B)")
-        gold = letter[1].upper()
+def _read_gold(answer: Any, kind: str) -> str:
+    """Return the gold answer as text. Refuse one that no answer can match. Parquet fills gaps with None."""
+    if isinstance(answer, list | dict) and kind != "tvg":  # [12.5, 20.1] is a span
+        raise RowError(f"answer = {answer!r}: must be one text")
+    gold = "" if answer is None else str(answer).strip()
     if kind == "tvg":
         start, end = parse_span(gold) or (0, 0)
         if start == end:
             raise RowError(f"answer = {gold!r}: the answer of a tvg must be a span of seconds, as in [12.5, 20.1]")
     if kind == "oe" and not normalise(gold):
         raise RowError(f"answer = {gold!r}: the answer of an open question must have a word or a number")
-    return kind, gold
+    return gold
 
 
-def _read_options(info: dict, question: str, kind: str, gold: str) -> tuple[str, ...]:
-    """Return the options of the row, or those that its question lists, as published RL rows do."""
-    options = info.get("options") or []
-    if not isinstance(options, list):
-        raise RowError(f"options = {options!r}: must be a list of texts")
-    if kind == "mcq" and not options:
-        listed = listed_options(question)
-        return listed if gold in LETTERS[: len(listed)] else ()  # without the gold, it is another list
-    if kind == "mcq" and gold not in LETTERS[: len(options)]:
-        raise RowError(
-            f"answer = {gold!r}: the row has {len(options)} options, so it must be a letter of {LETTERS[: len(options)]}"
-        )
-    return tuple(map(str, options))
+def _read_choice(gold: str, options: tuple[str, ...], question: str) -> tuple[str, tuple[str, ...]]:
+    """Return the gold letter of an mcq, and its options: those of the row, or those that its question lists, as in published
+    rows. The gold is the text of one option, or begins with a letter."""
+    allowed = LETTERS[: len(options) or None]
+    options = options or listed_options(question)
+    label = re.match(r"\(?([A-J])(?:[.):]|$)", gold, re.I)  # "B", "(b)", "B. A dog"; but not "A dog"
+    letter = label[1].upper() if label else ""
+    if options.count(gold) == 1 and gold.upper() not in tuple(LETTERS):
+        letter = LETTERS[options.index(gold)]
+    if not letter or letter not in allowed:
+        rule = f"must begin with a letter of {allowed}, as in (B), or be the text of one option"
+        raise RowError(f"answer = {gold!r}: the answer of an mcq {rule}")
+    # A list in the question that lacks the gold letter is another list.
+    return letter, options if letter in LETTERS[: len(options)] else ()
+
+
+def read_options(options: Any) -> tuple[str, ...]:
+    """Return the options of a row, as a dataset lists them. Refuse anything but a list of at most ten texts."""
+    texts = isinstance(options, list | tuple) and all(isinstance(option, str) for option in options)
+    if not texts or len(options) > len(LETTERS):
+        raise RowError(f"options = {options!r}: must be a list of at most {len(LETTERS)} texts")
+    return tuple(option.strip() for option in options)
 
 
 def listed_options(question: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from data import Task, listed_options, parse_task
+from data import Task, listed_options, parse_task, read_options
 from rewards import RewardConfig, accuracy, final_answer
 from runtime.answers import (
     DENIES,
@@ -123,7 +123,7 @@ def _lvbench(row: dict, _: int, files: Files) -> Item:
 
 
 def _mlvu(row: dict, i: int, files: Files) -> Item:
-    options = [option.strip() for option in row["candidates"]]
+    options = read_options(row["candidates"])
     gold = row["answer"].strip()
     letter = gold.strip("() .").upper()
     if letter not in tuple(LETTERS[: len(options)]):  # in the original dataset, the answer is an option's text
@@ -157,7 +157,7 @@ def _toy(row: dict, i: int, files: Files) -> Item:
 def _choice(id: str, question: str, options: Sequence[str], gold: str, video: str) -> Item:
     """Make a multiple-choice item. Its options may be bare, already lettered, or part of the question."""
     question = question.strip()
-    options = _bare(options)
+    options = _bare(read_options(options))
     gold = gold.strip("() .").upper()
     listed = listed_options(question)
     if not listed or not {option.strip(" \t;,") for option in options} <= set(listed):
@@ -168,13 +168,13 @@ def _choice(id: str, question: str, options: Sequence[str], gold: str, video: st
     return Item(Task(id, question, (video,), "mcq", gold, options))
 
 
-def _bare(options: Sequence[str]) -> tuple[str, ...]:
+def _bare(options: tuple[str, ...]) -> tuple[str, ...]:
     """Strip the letters from the options if every option has its own."""
     bare = []
     for letter, option in zip(LETTERS, options):
-        lettered = re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", option.strip(), re.S)  # "(A) red", "A. red"
+        lettered = re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", option, re.S)  # "(A) red", "A. red"
         if not lettered:
-            return tuple(option.strip() for option in options)
+            return options
         bare.append(lettered[1])
     return tuple(bare)
 

@@ -176,6 +176,19 @@ def test_mlvu_gold_is_a_letter_or_a_text_and_options_are_not_listed_twice(tmp_pa
     assert len({item.task.id for item in items}) == 4
 
 
+@pytest.mark.parametrize("options", [{"A": "one", "B": "two"}, '["one", "two"]', ["one", 2], ["x"] * 11])
+def test_options_that_are_no_list_of_texts_are_refused(tmp_path, load, monkeypatch, options):
+    """Past bug: such a split was asked with options "A. A, B. B", or "A. [", and ended with a table."""
+    row = {"video_name": "a.mp4", "task_type": "count", "question": "How many?", "answer": "B", "candidates": options}
+    row |= {"uid": "1", "video_path": "a.mp4", "options": options}
+    touch(tmp_path, "a.mp4")
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    for name in ("mlvu", "lvbench"):
+        monkeypatch.setitem(SPLITS, name, replace(SPLITS[name], tables="rows.jsonl"))
+        with pytest.raises(DataError, match="rows.jsonl: row 0: .*must be a list of at most 10 texts"):
+            load(name)
+
+
 def test_mmvu_numbers_are_per_subject_and_open_questions_have_no_options(tmp_path, load):
     url, rows = "https://huggingface.co/datasets/yale-nlp/MMVU/resolve/main/videos/", []
     for name, gold in (("Art/1", "E"), ("Modern Physics/1", "bosons"), ("Modern%20Physics/2", "A")):

@@ -342,9 +342,18 @@ def test_an_rl_row_becomes_a_task_without_what_parquet_fills_up(video, tmp_path)
         *(({"question_type": "tvg", "answer": gold}, {}, "must be a span") for gold in ("3", "soon", "[5, 5]")),
         ({"question_type": "oe", "answer": "?"}, {}, "answer = '\\?'"),
         # Past bug: each character became an option.
-        ({"options": "red, blue"}, {}, "options = 'red, blue': must be a list of texts"),
+        ({"options": "red, blue"}, {}, "options = 'red, blue': must be a list of at most 10 texts"),
+        ({"options": [["red"], None]}, {}, "must be a list of at most 10 texts"),
+        ({"options": list("abcdefghijk")}, {}, "must be a list of at most 10 texts"),
         # Past bug: no answer could earn this gold.
-        ({"question_type": "mcq", "answer": "D", "options": ["red", "blue"]}, {}, "answer = 'D': the row has 2 options"),
+        ({"question_type": "mcq", "answer": "D", "options": ["red", "blue"]}, {}, "answer = 'D': the answer of an mcq must begin with a letter of AB, as"),
+        ({"question_type": "mcq", "answer": "red", "options": ["red", "red"]}, {}, "answer = 'red': .*, or be the text of one option"),
+        # Past bug: the gold became the text "['red', 'crimson']".
+        ({"answer": ["red", "crimson"]}, {}, r"answer = \['red', 'crimson'\]: must be one text"),
+        ({"answer": {"text": "red"}}, {}, "answer = {'text': 'red'}: must be one text"),
+        # Past bug: the whole video was shown without a word.
+        ({}, {"videos": [{"video": __file__, "video_start": 0, "video_end": 9.5}]}, "RL shows whole videos; cut the window out"),
+        ({}, {"videos": [{"video": __file__, "video_start": 4.0}]}, "RL shows whole videos"),
     ],
 )  # fmt: skip
 def test_an_rl_row_that_cannot_be_learned_from_is_refused(video, info, change, says):
@@ -379,6 +388,34 @@ def test_options_are_read_from_the_question_where_the_row_has_none(video):
         "Vitamin B": 0,
     }.items():
         assert accuracy(said, task, RewardConfig()) == worth, said
+
+
+@pytest.mark.parametrize(
+    "options, gold, letter",
+    [
+        (["red", " blue "], "blue", "B"),
+        (["red", "blue"], "B. blue", "B"),
+        (["3", "4"], "4", "B"),
+        (["A", "B", "AB", "O"], "AB", "C"),
+        (["A", "B", "AB", "O"], "O", "D"),
+        (["b", "a"], "a", "A"),  # a letter alone is a letter
+        (["x", "y", "C. elegans"], "C. elegans", "C"),
+        (["C. elegans", "x", "y"], "C. elegans", "A"),
+    ],
+)
+def test_a_gold_may_be_an_options_text_and_options_make_a_question_multiple_choice(video, options, gold, letter):
+    """Past bugs: such a gold was refused, and without a `question_type` the question counted as open-ended."""
+    task = parse_task(rl(video, answer=gold, options=options), "rl:0", Path("/"))
+    assert (task.kind, task.answer) == ("mcq", letter)
+    listed = "Which?" + "".join(f"\n{x}) {option}" for x, option in zip("ABCD", options))
+    row = rl(video, answer=gold, question_type="mcq") | {"prompt": [{"role": "user", "content": listed}]}
+    assert parse_task(row, "rl:0", Path("/")).answer == letter
+    assert parse_task(rl(video, answer=gold * 2, options=options, question_type="oe"), "rl:0", Path("/")).kind == "oe"
+
+
+def test_a_span_may_be_a_list_of_two_numbers(video):
+    """Lists are refused as golds of other questions."""
+    assert parse_task(rl(video, answer=[3, 7.5], question_type="tvg"), "rl:0", Path("/")).answer == "[3, 7.5]"
 
 
 def test_a_gold_may_be_written_in_many_ways(video):
