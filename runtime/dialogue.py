@@ -113,14 +113,13 @@ def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> lis
             raise RowError(f"{', '.join(unseen)}: in a column of the row, but no message shows it; add it to a message")
         return contents
 
-    told = "\n".join(part for role, parts in contents if role in ("user", "tool") for part in parts)
+    asked = "\n".join(part for role, parts in contents if role in ("user", "tool") for part in parts)
     for placeholder, entries in media.items():
-        count = told.count(placeholder)
+        count = asked.count(placeholder)
         if count != len(entries):
             column = placeholder.strip("<>") + "s"
-            raise RowError(
-                f"{count} {placeholder} in user and tool turns, but {len(entries)} entries in `{column}`: write one for each"
-            )
+            told = f"{count} {placeholder} in user and tool turns, but `{column}` names {len(entries)}"
+            raise RowError(f"{told}: write one {placeholder} for each")
     placed = []
     for role, parts in contents:
         if role in ("user", "tool"):
@@ -142,6 +141,8 @@ def _read_column(kind: str, row: dict, root: Path) -> list[Media]:
 
 def _read_turns(role: str, parts: list[str | Media]) -> list[dict]:
     """Return a message's turns: none for a system prompt, one per tool response, otherwise one."""
+    if role in ("system", "assistant") and any(isinstance(part, Media) for part in parts):
+        raise RowError(f"the {role}'s turn shows a video or an image: move it to a user's turn or a report")
     if role == "system":
         return []
     if role == "user":
@@ -151,8 +152,6 @@ def _read_turns(role: str, parts: list[str | Media]) -> list[dict]:
     if role == "tool":
         return [{"role": "tool", "content": _strip_report(parts)}]
     if role == "assistant":
-        if not all(isinstance(part, str) for part in parts):
-            raise RowError("the assistant's turn shows a video or an image: move it to a user's turn or a report")
         return [{"role": "assistant", "content": [_open_turn("".join(parts))]}]
     raise RowError(f"role {role!r}: must be system, user, assistant or tool")
 

@@ -232,6 +232,7 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
         ([{"role": "user", "content": [{"type": "audio"}]}, SAID], "neither text, video nor image"),
         ([user("gone.mp4"), SAID], "/nowhere/gone.mp4: no such file"),
         ([*ASKED[:1], {"role": "assistant", "content": [{"image": __file__}, "a"]}], "the assistant's turn shows a video or an image"),
+        ([{"role": "system", "content": [{"image": __file__}]}, *ASKED], "the system's turn shows a video or an image"),
         ([*ASKED, {"role": "user", "content": "<tool_response>\na\n</tool_response>\nWhat else?"}, ASKED[1]], "after the last </tool_response>"),
         # Past bugs: the remaining rows ended the run, some only when they were encoded.
         ([user(__file__, video_start=9.0, video_end=4.0)], "video_start = 9.0, video_end = 4.0: must be seconds"),
@@ -285,11 +286,11 @@ def test_a_column_of_one_path_and_media_named_twice_are_read(video, encode):
 @pytest.mark.parametrize(
     "content, columns, says",
     [
-        ("<video>q", {}, "1 <video> in user and tool turns, but 0 entries in `videos`: write one for each"),
-        ("q", {"videos": [__file__]}, "0 <video> in user and tool turns, but 1 entries in `videos`"),
-        ("<image>q", {"images": [__file__] * 2}, "1 <image> in user and tool turns, but 2 entries in `images`"),
-        ("<image>q", {"videos": [__file__]}, "0 <video> in user and tool turns, but 1 entries"),
-        ("q", {"image": __file__}, "0 <image> in user and tool turns, but 1 entries"),
+        ("<video>q", {}, "1 <video> in user and tool turns, but `videos` names 0: write one <video> for each"),
+        ("q", {"videos": [__file__]}, "0 <video> in user and tool turns, but `videos` names 1"),
+        ("<image>q", {"images": [__file__] * 2}, "1 <image> in user and tool turns, but `images` names 2"),
+        ("<image>q", {"videos": [__file__]}, "0 <video> in user and tool turns, but `videos` names 1"),
+        ("q", {"image": __file__}, "0 <image> in user and tool turns, but `images` names 1"),
         ("<video>q", {"videos": ["gone.mp4"]}, "/nowhere/gone.mp4: no such file"),
         ("<video>q", {"videos": [[__file__]]}, "`videos` = .*: must be a list of paths"),
         ("<image>q", {"images": [{"bytes": "x", "path": __file__}]}, "`images` = .*: must be a list of paths"),
