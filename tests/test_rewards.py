@@ -367,7 +367,7 @@ def test_what_an_answer_without_tags_is_worth_depends_on_the_config(turn, off, s
 
 
 def test_a_fallback_answer_is_the_text_without_calls_and_pieces_of_tags():
-    for said, answer in (("a < b <video>", "a < b <video>"), (f"{CALL}red </think", "red"), ("Answer: red\nok", "red")):
+    for said, answer in (("a < b <video>", "a < b <video>"), (f"{CALL}red</thinks", "red"), ("Answer: red\nok", "red")):
         assert rewards.final_answer([THOUGHT + said + END_OF_TURN], "fallback") == answer
 
 
