@@ -210,7 +210,8 @@ def main_messages(
         if len(paths) > 1:  # tools pick a video by its name
             parts.append(f"\n{os.path.basename(path)}: ")
         parts.append(clip)
-    parts.append("\n" + question)
+    before = renderer.prompts.before_question
+    parts.append(("\n" if before is None else before) + question)
 
     # The system prompt: the run's own text, or else ours.
     own = renderer.prompts.system if with_tools else renderer.prompts.system_without_tools

@@ -25,10 +25,17 @@ class Prompts:
     system_without_tools: str | None = None
     """The same for an agent without tools."""
     subagent_system: str | None = None
-    """A sub-agent's system prompt. Both texts of the sub-agent can use {start}, {end} and {duration}: of its window, in
-    seconds. A tool's own texts go first."""
+    """A sub-agent's system prompt. Both texts of the sub-agent can use {start}, {end} and {duration} of its window, in seconds,
+    and {start_minutes} and {end_minutes}, as MM:SS. A tool's own texts go first."""
     subagent_request: str | None = None
     """The text after a sub-agent's frames."""
+    before_question: str | None = None
+    """The text between the overview and the question. Ours is a line break."""
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of the texts that are not ours."""
+        return [name for name, text in dataclasses.asdict(self).items() if text is not None]
 
     @classmethod
     def load(cls, checkpoint: str | Path) -> "Prompts":
@@ -40,13 +47,15 @@ class Prompts:
             raise ContractError(f"{path}: {error}") from None
 
     def fill(self, window: tuple[float, float]) -> "Prompts":
-        """Put the seconds of a sub-agent's window into its texts. All other braces stay."""
+        """Put a sub-agent's window into its texts. All other braces stay."""
         start, end = window
+        values = {"start": f"{start:.1f}", "end": f"{end:.1f}", "duration": f"{end - start:.1f}"}
+        values |= {"start_minutes": minutes(start), "end_minutes": minutes(end)}
         filled = {}
         for field in ("subagent_system", "subagent_request"):
             text = getattr(self, field)
-            for name, seconds in {"start": start, "end": end, "duration": end - start}.items():
-                text = text and text.replace(f"{{{name}}}", f"{seconds:.1f}")
+            for name, value in values.items():
+                text = text and text.replace(f"{{{name}}}", value)
             filled[field] = text
         return dataclasses.replace(self, **filled)
 
@@ -63,6 +72,11 @@ class Prompts:
                 f"{checkpoint} was trained with other prompts ({'; '.join(unlike.values())}). "
                 "Set the run's `prompts` as in that training, or start from another checkpoint."
             )
+
+
+def minutes(seconds: float) -> str:
+    """Write seconds as MM:SS."""
+    return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"
 
 
 OURS = Prompts()

@@ -67,6 +67,28 @@ def test_every_agent_reads_the_own_words_in_rollouts_and_in_sft_rows(renderer):
         assert read(own, learned).startswith(prompt.removesuffix("<|im_start|>assistant\n"))
 
 
+def test_a_window_can_be_written_as_minutes_and_seconds(renderer):
+    texts = {
+        "subagent_system": "{start_minutes}-{end_minutes}",
+        "subagent_request": "{end_minutes} is {end}, {minutes}",
+    }
+    for window, system, request in (
+        ((4.0, 9.5), "00:04-00:09", "00:09 is 9.5, {minutes}"),
+        ((59.99, 6001.2), "00:59-100:01", "100:01 is 6001.2, {minutes}"),
+    ):
+        filled = Prompts(**texts).fill(window)
+        assert (filled.subagent_system, filled.subagent_request) == (system, request)
+
+
+@pytest.mark.parametrize("before, asked_after", [(None, "#\n"), ("", "#"), ("\n\nQ: ", "#\n\nQ: ")])
+def test_the_line_break_before_the_question_can_be_left_out(renderer, before, asked_after):
+    own = Renderer(renderer.tokenizer, renderer.contract, Prompts(before_question=before))
+    assert f"{asked_after}{TASK.question}<|im_end|>" in asked(own)[0]
+    row = Dialogue("d", "main", TASK.question, (Media("/data/v.mp4"),), ({"role": "assistant", "content": ["a"]},))
+    [learned] = encode_dialogue(row, MemoryVideos(), own, SCHEMAS).suffixes
+    assert f"{asked_after}{TASK.question}<|im_end|>" in read(own, learned)
+
+
 def test_a_text_that_is_not_replaced_is_ours(renderer):
     ours = asked(renderer)
     assert asked(Renderer(renderer.tokenizer, renderer.contract, Prompts())) == ours
