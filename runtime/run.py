@@ -184,7 +184,8 @@ class Metrics:
         if "wandb" in cfg.report_to:  # a resumed run appears as a new run of the same name
             import wandb
 
-            self._wandb = wandb.init(project="minparavt", name=cfg.run, dir=cfg.run, config=asdict(cfg))
+            project = os.environ.get("WANDB_PROJECT", "minparavt")
+            self._wandb = wandb.init(project=project, name=cfg.run, dir=cfg.run, config=asdict(cfg))
 
         # Keep the lines of the steps that are done. Later steps run again, and a killed run may leave half a line.
         lines = self._path.read_text().splitlines() if self._path.exists() else []
