@@ -62,6 +62,7 @@ from runtime.checks import (
     find_checkpoint,
     on_the_hub,
     only_run_in,
+    refuse_template,
     weights_digest,
 )
 from runtime.config import ConfigError, refuse_below_1, save_run, suggest, write_whole
@@ -291,8 +292,9 @@ def dry_run(cfg: EvalConfig) -> int:
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     checklist = Checklist(dry=True)
     _, folder, _ = prepare(cfg, checklist)
+    checklist.note(f"this machine has {torch.cuda.device_count()} GPUs")
     for note in unlike_published(cfg, folder):
-        print(f"  note    {note}")
+        checklist.note(note)
     return checklist.status
 
 
@@ -313,9 +315,7 @@ def prepare(cfg: EvalConfig, checklist: Checklist) -> tuple[list[EvalJob], Path 
     renderer = None
     with checklist.item("checkpoint"):
         if checklist.dry and on_the_hub(cfg.checkpoint):
-            checklist.ok(
-                f"checkpoint: {cfg.checkpoint} is on the hub; the run fetches it if this machine does not have it"
-            )
+            checklist.note(f"checkpoint: {cfg.checkpoint} was not looked up; the run fetches it from the hub")
         else:
             folder = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)  # an API needs only the tokenizer
             contract = contract_of(cfg, folder)
@@ -323,6 +323,14 @@ def prepare(cfg: EvalConfig, checklist: Checklist) -> tuple[list[EvalJob], Path 
             prompts = prompts_of(cfg, folder)
             prompts.check(folder)
             renderer = Renderer(load_tokenizer(folder), contract, prompts)
+            try:
+                refuse_template(folder, renderer, dict(zip(cfg.rollout.tools, cfg.rollout.schemas)))
+            except ConfigError as error:
+                if cfg.agentic:
+                    raise
+                checklist.note(str(error))
+            if prompts.changed:
+                checklist.note(f"prompts: not ours: {', '.join(prompts.changed)}")
             checklist.ok(f"checkpoint: {folder}")
 
     # The run's folder. A file of answers under other settings is refused, and so are results of another model.
@@ -356,7 +364,11 @@ def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
 
     # Get the model's sizes from its config.json. Those of the published models are known without it.
     if folder:
-        model = AutoConfig.from_pretrained(folder)
+        try:
+            model = AutoConfig.from_pretrained(folder)
+        except ValueError as error:  # transformers does not know its family
+            told = f"{folder}: {str(error).splitlines()[0]}"
+            raise ConfigError(f"{told} A server of your own may run it: set rollout.urls") from None
         stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it runs in bf16
     elif cfg.checkpoint in PUBLISHED:

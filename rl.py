@@ -108,6 +108,10 @@ class RLConfig(RunConfig):
     def choices_of_k(self) -> tuple[int, ...]:
         return self.gating or (self.visual.overview_frames,)
 
+    @property
+    def schemas(self) -> dict[str, dict]:
+        return dict(zip(self.rollout.tools, self.rollout.schemas or ()))
+
 
 SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "logprob_gap", "grad_norm", "seconds")
 

@@ -76,6 +76,10 @@ class SFTConfig(RunConfig):
             advice = suggest(min(unknown), TOKEN_KINDS)
             raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {advice}")
 
+    @property
+    def schemas(self) -> dict[str, dict]:
+        return {name: TOOLS[name].schema for name in self.tools}
+
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
     """Plan the memory of the largest micro-batch: full, and with nothing but frames."""
@@ -196,7 +200,7 @@ class Batches:
     def __init__(self, source: DataConfig, cfg: SFTConfig, videos: Videos, renderer: Renderer):
         self.dataset = Dataset(source, parse_dialogue)
         self.cfg, self.videos, self.renderer = cfg, videos, renderer
-        self.schemas = [TOOLS[name].schema for name in cfg.tools]
+        self.schemas = list(cfg.schemas.values())
 
     def make(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""

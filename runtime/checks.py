@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from runtime.config import ConfigError, differences, git_commit, load
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import barrier, gather, local_size, print0, rank, saved_step
 from runtime.engine import EngineError
-from runtime.policy import checkpoint_dir
+from runtime.policy import checkpoint_dir, read_config
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import leave
 from runtime.visual import ContractError, read_json
@@ -62,6 +63,10 @@ class Checklist:
         if self.dry:
             print(f"  ok      {found}")
 
+    def note(self, text: str) -> None:
+        """Tell what is worth knowing and ends nothing, in a run and in its dry run."""
+        print0(f"  note    {text}")
+
 
 def inspect(
     cfg: Any, parse: Callable, check_hardware: Callable[[Any, Checklist], None], checklist: Checklist
@@ -78,11 +83,13 @@ def inspect(
     renderer = None
     with checklist.item("checkpoint"):
         if checklist.dry and on_the_hub(cfg.policy.checkpoint):
-            checklist.ok(f"checkpoint: {cfg.policy.checkpoint} is on the hub; the run fetches it if it is not here")
+            checklist.note(f"checkpoint: {cfg.policy.checkpoint} was not looked up; the run fetches it from the hub")
         else:
             source, renderer = check_checkpoint(cfg)
             cfg = replace(cfg, policy=replace(cfg.policy, checkpoint=str(source)))
             checklist.ok(f"checkpoint: {source}")
+    if cfg.prompts.changed:
+        checklist.note(f"prompts: not ours: {', '.join(cfg.prompts.changed)}")
 
     with checklist.item("data"):
         check_rows(parse, cfg.data, cfg.val)
@@ -95,6 +102,7 @@ def dry_run(cfg: Any, parse: Callable, check_hardware: Callable[[Any, Checklist]
     """List what a training run needs, and what a step does. Exit status 1: something is missing or cannot work."""
     checklist = Checklist(dry=True)
     inspect(cfg, parse, check_hardware, checklist)
+    checklist.note(f"this machine has {torch.cuda.device_count()} GPUs")
     print(f"  step    {step}")
     return checklist.status
 
@@ -145,17 +153,34 @@ def check_start(run: Path, checkpoint: Path) -> None:
 
 
 def check_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
-    """Return the checkpoint's folder and renderer. Refuse a checkpoint with another visual contract or other prompts. Refuse to
+    """Return the checkpoint's folder and renderer. Refuse another family, visual contract, chat template or other prompts. Refuse to
     resume from other weights than the run began with: reference and frozen tower would be new, and the text model old."""
     run = Path(cfg.run)
     source = find_checkpoint(cfg.policy.checkpoint)
+    read_config(source)  # refuses other families, whose tokenizer may not load
     cfg.visual.check(source)
     cfg.prompts.check(source)
     began = (read_json(run / "run.json") or {}).get("checkpoint")
     if began and saved_step(run / "state") and began != weights_digest(source):
         told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {run} started from it"
         raise ConfigError(f"{told}: restore it, or choose another `run`")
-    return source, Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
+    renderer = Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
+    refuse_template(source, renderer, cfg.schemas)
+    return source, renderer
+
+
+def refuse_template(source: Path, renderer: Renderer, schemas: dict[str, dict]) -> None:
+    """Refuse a chat template that does not continue a dialogue as rollouts do, and a tool whose schema is not one.
+    `schemas`: those of the tools, by name."""
+    for name, schema in schemas.items():
+        try:
+            json.loads(json.dumps(schema))["function"]["name"]
+        except (TypeError, ValueError, KeyError) as error:
+            told = f"tool {name}: no model can be shown its schema ({error!r})"
+            raise ConfigError(f"{told}; write it with make_tool") from None
+    if problem := renderer.template_problem(list(schemas.values())):
+        told = f"{source}: its chat template does not continue a dialogue as rollouts do: {problem}"
+        raise ConfigError(f"{told}. Put the Instruct model's chat_template.jinja into this folder")
 
 
 def check_nodes(cfg: Any, start: Path) -> None:
@@ -231,6 +256,10 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
         folder = checkpoint_dir(name, None if weights else ("*.json", "*.jinja", "*.txt"))
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json: it is no checkpoint; a training leaves its own in RUN/model")
+    index = read_json(folder / "model.safetensors.index.json") or {"weight_map": {}}
+    missing = sorted(name for name in set(index["weight_map"].values()) if not (folder / name).exists())
+    if weights and missing:
+        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names: copy or download it again")
     return folder
 
 

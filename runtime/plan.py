@@ -20,7 +20,7 @@ from runtime.checks import find_checkpoint, on_the_hub
 from runtime.config import ConfigError
 from runtime.distributed import local_size, print0, world_size
 from runtime.packing import count_levels
-from runtime.policy import Policy, PolicyConfig, build_on_meta
+from runtime.policy import Policy, PolicyConfig, build_on_meta, read_config
 
 GIB = 1 << 30
 # Dense bf16 TFLOPS by a part of the GPU's CUDA name, from the data sheets.
@@ -115,7 +115,7 @@ def meta_policy(cfg: PolicyConfig) -> Policy:
         name = cfg.family
     if name in PUBLISHED:
         return build_on_meta(AutoConfig.for_model(**PUBLISHED[name]), cfg)
-    return build_on_meta(AutoConfig.from_pretrained(find_checkpoint(name, weights=False)), cfg)
+    return build_on_meta(read_config(find_checkpoint(name, weights=False)), cfg)
 
 
 def count(module: nn.Module, trained: bool = False) -> int:

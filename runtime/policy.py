@@ -52,6 +52,7 @@ from runtime.config import ConfigError
 from runtime.distributed import local_size, own_device, refuse_not_finite, world_size
 from runtime.packing import Bundle
 from runtime.video import Clip
+from runtime.visual import read_json
 
 # The classes that this code trains and samples from, by the `model_type` in config.json.
 MODELS = {"qwen3_vl": Qwen3VLForConditionalGeneration, "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration}
@@ -254,6 +255,15 @@ def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) ->
         raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
 
 
+def read_config(path: Path) -> PreTrainedConfig:
+    """Read a checkpoint's config.json. Refuse other model families, also those that transformers does not know."""
+    family = (read_json(path / "config.json") or {}).get("model_type")
+    if family not in MODELS:
+        told = f"{path} is a {family!r} model"
+        raise ConfigError(f"{told}; this code trains {' and '.join(MODELS)}: docs/add_a_base_model.md")
+    return AutoConfig.from_pretrained(path)
+
+
 def published_names(model: PreTrainedModel) -> dict[str, str]:
     """Return each weight's name in published checkpoints, by its name in transformers' model. They differ for Qwen2.5-VL, and
     SGLang loads only published names."""
@@ -284,7 +294,7 @@ def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = Tru
     dtype = dtype_of(cfg, train)
 
     # build the shapes, and set the dtypes
-    policy = build_on_meta(AutoConfig.from_pretrained(path), cfg, never_sampled)
+    policy = build_on_meta(read_config(path), cfg, never_sampled)
     policy.dtype = dtype
     policy.kernel = packing.pick_kernel(device, dtype)
     if not train:
@@ -339,9 +349,6 @@ def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, devic
 
 def build_on_meta(model_config: PreTrainedConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:
     """Build the policy on the meta device, which allocates no memory."""
-    if model_config.model_type not in MODELS:
-        told = f"{cfg.checkpoint} is a {model_config.model_type!r} model"
-        raise ConfigError(f"{told}; this code trains {' and '.join(MODELS)}: docs/add_a_base_model.md")
     for part in (model_config, model_config.text_config, model_config.vision_config):
         part.dtype = torch.float32  # for master weights; transformers would use the dtype that config.json names
     AttentionInterface.register("group_packed", packing.group_packed_attention)

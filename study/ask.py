@@ -31,7 +31,7 @@ from records import dump
 from rl import RLConfig
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, run_episode
 from runtime import config
-from runtime.checks import check_servers, find_checkpoint
+from runtime.checks import check_servers, find_checkpoint, refuse_template
 from runtime.config import ConfigError
 from runtime.doctor import logprob_gap, position_error, self_check, trainer_logprobs
 from runtime.engine import Engine, EngineError, Sample
@@ -101,6 +101,7 @@ def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> 
     if args.prompts:
         prompts = config.build(Prompts, config.read_tree(args.prompts), "")
     renderer = Renderer(load_tokenizer(source), contract, prompts)
+    refuse_template(source, renderer, dict(zip(cfg.tools, cfg.schemas)))
     return AgentContext(open_engine(source, renderer, cfg), renderer, videos, cfg)
 
 

@@ -364,7 +364,7 @@ def test_the_dry_run_of_every_row_names_what_is_missing_and_all_that_is_unlike_t
         assert dry_run(cfg) == 1
         notes = capsys.readouterr().out
         # Nothing is there.
-        assert f"ok      checkpoint: {cfg.checkpoint} is on the hub; the run fetches it" in notes
+        assert f"note    checkpoint: {cfg.checkpoint} was not looked up; the run fetches it" in notes
         for split, root in cfg.splits.items():
             assert f"ERROR   {split}: {root}: no such folder" in notes and f"--local-dir {root}`" in notes
         # With its own protocol, the run is compared with the row of the table key by key.

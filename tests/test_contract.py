@@ -6,6 +6,7 @@ import json
 import re
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from data import Task, main_messages, overview
+from runtime.checks import refuse_template
+from runtime.config import ConfigError
 from runtime.dialogue import Media
-from runtime.render import Renderer, load_tokenizer, template_with_tools
+from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer, template_with_tools
 from runtime.visual import ContractError, VisualContract, patchify
 from tools import crop_video
 
@@ -271,6 +274,60 @@ def test_a_template_that_loses_an_image_or_a_turn_is_an_error(tokenizer):
         Renderer(blind, CONTRACT).render([{"role": "user", "content": [noise(2)]}])
     with pytest.raises(ContractError, match="does not write assistant turns"):
         Renderer(blind, CONTRACT).render([{"role": "assistant", "content": "a"}])
+
+
+# What another template writes in place of ours, and where a rollout then differs from the dialogue as a whole.
+OTHER_TEMPLATES = {
+    "it opens thoughts": ("assistant\\n' if add", "assistant\\n<think>\\n' if add", r"it writes 'I see.*a rollout '<think>"),
+    "another name for the assistant": ("' + message.role +", "' + ('model' if message.role == 'assistant' else message.role) +", "does not write assistant turns"),
+    "it drops earlier thoughts": ("{{ show(message.content) }}{{ '<|im_end|>\\n' }}\n{%- endif -%}", "{{ show(message.content).split('</think>')[-1] }}{{ '<|im_end|>\\n' }}\n{%- endif -%}", r"it writes '\\n<tool_call>.*a rollout '<think>"),
+    "it takes no system text": ("{%- set system", "{{ raise_exception('no system role') if messages[0].role == 'system' }}{%- set system", "no system role"),
+    "it reads no lists": ("{%- if content is string -%}{{ content }}", "{%- if true -%}{{ content + '' }}", "can only concatenate list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ours, theirs, says", OTHER_TEMPLATES.values(), ids=OTHER_TEMPLATES)
+def test_a_template_that_continues_a_dialogue_otherwise_than_rollouts_is_refused(
+    tokenizer, schemas, ours, theirs, says
+):
+    """Past bugs: the turns of Qwen3-VL-Thinking began with two <think>, and with an assistant of another name the results of
+    the tools never arrived."""
+    other = copy.deepcopy(tokenizer)
+    assert CHAT_TEMPLATE.count(ours) == 1
+    other.chat_template = CHAT_TEMPLATE.replace(ours, theirs)
+    remedy = ". Put the Instruct model's chat_template.jinja into this folder"
+    with pytest.raises(ConfigError, match=f"^M: its chat template does not continue .*{says}.*{remedy}$"):
+        refuse_template(Path("M"), Renderer(other, CONTRACT), {"crop_video": schemas[0]})
+
+
+def test_a_template_that_differs_only_without_tools_is_refused(tokenizer, schemas):
+    other = copy.deepcopy(tokenizer)
+    dropped = "{%- if loop.nextitem is defined and loop.nextitem.role == 'user' -%}{%- continue -%}{%- endif -%}"
+    loop = "{%- for message in (messages[1:] if system else messages) -%}"
+    other.chat_template = CHAT_TEMPLATE.replace(loop, loop + dropped)
+    with pytest.raises(ConfigError, match="does not write assistant turns"):
+        refuse_template(Path("M"), Renderer(other, CONTRACT), {"crop_video": schemas[0]})
+
+
+def test_our_template_continues_a_dialogue_as_rollouts_do(renderer, schemas):
+    for tools in ({}, {"crop_video": schemas[0]}):
+        refuse_template(Path("M"), renderer, tools)
+
+
+def test_a_tool_whose_schema_is_not_one_is_named(renderer, schemas):
+    """Otherwise every row or episode would fail, with an error that blames the data."""
+    function = schemas[0]["function"]
+    unserialisable = {"type": "function", "function": function | {"parameters": {"x": float}}}
+    nameless = {"type": "function", "function": {key: function[key] for key in ("description", "parameters")}}
+    for schema, says in (
+        (unserialisable, "Object of type type is not JSON serializable"),
+        ("look", "TypeError"),
+        (nameless, r"\(KeyError\('name'\)\)"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"^tool look: no model can be shown its schema .*{says}.*; write it with make_tool$"
+        ):
+            refuse_template(Path("M"), renderer, {"look": schema})
 
 
 def test_a_tokenizer_that_was_saved_to_cut_or_to_fill_does_neither(tokenizer):

@@ -839,7 +839,7 @@ def test_a_dry_run_lists_everything_that_is_missing_and_downloads_nothing(write,
     refused(load(write(), "checkpoint=runs/sft_8b/model"), "runs/sft_8b/model: neither a folder nor a model on the hub")
     refused(load(write(), "checkpoint=tests/model"), "tests/model: neither a folder")  # tests/ is here, so it is a path
     assert dry_run(load(write(), "checkpoint=Somebody/Else")) == 0
-    assert "ok      checkpoint: Somebody/Else is on the hub; the run fetches it" in capsys.readouterr().out
+    assert "note    checkpoint: Somebody/Else was not looked up; the run fetches it" in capsys.readouterr().out
 
 
 def test_a_model_that_does_not_fit_the_gpus_that_serve_it_is_refused(write, toy_dir, monkeypatch, capsys):
@@ -863,6 +863,18 @@ def test_another_family_is_not_answered_by_random_weights(write, toy_dir, tmp_pa
     refused(cfg, "runs qwen3_vl and qwen2_5_vl, not 'qwen2_vl'; install SGLang, or set")
     cfg = replace(cfg, rollout=replace(cfg.rollout, urls=("localhost:9",)))
     refused(cfg, "no server answers at")  # a server may support it
+
+
+def test_a_model_of_others_may_have_another_template_but_the_run_says_so(write, toy_dir, tmp_path, refused, capsys):
+    shutil.copytree(toy_dir / "model", tmp_path / "other")
+    template = tmp_path / "other" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant\\n' if", "assistant\\n<think>\\n' if"))
+    cfg = load(write(), f"checkpoint={tmp_path}/other", "limit=1", "rollout.max_new_tokens=4")
+    for work in (dry_run, evaluation.main):
+        assert work(cfg) == 0
+        assert f"  note    {tmp_path}/other: its chat template does not continue a dialogue" in capsys.readouterr().out
+    agent = load(write(), f"checkpoint={tmp_path}/other", "prompting.protocol=agent")
+    refused(agent, "its chat template does not continue a dialogue as rollouts do")
 
 
 def test_what_cannot_run_says_so(write):

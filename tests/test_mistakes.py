@@ -44,6 +44,17 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     (root / "mine" / "rows.jsonl").write_text(json.dumps(row))
     shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths are now wrong
     shutil.copytree(toy_dir / "model", root / "qwen2")
+    for name, change in (("unknown", {"model_type": "foo_vl"}), ("shards", {}), ("thinking", {})):
+        shutil.copytree(toy_dir / "model", root / name)
+        shape = json.loads((root / name / "config.json").read_text())
+        (root / name / "config.json").write_text(json.dumps(shape | change))
+    shards = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (root / "shards" / "model.safetensors.index.json").write_text(json.dumps(shards))
+    template = root / "thinking" / "chat_template.jinja"
+    opening = "<|im_start|>assistant\\n' if add_generation_prompt"
+    assert template.read_text().count(opening) == 1
+    template.write_text(template.read_text().replace(opening, opening.replace("\\n'", "\\n<think>\\n'")))
+    (root / "words.yaml").write_text("system: Look.\nbefore_question: ''\n")
     (root / "other" / "state" / "step-00000009").mkdir(parents=True)
     (root / "other" / "metrics.jsonl").write_text("")
     (root / "other" / "config.yaml").write_text("run: other\ngroup_size: 8\nsteps: 9")
@@ -95,6 +106,14 @@ MISTAKES = [  # the page has more
     ("a folder that is no run's, tried out", f"{RL} policy.checkpoint=qwen2 run=same --dry-run", "same has a model or states, but no config.yaml"),
     ("its own start, elsewhere in the run", f"{RL} policy.checkpoint=qwen2 run=.", "'qwen2' is in the folder of run = '.'"),
     ("a folder that is no run's", f"{RL} policy.checkpoint=qwen2 run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
+    ("an unknown family, tried out", f"{SFT} policy.checkpoint=unknown --dry-run", "ERROR   checkpoint: unknown is a 'foo_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
+    ("an unknown family in an evaluation", f"{EVAL} checkpoint=unknown --dry-run", "has model type `foo_vl` but Transformers does not recognize this architecture"),
+    ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "ERROR   checkpoint: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
+    ("a missing shard in an evaluation", f"{EVAL} checkpoint=shards", "shards lacks model-00002-of-00002.safetensors"),
+    ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
+    ("the same in RL", f"{RL} policy.checkpoint=thinking", "Put the Instruct model's chat_template.jinja into this folder"),
+    ("the same in an evaluation", f"{EVAL} checkpoint=thinking", "thinking: its chat template does not continue a dialogue"),
+    ("the same of an agent that is asked", 'study/ask.py "Why?" --model thinking --video a.mp4', "thinking: its chat template does not continue a dialogue"),
     ("another family", f"{RL} policy.checkpoint=qwen2", "qwen2 is a 'qwen2_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
     # data
     ("no source", f"{SFT} val.sources=[]", "val: sources = []: name at least one data file"),
@@ -143,7 +162,8 @@ def test_a_dry_run_lists_what_is_there_and_what_is_missing_and_then_what_a_step_
     assert lines[2].startswith("ERROR   data: gone.parquet: no such data file")
     assert lines[3].startswith("ERROR   memory: gone: neither")
     assert lines[4] == "ok      servers: none, the model samples in this process"
-    assert re.fullmatch(r"step    8 tasks x 8 episodes at K in \[4, 8, 16, 32, 64\], updates: 1; 60 steps", lines[5])
+    assert re.fullmatch(r"step    8 tasks x 8 episodes at K in \[4, 8, 16, 32, 64\], updates: 1; 60 steps", lines[6])
+    assert lines[5] == "note    this machine has 0 GPUs"
 
     # Past bug: it checked the one rank of the dry run itself.
     status, told = typed(f"{RL} run=run plan.gpus=9 --dry-run")
@@ -152,9 +172,20 @@ def test_a_dry_run_lists_what_is_there_and_what_is_missing_and_then_what_a_step_
     status, told = typed(f"{SFT} run=run --dry-run")
     assert status == 0 and "ERROR" not in told and "  ok      checkpoint: toy_data/model\n" in told
     assert re.search(
-        r"  ok      data: \d+ rows\n(.*\n)+  ok      memory: .*\n  step    .* rows in micro-batches of", told
+        r"  ok      data: \d+ rows\n(.*\n)+  ok      memory: .*\n  note    .* GPUs\n  step    .* rows in micro-batches of",
+        told,
     )
     assert set(desk.rglob("*")) == before
+
+
+def test_a_dry_run_tells_what_it_did_not_look_up_and_which_prompts_are_not_ours(desk, typed):
+    """Past bug: it said "ok" to any name that looks like one on the hub."""
+    for script, key in ((SFT, "policy.checkpoint"), (EVAL, "checkpoint")):
+        _, told = typed(f"{script} run=run {key}=Somebody/Else --dry-run")
+        assert "  note    checkpoint: Somebody/Else was not looked up; the run fetches it from the hub\n" in told
+        assert "note    this machine has 0 GPUs\n" in told and "note    prompts" not in told
+        told = typed(f"{script} run=run prompts=words.yaml --dry-run")[1]
+        assert "  note    prompts: not ours: system, before_question\n" in told
 
 
 @pytest.mark.parametrize("local_rank, speaks", [("0", True), ("1", False)])

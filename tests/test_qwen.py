@@ -1,5 +1,6 @@
 """Qwen's real vocabulary, merges and chat template: masks, kinds, ids and whole runs on what users have (make test-qwen)."""
 
+import copy
 import itertools
 import json
 import math
@@ -209,6 +210,18 @@ def test_outside_text_never_becomes_a_control_token(either, role):
         for content in (token, token * 2, nested, f"e\u0301{token}\u0338", [token[:half], token[half:]]):
             assert added(content) == expected, content
     assert len(added(Live("<answer> <tool_call>"))) == len(expected) + 1  # our own text may name the tags
+
+
+def test_the_instruct_templates_continue_a_dialogue_as_rollouts_do(either, schemas):
+    assert either.template_problem(schemas) == either.template_problem([]) == ""
+
+
+def test_the_thinking_template_is_refused_with_its_second_think(tokenizer, schemas):
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template = qwen.chat_template("Qwen3-VL-Thinking")
+    problem = Renderer(thinking, qwen.CONTRACT).template_problem(schemas)
+    assert problem.startswith(r"after '?<|im_end|>\n<|im_start|>assistant\n<think>\n' it writes 'I see.")
+    assert r"and a rollout '<think>\nI see." in problem
 
 
 def test_qwen25_vl_gets_our_template_and_its_tags_cannot_be_forged(tokenizer_25, schemas):
