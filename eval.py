@@ -7,7 +7,7 @@
     python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b    # evals/ablation.py: the paper's ablation tables
 
 RUN/SPLIT-K64-parallel.jsonl gets one line per item as soon as the item ends: the end of the last turn, the answer, its
-score (under `lenient`, answer and score of a reader that accepts prose), calls, costs, and the error if there was one.
+score, whether it stood in the protocol's own form (`tagged`), calls, costs, and the error if there was one.
 Its first line holds the settings that shape a result. A file with answers under other settings is refused.
 
 An item is asked again if it ended in an error or an API's refusal (which count as wrong until then), or if its
@@ -36,7 +36,7 @@ from transformers import AutoConfig
 
 from data import Episode
 from evals import ablation, tables
-from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, grade_leniently, load_split
+from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
 from evals.results import (
     EvalJob,
@@ -104,7 +104,7 @@ class EvalConfig:
     """How frames are sampled and sized. null: the checkpoint's own contract."""
     prompts: Prompts | None = None
     """A YAML file with texts in place of our agent's prompts. null: those that the checkpoint was trained with."""
-    grading: RewardConfig = RewardConfig(open_answer="exact")
+    grading: RewardConfig = RewardConfig(open_answer="exact", untagged_answer="prose")
     """Only the fields for reading answers are used: open_answer, untagged_answer, judge."""
     limit: int = 0
     """Ask only the first `limit` items of each split. 0: all."""
@@ -144,15 +144,14 @@ def ask_item(
     episode, answer = run_protocol(context, item, k, derive_seed(cfg.seed, item.task.id), cfg.prompting)
     turns = turn_texts(episode.main, context.renderer)
 
-    # Read an answer without tags, if the run accepts one. Grade the answer, strictly and leniently.
-    strict = UNGRADED
-    lenient = UNGRADED
+    # Without an answer in the protocol's own form, take what the run accepts. Grade the answer.
+    tagged = answer is not None
+    verdict = UNGRADED
     if not episode.error_kind:
-        if answer is None and cfg.grading.untagged_answer != "off":
-            answer = final_answer(turns[-1:], cfg.grading.untagged_answer)
+        if not tagged:
+            answer = final_answer(turns, cfg.grading.untagged_answer)
         try:
-            strict = grade(item, answer, cfg.grading, judge)
-            lenient = grade_leniently(item, strict, turns[-1], cfg.grading, judge)
+            verdict = grade(item, answer, cfg.grading, judge)
         except JudgeError as error:
             episode.fail(error)
 
@@ -161,7 +160,7 @@ def ask_item(
     if cfg.agentic and not episode.error_kind:
         parts = score(episode, context.renderer, RewardConfig(open_answer="exact"))
         format_rewards = {"f": parts["f"], "well_formed": parts["well_formed"]}
-    episode.rewards = {"R": strict["score"], "R_acc": strict["score"], **format_rewards}
+    episode.rewards = {"R": verdict["score"], "R_acc": verdict["score"], **format_rewards}
 
     # Describe the item, its answer and its costs.
     calls = []
@@ -177,8 +176,8 @@ def ask_item(
         "fields": item.fields,
         "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: shows why an answer could not be read
         "answer": answer,
-        **strict,
-        "lenient": lenient,
+        "tagged": tagged,
+        **verdict,
         **format_rewards,
         "calls": calls,
         "turns": len(turns),

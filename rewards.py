@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from data import Episode, Group, Task, Trajectory
-from runtime.answers import normalise, parse_letter, parse_span, words_of
+from runtime.answers import normalise, parse_span, read_answer, words_of
 from runtime.api import Judge, JudgeConfig, JudgeError
 from runtime.render import END_OF_TURN, Renderer
 
@@ -72,10 +72,11 @@ class RewardConfig:
     anchor: Anchor = Anchor()
     open_answer: Literal["f1", "exact", "judge"] = "f1"
     """R_acc of an open question: the F1 of the answer's words, an exact match, or a judge's verdict."""
-    untagged_answer: Literal["off", "stated", "fallback"] = "off"
+    untagged_answer: Literal["off", "stated", "fallback", "prose"] = "off"
     """The answer of a last turn without a complete <answer>. off: none. stated: the text after "answer is" or "answer:", even in
     a thought that is never closed; the toy's accuracy-only runs need it. fallback: the text after the thought, or of it what
-    follows "answer is", much as in the release."""
+    follows "answer is", much as in the release. prose, in evaluation only: all text after the thought, or of a thought that is
+    never closed what follows "answer is"."""
     judge: JudgeConfig = JudgeConfig()
 
     def __post_init__(self):
@@ -101,7 +102,9 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
         return score_of_spam(cfg) | metrics
 
     # Score the answer and the calls.
-    acc = accuracy(final_answer(texts, cfg.untagged_answer), episode.task, cfg, judge)
+    task = episode.task
+    said = read_answer(final_answer(texts, cfg.untagged_answer), task.kind, task.options)
+    acc = accuracy(said, task, cfg, judge)
     tool = tool_reward(episode, acc)
 
     # Score the format.
@@ -170,12 +173,13 @@ CALL_BLOCK = re.compile(r"<(tool_call|tool_code)>.*?(?:</\1>|\Z)", re.S)
 
 def final_answer(texts: list[str], untagged: str = "off") -> str | None:
     """Return the content of the last complete <answer> in the last turn, after its last </think>. If there is none, return
-    what `untagged` accepts. A turn whose thought is never closed has no answer, except under `stated`."""
+    what `untagged` accepts. Under `off` and `fallback`, a turn whose thought is never closed has no answer."""
     if not texts:
         return None
     turn = texts[-1].replace(END_OF_TURN, "")
     after_thought = turn.rpartition("</think>")[2]
-    if "<think>" in after_thought and untagged != "stated":
+    in_open_thought = "<think>" in after_thought
+    if in_open_thought and untagged in ("off", "fallback"):
         return None
     answer = last_answer(after_thought)
     if answer is not None or untagged == "off":
@@ -186,14 +190,15 @@ def final_answer(texts: list[str], untagged: str = "off") -> str | None:
     if untagged == "stated":
         return stated[1] if stated else None
 
-    # fallback: the same, or else all text beside calls and tags. A turn without a thought is read by its last line.
+    # fallback and prose: the text beside calls and tags. fallback reads a turn without a thought by its last line.
     prose = TAG_PIECE.sub(" ", CALL_BLOCK.sub(" ", after_thought)).strip()
-    if "</think>" not in turn:
+    if untagged == "fallback" and "</think>" not in turn:
         prose = prose.rpartition("\n")[2]
     stated = STATED.match(prose)
-    if stated and re.search(r"\w", stated[1]):  # not the colon of "The answer is:", which ends its line
+    states = stated and re.search(r"\w", stated[1])  # not the colon of "The answer is:", which ends its line
+    if states and (untagged == "fallback" or in_open_thought):
         return stated[1]
-    return prose or None
+    return None if in_open_thought else prose or None
 
 
 def last_answer(text: str) -> str | None:
@@ -286,20 +291,23 @@ def tag_metrics(turns: list[Elements]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ R_acc
 
 
-def accuracy(answer: str | None, task: Task, cfg: RewardConfig, judge: Judge | None = None) -> float:
-    """Return R_acc: equal letters (mcq), temporal IoU (tvg), or token F1, exact match or the judge (oe). No answer: 0."""
-    if not answer:
+def accuracy(
+    said: str | tuple[float, float] | None, task: Task, cfg: RewardConfig, judge: Judge | None = None
+) -> float:
+    """Return R_acc of what `read_answer` returned: equal letters (mcq), temporal IoU (tvg), or token F1, exact match or the
+    judge (oe). No answer: 0."""
+    if said is None:
         return 0.0
     if task.kind == "mcq":
-        return float(parse_letter(answer, task.options) == task.answer.strip("() .").upper())
+        return float(said == task.answer.strip("() .").upper())
     if task.kind == "tvg":
-        span, gold = parse_span(answer), parse_span(task.answer)
-        return iou(span, gold) if span and gold else 0.0
+        gold = parse_span(task.answer)
+        return iou(said, gold) if gold else 0.0
     if cfg.open_answer == "judge":
-        return judge(task.question, task.answer, answer)
+        return judge(task.question, task.answer, said)
     if cfg.open_answer == "exact":
-        return float(normalise(answer) == normalise(task.answer))
-    return token_f1(answer, task.answer)
+        return float(normalise(said) == normalise(task.answer))
+    return token_f1(said, task.answer)
 
 
 def iou(a: tuple[float, float], b: tuple[float, float]) -> float:

@@ -93,6 +93,8 @@ class RLConfig(RunConfig):
     def __post_init__(self):
         super().__post_init__()
         refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
+        if self.reward.untagged_answer == "prose":
+            raise ValueError("reward.untagged_answer = 'prose' is for evaluation: use off, stated or fallback")
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")

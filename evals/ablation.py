@@ -21,7 +21,7 @@ TITLES = {"stages": "A. Training stages", "components": "B. Components", "dispat
 LEGEND = """
 f, f_release, kappa: means over a training's steps. A start has those of the first step of plain GRPO from it.
 f_release: f by the released code, on the sampled text, which lacks a forced <think>. The paper's f is on this scale.
-Scores are lenient, as the published ones are."""
+Answers in prose count, as in the published scores."""
 
 
 def report(trainings: str, evaluations: str) -> str:
@@ -69,7 +69,7 @@ def measure(row: dict, trainings: str, evaluations: str) -> dict[str, str]:
     for results in sorted(evaluation.values(), key=lambda results: results.k):
         if results.arm == row.get("arm", "parallel") and results.records:
             column = results.split if results.k == 64 else f"{results.split}, K={results.k}"
-            cells[column] = score_cell(results.read("lenient"))
+            cells[column] = score_cell(results)
     return cells
 
 

@@ -2,8 +2,7 @@
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # videomme_wsub: adds the cues of the sampled frames
-    grade(item, answer, cfg, judge)                       # uses the rewards' parser; an unparsed answer scores 0
-    grade_leniently(item, verdict, turn, cfg, judge)      # reads prose where `grade` could read nothing
+    grade(item, answer, cfg, judge)                       # reads it as the rewards do; an unread answer scores 0
     figures("videomme", records)                          # in percent, the headline figure first
 
 A dataset's folder is what `hf download` leaves, with its archives unpacked anywhere below it. Questions keep their
@@ -23,24 +22,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from data import Task, listed_options, parse_task, read_options
-from rewards import RewardConfig, accuracy, final_answer
-from runtime.answers import (
-    DENIES,
-    HEDGES,
-    LEAD,
-    LETTERS,
-    clause_before,
-    has_word,
-    parse_letter,
-    parse_span,
-    unboxed,
-    words_of,
-)
+from rewards import RewardConfig, accuracy
+from runtime.answers import LEAD, LETTERS, read_answer, unboxed
 from runtime.api import Judge
 from runtime.dataset import DataError, RowError, Rows
-from runtime.render import END_OF_TURN
 
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")
 UNANSWERABLE = "?"  # gold of a row whose answer is not among its options: every reply is wrong
 
@@ -322,63 +308,18 @@ def _hint(name: str, root: str) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None = None, lenient: bool = False) -> dict:
-    """Grade the answer that the protocol extracted (None: no answer). A judge can raise JudgeError."""
+def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None = None) -> dict:
+    """Grade the text that holds the answer (None: no answer). A judge can raise JudgeError."""
     task = item.task
     text = (answer or "").strip()
-    if task.kind == "mcq":
-        text = parse_letter(text, task.options, lenient)
-        prediction = text
-    elif task.kind == "tvg":
-        span = parse_span(text)
-        prediction = str(list(span)) if span else None
-    else:
+    if task.kind == "oe":
         text = re.sub(LEAD, "", unboxed(text))
-        prediction = text or None
-    if prediction is None:
+    said = read_answer(text, task.kind, task.options)
+    if said is None:
         return UNGRADED
     judged = task.kind == "oe" and cfg.open_answer == "judge"
-    return {"prediction": prediction, "score": accuracy(text, task, cfg, judge), "judged": judged}
-
-
-def spoken(turn: str) -> str:
-    """Return the text of a turn after its thoughts, without calls. An unclosed thought is not an answer."""
-    said = turn.rpartition("</think>")[2]
-    return re.sub(r"<(think|tool_call)>.*?(?:</\1>|\Z)", " ", said, flags=re.S).strip()
-
-
-def grade_leniently(item: Item, verdict: dict, turn: str, cfg: RewardConfig, judge: Judge | None = None) -> dict:
-    """Read prose and open tags in the last turn if `verdict`, from `grade`, has no prediction. The splits' own scorers
-    take the first letter there, even a denied one or an article, or guess. We accept one option's text instead."""
-    if verdict["prediction"] is None:
-        # Drop earlier thoughts, calls and the tags themselves. A thought that never ends may hold the answer.
-        said = spoken(turn.replace(END_OF_TURN, "").replace("<think>", ""))
-        said = said.rpartition("<answer>")[2].partition("</answer>")[0]
-        stated = final_answer([said], "stated") or ""
-        named = [letter for letter, option in zip(LETTERS, item.task.options) if affirms(said, option)]
-        for text in (stated, said, *(named if len(named) == 1 else ())):
-            verdict = grade(item, text, cfg, judge, lenient=True)
-            if verdict["prediction"] is not None:
-                break
-    open_answer = item.task.kind == "oe" and not verdict["judged"]
-    if open_answer and affirms(verdict["prediction"] or "", item.task.answer):
-        return verdict | {"score": 1.0}
-    return verdict
-
-
-def affirms(text: str, words: str) -> bool:
-    """Return whether the text contains these words anywhere that its statement does not deny them. "Four" equals 4."""
-    if f" {_in_digits(words)} " not in f" {_in_digits(text)} ":
-        return False
-    form = r"(?<![a-z\d])" + r"\W*".join(map(re.escape, words_of(words))) + r"(?![a-z\d])"
-    places = list(re.finditer(form, text, re.I))
-    denied = [has_word(f"{DENIES}|{HEDGES}", clause_before(place.start(), text)) for place in places]
-    return not places or not all(denied)
-
-
-def _in_digits(text: str) -> str:
-    """Return the words of a text, with numbers as digits."""
-    return " ".join(str(NUMBERS.index(word)) if word in NUMBERS else word for word in words_of(text))
+    prediction = str(list(said)) if task.kind == "tvg" else said
+    return {"prediction": prediction, "score": accuracy(said, task, cfg, judge), "judged": judged}
 
 
 def figures(name: str, records: Sequence[dict]) -> dict[str, float]:

@@ -32,7 +32,7 @@ import numpy as np
 
 import rollout
 from data import Call, Episode, Task, Trajectory
-from evals.benchmarks import Item, ask_with_subtitles, spoken
+from evals.benchmarks import Item, ask_with_subtitles
 from rewards import ANSWER, final_answer, last_answer, turn_texts
 from runtime.answers import LETTERS, parse_span, unboxed
 from runtime.config import read_tree
@@ -263,11 +263,11 @@ def _agent(attempt: Attempt) -> str | None:
 
 
 def _one_turn(attempt: Attempt) -> str | None:
-    """Ask once. Only `direct` accepts an answer without tags."""
+    """Ask once. The whole reply to `direct` is the answer. All others ask for tags."""
     main = attempt.episode.main = attempt.open_conversation()
     text = attempt.sample(main, attempt.episode.seed, 0)
     if attempt.cfg.protocol == "direct":
-        return final_answer([text]) or spoken(text)  # not from inside a thought
+        return final_answer([text], "prose")
     return last_answer(text)
 
 

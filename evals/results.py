@@ -31,7 +31,7 @@ from runtime.visual import VisualContract
 PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 HEADER = ("name", "arm", "k", "split", "total")  # fields of a file's first line that the tables read
 RECORD = (  # fields of each other line
-    "id", "videos", "kind", "prediction", "score", "judged", "lenient", "calls", "turns", "tokens", "subagent_tokens",
+    "id", "videos", "kind", "tagged", "prediction", "score", "judged", "calls", "turns", "tokens", "subagent_tokens",
     "truncated", "seconds", "error",
 )  # fmt: skip
 
@@ -62,12 +62,6 @@ class Results:
         self.arm = self.settings["arm"]
         self.k = self.settings["k"]
         self.split = self.settings["split"]
-
-    def read(self, reading: str) -> "Results":
-        """Return the results with the scores of one reading, "tagged" or "lenient"."""
-        if reading == "tagged":
-            return self
-        return Results(self.settings, [record | record["lenient"] for record in self.records])
 
     def figures(self) -> dict[str, float]:
         return figures(self.split, self.records)

@@ -1,10 +1,10 @@
 """tables.py: turn results of eval.py into Markdown tables.
 
-    python eval.py table runs/eval/* [--baseline NAME] [--by duration]
+    python eval.py table runs/eval/* [--baseline NAME] [--by duration] [--tagged]
 
-1. Scores with 95 % intervals: one row per model, arm and reading of the answers (READINGS), at the K of the paper's
-   table, with the average and the gain over the baseline's first arm. Other K have their own rows. Further rows give
-   the gain on shared items and the published scores of finished splits; the others say `n of N`. Errors count as wrong.
+1. Scores with 95 % intervals: one row per model and arm, at the K of the paper's table, with the share of tagged answers,
+   the average and the gain over the baseline's first arm. Other K have their own rows. Further rows give the gain on
+   shared items and the published scores of finished splits; the others say `n of N`. Errors count as wrong.
 2. The cost and quality per item: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
 3. With --by, the scores by a field of the split's rows (benchmarks.Split.fields), such as duration or task_type.
 
@@ -25,7 +25,6 @@ import numpy as np
 from evals.results import Results, read_published, read_runs, refuse_mixtures
 from runtime.dataset import DataError
 
-READINGS = ("tagged", "lenient")
 Row = dict[str, Results]  # one row of the table of scores: split -> results
 
 
@@ -33,18 +32,20 @@ Row = dict[str, Results]  # one row of the table of scores: split -> results
 
 LEGEND = """
 
-tagged: an answer counts only where its protocol asks for it: anywhere for `direct`, in closed tags for the agent (or
-after "the answer is", if the run has grading.untagged_answer: stated).
-lenient: prose also counts, as in the splits' own scorers. The published numbers are lenient.
+tagged: the share of items whose answer stands where its protocol asks for it: anywhere for `direct`, in closed tags for the
+others. Answers in prose also count as right, as in the published run; with --tagged they do not.
 gain: points over the baseline on the items of both, and their number. Intervals: bootstrap over videos; the interval of
 a score is never narrower than Wilson's on the number of videos.
 Models of other authors are asked with our prompts, unless their run names a prompt_file."""
 
 
-def report(runs: Sequence[str | Path], baseline: str = "", by: str = "") -> str:
-    """Print all tables as Markdown, and return the text."""
+def report(runs: Sequence[str | Path], baseline: str = "", by: str = "", tagged: bool = False) -> str:
+    """Print all tables as Markdown, and return the text. `tagged`: only tagged answers count as right."""
     all_results = read_runs(runs)
     refuse_mixtures(all_results)
+    if tagged:
+        for record in (record for results in all_results for record in results.records):
+            record["score"] *= record["tagged"]
     names = list(dict.fromkeys(results.name for results in all_results))
     baseline = baseline or names[0]
     if baseline not in names:
@@ -82,29 +83,27 @@ def scores_table(all_results: Sequence[Results], published: dict, baseline: str)
         complete = set()
         for (model, arm, k), row in rows.items():
             if model == name:
-                lines += measured_lines([name, arm], row, bases.get(k, {}), splits, columns)
+                lines.append(measured_line([name, arm], row, bases.get(k, {}), splits, columns))
                 lines += gain_lines([name, arm], row, k, bases, splits)
-                complete |= finished(row, "tagged").keys()
+                complete |= finished(row).keys()
 
         # Add the published scores of the splits that the model has finished.
         scores = published_scores(name, published)
         cells = [scores.get(split, "") if split in complete else "" for split in splits]
         if any(cells):
             summary = summary_cells(scores, published_scores(baseline, published), columns)
-            lines.append([name, "published", "lenient", "", *cells, *summary])
+            lines.append([name, "published", "score", "", "", *cells, *summary])
     gains = f"gain over {baseline}: mean of ratios / ratio of averages"
-    header = ["model", "arm", "reading", "K", *splits, "average", gains]
+    header = ["model", "arm", "figure", "K", "tagged", *splits, "average", gains]
     return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
 
 
-def measured_lines(model: list, row: Row, base: Row, splits: list[str], columns: list[str]) -> list[list]:
-    """Write the scores of a row in both readings, with the gain over the baseline at the same K."""
-    lines = []
-    for reading in READINGS:
-        cells = [score_cell(row[split].read(reading)) if split in row else "" for split in splits]
-        summary = summary_cells(finished(row, reading), finished(base, reading), columns)
-        lines.append([*model, reading, list_ks(row), *cells, *summary])
-    return lines
+def measured_line(model: list, row: Row, base: Row, splits: list[str], columns: list[str]) -> list:
+    """Write the scores of a row, its share of tagged answers, and the gain over the baseline at the same K."""
+    tagged = [record["tagged"] for results in row.values() for record in results.records]
+    cells = [score_cell(row[split]) if split in row else "" for split in splits]
+    summary = summary_cells(finished(row), finished(base), columns)
+    return [*model, "score", list_ks(row), f"{100 * statistics.fmean(tagged):.1f}", *cells, *summary]
 
 
 def gain_lines(model: list, row: Row, k: int | str, bases: dict[int | str, Row], splits: list[str]) -> list[list]:
@@ -114,15 +113,8 @@ def gain_lines(model: list, row: Row, k: int | str, bases: dict[int | str, Row],
     if not base:
         base = bases.get("paper") or (next(iter(bases.values())) if len(bases) == 1 else {})
         ks += f" over {list_ks(base)}"
-    lines = []
-    for reading in READINGS:
-        cells = []
-        for split in splits:
-            shared = split in row and split in base
-            cells.append(gain_cell(row[split].read(reading), base[split].read(reading)) if shared else "")
-        if base is not row and any(cells):
-            lines.append([*model, f"gain, {reading}", ks, *cells, "", ""])
-    return lines
+    cells = [gain_cell(row[split], base[split]) if split in row and split in base else "" for split in splits]
+    return [[*model, "gain", ks, "", *cells, "", ""]] if base is not row and any(cells) else []
 
 
 def costs_table(all_results: Sequence[Results]) -> str:
@@ -138,7 +130,7 @@ def costs_table(all_results: Sequence[Results]) -> str:
 
 
 def breakdown_table(all_results: Sequence[Results], by: str) -> str:
-    """Write the scores of the items with each value of a field, in both readings."""
+    """Write the scores of the items with each value of a field."""
     rows = []
     for results in all_results:
         groups: dict[str, list[dict]] = {}  # value -> its records
@@ -147,11 +139,10 @@ def breakdown_table(all_results: Sequence[Results], by: str) -> str:
                 groups.setdefault(record["fields"][by], []).append(record)
         for value, records in sorted(groups.items()):
             part = Results(results.settings | {"total": len(records)}, records)
-            cells = [score_cell(part.read(reading)) for reading in READINGS]
-            rows.append([results.name, results.arm, results.k, results.split, value, len(records), *cells])
+            rows.append([results.name, results.arm, results.k, results.split, value, len(records), score_cell(part)])
     if not rows:
         raise DataError(f"--by {by}: no results have that field; VideoMME has duration, MLVU task_type")
-    return markdown(f"### By {by}", ["model", "arm", "K", "split", by, "items", *READINGS], rows)
+    return markdown(f"### By {by}", ["model", "arm", "K", "split", by, "items", "score"], rows)
 
 
 # ------------------------------------------------------------------------------------------------ text
@@ -273,9 +264,9 @@ def shared_gains(ours: Results, base: Results) -> tuple[list[float], list[dict]]
     return [record["score"] - base_scores[item(record)] for record in shared], shared
 
 
-def finished(row: Row, reading: str) -> dict[str, float]:
+def finished(row: Row) -> dict[str, float]:
     """Return the scores of complete splits."""
-    return {split: results.read(reading).score() for split, results in row.items() if results.complete()}
+    return {split: results.score() for split, results in row.items() if results.complete()}
 
 
 def relative_gains(ours: dict[str, float], base: dict[str, float]) -> tuple[float, float, int] | None:
@@ -335,9 +326,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", help="folders of results")
     parser.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
     parser.add_argument("--by", default="", help="also print scores by this field of the rows, such as duration")
+    parser.add_argument("--tagged", action="store_true", help="count only answers in the protocol's own form as right")
     args = parser.parse_args(arguments)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     try:
-        report(args.runs, args.baseline, args.by)
+        report(args.runs, args.baseline, args.by, args.tagged)
     except DataError as error:
         sys.exit(f"error: {error}")

@@ -38,7 +38,7 @@ def toy(tmp_path):
     write_results(results / "sft", "toy", lines("1100"), k=4)
     write_results(results / "paragrpo", "toy", lines("1110"), k=4)
     write_results(results / "paragrpo", "toy", lines("1010"), k=4, arm="sequential")
-    prose = line("a", 0, prediction=None, lenient={"prediction": "A", "score": 1.0, "judged": False})
+    prose = line("a", 1, tagged=False)
     write_results(results / "paragrpo", "lvbench", [prose], total=1549)
     return tmp_path
 

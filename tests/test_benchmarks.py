@@ -12,7 +12,7 @@ from scripts import REPO
 
 from data import Task
 from eval import EvalConfig, dry_run
-from evals import benchmarks, results
+from evals import results
 from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, count_items, figures, grade, load_split
 from evals.protocols import READS
 from rewards import RewardConfig
@@ -283,60 +283,20 @@ OPEN = Item(Task("t", "What?", (), "oe", "red car"))
 MCQ = Item(Task("t", "", (), "mcq", "D", ("red", "blue", "a green car", "Vitamin C")))
 
 
-def test_what_cannot_be_read_strictly_scores_nothing():
-    """test_answers.py tests the forms of a letter."""
+def test_what_cannot_be_read_scores_nothing():
+    """test_answers.py tests the forms of an answer."""
     for text, letter in (("D", "D"), ("A. blue", "A"), ("E", None), (None, None), ("", None)):
         assert grade(MCQ, text, CFG) == verdict(letter, float(letter == "D"))
+    assert grade(SPAN, "12 to 20", CFG) == verdict("[12.0, 20.0]", 1.0)
     assert grade(OPEN, " the red car ", CFG) == verdict("the red car", 1.0) and grade(OPEN, " ", CFG) == UNGRADED
 
 
-@pytest.mark.parametrize(
-    "item, turn, prediction, score",
-    [
-        (MCQ, "The answer is D.<|im_end|>", "D", 1),
-        (MCQ, "<think>\nA or B?\n</think>\n(D)", "D", 1),  # a thought is not an answer
-        (MCQ, "<think>\nPerhaps A? No. D", "D", 1),  # unless it never ends
-        (MCQ, "<answer>D", "D", 1),  # an open tag
-        (MCQ, "A is wrong, B too. Answer: D", "D", 1),  # a stated answer comes first
-        (MCQ, "The answer is A, because B is blue.", "A", 0),
-        (MCQ, "The answer is B. No, it must be D.", "D", 1),  # the last of several conclusions
-        (MCQ, "Perhaps D, perhaps B", None, 0),
-        (MCQ, "D or A", None, 0),  # unless letters are named together
-        (MCQ, "It is (D), (B)", None, 0),
-        (MCQ, "A man gets in.", None, 0),  # the official scorers read the article
-        (MCQ, "He sits in a green car.", "C", 0),  # the text of one option
-        (MCQ, "It is not red, it is blue.", "B", 0),
-        (MCQ, "It is red or blue.", None, 0),
-        (MCQ, "I see nothing. E", None, 0),  # not a letter of its options; no guess
-        (SPAN, "It starts at 12.0 and ends at 20.0 seconds.", "[12.0, 20.0]", 1),
-        (SPAN, '<tool_call>{"name": "f", "arguments": {"start_time": 12, "end_time": 20}}</tool_call>', None, 0),
-        (SPAN, '<tool_call>{"start_time": 12, "end_time": 20', None, 0),
-        (OPEN, "It must be the red car there.", "It must be the red car there.", 1),
-        (replace(OPEN, task=replace(OPEN.task, answer="0.5 m/s")), "At 0.5m/s.", "At 0.5m/s.", 1),
-        (OPEN, "It must be a redcar.", "It must be a redcar.", 0),  # whole words, so "art" is not in "cart"
-        (OPEN, "It must be a bred car.", "It must be a bred car.", 0),
-        (OPEN, "It is not a red car.", "It is not a red car.", 0),
-        (OPEN, "It could be a red car or a bus.", "It could be a red car or a bus.", 0),  # past bug: a hedge was a hit
-        (OPEN, "Not a red car? Yes, a red car.", "Not a red car? Yes, a red car.", 1),  # denied, and then affirmed
-        (replace(OPEN, task=replace(OPEN.task, answer="4")), "There are four of them.", "There are four of them.", 1),
-        (OPEN, "<think>\nred car\n</think>\n", None, 0),
-    ],
-)
-def test_an_answer_without_closed_tags_is_read_as_the_official_scorers_do(item, turn, prediction, score):
-    assert benchmarks.grade_leniently(item, UNGRADED, turn, CFG) == verdict(prediction, float(score))
-
-
-def test_what_was_read_strictly_stays_but_gold_words_count():
-    read = grade(MCQ, "B", CFG)
-    assert benchmarks.grade_leniently(MCQ, read, "<answer>B</answer> D", CFG) == read
-    long = grade(OPEN, "A big red car.", CFG)
-    assert long["score"] == 0 and benchmarks.grade_leniently(OPEN, long, "", CFG) == verdict("A big red car.", 1.0)
+def test_an_open_answer_is_compared_or_judged():
+    assert grade(OPEN, "The answer is red car.", CFG) == verdict("red car.", 1.0)
+    assert grade(OPEN, "It must be the red car.", CFG) == verdict("It must be the red car.", 0.0)
     judge = lambda question, gold, answer: float("crimson" in answer)  # noqa: E731
     cfg = RewardConfig(open_answer="judge", judge=JudgeConfig(url="u", model="m"))
-    told = benchmarks.grade_leniently(OPEN, UNGRADED, "<answer>A crimson car.", cfg, judge)
-    assert told == verdict("A crimson car.", 1.0, judged=True)  # it asks the judge
-    judged = verdict("A big red car.", 0.0, judged=True)
-    assert benchmarks.grade_leniently(OPEN, judged, "", CFG)["score"] == 0  # the judge's word
+    assert grade(OPEN, "A crimson car.", cfg, judge) == verdict("A crimson car.", 1.0, judged=True)
 
 
 def test_the_published_numbers_are_of_our_splits_and_first_figures():

@@ -34,6 +34,7 @@ from rewards import RewardConfig, accuracy
 from rl import RLConfig, Sampler
 from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import dataset
+from runtime.answers import read_answer
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
 from runtime.dialogue import Media, parse_dialogue
 from runtime.packing import best_fit
@@ -388,7 +389,7 @@ def test_options_are_read_from_the_question_where_the_row_has_none(video):
         "C. U.S. Team A": 0,
         "Vitamin B": 0,
     }.items():
-        assert accuracy(said, task, RewardConfig()) == worth, said
+        assert accuracy(read_answer(said, "mcq", task.options), task, RewardConfig()) == worth, said
 
 
 @pytest.mark.parametrize(

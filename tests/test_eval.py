@@ -170,9 +170,9 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
     assert with_tools.figures()["accuracy"] == 100 * many / 8 and without.figures()["accuracy"] == 100 * few / 8
     shown = sections(capsys.readouterr().out)
     *row, score, gain = shown["Scores"][2]
-    assert row == ["toy", "parallel", "tagged", "4"] and score.startswith(f"{100 * many / 8:.1f} [")
+    assert row == ["toy", "parallel", "score", "4", "100.0"] and score.startswith(f"{100 * many / 8:.1f} [")
     lost = f"{100 * (few / many - 1):+.1f}"
-    assert shown["Scores"][4][-1] == f"{lost} / {lost} % (1)"  # over the first arm, not its own
+    assert shown["Scores"][3][-1] == f"{lost} / {lost} % (1)"  # over the first arm, not its own
 
 
 def test_saved_episodes_are_all_of_the_run_and_the_page_shows_them(write, model, toy_dir, tmp_path):
@@ -343,7 +343,8 @@ def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, mo
     """Past bug: an item whose answer could not be read left no trace, and separators of Unicode broke its line."""
     odd = "red\u2028blue\x85green\x0bend"
     model(says("I am sure. " * 300 + odd))
-    path = write(prompting={"protocol": "think"}, rollout={"temperature": 0, "max_new_tokens": 4000})
+    sampling = {"temperature": 0, "max_new_tokens": 4000}
+    path = write(prompting={"protocol": "think"}, rollout=sampling, grading={"untagged_answer": "off"})
     run(path)
     for record in read_results(results_file(tmp_path, "think")).records:
         assert (record["answer"], record["prediction"], record["error"]) == (None, None, "")
@@ -468,17 +469,17 @@ def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, m
     assert {r[1:4] for r in outcomes(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
 
 
-@pytest.mark.parametrize("lenient", [False, True])
-def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model, golds, tmp_path, lenient):
+@pytest.mark.parametrize("mode, prediction", [("off", None), ("stated", "{}."), ("prose", "{}.")])
+def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model, golds, tmp_path, mode, prediction):
     color, count = golds.most_common(1)[0]
     model(says(f"I see it.\n</think>\nThe answer is {color}."))
-    grading = {"open_answer": "exact", "untagged_answer": "stated" if lenient else "off"}
+    grading = {"open_answer": "exact", "untagged_answer": mode}
     run(write(prompting={"protocol": "agent"}, arms=["none"], grading=grading))
     results = read_results(results_file(tmp_path, "none"))
-    assert {r["prediction"] for r in results.records} == {f"{color}." if lenient else None}
-    assert results.figures()["accuracy"] == (100 * count / 8 if lenient else 0)
-    assert results.read("lenient").figures()["accuracy"] == 100 * count / 8  # every record has it
-    assert tables.costs(results)["unparsed_rate"] == (0 if lenient else 100)
+    assert {r["prediction"] for r in results.records} == {prediction and prediction.format(color)}
+    assert results.figures()["accuracy"] == (100 * count / 8 if prediction else 0)
+    assert tables.costs(results)["unparsed_rate"] == (0 if prediction else 100)
+    assert not any(record["tagged"] for record in results.records)
 
 
 # ------------------------------------------------------------------------------------------------ tables
@@ -488,9 +489,8 @@ def line(id, score, *, video="", **more) -> dict:
     """Return a line of results."""
     plain = {
         "id": id, "videos": [video or f"v/{id}.mp4"], "kind": "mcq", "gold": "A",
-        "said": "A", "answer": "A", "fields": {}, "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
+        "said": "A", "answer": "A", "tagged": True, "fields": {}, "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
         "subagent_tokens": 0, "truncated": False, "seconds": 1.0, "error": "",
-        "lenient": {"prediction": "A", "score": float(score), "judged": False},
     }  # fmt: skip
     return plain | more
 
@@ -536,10 +536,10 @@ def test_a_score_without_a_miss_is_not_certain(tmp_path):
     half = [line(str(i), i % 2, video=f"v/{i // 10}.mp4") for i in range(20)]  # alike: the bootstrap has no width
     write_results(tmp_path / "half", "videomme", half, name="half", total=2700)
     scores = sections(tables.report([tmp_path / name for name in ("all", "none", "half")]))["Scores"][2:]
-    cells = {row[0]: row[4] for row in scores if row[2] == "tagged"}
+    cells = {row[0]: row[5] for row in scores if row[2] == "score"}
     assert cells["all"].startswith("100.0 [83.9, 100.0]") and cells["none"].startswith("0.0 [0.0, 16.1]")
     assert cells["half"].startswith("50.0 [9.5, 90.5]")  # of two videos
-    gain = next(row[4] for row in scores if row[:3] == ["none", "parallel", "gain, tagged"])
+    gain = next(row[5] for row in scores if row[:3] == ["none", "parallel", "gain"])
     assert gain == "-100.0 [-100.0, -100.0] (20)"  # a gain on the same items: the bootstrap's interval
     rows = [line(str(i), i < 100, video=f"v/{i if i >= 100 else 0}.mp4") for i in range(150)]  # most of one video
     low, high = interval([x["score"] for x in rows], [x["videos"][0] for x in rows])
@@ -562,7 +562,7 @@ def test_the_published_scores_have_the_published_average_and_gains(tmp_path):
             write_results(tmp_path / name, split, [line("0", scores[split] / 100)], name=name, arm=arm, k=k)
         write_results(tmp_path / name, "charades", lines("1"), name=name, arm=arm, k=64)  # asked at both
     shown = sections(tables.report([tmp_path / row[0] for row in expected], baseline="Qwen3-VL-8B"))
-    found = {(row[0], row[1], row[3]): row[-2:] for row in shown["Scores"][2:] if not row[2].startswith("gain")}
+    found = {(row[0], row[1], row[3]): row[-2:] for row in shown["Scores"][2:] if row[2] == "score"}
     for name, arm, average, gain in expected:
         assert found[name, arm, "32, 64"] == found[name, "published", ""] == [average, gain]
         assert found[name, arm, "64"] == ["", "+0.0 / +0.0 % (1)"]  # its other Charades
@@ -573,7 +573,7 @@ def test_a_score_says_what_is_missing_or_published(tmp_path):
     write_results(tmp_path, "lvbench", lines("1100"), name="ParaVT-8B (mine)")  # still the row of ParaVT-8B
     write_results(tmp_path, "videomme", rows, name="ParaVT-8B (mine)", total=2700)
     header, _, *scores = sections(tables.report([tmp_path]))["Scores"]
-    assert header[4:6] == ["videomme", "lvbench"]  # in the paper's order, not in that of the files
+    assert header[5:7] == ["videomme", "lvbench"]  # in the paper's order, not in that of the files
     by_split = [dict(zip(header, row)) for row in scores]
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\] \(4 of 2700\)", by_split[0]["videomme"])
     assert re.fullmatch(r"50\.0 \[\d+\.\d, \d+\.\d\]", by_split[0]["lvbench"])
@@ -581,7 +581,7 @@ def test_a_score_says_what_is_missing_or_published(tmp_path):
     # Past bug: `limit=2` printed [nan, nan]. One video gives no interval.
     write_results(tmp_path / "one", "videomme", [line("a", 1, video="v"), line("b", 0, video="v")], total=2700)
     told = tables.report([tmp_path / "one"])
-    assert "nan" not in told and sections(told)["Scores"][2][4] == "50.0 (2 of 2700)"
+    assert "nan" not in told and sections(told)["Scores"][2][5] == "50.0 (2 of 2700)"
 
 
 def test_a_table_leaves_out_its_empty_columns(tmp_path):
@@ -595,21 +595,21 @@ def test_a_table_leaves_out_its_empty_columns(tmp_path):
 def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_path):
     """Past bug: with limit=20 there was none, but the published scores of all 2700 items stood beside the 20."""
     ours = [line(f"{v}-{n}", v < 6, video=f"v/{v}.mp4", item="q") for v in range(7) for n in range(3)][:20]
-    base = [row | {"score": float(i % 2), "lenient": row["lenient"] | {"score": 1.0}} for i, row in enumerate(ours)]
+    base = [row | {"score": float(i % 2)} for i, row in enumerate(ours)]
     base[0]["item"] = "another question"
     write_results(tmp_path / "a", "videomme", ours, name="ParaVT-8B", total=2700)
     write_results(tmp_path / "b", "videomme", base[:19], name="Qwen3-VL-8B", total=2700)
     found = sections(tables.report([tmp_path / "a", tmp_path / "b"], "Qwen3-VL-8B"))
     assert "published" not in {row[1] for row in found["Scores"]}
-    # Of items 1 to 18, ours has 17 and the base 9 (the odd ones), or all 18 in the lenient reading.
-    gains = {row[2]: row[4] for row in found["Scores"] if row[2].startswith("gain")}
-    tagged, lenient = (re.fullmatch(r"(\S+) \[(\S+), (\S+)\] \(18\)", cell).groups() for cell in gains.values())
-    assert (tagged[0], lenient[0]) == ("+44.4", "-5.6") and lenient[2] == "+0.0"
+    # Of items 1 to 18, ours has 17 and the base 9 (the odd ones).
+    [cell] = [row[5] for row in found["Scores"] if row[2] == "gain"]
+    gain, low, high = re.fullmatch(r"(\S+) \[(\S+), (\S+)\] \(18\)", cell).groups()
+    assert gain == "+44.4"
     # All 7 ** 7 draws of 7 videos: two items of the first, one of the last, three of the others.
     sums, counts = np.array([2, 3, 3, 3, 3, 3, 0]) - [1, 2, 1, 2, 1, 2, 0], np.array([2, 3, 3, 3, 3, 3, 1])
     draws = np.array(np.meshgrid(*[np.arange(7)] * 7)).reshape(7, -1)
     exact = np.quantile(100 * sums[draws].sum(0) / counts[draws].sum(0), [0.025, 0.975])
-    assert [float(tagged[1]), float(tagged[2])] == pytest.approx(exact, abs=3)
+    assert [float(low), float(high)] == pytest.approx(exact, abs=3)
 
 
 def test_a_gain_over_another_number_of_frames_says_both(tmp_path):
@@ -618,13 +618,13 @@ def test_a_gain_over_another_number_of_frames_says_both(tmp_path):
     for k, named in ((64, "16 over 64"), (32, "16 over 32")):  # the paper's K, or the only one
         write_results(tmp_path / str(k), "videomme", lines("10"), name="Qwen3-VL-8B (own)", k=k)
         found = sections(tables.report([tmp_path / "a", tmp_path / str(k)], "Qwen3-VL-8B (own)"))["Scores"]
-        [gain] = [row for row in found if row[2] == "gain, tagged"]
-        assert gain[0] == "Conan-7B (own)" and gain[3] == named and gain[4].startswith("+50.0 [")
-        assert {row[-1] for row in found if row[:3] == ["Conan-7B (own)", "conan", "tagged"]} == {""}  # only at one K
+        [gain] = [row for row in found if row[2] == "gain"]
+        assert gain[0] == "Conan-7B (own)" and gain[3] == named and gain[5].startswith("+50.0 [")
+        assert {row[-1] for row in found if row[:3] == ["Conan-7B (own)", "conan", "score"]} == {""}  # only at one K
     for k in (8, 16, 32):
         write_results(tmp_path / "b", "lvbench", lines("10"), name="base", k=k)
     found = sections(tables.report([tmp_path / "a", tmp_path / "b"], "base"))["Scores"]
-    assert not any(row[0] == "Conan-7B (own)" and row[2].startswith("gain") for row in found)
+    assert not any(row[0] == "Conan-7B (own)" and row[2] == "gain" for row in found)
 
 
 def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_path, capsys):
@@ -638,7 +638,7 @@ def test_a_damaged_file_names_its_line_and_leaves_the_others_their_table(tmp_pat
         with pytest.raises(DataError, match=f"lvbench-K64-parallel.jsonl: line {number} is damaged; delete it"):
             read_results(path)
         header, _, row, *_ = sections(tables.report([tmp_path]))["Scores"]
-        assert header[4:-1] == ["videomme"] and row[4].startswith("100.0")
+        assert header[5:-1] == ["videomme"] and row[5].startswith("100.0")
         assert f"skipped: {path}: line {number} is damaged" in capsys.readouterr().err
 
 
@@ -650,28 +650,24 @@ def test_a_baseline_that_is_not_there_is_refused_with_the_nearest_name(tmp_path)
         tables.report(list(tmp_path.iterdir()), "Qwen3-VL-8B")
 
 
-def test_both_readings_stand_side_by_side_each_with_its_own_gain(tmp_path):
-    """Past bug: an untrained model that closes no tag scored 0, so every gain over it was partly one of format."""
-    read = lambda score: {"lenient": {"prediction": "A", "score": float(score), "judged": False}}  # noqa: E731
-    base = [line(str(i), 0, prediction=None, **read(i < 5)) for i in range(10)]
-    base[0] |= {"prediction": "A", "score": 1.0}
+def test_answers_in_prose_count_unless_only_tagged_ones_are_asked_for(tmp_path):
+    """An untrained model closes few tags, so a gain over it in tagged answers is partly one of format."""
+    base = [line(str(i), i < 5, tagged=i < 1) for i in range(10)]
     write_results(tmp_path / "base", "videomme", base, name="Qwen3-VL-8B")
     write_results(tmp_path / "ours", "videomme", lines("1111110000"), name="ParaVT-8B")
     for folder, name in (("ours", "ParaVT-8B"), ("base", "Qwen3-VL-8B")):
-        write_results(tmp_path / folder, "mlvu", lines("11"), name=name, total=2175)  # unfinished, so not compared
-    told = tables.report([tmp_path / "ours", tmp_path / "base"], "Qwen3-VL-8B")
-    header, _, *rows = sections(told)["Scores"]
-    column, gain = header.index("videomme"), len(header) - 1
-    found = {(row[0], row[1], row[2]): (row[column][:4], row[gain]) for row in rows if not row[2].startswith("gain")}
-    assert found == {
-        ("ParaVT-8B", "parallel", "tagged"): ("60.0", "+500.0 / +500.0 % (1)"),
-        ("ParaVT-8B", "parallel", "lenient"): ("60.0", "+20.0 / +20.0 % (1)"),
-        ("ParaVT-8B", "published", "lenient"): ("62.1", "+7.9 / +6.7 % (7)"),
-        ("Qwen3-VL-8B", "parallel", "tagged"): ("10.0", "+0.0 / +0.0 % (1)"),
-        ("Qwen3-VL-8B", "parallel", "lenient"): ("50.0", "+0.0 / +0.0 % (1)"),
-        ("Qwen3-VL-8B", "published", "lenient"): ("59.9", "+0.0 / +0.0 % (7)"),
-    }
-    assert "The published numbers are lenient" in told
+        write_results(tmp_path / folder, "mlvu", [line("0", 1)], name=name, total=2175)  # unfinished, so not compared
+    for tagged, base_score, gain in ((False, "50.0", "+20.0 / +20.0 % (1)"), (True, "10.0", "+500.0 / +500.0 % (1)")):
+        told = tables.report([tmp_path / "ours", tmp_path / "base"], "Qwen3-VL-8B", tagged=tagged)
+        header, _, *rows = sections(told)["Scores"]
+        rows = [dict(zip(header, row)) for row in rows if row[2] == "score"]
+        found = {(row["model"], row["arm"]): (row["tagged"], row["videomme"][:4], [*row.values()][-1]) for row in rows}
+        assert found == {
+            ("ParaVT-8B", "parallel"): ("100.0", "60.0", gain),
+            ("ParaVT-8B", "published"): ("", "62.1", "+7.9 / +6.7 % (7)"),
+            ("Qwen3-VL-8B", "parallel"): ("18.2", base_score, "+0.0 / +0.0 % (1)"),  # 2 of 11
+            ("Qwen3-VL-8B", "published"): ("", "59.9", "+0.0 / +0.0 % (7)"),
+        }
 
 
 def test_mmvu_is_its_multiple_choice_unless_a_judge_graded_the_others(tmp_path):
@@ -679,7 +675,7 @@ def test_mmvu_is_its_multiple_choice_unless_a_judge_graded_the_others(tmp_path):
     for figures in ("mc_625 75.0", "mc_625 75.0, all_1000 66.7"):
         write_results(tmp_path, "mmvu", rows)
         found = sections(tables.report([tmp_path]))
-        assert found["Scores"][2][4].startswith("75.0 [") and found["Per item"][2][-1] == figures
+        assert found["Scores"][2][5].startswith("75.0 [") and found["Per item"][2][-1] == figures
         rows[4] |= {"judged": True, "score": 1.0}
 
 
@@ -697,7 +693,7 @@ def test_scores_are_broken_down_by_a_field_of_the_rows(tmp_path):
     write_results(tmp_path, "videomme", [*rows, line("4", 1)], total=2700)  # the last is from before rows kept fields
     found = sections(tables.report([tmp_path], by="duration"))["By duration"]
     cells = {row[4]: [cell.split(" ")[0] for cell in row[5:]] for row in found[2:]}
-    assert cells == {"l": ["1", "0.0", "0.0"], "s": ["2", "100.0", "100.0"], "z": ["1", "100.0", "100.0"]}
+    assert cells == {"l": ["1", "0.0"], "s": ["2", "100.0"], "z": ["1", "100.0"]}
     with pytest.raises(DataError, match="--by topic: no results have that field; VideoMME has duration"):
         tables.report([tmp_path], by="topic")
 

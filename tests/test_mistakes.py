@@ -131,6 +131,7 @@ MISTAKES = [  # the page has more
     ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("no overview", f"{RL} gating=[0]", "gating or val_frames: 0: an overview has at least 1 frame"),
     ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is not a writable folder; choose another `run`"),
+    ("an evaluation's way of reading answers", f"{RL} reward.untagged_answer=prose", "untagged_answer = 'prose' is for evaluation"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge' needs judge.url and judge.model"),
     ("prompts over the context", f"{RL} rollout.max_context=64 batch_tasks=1 grpo.group_size=2", "step 1: none of its 2 episodes ran; the last error: EngineError: a prompt of"),
     # evaluation, report, asking

@@ -115,9 +115,9 @@ def test_protocols_of_one_turn_ask_once_and_grade_the_tags(ask, protocol):
         assert ("<|im_start|>system" in model.read[0]) is (protocol == "think")
         assert "{" not in model.read[0]  # every {place} is filled
         assert ("runs over 00:00-01:00." in model.read[0]) is (protocol == "rewatch_r1")
-    for said in ("The answer is B." + END, "<answer>B" + END, "<answer></answer>" + END):
-        outcome, _ = ask(protocol, [said], words={})
-        assert outcome.answer == (said.removesuffix(END) if protocol == "direct" else None)
+    for said, of_direct in (("The answer is B.", "The answer is B."), ("<answer>B", "B"), ("<answer></answer>", None)):
+        outcome, _ = ask(protocol, [said + END], words={})
+        assert outcome.answer == (of_direct if protocol == "direct" else None)
     assert ask(protocol, ["<think>Option A says that he"], words={})[0].answer is None  # cut off in a thought
 
 

@@ -50,8 +50,8 @@ def test_iou_is_the_shared_part_of_the_joint_part():
     assert iou((0, 10), (5, 15)) == pytest.approx(5 / 15)
     assert iou((0, 10), (20, 30)) == 0 and iou((3, 3), (3, 3)) == 0
     task = Task("t", "", (), "tvg", "[12.5, 20.1]")
-    assert accuracy("[1.25, 20.1]", task, PLAIN) == pytest.approx(7.6 / 18.85)  # equal in the released code
-    assert accuracy("12.5 to 20.1", task, PLAIN) == 1 and accuracy("at the end", task, PLAIN) == 0
+    assert accuracy((1.25, 20.1), task, PLAIN) == pytest.approx(7.6 / 18.85)  # equal in the released code
+    assert accuracy((12.5, 20.1), task, PLAIN) == 1 and accuracy(None, task, PLAIN) == 0
 
 
 def test_token_f1_counts_shared_words():
