@@ -2,7 +2,7 @@
 
     figures = read_figures(Path("runs/paradox"))        # of all finished gates, trainings and evaluations
     failed = judge(figures, recorded)                   # prints each claim; returns those that should hold and do not
-    write_tables(Path("runs/paradox"), Path("results")) # paradox.json, the tables of paradox.md, outcomes.png
+    write_tables(Path("runs/paradox"), Path("results")) # paradox.json, and the tables of paradox.md
 
 *The gate* asks whether a cold start is sound, *the contrast* whether the claims hold in each run, and *the repair* whether
 PARA-GRPO holds until the end of its training.
@@ -19,8 +19,7 @@ from evals.results import read_published, read_results
 from evals.tables import markdown, outcomes, put_between_marks
 from runtime.config import write_whole
 from study import toy
-from study.report import LINE_COLORS, png_axes
-from study.rows import GATE_JOBS, KS, PATHS, ROWS
+from study.rows import GATE_JOBS, PATHS, ROWS
 
 # "seed0/grpo/K=4", "seed0-old/grpo" (of the training), "seed0/gate" -> figures by name
 Figures = dict[str, dict[str, float | str]]
@@ -283,26 +282,8 @@ def outcome_table(figures: Figures) -> str:
     return markdown("#### The rows", [*header, "kappa K=4", "kappa K=64", "acc K=4", "acc K=64"], rows)
 
 
-def draw_outcomes(figures: Figures, file: Path) -> None:
-    """Draw accuracy, calls and format of sampled episodes by K, after training."""
-    titles = {"accuracy": "accuracy", "calls": "κ: calls per episode", "well_formed": "exactly well-formed episodes"}
-    with png_axes(file, len(titles), (11, 3)) as axes:
-        for axis, (what, title) in zip(axes, titles.items()):
-            for name, color in zip((*DRAWN, "sft"), (*LINE_COLORS[: len(DRAWN)], "#777777")):
-                by_k = [list(by_seed(figures, name, what, k).values()) for k in KS]
-                if min(map(len, by_k)) < 2:  # a K has no evaluation, or only one seed
-                    continue
-                y = [statistics.fmean(values) for values in by_k]
-                std = [statistics.stdev(values) for values in by_k]
-                form = {"color": color, "linestyle": "--" if name == "sft" else "-", "marker": "o", "capsize": 2}
-                axis.errorbar(range(len(y)), y, std, label=ROWS[name].title, **form)
-            axis.set_title(title)
-            axis.set_xticks(range(len(KS)), [f"{k} frames" for k in KS])
-            axis.set_ylim(bottom=0)
-
-
 def write_tables(root: Path, written: Path) -> None:
-    """Merge the runs' figures into paradox.json, and write all tables and the picture from that file."""
+    """Merge the runs' figures into paradox.json, and write all tables from that file."""
     file = written / "paradox.json"
     try:
         new = read_figures(root)
@@ -315,7 +296,6 @@ def write_tables(root: Path, written: Path) -> None:
     tables = [gate_table(figures, "sft", GATE), contrast_table(figures, "The contrast", CLAIMS), repair_table(figures)]
     tables += [gate_table(figures, "sft_weak", WEAK_GATE), contrast_table(figures, "The weak prior", WEAK_CLAIMS)]
     tables.append(outcome_table(figures))
-    draw_outcomes(figures, written / "outcomes.png")
     commits = ", ".join(sorted({str(value["commit"]) for value in figures.values()}))
     made = f"`python -m study.paradox study` at commit {commits}; mean ± std over seeds. All figures: [paradox.json](paradox.json)."
     text = "\n\n".join([made, *tables])

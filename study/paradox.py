@@ -111,7 +111,7 @@ def study_jobs(root: Path) -> list[Job]:
 
 
 def report_command(runs: list[str], root: Path, written: Path) -> list[str]:
-    """Return Python's arguments that write ROOT/report.html and the runs' curves as a PNG."""
+    """Return Python's arguments that write ROOT/report.html, and the runs' curves and outcomes as PNGs."""
     return ["-m", "study.report", *runs, "-o", f"{root}/report.html", "--png", str(written)]
 
 

@@ -190,10 +190,9 @@ def test_saved_episodes_are_all_of_the_run_and_the_page_shows_them(write, model,
     episodes = load_episodes(tmp_path / "run" / "episodes" / "toy-K4-parallel.jsonl")
     records = read_results(results_file(tmp_path, "parallel")).records
     assert {e.task.id: e.rewards["R_acc"] for e in episodes} == {r["id"]: r["score"] for r in records[3:]}
-    page = report_page.read_run(tmp_path / "run", "run", {}, 100)
-    groups = page.steps[0]  # of both arms
-    assert len(groups) == 10 and not page.notes
-    assert {len(group["episodes"][0]["calls"]) for group in groups} == {0, 1}
+    page = report_page.read_run(tmp_path / "run", {})
+    assert len(page.episodes) == 10  # of both arms
+    assert {len(episode["calls"]) for episode in page.episodes} == {0, 1}
 
 
 def test_the_agents_prompts_are_the_checkpoints_or_the_runs_and_a_mismatch_is_named(

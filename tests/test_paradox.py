@@ -245,25 +245,18 @@ def test_a_collapse_that_recovers_before_the_end_is_seen(tmp_path):
 def run_command(monkeypatch, what: str = "tables") -> list:
     """Run a command, and return its calls of report.py."""
     called = []
-    monkeypatch.setattr(claims, "KS", (4,))  # the only K here
     monkeypatch.setattr(sys, "argv", ["paradox.py", what])
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: called.append(command) or 0)
     assert paradox.main() == 0
     return called
 
 
-def test_the_command_writes_tables_and_curves_of_what_there_is(studied, monkeypatch):
+def test_the_command_writes_tables_and_a_report_of_what_there_is(studied, monkeypatch):
     """`tables` runs nothing and needs no finished study. The text around its tables stays."""
-    drawn = []
-    monkeypatch.setattr("matplotlib.axes.Axes.errorbar", lambda axis, x, y, std, **style: drawn.append((y, std)))
     path = studied / "results" / "paradox.md"
     path.write_text("# Ours\n\n<!-- tables: written by paradox.py -->\nSTALE\n<!-- end of tables -->\nWhat it means.\n")
     (ROOT / "seed0" / "grpo").mkdir()
     assert "study.report" in run_command(monkeypatch)[0]
-    assert (studied / "results" / "outcomes.png").exists()
-    accuracy, calls = ([0.625], [pytest.approx(0.125 * 2**0.5)]), ([0.875], [pytest.approx(0.375 * 2**0.5)])
-    well_formed = ([1.0], [0.0])
-    assert drawn == [accuracy, calls, well_formed]
     text = path.read_text()
     assert text.startswith("# Ours") and text.endswith("What it means.\n") and "STALE" not in text
     assert "at commit abc;" in text and "#### The rows" in text
