@@ -57,15 +57,15 @@ def write_run(folder, rows, episodes=(), renderer=None, steps=(0,), **config):
     return folder
 
 
-def write_evaluation(folder, k, scores):
+def write_evaluation(folder, k, scores, arm="parallel"):
     """Write an evaluation's folder as eval.py does. Its second item has two calls and one that failed."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": str(folder)}))
-    lines = [{"name": "x", "split": "toy", "arm": "parallel", "k": k, "total": len(scores)}]
+    lines = [{"name": "x", "split": "toy", "arm": arm, "k": k, "total": len(scores)}]
     for score in scores:
         lines.append(dict.fromkeys(RECORD, "") | {"score": score, "calls": [], "f": 1.0, "well_formed": 1.0})
     lines[2] |= {"calls": [{"error": ""}, {"error": ""}, {"error": "timeout"}], "well_formed": 0.0}
-    (folder / f"toy-K{k}-parallel.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / f"toy-K{k}-{arm}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
@@ -92,8 +92,9 @@ def test_runs_of_one_name_are_a_mean_with_their_standard_deviation():
 
 
 def test_an_evaluation_has_means_over_its_items_on_the_line_of_its_training(tmp_path):
-    evaluation = read_run(write_evaluation(tmp_path / "eval" / "grpo", 4, [1, 0, 0, 0]), {})
-    runs = [evaluation, RunData("grpo", metrics=[{"step": 0, "f": 1.0}])]
+    folder = write_evaluation(tmp_path / "eval" / "grpo", 4, [1, 1, 1, 1], arm="none")  # not shown
+    write_evaluation(folder, 4, [1, 0, 0, 0])
+    runs = [read_run(folder, {}), RunData("grpo", metrics=[{"step": 0, "f": 1.0}])]
     x, accuracy, _ = curves(runs, "accuracy", "K")["grpo"]
     assert (x, list(accuracy)) == ([4], [0.25])
     assert list(curves(runs, "calls", "K")["grpo"][1]) == [0.5]
