@@ -46,11 +46,11 @@ test-sglang: $(VENV)/.installed .venv-sglang/.installed
 test-qwen: $(VENV)/.installed .qwen/.fetched
 	$(BIN)/python -m pytest -m qwen
 
-# The paradox and its repair on one seed (minutes of two cores), then an episode with two calls at once. It fails if one is missing.
+# The paradox and its repair on one seed (minutes of two cores), then an episode with two calls. It fails if one is missing.
 demo: $(VENV)/.installed
 	$(BIN)/python -m study.paradox demo
 
-# All runs of study/paradox.py (hours of two cores; a second call resumes) -> results/paradox.md
+# Five seeds of every row of study/paradox.py (hours of two cores; a second call resumes) -> the tables of results/paradox.md
 paradox: $(VENV)/.installed
 	$(BIN)/python -m study.paradox study
 

@@ -1,181 +1,319 @@
-"""paradox.py: reproduce the Tool Prior Paradox on the toy: train the rows of rows.py, and judge them by claims.py.
+"""paradox.py: reproduce the Tool Prior Paradox on the toy: train and evaluate the rows below, and check the paper's claims.
 
-    python -m study.paradox demo      # one seed: cold start, plain GRPO, PARA-GRPO; exit status 1 if it fails
-    python -m study.paradox study     # all runs, then the tables and pictures of results/paradox.md
-    python -m study.paradox tables    # only the tables and pictures of finished runs
+    python -m study.paradox demo      # seed 0 of the cold start, plain GRPO and PARA-GRPO; exit status 1 if a claim fails
+    python -m study.paradox study     # five seeds of every row, then the tables and pictures of results/
+    python -m study.paradox tables    # only the tables and pictures, of what has been evaluated
 
-The study can be stopped and resumed at any time (jobs.py). `--only seed0-` runs a part of it. The figures of all parts
-are merged into results/paradox.json (claims.py).
+A seed sets everything: clips, initial weights, order of the data, samples. All rows of a seed have the same cold start and
+the same budget. A job that is in ROOT/done is not run again, so a study can be stopped at any time. Remove ROOT after a
+change of the code. Deliberately missing: tuning. A row differs from the others only in what its title says.
 """
 
 import argparse
-import contextlib
-import io
 import json
+import os
+import statistics
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from rewards import final_answer, turn_texts
-from rollout import render_prompt, run_episode
-from runtime.config import read_tree
-from runtime.video import Videos
-from study import ask, gate, toy
-from study.claims import DRAWN, judge, read_figures, write_tables
-from study.jobs import Job, other_commits, run_jobs
-from study.rows import CONTRAST, GATE_JOBS, KS, PATHS, ROWS, Row
+from evals.results import read_results
+from evals.tables import markdown, outcomes, put_between_marks
+from runtime.cleanup import start_group
+from runtime.config import git_commit, read_tree
+from study import toy
 
+SEEDS = 5
 RANKS = 2  # ranks that train a cold start, on any number of cores: its figures depend on them
+KS = (4, 16, 64)  # values of K in evaluations, which sample as training does
+ALL = 0  # in place of a K: all K of an evaluation together
+
+Stage = dict[str, list[str]]  # name of a job -> its command: the arguments of Python
+Figures = dict[tuple[int, str, int], dict[str, float]]  # (seed, row, K) -> figures by name
 
 
-def row_jobs(row: Row, root: Path, seed: int, path: str = "") -> list[Job]:
-    """Return the jobs that train and evaluate one row, for one seed on one numeric path."""
-    run = f"seed{seed}{path}"  # the jobs' names begin with it
-    folder = root / run
-    jobs = []
+class Row(NamedTuple):
+    """A row of the tables: a policy, which is evaluated. An RL training has a config."""
 
-    def add(kind: str, name: str, command: list[str], needs: list[str], cores: int = 1) -> None:
-        needs = [f"{run}-{other}" for other in needs]
-        jobs.append(Job(kind, f"{run}-{name}", command, needs, cores, PATHS[path]))
-
-    # Train. Each cold start has its own toy. RL starts from a cold start, on the toy of `sft`.
-    if row.config:
-        add("train", row.name, train_command(row, folder, seed), [row.start, "sft-toy"])
-    elif not row.policy:
-        own_toy = folder / f"{row.name}-toy"
-        add("build", own_toy.name, ["-m", "study.toy", "build", str(own_toy), "--seed", str(seed), *row.changes], [])
-        add("start", row.name, start_command(row, folder, seed), [own_toy.name], cores=RANKS)
-
-    # Evaluate on the toy of `sft`.
-    policy = row.policy or row.name
-    needs = [policy, "sft-toy"]
-    model = folder / policy / "model"
-    add("evaluate", f"{row.name}-eval", eval_command(row, folder, model), needs)
-    if row.name in GATE_JOBS:
-        name = GATE_JOBS[row.name]
-        command = ["-m", "study.gate", str(model), f"{folder}/sft-toy", str(seed), f"{folder}/{name}.json"]
-        add("evaluate", name, command, needs)
-    return jobs
+    name: str
+    title: str
+    config: str = ""
+    changes: tuple[str, ...] = ()  # overrides of the config
+    prefix: bool = True  # whether training used the think prefix
+    paper: str = ""  # f and kappa of the paper's row
+    policy: str = ""  # the folder whose model is evaluated, if it is not the row's own
+    arm: str = "parallel"  # how the evaluation dispatches calls
 
 
-def start_command(row: Row, folder: Path, seed: int) -> list[str]:
-    """Return Python's arguments that train a cold start from its toy's untrained model."""
-    own_toy = folder / f"{row.name}-toy"
+ROWS = (
+    Row("base", "untrained", prefix=False, paper="0.03, 0.45", policy="sft-toy"),
+    Row("sft", "cold start", prefix=False, paper="0.13, 2.50"),
+    Row("grpo", "accuracy-only GRPO", "toy_grpo", prefix=False, paper="0.13, 0.02"),
+    Row("paragrpo", "PARA-GRPO", "toy_paragrpo", paper="0.41, 0.21"),
+    Row("sequential", "PARA-GRPO, one call per turn", policy="paragrpo", arm="sequential"),
+    Row("anchoring", "+ Exploration Anchoring", "toy_anchoring", paper="0.35, 0.19"),
+    Row("gating", "+ nFrames Gating", "toy_gating", prefix=False, paper="0.10, 1.36"),
+    Row("grpo_full", "GRPO, full reward", "toy_grpo_full", prefix=False, paper="0.13, 0.02"),
+    Row("paragrpo_full", "PARA-GRPO, full reward", "toy_paragrpo_full", paper="0.41, 0.21"),
+    Row("no_tool_reward", "PARA-GRPO, full reward, - R_tool", "toy_no_tool_reward", paper="0.33, 0.04"),
+    Row("no_gamma", "PARA-GRPO, - gamma", "toy_no_gamma", paper="0.36, 0.27"),
+    Row("prefix_only", "prefix and gating, no anchor", "toy_paragrpo", ("reward.anchor.credit=off",)),
+    Row("anchor_only", "anchor and gating, no prefix", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
+)
+
+# ------------------------------------------------------------------------------------------------ the jobs
+
+
+def stages_of(root: Path, seed: int, rows: Sequence[Row]) -> list[Stage]:
+    """Return the jobs of one seed in four stages: build, cold start, RL, evaluation. Each needs those before it."""
+    folder = root / f"seed{seed}"
+    build = ["-m", "study.toy", "build", f"{folder}/sft-toy", "--seed", str(seed)]
+    trainings: Stage = {}
+    evaluations: Stage = {}
+    for row in rows:
+        if row.config:
+            trainings[f"seed{seed}-{row.name}"] = train_command(row, folder, seed)
+        evaluations[f"seed{seed}-{row.name}-eval"] = eval_command(row, folder)
+    return [{f"seed{seed}-sft-toy": build}, {f"seed{seed}-sft": start_command(folder, seed)}, trainings, evaluations]
+
+
+def start_command(folder: Path, seed: int) -> list[str]:
+    """Return the command that trains the cold start from the toy's untrained model."""
+    built = folder / "sft-toy"
     sources = read_tree(Path("configs/toy_sft.yaml"))["data"]["sources"]
     for source in sources:
-        source["path"] = str(own_toy / Path(source["path"]).name)
-    changes = [f"run={folder / row.name}", f"data.seed={seed}", *row.settings]
-    changes += [f"policy.checkpoint={own_toy}/model", f"data.sources={json.dumps(sources)}"]
-    changes += [f"val.sources=[{{path: {own_toy}/sft_val.parquet}}]"]
+        source["path"] = str(built / Path(source["path"]).name)
+    changes = [f"run={folder}/sft", f"data.seed={seed}", f"policy.checkpoint={built}/model"]
+    changes += [f"data.sources={json.dumps(sources)}", f"val.sources=[{{path: {built}/sft_val.parquet}}]"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
     return [*torchrun, "sft.py", "configs/toy_sft.yaml", *changes]
 
 
 def train_command(row: Row, folder: Path, seed: int) -> list[str]:
-    """Return Python's arguments that train a row by RL, from its cold start."""
-    changes = [f"run={folder / row.name}", f"data.seed={seed}", *row.settings]
-    changes += [f"policy.checkpoint={folder / row.start / 'model'}", f"seed={seed}"]
+    """Return the command that trains a row by RL, from the cold start."""
+    changes = [f"run={folder / row.name}", f"data.seed={seed}", f"policy.checkpoint={folder}/sft/model", f"seed={seed}"]
     changes += [f"data.sources=[{{path: {folder}/sft-toy/rl.parquet}}]", "val=null", *row.changes]
     return ["rl.py", f"configs/{row.config}.yaml", *changes]
 
 
-def eval_command(row: Row, folder: Path, model: Path) -> list[str]:
-    """Return Python's arguments that evaluate a row. Answers of every row are read as in the accuracy-only reward."""
+def eval_command(row: Row, folder: Path) -> list[str]:
+    """Return the command that evaluates a row. Answers of every row are read as in the accuracy-only reward."""
+    model = folder / (row.policy or row.name) / "model"
     changes = [f"run={folder}/eval/{row.name}", f"name={row.name}", f"checkpoint={model}", f"frames={list(KS)}"]
     changes += [f"arms=[{row.arm}]", "rollout.temperature=1", f"rollout.think_prefix={str(row.prefix).lower()}"]
     changes += ["grading.untagged_answer=stated", f"splits.toy={folder}/sft-toy", "limit=64"]
     return ["eval.py", "configs/eval/toy.yaml", *changes]
 
 
-def demo_jobs(root: Path) -> list[Job]:
-    """Return the jobs of seed 0 without its gate, and the job that writes the report page."""
-    jobs = []
-    for name in CONTRAST:
-        jobs += [job for job in row_jobs(ROWS[name], root, seed=0) if job.name != "seed0-gate"]
-    runs = [f"{root}/seed0/{run}" for run in ("grpo", "paragrpo", "eval/grpo", "eval/paragrpo", "eval/sft")]
-    needs = [job.name for job in jobs if job.kind in ("train", "evaluate")]
-    jobs.append(Job("report", "seed0-page", report_command(runs, root, root), needs))
-    return jobs
+def run_stages(stages: Sequence[Stage], root: Path) -> None:
+    """Run the jobs that are not done, one per core. They end with this process, and it ends if one of them fails."""
+    done = root / "done"
+    logs = root / "logs"
+    done.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    running: dict[str, subprocess.Popen] = {}
+    told = time.monotonic()
+    for stage in stages:
+        waiting = [name for name in stage if not (done / name).exists()]
+        while waiting or running:
+            # Start a job on every free core.
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                name = waiting.pop(0)
+                print(f"{name}: started, writes {logs}/{name}.log", flush=True)
+                with (logs / f"{name}.log").open("ab") as log:
+                    running[name] = start_group([sys.executable, *stage[name]], stdout=log, stderr=log, env=environment)
+
+            # Mark the jobs that have succeeded.
+            time.sleep(0.2)
+            for name, process in list(running.items()):
+                if process.poll() == 0:
+                    del running[name]
+                    (done / name).write_text(git_commit())
+                elif process.returncode:
+                    sys.exit(f"error: {name} failed, see {logs}/{name}.log; the same command goes on from there")
+
+            # Every 20 seconds, print the last line of each log.
+            if time.monotonic() - told > 20:
+                told = time.monotonic()
+                for name in running:
+                    lines = (logs / f"{name}.log").read_text(errors="replace").splitlines()  # a progress bar is many
+                    print(f"{name}: {lines[-1][:100] if lines else ''}", flush=True)
 
 
-def study_jobs(root: Path) -> list[Job]:
-    """Return the jobs of all rows and seeds. The rows of the contrast run on all paths."""
-    jobs = []
-    for row in ROWS.values():
-        for path in PATHS if row.name in CONTRAST else ("",):
-            for seed in range(row.seeds):
-                jobs += row_jobs(row, root, seed, path)
-    return jobs
+# ------------------------------------------------------------------------------------------------ figures and claims
 
 
-def report_command(runs: list[str], root: Path, written: Path) -> list[str]:
-    """Return Python's arguments that write ROOT/report.html, and the runs' curves and outcomes as PNGs."""
-    return ["-m", "study.report", *runs, "-o", f"{root}/report.html", "--png", str(written)]
+def read_figures(root: Path) -> Figures:
+    """Read the figures of all rows that have been evaluated."""
+    figures: Figures = {}
+    for seed in range(SEEDS):
+        flashes = {flash.name: flash for flash in toy.draw_splits(seed)["test"]}
+        for row in ROWS:
+            if not (root / "done" / f"seed{seed}-{row.name}-eval").exists():
+                continue
+            records = []
+            for file in sorted((root / f"seed{seed}/eval/{row.name}").glob("*.jsonl")):  # one per K
+                results = read_results(file)
+                figures[seed, row.name, results.k] = means_of(results.records, flashes)
+                records += results.records
+            figures[seed, row.name, ALL] = means_of(records, flashes)
+    return figures
 
 
-# ------------------------------------------------------------------------------------------------ the commands
+def means_of(records: Sequence[dict], flashes: dict[str, toy.Flash]) -> dict[str, float]:
+    """Return means over episodes, and the share of reports that are right, if there are reports."""
+    means = outcomes(records)
+    right = []
+    for record in records:
+        flash = flashes[Path(record["videos"][0]).name]
+        for call in record["calls"]:
+            if not call["error"]:
+                right.append(toy.report_is_right(flash, call["window"], call["text"]))
+    if right:
+        means["reports_right"] = statistics.fmean(right)
+    return means
 
 
-def demo() -> int:
-    """Run one seed; return 1 if a job, a claim or the episode fails."""
-    root = Path("runs/demo")
-    started = time.monotonic()
-    if others := other_commits(root):
-        sys.exit(f"error: {others}: remove the folder, so that only figures of this code are judged")
-    if not run_jobs(demo_jobs(root), root):
-        return 1
-    failed = judge(read_figures(root), json.loads(Path("results/paradox.json").read_text(encoding="utf-8")))
-    has_episode = show_episode(root)
-    minutes = (time.monotonic() - started) / 60
-    print(f"\ndone in {minutes:.1f} minutes; curves, and episodes token by token, are in {root}/report.html")
-    return 1 if failed or not has_episode else 0
+def by_seed(figures: Figures, row: str, name: str, k: int = ALL) -> dict[int, float]:
+    """Return a row's figure for every seed that has it."""
+    values = {}
+    for (seed, *place), measured in figures.items():
+        if place == [row, k] and name in measured:
+            values[seed] = measured[name]
+    return values
 
 
-def show_episode(root: Path) -> bool:
-    """Show PARA-GRPO's first episode with two calls, right reports and a right answer. Return False if ten have none."""
-    folder = root / "seed0"
-    with_two_windows = [flash for flash in toy.draw_splits(0)["test"] if len(toy.windows(flash, "")) == 2]
-    with Videos(workers=1) as videos:
-        context = gate.greedy_agent(folder / "paragrpo" / "model", videos, think_prefix=True)
-        for flash in with_two_windows[:10]:
-            # Run an episode, and keep what it prints.
-            task = gate.task_of(folder / "sft-toy", flash)
-            observed = replace(context, observe=ask.Screen(flash.duration).show)
-            printed = io.StringIO()
-            with contextlib.redirect_stdout(printed):
-                episode = run_episode(observed, task, 4, render_prompt(task, 4, context), 0)
+def show(figures: Figures, row: str, name: str, k: int = ALL) -> str:
+    """Write a row's figure as mean ± std over seeds."""
+    values = list(by_seed(figures, row, name, k).values())
+    if len(values) > 1:
+        return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+    return f"{values[0]:.2f}" if values else ""
 
-            # Show it if all is right.
-            reports = [not c.error and toy.report_is_right(flash, c.window, c.text) for c in episode.calls]
-            answer = final_answer(turn_texts(episode.main, context.renderer))
-            if reports == [True, True] and answer == flash.color:
-                print(f"\n{task.question} ({task.videos[0]}, 4 overview frames){printed.getvalue()}")
-                return True
-    print("\nNone of ten episodes has two calls, right reports and a right answer.")
-    return False
+
+class Claim(NamedTuple):
+    """A claim that one row's figure exceeds another's by a margin."""
+
+    text: str
+    figure: str
+    k: int
+    more: str  # the row with the larger figure
+    less: str  # the row with the smaller one
+    margin: float
+    required: bool = True  # for the demo: it holds in every run of results/paradox.md
+
+    def gains(self, figures: Figures) -> dict[int, float]:
+        """Return by how much `more` exceeds `less`, for every seed that has both."""
+        more = by_seed(figures, self.more, self.figure, self.k)
+        less = by_seed(figures, self.less, self.figure, self.k)
+        return {seed: more[seed] - less[seed] for seed in more if seed in less}
+
+    def true_in(self, figures: Figures) -> set[int]:
+        """Return the seeds in which it holds."""
+        return {seed for seed, gain in self.gains(figures).items() if gain >= self.margin}
+
+
+# The paper's claims about its 8B model. Their margins were fixed before the runs of results/paradox.md.
+CLAIMS = (
+    Claim("plain GRPO loses its calls (kappa)", "calls", ALL, "sft", "grpo", 0.3),
+    Claim("plain GRPO loses its format (f)", "f", ALL, "sft", "grpo", 0.2, False),
+    Claim("PARA-GRPO keeps them at K=4 (kappa)", "calls", 4, "paragrpo", "grpo", 0.5),
+    Claim("PARA-GRPO repairs the format (f)", "f", ALL, "paragrpo", "sft", 0.2),
+    Claim("PARA-GRPO learns to call where it pays, at K=4 (kappa)", "calls", 4, "paragrpo", "sft", 0.15, False),
+    Claim("PARA-GRPO raises accuracy at K=4", "accuracy", 4, "paragrpo", "sft", 0.1),
+    Claim("plain GRPO does not: accuracy at K=4", "accuracy", 4, "paragrpo", "grpo", 0.2),
+)
+
+
+# ------------------------------------------------------------------------------------------------ tables and pictures
+
+
+def claims_table(figures: Figures) -> str:
+    """Return one row per claim: by how much it holds in each seed."""
+    rows = []
+    for claim in CLAIMS:
+        gains = claim.gains(figures)
+        more, less = (show(figures, row, claim.figure, claim.k) for row in (claim.more, claim.less))
+        each = " ".join(f"{gain:.2f}" for gain in gains.values())
+        true = f"{len(claim.true_in(figures))} of {len(gains)}"
+        rows.append([claim.text, f"{claim.more} {more}", f"{claim.less} {less}", claim.margin, each, true])
+    return markdown("#### The contrast", ["claim", "figure", "exceeds", "by", "gain, by seed", "holds in"], rows)
+
+
+def rows_table(figures: Figures) -> str:
+    """Return one row per variant, sampled as in training. Figures without a K are means over all K."""
+    header = ["row", "seeds", "f", "kappa", "well_formed", "reports right"]
+    header += ["kappa K=4", "kappa K=64", "acc K=4", "acc K=64", "paper's f (other scale), kappa"]
+    rows = []
+    for row in ROWS:
+        cells = [row.title, len(by_seed(figures, row.name, "f"))]
+        cells += [show(figures, row.name, name) for name in ("f", "calls", "well_formed", "reports_right")]
+        for name in ("calls", "accuracy"):
+            cells += [show(figures, row.name, name, k) for k in (4, 64)]
+        if by_seed(figures, row.name, "f"):
+            rows.append([*cells, row.paper])
+    return markdown("#### The rows", header, rows)
+
+
+def write_tables(root: Path, page: Path) -> None:
+    """Replace the tables of results/paradox.md by those of finished runs."""
+    figures = read_figures(root)
+    if not figures:
+        sys.exit(f"error: no row in {root} has been evaluated; `make paradox` runs all of them")
+    commits = sorted({marker.read_text() for marker in (root / "done").iterdir()})
+    made = f"`python -m study.paradox study` at commit {', '.join(commits)}; mean ± std over seeds."
+    text = "\n\n".join([made, claims_table(figures), rows_table(figures)])
+    put_between_marks(page, "tables", "paradox.py", text, "The paradox on the toy")
+
+
+def draw(root: Path, rows: Sequence[str], pictures: Path) -> None:
+    """Write ROOT/report.html, and pictures of the rows and the cold start."""
+    runs = []
+    for name in (*rows, *(f"eval/{row}" for row in (*rows, "sft"))):
+        runs += [str(folder) for folder in sorted(root.glob(f"seed?/{name}"))]
+    report = ["-m", "study.report", *runs, "-o", f"{root}/report.html", "--png", str(pictures)]
+    subprocess.run([sys.executable, *report], check=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["demo", "study", "tables"])
-    parser.add_argument("--only", default="", metavar="PART", help="run only the study's jobs with PART in their names, such as seed0-old")  # fmt: skip
-    args = parser.parse_args()
-    if args.what == "demo":
-        return demo()
-
+    what = parser.parse_args().what
+    if what == "demo":
+        return demo(Path("runs/demo"))
     root = Path("runs/paradox")
-    if others := other_commits(root):
-        print(f"{others}: both are kept, and paradox.json names the commit of each figure")
-    good = args.what == "tables" or run_jobs([job for job in study_jobs(root) if args.only in job.name], root)
-    write_tables(root, Path("results"))
+    if what == "study":
+        for seed in range(SEEDS):
+            run_stages(stages_of(root, seed, ROWS), root)
+    write_tables(root, Path("results/paradox.md"))
+    draw(root, ("grpo", "anchoring", "gating", "paragrpo"), Path("results"))
+    return 0
 
-    runs = []  # on the native path
-    for name in (*DRAWN, *(f"eval/{name}" for name in (*DRAWN, "sft"))):
-        runs += [str(folder) for folder in sorted(root.glob(f"seed?/{name}"))]
-    drawn = not runs or subprocess.call([sys.executable, *report_command(runs, root, Path("results"))]) == 0
-    return 0 if good and drawn else 1
+
+def demo(root: Path) -> int:
+    """Run one seed, and ask its PARA-GRPO. Return 1 if a claim fails, or if there is nothing to show."""
+    run_stages(stages_of(root, 0, [row for row in ROWS if row.name in ("sft", "grpo", "paragrpo")]), root)
+    figures = read_figures(root)
+    print(f"\n{rows_table(figures)}\n\n{claims_table(figures)}\n", flush=True)
+    draw(root, ("grpo", "paragrpo"), root)  # prints where the page is
+    failed = [claim.text for claim in CLAIMS if claim.required and not claim.true_in(figures)]
+    print(f"Claims that fail here but in no run of results/paradox.md: {'; '.join(failed) or 'none'}", flush=True)
+    return 0 if ask(root / "seed0") and not failed else 1
+
+
+def ask(folder: Path) -> bool:
+    """Ask PARA-GRPO about a video on which two calls have led it to the right answer. Return False if there is none."""
+    for record in read_results(folder / "eval/paragrpo/toy-K4-parallel.jsonl").records:
+        if len(record["calls"]) == 2 and record["score"] == 1:
+            video = f"{folder}/sft-toy/{record['videos'][0]}"
+            question = ["--model", f"{folder}/paragrpo/model", "--video", video, "--k", "4", toy.question("")]
+            return subprocess.call([sys.executable, "-m", "study.ask", *question]) == 0
+    print("\nNo episode has two calls and a right answer.")
+    return False
 
 
 if __name__ == "__main__":

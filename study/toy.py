@@ -1,6 +1,6 @@
 """toy.py: build the toy on a CPU in under a minute: a tiny Qwen3-VL, real mp4s, and parquets in the published schemas.
 
-    python -m study.toy build DIR [--seed 0] [--p-loose 0.6] [--p-tool 0.75] [--model-type qwen3_vl]
+    python -m study.toy build DIR [--seed 0]
 
     DIR/model/            an untrained Qwen3VLForConditionalGeneration in Hugging Face format (1.3 M parameters)
     DIR/videos/*.mp4      H.264, 32x32, 2 frames per second: noise, and one colored flash
@@ -16,9 +16,8 @@ The task: a video of 32, 48 or 64 s shows one flash, and the question asks for i
     it does not                   -> both halves at once (a video of 32 s fits into one window)
     a long flash                  -> any overview shows it
 
-The *loose prior* is put there on purpose: a share `p_loose` of turns breaks the format (unclosed think, no think, a
-call in the wrong tags, an answer without tags), as pretrained models do when sampled. `--p-loose 0` is the control.
-With `--p-loose 0.1 --p-tool 0.1 --model-type qwen2_5_vl`, the prior is *weak*: tidy, with few calls.
+The *loose prior* is put there on purpose: a share P_LOOSE of turns breaks the format (unclosed think, no think, a
+call in the wrong tags, an answer without tags), as pretrained models do when sampled.
 """
 
 import argparse
@@ -63,11 +62,10 @@ FPS = 2
 DURATIONS = (32, 48, 64)  # seconds
 SHORT = 2.5  # seconds of a short flash
 CONTRACT = VisualContract(frame_pixels=SIDE * SIDE)  # one visual token per frame
-CONTRACT_14 = VisualContract(patch=14, frame_pixels=28 * 28)  # the same for Qwen2.5-VL: frames are scaled to 28 x 28
 OVERVIEWS = (4, 8, 16, 32, 64)
 LONG_SHARE = 0.15  # share of long flashes
-P_LOOSE = 0.6  # share of SFT turns that break the format, unless --p-loose says otherwise
-P_TOOL = 0.75  # share of SFT rows that call tools, unless --p-tool says otherwise
+P_LOOSE = 0.6  # share of SFT turns that break the format
+P_TOOL = 0.75  # share of SFT rows that call tools
 NOTHING = "No flash."
 # Videos per split (rl, val, test: one task per video), and rows per SFT table.
 SIZES = {"train": 1600, "rl": 600, "val": 64, "test": 256}
@@ -368,9 +366,7 @@ def write_checkpoint(
 # ------------------------------------------------------------------------------------------------ build
 
 
-def build_toy(
-    root: Path, seed=0, p_loose: float = P_LOOSE, p_tool: float = P_TOOL, model_type="qwen3_vl", sizes: dict = SIZES
-) -> None:
+def build_toy(root: Path, seed: int = 0, sizes: dict[str, int] = SIZES) -> None:
     """Write the toy to `root`: the same bytes for the same arguments. `sizes` overrides entries of SIZES."""
     sizes = SIZES | sizes
     (root / "videos").mkdir(parents=True, exist_ok=True)
@@ -386,9 +382,9 @@ def build_toy(
     tables = {
         "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
         "calls": [sft_row(rng, rng.choice(train), 1.0, 0.0, k=4) for _ in range(sizes["calls"])],
-        "direct": [sft_row(rng, rng.choice(train), 0.0, p_loose, "direct") for _ in range(sizes["direct"])],
-        "sft": [sft_row(rng, rng.choice(train), p_tool, p_loose) for _ in range(sizes["sft"])],
-        "sft_val": [sft_row(rng, flash, p_tool, 0.0) for flash in held_out],
+        "direct": [sft_row(rng, rng.choice(train), 0.0, P_LOOSE, "direct") for _ in range(sizes["direct"])],
+        "sft": [sft_row(rng, rng.choice(train), P_TOOL, P_LOOSE) for _ in range(sizes["sft"])],
+        "sft_val": [sft_row(rng, flash, P_TOOL, 0.0) for flash in held_out],
     }
     for split in ("rl", "val", "test"):
         tables[split] = [rl_row(rng, flash) for flash in splits[split]]
@@ -408,8 +404,7 @@ def build_toy(
                 texts.append(content)
             else:
                 texts += [part["text"] for part in content if part["type"] == "text"]
-    contract = CONTRACT if model_type == "qwen3_vl" else CONTRACT_14
-    write_checkpoint(root / "model", build_tokenizer(texts), contract, seed, model_type=model_type)
+    write_checkpoint(root / "model", build_tokenizer(texts), CONTRACT, seed)
 
 
 def main() -> int:
@@ -417,11 +412,8 @@ def main() -> int:
     parser.add_argument("command", choices=["build"])
     parser.add_argument("dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--p-loose", type=float, default=P_LOOSE, help="share of SFT turns that break the format")
-    parser.add_argument("--p-tool", type=float, default=P_TOOL, help="share of SFT rows that call tools")
-    parser.add_argument("--model-type", choices=FAMILIES, default="qwen3_vl", help="class of the model")
     args = parser.parse_args()
-    build_toy(args.dir, args.seed, args.p_loose, args.p_tool, args.model_type)
+    build_toy(args.dir, args.seed)
     print(f"toy written to {args.dir}")
     return 0
 

@@ -3,20 +3,16 @@
 import hashlib
 import json
 import random
-import re
 from pathlib import Path
 
-import conftest
 import numpy as np
 import pytest
-from tiny_checkpoint import Scripted, is_subagent
 
 from data import parse_task
-from rollout import AgentContext, RolloutConfig
 from runtime.dataset import Rows
 from runtime.dialogue import parse_dialogue
-from runtime.render import END_OF_TURN, TEMPLATE_TAGS, Renderer
-from study import gate, toy
+from runtime.render import END_OF_TURN, TEMPLATE_TAGS
+from study import toy
 from tools import parse_calls
 
 
@@ -100,9 +96,6 @@ def test_the_answer_tags_are_several_tokens_and_the_others_one(tokenizer):
     assert tokenizer.encode("red")[0] in ids and len(tokenizer.encode("red")) == 1
 
 
-# ------------------------------------------------------------------------------------------------ the gate
-
-
 def test_json_in_tool_code_is_one_unparseable_call_wherever_the_turn_ends():
     """The cold start teaches it. If it were read, or counted otherwise, the toy's trainings would change."""
     rng = random.Random(0)
@@ -115,26 +108,3 @@ def test_json_in_tool_code_is_one_unparseable_call_wherever_the_turn_ends():
             for text in (turn[:i], turn[:i] + END_OF_TURN):
                 errors = [call.error for call in parse_calls(text)]
                 assert errors == ["unparseable"] * turn[:i].count("<tool_code>"), text
-
-
-def blind(prompt: str, seed: int) -> str:
-    """Reply like a policy that sees no frames: no flash in any clip, and the color that a report names."""
-    named = re.findall(r"<tool_response>\nA (\w+) flash", prompt)
-    if is_subagent(prompt):
-        said = toy.NOTHING
-    elif named:
-        said = f"<think>\nA clip shows it.\n</think>\n<answer>{named[-1]}</answer>"
-    elif "# Tools" in prompt and "<tool_response>\n" not in prompt:
-        said = f"<think>\nLet me look closer.\n</think>\n{toy.call(0, 16)}"
-    else:
-        said = "<think>\nI see no flash.\n</think>\n<answer>mauve</answer>"
-    return said + END_OF_TURN
-
-
-def test_the_gate_tells_the_circuits_apart(toy_dir, tokenizer, videos):
-    """A policy that sees no frames but can copy is right on clips without a flash, wrong on clips with one, and so on."""
-    renderer = Renderer(tokenizer, toy.CONTRACT)
-    cfg = RolloutConfig(temperature=0.0, think_prefix=False)
-    context = AgentContext(Scripted(renderer, blind), renderer, videos, cfg)
-    figures = gate.measure(context, toy_dir, toy.draw_splits(0, conftest.SMALL)["test"], items=6)
-    assert figures == {"reports_none": 1, "copied": 1, "reports_flash": 0, "direct_k64": 0}
