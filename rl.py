@@ -52,12 +52,11 @@ from runtime.distributed import (
     sum_over_ranks,
     world_size,
 )
-from runtime.doctor import check_gap, refuse_empty, self_check
 from runtime.engine import Engine
 from runtime.plan import plan_rl, utilisation
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
-from runtime.run import Clock, Run, RunConfig, check_room
+from runtime.run import Clock, Run, RunConfig, check_gap, check_room, refuse_empty, self_check
 from runtime.script import command_line, run_script
 from runtime.servers import IMAGE_BYTES, on_this_machine
 from runtime.video import VideoError, Videos

@@ -1,7 +1,7 @@
 """checks.py: refuse what cannot work before a model is loaded and before anything is written.
 
 Other checks live where their facts are: the config dataclasses refuse values that contradict each other, dataset.py refuses
-rows, plan.py refuses models that do not fit, and doctor.self_check compares engine and trainer once a run has begun.
+rows, plan.py refuses models that do not fit, and run.self_check compares engine and trainer once a run has begun.
 """
 
 import contextlib

@@ -480,7 +480,7 @@ def _text_config(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def server_flags(checkpoint: str | Path, max_context: int, gpus: Sequence[int], tensor_parallel: int = 1) -> list[str]:
-    """Return the flags of every server that we start, in RL, evaluation and the doctor. On Hopper they select SGLang's
+    """Return the flags of every server that we start, in RL and evaluation. On Hopper they select SGLang's
     well-tested paths over newer ones. A config's `server_args` follow them; the last flag of a name wins."""
     # 16 more for the end of a turn
     context = min(max_context + 16, _text_config(checkpoint)["max_position_embeddings"])

@@ -1,21 +1,15 @@
 """`python -m study.ask`, on the toy's untrained checkpoint and one of its videos."""
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
-from scripts import REPO
 
 from records import load_episodes
 from rollout import RolloutConfig
 from runtime import checks, inprocess
-from runtime.engine import EngineError, Sample
-from runtime.packing import rope_positions
-from runtime.video import Clip
+from runtime.engine import Sample
 from runtime.visual import VisualContract
 from study import ask
 
@@ -77,39 +71,6 @@ def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monke
     assert wanted == ["*.json", "*.jinja", "*.txt"]
 
 
-def checks_of(printed: str) -> dict[str, bool]:
-    """Return the doctor's checks: name -> whether it holds."""
-    return {name: mark == "ok" for mark, name in re.findall(r"^(ok|FAIL) +([a-z-]+):", printed, re.M)}
-
-
-def test_the_doctor_finds_a_healthy_model_healthy(command):
-    status, printed = command("doctor", "--max-new-tokens", "8")
-    assert status == 0 and checks_of(printed) == {"positions": True, "log-probs": True, "pixels": True}, printed
-    assert "trainer and engine agree" in printed
-
-
-def blind(self, ids, frames, plain=inprocess.InProcess.generate, **more):
-    return plain(self, ids, [Clip(np.zeros_like(clip.pixels), clip.times) for clip in frames], **more)
-
-
-def hot(self, ids, frames, plain=inprocess.InProcess.generate, **more):
-    return plain(self, ids, frames, **more | {"temperature": 2 * more["temperature"]})
-
-
-@pytest.mark.parametrize("fault", [blind, hot])
-def test_the_doctor_notices_an_engine_that_differs_from_the_trainer(command, monkeypatch, fault):
-    monkeypatch.setattr(inprocess.InProcess, "generate", fault)
-    status, printed = command("doctor", "--max-new-tokens", "8")
-    assert status == 1 and checks_of(printed) == {"positions": True, "log-probs": False, "pixels": True}, printed
-
-
-def test_the_doctor_notices_other_positions_and_a_trainer_that_sees_no_frames(command, monkeypatch):
-    monkeypatch.setattr("runtime.doctor.rope_positions", lambda *given: (rope_positions(*given)[0] + 1, None, None))
-    monkeypatch.setattr(ask, "trainer_logprobs", lambda policy, trajectories, temperature: torch.zeros(1))
-    status, printed = command("doctor", "--max-new-tokens", "8")
-    assert status == 1 and checks_of(printed) == {"positions": False, "log-probs": True, "pixels": False}, printed
-
-
 @pytest.mark.parametrize("k", ["0", "-1"])
 def test_a_k_without_frames_is_refused(command, capsys, k):
     """Past bug: `--k 0` showed the default number of frames."""
@@ -117,28 +78,3 @@ def test_a_k_without_frames_is_refused(command, capsys, k):
         command("Which color flashes?", "--k", k)
     assert end.value.code == 2
     assert f"--k {k}: must be at least 1" in capsys.readouterr().err
-
-
-def test_the_doctor_refuses_what_a_training_would(command, monkeypatch):
-    monkeypatch.setattr("runtime.doctor.flaw_of", lambda *_: "a flaw")
-    with pytest.raises(SystemExit, match="error: a flaw"):
-        command("doctor", "--max-new-tokens", "8")
-
-
-def test_the_doctors_server_has_the_gpus_of_its_config(command, monkeypatch):
-    """Past bug: the config's tensor_parallel was ignored."""
-
-    def open_engine(source, renderer, cfg):
-        raise EngineError(f"{cfg.tensor_parallel} of {cfg.server_gpus}")
-
-    monkeypatch.setattr(ask, "check_servers", lambda cfg, ranks: None)
-    monkeypatch.setattr(ask, "open_engine", open_engine)
-    with pytest.raises(SystemExit, match=re.escape("4 of (4, 5, 6, 7)")):
-        command("doctor", "--gpu", "4", "--config", str(REPO / "configs" / "paragrpo_8b_tp4.yaml"))
-
-
-def test_a_server_of_ones_own_and_one_at_a_url_exclude_each_other(command, capsys):
-    """Past bug: the doctor tried to kill a server that it had not started, and ended with a traceback."""
-    with pytest.raises(SystemExit) as end:
-        command("doctor", "--gpu", "4", "--url", "http://127.0.0.1:9")
-    assert end.value.code == 2 and "--url: not allowed with argument --gpu" in capsys.readouterr().err

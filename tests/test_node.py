@@ -15,7 +15,7 @@ from scripts import REPO, Forked, fake_server, finish, metrics
 
 import rl
 import sft
-from runtime import doctor, servers
+from runtime import run, servers
 from runtime.engine import EngineError
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import command_line, run_script
@@ -52,7 +52,7 @@ def train_beside_stand_ins(toy: Path) -> None:
     renderer = Renderer(load_tokenizer("runs/sft_8b/model"), VisualContract(frame_pixels=1024))
     servers.server_command = lambda checkpoint, _, port, extra=(): fake_server(renderer, port)
     rl.check_servers = lambda *_: None
-    doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
+    run.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
     publish = WeightSync.publish
 
     def disturbed(weights, version):

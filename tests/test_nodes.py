@@ -19,7 +19,7 @@ from test_sft import write_config as sft_config
 
 import rl
 import sft
-from runtime import checks, cleanup, config, doctor, servers, weights
+from runtime import checks, cleanup, config, run, servers, weights
 from runtime.dataset import DataConfig, Source
 from runtime.policy import PolicyConfig
 from runtime.run import RunConfig
@@ -94,7 +94,7 @@ def test_a_node_that_differs_in_anything_is_refused(tmp_path, monkeypatch, what)
 
 def train_rl(cfg: Path) -> None:
     """Run rl.py with stand-ins for servers, in this node's own memory. Then its first rank asks each what it has seen."""
-    doctor.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
+    run.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
     node = os.environ.get("GROUP_RANK", "0")
     cleanup.MEMORY = weights.MEMORY = cfg.parent / f"memory-{node}"
     cleanup.MEMORY.mkdir(exist_ok=True)

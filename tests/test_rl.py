@@ -29,11 +29,10 @@ from runtime import config
 from runtime.api import JudgeError
 from runtime.checks import dry_run
 from runtime.dataset import Dataset, RowError
-from runtime.doctor import check_gap, self_check, trainer_logprobs
 from runtime.engine import EngineError
 from runtime.policy import PolicyConfig, load
 from runtime.render import END_OF_TURN
-from runtime.run import Run
+from runtime.run import Run, check_gap, self_check, trainer_logprobs
 from runtime.servers import SGLang
 from runtime.video import Videos
 from runtime.weights import WeightSync
@@ -140,7 +139,7 @@ def scripted(monkeypatch):
         return engines[-1]
 
     monkeypatch.setattr(rl, "start_engine", open_it)
-    monkeypatch.setattr("runtime.doctor.GAP_LIMIT", math.inf)
+    monkeypatch.setattr("runtime.run.GAP_LIMIT", math.inf)
     return engines
 
 
@@ -451,7 +450,7 @@ def test_a_row_whose_prompt_cannot_be_rendered_is_a_bad_row(draw, monkeypatch):
 
 def test_gaps_that_are_not_finite_stop_the_run_and_large_ones_are_told_once(monkeypatch, capsys):
     """Past bug: `nan > LIMIT` is false, so a NaN passed the check."""
-    monkeypatch.setattr("runtime.doctor._warned", [])
+    monkeypatch.setattr("runtime.run._warned", [])
     for step, mean in enumerate((0.1, 0.3, 0.4)):
         check_gap(mean, 0.9, step)
     told = "warning: step 2: log-probs of trainer and engine differ by 0.30 on average, 0.90 at most\n"
@@ -466,7 +465,7 @@ def test_a_first_batch_with_a_gap_that_is_no_number_is_refused(draw, toy_dir, mo
     groups, engine = draw(0)
     policy = load(PolicyConfig(str(toy_dir / "model")), engine.renderer.never_sampled)
     gaps = [math.nan, 0.0] if main else [0.0, math.nan]  # max() keeps the first of two, if either is NaN
-    monkeypatch.setattr("runtime.doctor.logprob_gap", lambda *_: gaps.pop(0))
+    monkeypatch.setattr("runtime.run.logprob_gap", lambda *_: gaps.pop(0))
     with pytest.raises(EngineError, match="disagree: their log-probs differ by nan"):
         self_check(policy, groups, 1.0)
 
@@ -561,7 +560,7 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
         for agent in episode.trajectories:
             exact = trainer_logprobs(policy, [agent], 1.0).tolist()
             agent.logprobs = [exact.pop(0) if sampled else 0.0 for sampled in agent.mask]
-    monkeypatch.setattr("runtime.doctor.GAP_LIMIT", 1e-4)
+    monkeypatch.setattr("runtime.run.GAP_LIMIT", 1e-4)
     self_check(policy, groups, 1.0, 0.0)
     with pytest.raises(EngineError, match="trainer and engine disagree"):
         self_check(policy, groups, 1.0, 0.5)

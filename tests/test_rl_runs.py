@@ -1,4 +1,4 @@
-"""rl.py: whole runs, resumed, killed, replayed, and on several ranks."""
+"""rl.py: whole runs, resumed, killed, and on several ranks."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scripts import REPO, Forked, finish, kill_at_random, metrics, same_metrics, same_weights, start
+from scripts import Forked, finish, kill_at_random, metrics, same_metrics, same_weights, start
 from test_rl import paid_by_chance as paid_by_chance
 from test_rl import scripted as scripted
 from test_rl import train, try_out, write_config
@@ -27,7 +27,6 @@ from runtime import config
 from runtime.dataset import Dataset
 from runtime.engine import EngineError
 from runtime.policy import clip_gradients
-from study.replay import replay
 
 run = partial(start, "rl.py")
 
@@ -49,30 +48,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chanc
     after = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and not any(".visual." in name for name in moved)  # the vision tower is frozen
-
-
-def test_a_replay_of_recorded_episodes_is_the_step_that_trained_on_them(toy_dir, tmp_path, capsys):
-    """So if a run with servers goes wrong and the replay of its episodes does not, the servers are wrong."""
-    turns = {"max_turns": 1, "max_new_tokens": 256, "temperature": 1.0}  # long enough for a reward by chance
-    path = write_config(tmp_path / "c.yaml", toy_dir, dump_groups=2, grpo={"kl_coef": 0.1}, steps=1, rollout=turns)
-    rl.main(config.load(RLConfig, path))
-    [line] = metrics(tmp_path / "c")
-    episodes = tmp_path / "c" / "episodes" / "step-000000.jsonl"
-    capsys.readouterr()
-    replay(config.load(RLConfig, path), str(episodes))
-    told = dict(row.split() for row in capsys.readouterr().out.splitlines())
-    assert told == {name: f"{line[name]:.6g}" for name in ("loss", "grad_norm", "logprob_gap", "learned_tokens")}
-    assert float(told["grad_norm"]) > 0 and float(told["logprob_gap"]) < 1e-5
-
-    # A server with wrong log-probs can be told from a wrong trainer.
-    records = [json.loads(row) for row in episodes.read_text().splitlines()]
-    for record in records:
-        record["main"]["logprobs"] = [p and p - 1 for p in record["main"]["logprobs"]]
-    episodes.write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = ["-m", "study.replay", str(path), str(episodes)]
-    assert "logprob_gap     1\n" in finish(Forked(command, REPO))
-    told = finish(Forked(command[:3], REPO), code=1)  # without a file of episodes
-    assert "error: [Errno 2] No such file or directory: 'EPISODES'" in told
 
 
 def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(toy_dir, tmp_path, paid_by_chance):

@@ -33,7 +33,6 @@ from runtime.policy import PolicyConfig, load
 from runtime.servers import SGLang, server_command, server_flags
 from runtime.visual import ContractError
 from runtime.weights import export
-from study import ask
 
 HERE = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("SGLANG_VENV", HERE.parent / ".venv-sglang"))
@@ -116,13 +115,6 @@ def test_drift_and_requests_that_the_server_refuses_are_errors_at_once(client, r
         client.generate(**request(ids, clips, max_new_tokens=10**6))
 
 
-def doctor(monkeypatch, client, checkpoint, toy_dir) -> int:
-    video = sorted((toy_dir / "videos").glob("*.mp4"))[0]
-    given = ["--model", str(checkpoint), "--video", str(video), "--url", client.urls[0], "--k", "4"]
-    monkeypatch.setattr("sys.argv", ["ask.py", "doctor", *given])
-    return ask.main()
-
-
 def test_new_weights_serve_the_next_sample_pixels_included(
     client, model, renderer, prompts, checkpoint, other, tmp_path
 ):
@@ -143,17 +135,6 @@ def test_new_weights_serve_the_next_sample_pixels_included(
     mixed.model.visual = model.model.visual
     client.update_weights(tmp_path / "text", 3)
     check_rows(client, mixed, renderer, prompts)
-
-
-def test_the_doctor_finds_a_server_healthy_or_with_other_weights(
-    client, checkpoint, other, toy_dir, monkeypatch, capsys
-):
-    client.update_weights(checkpoint, 4)
-    assert doctor(monkeypatch, client, checkpoint, toy_dir) == 0, capsys.readouterr().out
-    client.update_weights(other, 5)
-    with pytest.raises(SystemExit, match="trainer and engine disagree"):  # as a training would end
-        doctor(monkeypatch, client, checkpoint, toy_dir)
-    assert "FAIL  log-probs" in capsys.readouterr().out
 
 
 def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, other, monkeypatch):
@@ -185,7 +166,7 @@ def test_a_server_killed_amid_a_rollout_costs_only_retries(client, renderer, oth
 def test_training_samples_one_step_ahead_on_a_server_of_its_own(
     toy_dir, toy_renderer, tmp_path, monkeypatch, paid_by_chance
 ):
-    monkeypatch.setattr("runtime.doctor.GAP_LIMIT", 1e-4)
+    monkeypatch.setattr("runtime.run.GAP_LIMIT", 1e-4)
     client = serve(toy_dir / "model", toy_renderer)
     sampling = {"max_turns": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
     changes = {"optim": {"lr": 2e-5}, "batch_tasks": 8, "staleness": 1, "rollout": sampling}

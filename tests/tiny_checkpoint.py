@@ -169,6 +169,7 @@ def check_trajectory(agent: Trajectory, renderer: Renderer) -> None:
     n = len(agent.ids)
     assert n == len(agent.mask) == len(agent.logprobs) == len(agent.versions)
     assert all((lp == 0) and v == -1 for lp, v, m in zip(agent.logprobs, agent.versions, agent.mask) if not m)
+    assert all(lp <= 0 and v >= 0 for lp, v, m in zip(agent.logprobs, agent.versions, agent.mask) if m)
     assert not set(renderer.never_sampled) & {t for t, m in zip(agent.ids, agent.mask) if m}
     inside = {i for a, b in agent.turns for i in range(a, b)}
     assert all(i in inside for i, m in enumerate(agent.mask) if m)
