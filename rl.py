@@ -206,7 +206,7 @@ def train(
         run.log(step, measured)
 
         # Save.
-        run.save(step, measured)
+        run.save(step)
 
 
 # ------------------------------------------------------------------------------------------------ rollouts

@@ -141,7 +141,7 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
         run.log(step, measured)
 
         # Save.
-        run.save(step, measured)
+        run.save(step)
 
 
 # ------------------------------------------------------------------------------------------------ the loss

@@ -25,7 +25,6 @@ from runtime.distributed import barrier, gather, local_size, print0, rank, saved
 from runtime.engine import EngineError
 from runtime.policy import checkpoint_dir, read_config
 from runtime.render import Renderer, load_tokenizer
-from runtime.script import leave
 from runtime.visual import ContractError, read_json
 from runtime.web import NoReply, request
 
@@ -195,9 +194,11 @@ def check_nodes(cfg: Any, start: Path) -> None:
         changed = differences(first, theirs)
         if "lock" in changed:
             rule = "run must be a folder that all nodes share"
-            leave(f"error: run = {cfg.run!r}: rank {number} sees another folder; {rule}")
+            raise ConfigError(f"run = {cfg.run!r}: rank {number} sees another folder; {rule}")
         if changed:
-            leave(f"error: rank {number} differs from rank 0 ({'; '.join(changed.values())}): start all nodes alike")
+            raise ConfigError(
+                f"rank {number} differs from rank 0 ({'; '.join(changed.values())}): start all nodes alike"
+            )
 
 
 def check_run(cfg: Any) -> None:

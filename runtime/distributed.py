@@ -3,7 +3,7 @@
     init_distributed()                                        # under torchrun, or as a single process
     means = mean_over_ranks({"turns": [2, 3, 2]})             # over all values of all ranks
     save_state(run / "state", policy, optimizer, step)        # everything that training needs to resume
-    step, extra = load_state(run / "state", policy, optimizer)      # (0, {}) at the start of a run
+    step = load_state(run / "state", policy, optimizer)       # 0 at the start of a run
 
 *Training state* is fp32 shards of weights and AdamW moments in torch's distributed checkpoint format. Any number of ranks
 can resume it. Its metadata is a pickle, so read it only from the run's own folder. A state is written under a temporary name
@@ -12,29 +12,24 @@ and renamed when it is complete. A kill at any moment, or a full disk, therefore
 Deliberately missing: saving on SIGTERM (torchrun kills after 30 s, an 8B state takes longer), asynchronous saving.
 """
 
-import contextlib
 import datetime
-import errno
 import functools
-import json
 import math
 import os
 import shutil
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from runtime.cleanup import end_with_parent
-from runtime.config import ConfigError, write_whole
+from runtime.config import ConfigError
 
 # ------------------------------------------------------------------------------------------------ ranks
 
@@ -139,20 +134,6 @@ def peak_memory() -> float:
 # ------------------------------------------------------------------------------------------------ training state
 
 
-@contextlib.contextmanager
-def writing(unfinished: Path) -> Iterator[None]:
-    """If the disk is full, turn the library's error into an OSError and remove the incomplete files."""
-    try:
-        yield
-    except (OSError, SafetensorError, CheckpointException) as error:
-        _raise_interrupt(error)
-        if shutil.disk_usage(unfinished.parent).free > 1 << 30:
-            raise
-        if rank() == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise OSError(errno.ENOSPC, "the disk is full", str(unfinished.with_suffix(""))) from None
-
-
 def refuse_not_finite(weights: dict[str, torch.Tensor], where: str) -> None:
     """Raise ConfigError on every rank if any rank holds a weight that is not finite. The error names the weight."""
     broken = []
@@ -166,24 +147,21 @@ def refuse_not_finite(weights: dict[str, torch.Tensor], where: str) -> None:
         raise ConfigError(f"{where}: weights are not finite, such as {broken[0]}; {fix}")
 
 
-def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, extra: dict | None = None) -> None:
-    """Save the trainable weights, AdamW's moments, the step and `extra` (JSON). Data, learning rate and random draws need no
-    state: they are functions of the step. Keep the `keep` newest states."""
+def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2) -> None:
+    """Save the trainable weights and AdamW's moments under the step's name. Data, learning rate and random draws need no state:
+    they are functions of the step. Keep the `keep` newest states."""
     folder = Path(folder)
     state = _state(policy, optimizer)
     refuse_not_finite(state["weights"], f"{folder}: no state of step {step} is saved")
     target = folder / f"step-{step:08d}"
     unfinished = target.with_suffix(".tmp")
-    with writing(unfinished):
-        if rank() == 0:
-            for left_over in folder.glob("step-*.*"):  # from a process that was killed
-                shutil.rmtree(left_over)
-            unfinished.mkdir(parents=True)
-        barrier()
-        dcp.save(state, checkpoint_id=unfinished, **_group())
-        if rank() == 0:  # here, dcp.save returns once all ranks have written
-            write_whole(unfinished / "run.json", json.dumps({"step": step, "extra": extra or {}}))
     if rank() == 0:
+        for left_over in folder.glob("step-*.*"):  # from a process that was killed
+            shutil.rmtree(left_over)
+        unfinished.mkdir(parents=True)
+    barrier()
+    dcp.save(state, checkpoint_id=unfinished, **_group())
+    if rank() == 0:  # here, dcp.save returns once all ranks have written
         unfinished.rename(target)
         for old in _states(folder)[:-keep]:
             doomed = old.with_suffix(".old")  # rename first: only a complete state has a name without suffix
@@ -192,35 +170,23 @@ def save_state(folder: str | Path, policy, optimizer, step: int, keep: int = 2, 
     barrier()
 
 
-def load_state(folder: str | Path, policy, optimizer) -> tuple[int, dict[str, Any]]:
-    """Load the newest complete state. Return its (step, extra), or (0, {}) if there is none."""
+def load_state(folder: str | Path, policy, optimizer) -> int:
+    """Load the newest complete state. Return its step, or 0 if there is none."""
     states = _states(Path(folder))
     if not states:
-        return 0, {}
+        return 0
     try:
-        run = json.loads((states[-1] / "run.json").read_text())
         dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
-        return run["step"], run["extra"]
     except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
-        cause = _raise_interrupt(error)
+        cause = f"{type(error).__name__}: {error}".splitlines()[-1]  # of a rank's traceback: its last line
         then = f"resume from {states[-2].name}" if states[1:] else "start again"
-        raise ConfigError(f"{states[-1]} is damaged ({cause!r:.200}); delete it to {then}") from None
+        raise ConfigError(f"{states[-1]} cannot be read ({cause}); if it is damaged, delete it to {then}") from None
+    return saved_step(folder)
 
 
 def _group() -> dict[str, Any]:
     """Return dcp's options: all ranks save or load together, over gloo, whose timeout allows for slow disks."""
     return {"process_group": _gloo()} if world_size() > 1 else {"no_dist": True}
-
-
-def _raise_interrupt(error: BaseException) -> BaseException:
-    """Return what a CheckpointException hides: the exception of the first rank that failed. Raise it if it is Ctrl-C."""
-    cause = error
-    if isinstance(error, CheckpointException):
-        cause, _ = next(iter(error.failures.values()))
-    for interrupt in (cause, cause.__context__):  # torch's writer can fail in turn, while Ctrl-C ends it
-        if isinstance(interrupt, KeyboardInterrupt):
-            raise interrupt
-    return cause
 
 
 def saved_step(folder: str | Path) -> int:

@@ -3,7 +3,7 @@
     run = Run(cfg, "rl", SHOWN, policy, optimizer)    # resumes from the newest state in RUN/state
     for step in range(run.steps_done, cfg.steps):
         run.log(step, measured)                       # appends a line to RUN/metrics.jsonl
-        run.save(step, measured)                      # RUN/state, and RUN/models if cfg.export_every is set
+        run.save(step)                                # RUN/state, and RUN/models if cfg.export_every is set
     run.export()                                      # RUN/model
 
     self_check(policy, groups, temperature)           # rl.py, before its first update: do trainer and engine agree?
@@ -44,7 +44,6 @@ from runtime.weights import export
 # Metrics that the console shows unless they are 0.
 CALL_ALARMS = ("call_errors/crashed", "call_errors/timeout", "call_errors/engine")
 ALARMS = ("failed_rate", "eval/failed_rate", *CALL_ALARMS, "bad_steps")
-MAX_BAD_STEPS = 5  # an update whose gradient is not finite is skipped; more of them than this stop the run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +120,11 @@ class Clock:
 
 
 class Run:
-    """The progress of a run: steps done, steps skipped, metrics."""
+    """The progress of a run: steps done, and metrics."""
 
     def __init__(self, cfg: RunConfig, name: str, shown: Sequence[str], policy: Policy, optimizer: Optimizer):
         self.cfg, self.folder, self.policy, self.optimizer = cfg, Path(cfg.run), policy, optimizer
-        self.steps_done, counted = load_state(self.folder / "state", policy, optimizer)
-        self.bad_steps = counted.get("bad_steps", 0)
+        self.steps_done = load_state(self.folder / "state", policy, optimizer)
         if self.steps_done >= cfg.steps:
             print0(f"{self.folder}: finished; the model of step {self.steps_done} is exported again")
         elif self.steps_done:
@@ -142,25 +140,22 @@ class Run:
         return (step + 1) % every == 0 or step + 1 == self.cfg.steps
 
     def log(self, step: int, measured: dict[str, float]) -> None:
-        """Write a step's metrics. A step whose gradient was not finite counts as bad; too many bad steps stop the run."""
-        self.bad_steps += not math.isfinite(measured["grad_norm"])
+        """Write a step's metrics. `bad_steps: 1` means that the gradient was not finite and the update was skipped."""
+        bad_steps = int(not math.isfinite(measured["grad_norm"]))
         lr = learning_rate(self.cfg.optim, step, self.cfg.steps)
-        measured = measured | {"bad_steps": self.bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
+        measured = measured | {"bad_steps": bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
             with tqdm.external_write_mode():  # the next batch's progress bar may be on the screen
                 self.metrics.write(step, measured)
-        if self.bad_steps > MAX_BAD_STEPS:
-            raise FloatingPointError(f"{self.bad_steps} gradients not finite (limit {MAX_BAD_STEPS}): lower optim.lr")
 
-    def save(self, step: int, measured: dict[str, float]) -> None:
-        """Write a model every `export_every` steps, and a state every `save_every`, unless the step's gradient was not finite."""
+    def save(self, step: int) -> None:
+        """Write a model every `export_every` steps, and a state every `save_every`."""
         # The model comes first. After a kill between the two, the resumed run writes it again.
         every = self.cfg.export_every
         if every and (step + 1) % every == 0:
             self.write_model(self.folder / "models" / f"step-{step + 1:06d}")
-        if self.is_time(step, self.cfg.save_every) and math.isfinite(measured["grad_norm"]):
-            extra = {"bad_steps": self.bad_steps}
-            save_state(self.folder / "state", self.policy, self.optimizer, step + 1, self.cfg.keep, extra)
+        if self.is_time(step, self.cfg.save_every):
+            save_state(self.folder / "state", self.policy, self.optimizer, step + 1, self.cfg.keep)
 
     def export(self) -> None:
         """Write the result."""

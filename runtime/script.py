@@ -4,7 +4,7 @@
     run_script(main, cfg, *USER_ERRORS)               # calls main(cfg); does not return
 
 An error that a user can fix, a full disk and Ctrl-C end a script with one sentence, any other error with a traceback. Under
-torchrun, the first rank of a node prints for all its ranks.
+torchrun, each rank prints its own.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import contextlib
 import errno
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -30,14 +29,12 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
-    if not first_of_node():
-        parser.error = leave
     args = parser.parse_intermixed_args()
     expandable_segments()
     try:
         return load(cls, args.config, args.overrides), args
     except ConfigError as error:
-        leave(f"error: {error}")
+        sys.exit(f"error: {error}")
 
 
 def expandable_segments() -> None:
@@ -50,10 +47,10 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
     """Call `work(cfg)`, a script's main function, then end the process. `errors` are those that a user can fix."""
     try:
         status = work(cfg)
-    except SystemExit as ended:  # of `leave`
+    except SystemExit as ended:
         status = ended.code
     except KeyboardInterrupt:
-        status = f"interrupted. {GOES_ON} in {cfg.run}" if first_of_node() else 1
+        status = f"interrupted. {GOES_ON} in {cfg.run}"
     except BaseException as error:
         if isinstance(error, errors):
             status = f"error: {error}"
@@ -62,7 +59,6 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
             status = f"error: {lost}: the disk is full; what was complete is untouched. {GOES_ON}"
         else:
             status = traceback.format_exc().rstrip()
-        wait_for_first()
     end_process(status)
 
 
@@ -77,20 +73,3 @@ def end_process(status: int | str | None) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status or 0)
-
-
-def leave(sentence: str) -> NoReturn:
-    """End the program with a sentence. The first rank of a node prints it for all its ranks."""
-    wait_for_first()
-    sys.exit(sentence)
-
-
-def wait_for_first() -> None:
-    """Let the first rank of the node report an error that all its ranks have. torchrun kills the others once it exits; if they
-    exited earlier, it would be killed before it prints. A rank that is still alive after 60 s has an error of its own."""
-    if not first_of_node():
-        time.sleep(60)
-
-
-def first_of_node() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -201,8 +201,7 @@ def _write_weights(
         if mine:
             file, _ = files[first + me]
             on_host = {name: weight.cpu().contiguous() for name, weight in mine.items()}
-            with distributed.writing(folder):
-                save_file(on_host, folder / file, metadata={"format": "pt"})
+            save_file(on_host, folder / file, metadata={"format": "pt"})
 
 
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype) -> None:

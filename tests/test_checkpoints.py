@@ -82,14 +82,14 @@ def test_a_resumed_run_is_one_that_never_saved_bit_for_bit(path, tmp_path, freez
     train(policy, optimizer, range(6))
 
     saved, its_optimizer = fresh(path, freeze)
-    assert load_state(tmp_path / "nothing", saved, its_optimizer) == (0, {})
+    assert load_state(tmp_path / "nothing", saved, its_optimizer) == 0
     save_state(tmp_path, saved, its_optimizer, 0)  # before the first step, when AdamW has no moments yet
     train(saved, its_optimizer, range(3))
-    save_state(tmp_path, saved, its_optimizer, 3, extra={"bad_rows": ["a:1"]})
+    save_state(tmp_path, saved, its_optimizer, 3)
 
     resumed, its_optimizer = fresh(path, freeze)
-    step, extra = load_state(tmp_path, resumed, its_optimizer)
-    assert (step, extra) == (3, {"bad_rows": ["a:1"]})
+    step = load_state(tmp_path, resumed, its_optimizer)
+    assert step == 3
     train(resumed, its_optimizer, range(step, 6))
     expected, restored = everything(policy, optimizer), everything(resumed, its_optimizer)
     assert restored.keys() == expected.keys() and len(optimizer.state) > 1
@@ -107,7 +107,7 @@ def test_the_newest_complete_states_stay_and_left_overs_go(tmp_path):
         save_state(tmp_path, model, optimizer, step, keep=2)
     (tmp_path / "step-00000010.tmp").mkdir()  # a save that was killed
     (tmp_path / "step-00000001.old").mkdir()  # a removal that was killed
-    assert load_state(tmp_path, model, optimizer)[0] == saved_step(tmp_path) == 9
+    assert load_state(tmp_path, model, optimizer) == saved_step(tmp_path) == 9
     save_state(tmp_path, model, optimizer, 10, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000009", "step-00000010"]
 
@@ -115,14 +115,14 @@ def test_the_newest_complete_states_stay_and_left_overs_go(tmp_path):
 def save_for_ever(folder: Path) -> None:
     """Resume from the newest state and save forever. Weights and moments of step n are all n."""
     model, optimizer = small()
-    step, _ = load_state(folder, model, optimizer)
+    step = load_state(folder, model, optimizer)
     while True:
         step += 1
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(step)
                 optimizer.state[p] = {"step": torch.tensor(float(step)), "exp_avg": p * 1, "exp_avg_sq": p * 1}
-        save_state(folder, model, optimizer, step, keep=2, extra={"step": step})
+        save_state(folder, model, optimizer, step, keep=2)
 
 
 def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
@@ -138,8 +138,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
         process.join()
         unfinished += any(p.suffix for p in tmp_path.iterdir())
         model, optimizer = small()
-        step, extra = load_state(tmp_path, model, optimizer)
-        assert step > reached and extra == {"step": step}
+        step = load_state(tmp_path, model, optimizer)
+        assert step > reached
         for p in model.parameters():
             state = optimizer.state[p]
             assert (p == step).all() and (state["exp_avg"] == step).all() and (state["exp_avg_sq"] == step).all()
@@ -159,29 +159,22 @@ def empty(file: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [cut, empty, Path.unlink], ids=["cut", "empty", "gone"])
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "run.json"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, harm):
     """Past bug: a traceback of two pages, although `keep: 2` had kept a good state."""
     model, optimizer = small()
     for step in (2, 4):
         save_state(tmp_path, model, optimizer, step)
     harm(tmp_path / "step-00000004" / name)
-    with pytest.raises(ConfigError, match=r"/step-00000004 is damaged \(.+\); delete it to resume from step-00000002$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"/step-00000004 cannot be read \(.+\); if it is damaged, delete it to resume from step-00000002$",
+    ):
         load_state(tmp_path, model, optimizer)
     shutil.rmtree(tmp_path / "step-00000002")
-    with pytest.raises(ConfigError, match=r"/step-00000004 is damaged \(.+\); delete it to start again$"):
-        load_state(tmp_path, model, optimizer)
-
-
-def test_ctrl_c_while_a_state_is_read_damages_nothing(tmp_path, monkeypatch):
-    model, optimizer = small()
-    save_state(tmp_path, model, optimizer, 1)
-
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("torch.load", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(
+        ConfigError, match=r"/step-00000004 cannot be read \(.+\); if it is damaged, delete it to start again$"
+    ):
         load_state(tmp_path, model, optimizer)
 
 
@@ -190,7 +183,7 @@ def test_a_users_copy_of_a_state_is_left_alone(tmp_path):
     model, optimizer = small()
     save_state(tmp_path, model, optimizer, 2)
     shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000002-backup")
-    assert saved_step(tmp_path) == 2 and load_state(tmp_path, model, optimizer) == (2, {})
+    assert saved_step(tmp_path) == 2 and load_state(tmp_path, model, optimizer) == 2
     save_state(tmp_path, model, optimizer, 3, keep=1)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000002-backup", "step-00000003"}
 
@@ -337,11 +330,11 @@ def both_ranks(path, folder):
         optimizer.zero_grad()
         policy(bundles if rank() == 0 else []).logprobs.sum().backward()
         optimizer.step()
-    save_state(folder / "state", policy, optimizer, 2, extra={"x": 1})
+    save_state(folder / "state", policy, optimizer, 2)
     export(policy, folder / "out", CONTRACT, file_bytes=140_000)
 
     resumed, its_optimizer = fresh(path)
-    assert load_state(folder / "state", resumed, its_optimizer) == (2, {"x": 1})
+    assert load_state(folder / "state", resumed, its_optimizer) == 2
     for (name, p), q in zip(policy.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p.to_local(), q.to_local()), name
         mine, its = optimizer.state[p], its_optimizer.state[q]
@@ -363,7 +356,7 @@ def save_and_load_on_a_slow_disk(folder: Path) -> None:
         os.fsync = lambda file: time.sleep(2) or sync(file)
     save_state(folder, model, optimizer, 1)
     time.sleep(2 * rank())
-    assert load_state(folder, model, optimizer) == (1, {})
+    assert load_state(folder, model, optimizer) == 1
 
 
 def test_ranks_wait_for_a_slow_disk_longer_than_for_a_lost_rank(tmp_path):
@@ -378,7 +371,7 @@ def test_two_ranks_save_resume_export_and_agree(path, tmp_path):
     sizes = sorted(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
     assert len(sizes) == 8 and sizes[-2] < 1.1 * sizes[0]  # the last file holds only the embeddings
     policy, optimizer = fresh(path)  # one process resumes from the state of two
-    assert load_state(tmp_path / "state", policy, optimizer) == (2, {"x": 1})
+    assert load_state(tmp_path / "state", policy, optimizer) == 2
     weights = dict(exported.named_parameters())
     assert all(torch.equal(p, weights[name]) for name, p in policy.model.named_parameters())
     assert len(optimizer.state) == len(weights) and all(s["exp_avg"].any() for s in optimizer.state.values())

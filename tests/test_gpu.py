@@ -165,7 +165,7 @@ def train(path: Path, folder: Path) -> None:
     save_state(folder / "state", policy, optimizer, 1)
     resumed = load(cfg, tiny.NEVER_SAMPLED)
     its_optimizer = make_optimizer(resumed, OPTIM)
-    assert load_state(folder / "state", resumed, its_optimizer)[0] == 1
+    assert load_state(folder / "state", resumed, its_optimizer) == 1
     for ours, theirs in zip(policy.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(ours.detach(), theirs.detach())
     second = step(1)

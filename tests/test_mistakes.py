@@ -189,17 +189,6 @@ def test_a_dry_run_tells_what_it_did_not_look_up_and_which_prompts_are_not_ours(
         assert "  note    prompts: not ours: system, before_question\n" in told
 
 
-@pytest.mark.parametrize("local_rank, speaks", [("0", True), ("1", False)])
-def test_a_mistake_is_told_once_on_each_node(typed, monkeypatch, local_rank, speaks):
-    """Past bug: a mistake on the second node only was never reported, since that node's first rank is not rank 0."""
-    monkeypatch.setattr("time.sleep", lambda seconds: sys.exit(1))  # as torchrun ends the others
-    monkeypatch.setenv("RANK", "4")
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    for mistake in ("--nonsense", "optim.lrr=1"):
-        status, told = typed(f"{SFT} {mistake}")
-        assert status and ("error: " in told) is speaks
-
-
 def test_the_exit_status_reaches_the_shell():
     ended = subprocess.run([sys.executable, "eval.py", "table", "nowhere"], cwd=REPO, capture_output=True, text=True)
     assert ended.returncode == 1

@@ -356,7 +356,7 @@ def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(script
     def evaluating(tasks, sampler, *_):
         assert all(batch.done() for batch in sampler.batches.values())
 
-    def saving(run, step, measured):
+    def saving(run, step):
         assert step >= 1 or begun[step + 2].wait(20), "the next batch waits"
 
     sample_batch = rl.Sampler.sample
