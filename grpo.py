@@ -1,25 +1,26 @@
-"""grpo.py: from rewards to the new weights, in this order: advantages, train groups, the loss, the update.
+"""grpo.py: from rewards to the gradient, in this order: advantages, train groups, the loss, its gradient.
 
     assign_advantages(groups, cfg, anchor)                                 # writes A_i and A_anchor_i into the episodes
     train_groups, total_tokens = make_train_groups(groups, cfg, anchor)    # this rank's groups, and the tokens of all ranks
-    measured = update(policy, reference, take_step, train_groups, total_tokens, minibatches, temperature, cfg)
+    measured = accumulate(policy, reference, train_groups, total_tokens, temperature, cfg)   # adds gradients
 
 Each equation stands above its code. Symbols: i an episode in a group of G, t a token of its output o_i, R_i its reward, r the
 ratio, N the target tokens of a forward pass.
 
-Each token has log-probs from three policies. `behaviour_logprobs` come from the engine that sampled it (pi_behaviour),
-`prox_logprobs` from the policy before the first update on this batch (pi_prox), and `logprobs` from the policy in training
-(pi). With one minibatch per batch (the paper), pi_prox equals pi: r = 1, and the clip does nothing.
+The loss names three policies. pi_behaviour sampled the token, and the engine reported its log-prob (`behaviour_logprobs`). pi is
+the policy in training (`logprobs`), and pi_prox the policy before the first update on this batch. There is one update per
+batch, as in the paper, so pi_prox has the values of pi: r = 1, the clip has no effect, and no extra forward pass is needed.
 
 Deliberately missing, though GRPO implementations often have it:
+- minibatches, and several epochs over a batch
 - a value model, and rewards for parts of an episode
 - a mean per episode before the mean over episodes: here every token of the batch has the same weight
-- several epochs over a batch, and one ratio per sequence instead of one per token
+- one ratio per sequence instead of one per token
 - resampling of flat groups: here they are skipped and counted
 - a KL inside the reward, an adaptive beta, a moving reference, an entropy bonus, a length penalty
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,7 +32,7 @@ from data import Episode, Group, Trajectory
 from rewards import Anchor
 from runtime.distributed import gather, sum_over_ranks
 from runtime.packing import Bundle, best_fit
-from runtime.policy import Policy, PolicyOutput
+from runtime.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +44,7 @@ class GRPOConfig:
     kl_coef: float = 0.01
     """beta; 0 loads no reference."""
     clip_eps: float = 0.2
-    """The ratio is clipped to 1 - eps .. 1 + eps. With one minibatch the ratio is 1 and the clip has no effect."""
-    clip_eps_high: float | None = None
-    """eps for ratios above 1. null: the same eps."""
+    """eps of the paper's equation. With one update per batch the ratio is 1, and the clip has no effect."""
     normalise: Literal["group", "batch"] = "group"
     """group: by the group's mean and std. batch: then also by the batch's std, which is small if many groups are flat."""
     behaviour_cap: float = 5.0
@@ -56,9 +55,9 @@ class GRPOConfig:
     def __post_init__(self):
         if self.group_size < 2:
             raise ValueError(f"group_size = {self.group_size}: an advantage compares at least 2 episodes")
-        for name in ("clip_eps", "clip_eps_high", "behaviour_cap", "train_tokens"):
+        for name in ("clip_eps", "behaviour_cap", "train_tokens"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value <= 0:
                 raise ValueError(f"{name} = {value}: must be greater than 0")
 
 
@@ -195,11 +194,10 @@ def token_losses(
     cfg: GRPOConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each token, [N], and statistics without gradient, each [N]. All inputs are [N] as well."""
-    # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps_high) * A_i,t) + beta * w * r * KL
+    # l_i,t = - w * min(r * A_i,t, clip(r, 1 - eps, 1 + eps) * A_i,t) + beta * w * r * KL
     # r = pi / pi_prox
     ratio = (logprobs - prox_logprobs).exp()
-    low = 1 - cfg.clip_eps
-    high = 1 + (cfg.clip_eps if cfg.clip_eps_high is None else cfg.clip_eps_high)
+    low, high = 1 - cfg.clip_eps, 1 + cfg.clip_eps
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
 
     # w = pi_prox / pi_behaviour. Above the cap w is 0: such tokens add no loss, as in the release.
@@ -209,7 +207,6 @@ def token_losses(
     weight = torch.where(kept, importance, 0.0)
     losses = -weight * surrogate
     stats = {
-        "clip_fraction": (((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))).float(),
         "over_cap_fraction": (~kept).float(),
         "logprob_gap": (prox_logprobs - behaviour_logprobs).abs(),
     }
@@ -224,70 +221,33 @@ def token_losses(
     return losses, stats
 
 
-def micro_batch_losses(
-    output: PolicyOutput,
-    micro: list[TrainGroup],
-    prox_logprobs: Tensor | None,
-    ref_logprobs: Tensor | None,
-    cfg: GRPOConfig,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each token of a micro-batch, [N], and statistics, each [N]. `prox_logprobs` and `ref_logprobs` are
-    [N]. Without `prox_logprobs`, pi_prox is pi."""
-    logprobs = output.logprobs  # [N]
-    if prox_logprobs is None:
-        prox_logprobs = logprobs.detach()
-
-    # A rank without groups still takes part in every collective, with N = 0.
-    none = np.zeros(0, np.float32)
-    advantages = np.concatenate([none, *(group.advantages for group in micro)])
-    behaviour_logprobs = np.concatenate([none, *(group.behaviour_logprobs for group in micro)])
-    advantages = torch.from_numpy(advantages).to(logprobs)  # [N]
-    behaviour_logprobs = torch.from_numpy(behaviour_logprobs).to(logprobs)  # [N]
-
-    losses, stats = token_losses(logprobs, prox_logprobs, behaviour_logprobs, ref_logprobs, advantages, cfg)
-    return losses, stats | {"entropy": output.entropies}
+# ------------------------------------------------------------------------------------------------ its gradient
 
 
-# ------------------------------------------------------------------------------------------------ the update
-
-
-def update(
+def accumulate(
     policy: Policy,
     reference: Policy | None,
-    take_step: Callable[[], float],
     train_groups: list[TrainGroup],
     total_tokens: float,
-    minibatches: int,
     temperature: float,
     cfg: GRPOConfig,
 ) -> dict[str, float]:
-    """Take one AdamW step per minibatch, over the train groups of all ranks. Return the metrics.
+    """Add the gradient of the loss over the train groups of all ranks. Return the metrics, averaged over all ranks.
 
-    `take_step` updates the weights and returns the norm of the gradient (policy.optimizer_step). It skips a gradient that is
-    not finite, and `grad_norm` is then not finite. `temperature`: the one at which the tokens were sampled."""
-    # Deal the groups out to minibatches, and cut each into micro-batches. A minibatch is empty on all ranks or on none.
-    batches = []
-    for i in range(minibatches):
-        minibatch = micro_batches(train_groups[i::minibatches], cfg.train_tokens)
-        if minibatch:
-            batches.append(minibatch)
-
-    # L = sum of l_i,t over all sampled tokens of all ranks / their number. Each minibatch is an optimizer step of its own, on
-    # its part of the sum. So it divides by an equal share of the number: the mean over the steps is L.
-    denominator = total_tokens / max(1, len(batches))
-
-    # One optimizer step per minibatch, from the gradients of its micro-batches.
+    `temperature`: the one at which the tokens were sampled."""
+    # L = sum of l_i,t over all sampled tokens of all ranks / their number
     sums = {"tokens": 0.0, "loss": 0.0}
-    norms, gaps = [], [0.0]
-    for minibatch, prox_of_minibatch in zip(batches, proximal_logprobs(policy, batches, temperature)):
-        for micro, prox_logprobs in zip(minibatch, prox_of_minibatch):
-            loss, stats = micro_step(policy, reference, micro, prox_logprobs, denominator, temperature, cfg)
-            sums["tokens"] += len(stats["entropy"])  # N
-            sums["loss"] += loss / len(batches)  # the mean over minibatches
-            for name, values in stats.items():
-                sums[name] = sums.get(name, 0.0) + values.sum().item()
-            gaps += stats["logprob_gap"].tolist()
-        norms.append(take_step())
+    gaps = [0.0]
+    for micro in micro_batches(train_groups, cfg.train_tokens):
+        losses, stats = micro_batch_losses(policy, reference, micro, temperature, cfg)
+        loss = losses.sum() / total_tokens
+        loss.backward()
+
+        sums["tokens"] += len(losses)  # N
+        sums["loss"] += loss.item()
+        for name, values in stats.items():
+            sums[name] = sums.get(name, 0.0) + values.sum().item()
+        gaps += stats["logprob_gap"].tolist()
 
     # Average over the tokens of all ranks. The loss is already a mean.
     sums = sum_over_ranks(sums)
@@ -296,48 +256,34 @@ def update(
     means = {name: value / max(1.0, learned_tokens) for name, value in sums.items()}
     measured = {"logprob_gap": 0.0, "entropy": 0.0} | means
     measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if any gap is NaN
-    measured |= {"loss": loss, "learned_tokens": learned_tokens, "optimizer_steps": len(norms)}
-    return measured | {"grad_norm": float(np.mean(norms or [0.0]))}
+    return measured | {"loss": loss, "learned_tokens": learned_tokens}
 
 
-def micro_step(
-    policy: Policy,
-    reference: Policy | None,
-    micro: list[TrainGroup],
-    prox_logprobs: Tensor | None,
-    denominator: float,
-    temperature: float,
-    cfg: GRPOConfig,
-) -> tuple[float, dict[str, Tensor]]:
-    """Add the gradient of one micro-batch. Return its share of the minibatch's loss, and its token statistics, each [N]."""
+def micro_batch_losses(
+    policy: Policy, reference: Policy | None, micro: list[TrainGroup], temperature: float, cfg: GRPOConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of each sampled token of a micro-batch, [N], and statistics, each [N]."""
     # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
-    features = policy.vision_features(bundles(micro)) if policy.vision_frozen else None
-    output = policy(bundles(micro), temperature, features)
+    bundles = [group.bundle for group in micro]
+    features = policy.vision_features(bundles) if policy.vision_frozen else None
+    output = policy(bundles, temperature, features)
+    logprobs = output.logprobs  # [N]
     ref_logprobs = None
     if reference is not None:
         with torch.no_grad():
-            ref_logprobs = reference(bundles(micro), temperature, features).logprobs
+            ref_logprobs = reference(bundles, temperature, features).logprobs  # [N]
 
-    losses, stats = micro_batch_losses(output, micro, prox_logprobs, ref_logprobs, cfg)
-    loss = losses.sum() / denominator
-    loss.backward()
-    return loss.item(), stats
+    # A rank without groups still takes part in every collective, with N = 0.
+    none = np.zeros(0, np.float32)
+    advantages = np.concatenate([none, *(group.advantages for group in micro)])
+    behaviour_logprobs = np.concatenate([none, *(group.behaviour_logprobs for group in micro)])
+    advantages = torch.from_numpy(advantages).to(logprobs)  # [N]
+    behaviour_logprobs = torch.from_numpy(behaviour_logprobs).to(logprobs)  # [N]
 
-
-@torch.no_grad()
-def proximal_logprobs(policy: Policy, minibatches: list, temperature: float) -> list[list[Tensor | None]]:
-    """Return log pi_prox of each micro-batch, by minibatch: the log-probs of the policy before the first update. With a
-    single minibatch pi_prox is pi itself, and the entries are None."""
-    if len(minibatches) <= 1:
-        return [[None] * len(minibatch) for minibatch in minibatches]
-    proximal = []
-    for minibatch in minibatches:
-        proximal.append([policy(bundles(micro), temperature).logprobs for micro in minibatch])
-    return proximal
-
-
-def bundles(micro: list[TrainGroup]) -> list[Bundle]:
-    return [group.bundle for group in micro]
+    # One update per batch: pi_prox is pi without its gradient, so r is 1 and only carries the gradient.
+    prox_logprobs = logprobs.detach()  # [N]
+    losses, stats = token_losses(logprobs, prox_logprobs, behaviour_logprobs, ref_logprobs, advantages, cfg)
+    return losses, stats | {"entropy": output.entropies}
 
 
 def micro_batches(train_groups: list[TrainGroup], budget: int) -> list[list[TrainGroup]]:

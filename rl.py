@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
-from grpo import GRPOConfig, TrainGroup, assign_advantages, make_train_groups, update
+from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_train_groups
 from records import keep_episodes
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import AgentContext, RolloutConfig, open_engine, rollout
@@ -76,8 +76,6 @@ class RLConfig(RunConfig):
     steps: int = 54
     batch_tasks: int = 8
     """B: tasks per step, over all ranks."""
-    minibatches: int = 1
-    """Optimizer steps per batch. Each needs a task of every rank."""
     staleness: Literal[0, 1] = 0
     """0: sample, then train. 1: sample the next batch while this one trains, with weights that are one update old."""
     val_tasks: int = 64
@@ -91,7 +89,7 @@ class RLConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        refuse_below_1(self, "batch_tasks", "minibatches", "val_tasks")
+        refuse_below_1(self, "batch_tasks", "val_tasks")
         if self.reward.untagged_answer == "prose":
             raise ValueError("reward.untagged_answer = 'prose' is for evaluation: use off, stated or fallback")
         temperature, agents = self.rollout.temperature, self.rollout.subagents
@@ -176,10 +174,10 @@ def train(
         # Update. Before the first update, check that the trainer computes the engine's log-probs.
         if step == run.steps_done:
             self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
-        take_step = partial(optimizer_step, policy, run.optimizer, cfg.optim, step, cfg.steps)
-        measured = update(
-            policy, reference, take_step, train_groups, total_tokens, cfg.minibatches, cfg.rollout.temperature, cfg.grpo
-        )
+        measured = accumulate(policy, reference, train_groups, total_tokens, cfg.rollout.temperature, cfg.grpo)
+        measured["grad_norm"] = 0.0
+        if measured["learned_tokens"]:  # otherwise no rank has a group to learn from, and AdamW would only decay
+            measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
         check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
         clock.lap("train")
 
@@ -437,9 +435,8 @@ def check_hardware(cfg: RLConfig, checklist: Checklist) -> None:
     check_room(cfg, checklist, plan_rl)
     with checklist.item("batch and servers"):
         ranks = cfg.plan.gpus if checklist.dry else world_size()
-        if cfg.batch_tasks // ranks < cfg.minibatches:
-            needs = f"each of {ranks} ranks needs a task for each of {cfg.minibatches} minibatches"
-            raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: {needs}; raise it")
+        if cfg.batch_tasks < ranks:
+            raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {ranks} ranks needs a task; raise it")
         # A dry run may be on a machine without GPUs.
         if not checklist.dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
             check_servers(cfg.rollout, local_size())
@@ -450,6 +447,6 @@ def check_hardware(cfg: RLConfig, checklist: Checklist) -> None:
 if __name__ == "__main__":
     cfg, args = command_line(RLConfig, __doc__)
     step = f"{cfg.batch_tasks} tasks x {cfg.grpo.group_size} episodes at K in {list(cfg.choices_of_k)}"
-    step += f", updates: {cfg.minibatches}; {cfg.steps} steps"
+    step += f", one update; {cfg.steps} steps"
     check = partial(dry_run, parse=parse_task, check_hardware=check_hardware, step=step)
     run_script(check if args.dry_run else main, cfg, *USER_ERRORS)

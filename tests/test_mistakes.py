@@ -163,7 +163,7 @@ def test_a_dry_run_lists_what_is_there_and_what_is_missing_and_then_what_a_step_
     assert lines[2].startswith("ERROR   data: gone.parquet: no such data file")
     assert lines[3].startswith("ERROR   memory: gone: neither")
     assert lines[4] == "ok      servers: none, the model samples in this process"
-    assert re.fullmatch(r"step    8 tasks x 8 episodes at K in \[4, 8, 16, 32, 64\], updates: 1; 60 steps", lines[6])
+    assert re.fullmatch(r"step    8 tasks x 8 episodes at K in \[4, 8, 16, 32, 64\], one update; 60 steps", lines[6])
     assert lines[5] == "note    this machine has 0 GPUs"
 
     # Past bug: it checked the one rank of the dry run itself.

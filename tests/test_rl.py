@@ -21,7 +21,7 @@ from tiny_checkpoint import Scripted, is_subagent
 
 import rl
 from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
-from grpo import GRPOConfig, assign_advantages, make_train_groups, update
+from grpo import GRPOConfig, accumulate, assign_advantages, make_train_groups
 from rewards import give_rewards
 from rl import RLConfig
 from rollout import RolloutConfig, render_prompt
@@ -90,11 +90,11 @@ def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir
 
 
 def test_an_update_is_taken_at_the_rate_that_is_logged(scripted, toy_dir, tmp_path):
-    """Past mutant: the schedule stayed at its first step, while metrics.jsonl showed it moving. Two minibatches a step."""
+    """Past mutant: the schedule stayed at its first step, while metrics.jsonl showed it moving."""
     optim = {"lr": 1e-3, "schedule": "cosine", "warmup": 0.3}
     with tiny.rates_of_updates() as rates:
-        lines = train(tmp_path / "c.yaml", toy_dir, steps=4, minibatches=2, optim=optim)
-    assert rates == [line["lr"] for line in lines for _ in range(2)] and len(set(rates)) == 4
+        lines = train(tmp_path / "c.yaml", toy_dir, steps=4, optim=optim)
+    assert rates == [line["lr"] for line in lines] and len(set(rates)) == 4
 
 
 def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted, toy_dir, tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ CROP = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_
 
 RIGHT_OR_WRONG = "I see it.\n</think>\n<answer>{}</answer>" + END_OF_TURN
 
-NO_UPDATE = {"loss": 0.0, "grad_norm": 0.0, "logprob_gap": 0.0, "logprob_gap_max": 0.0}
+NO_UPDATE = {"loss": 0.0, "learned_tokens": 0, "logprob_gap": 0.0, "logprob_gap_max": 0.0}
 
 
 def play(prompt: str, seed: int) -> str:
@@ -282,7 +282,7 @@ def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_cal
 def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch, capsys):
     """The update takes 0.2 s and sampling 0.5 s, so they overlap. Tokens are one update old. The console shows progress."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(rl, "update", lambda *_: time.sleep(0.2) or dict(NO_UPDATE))
+    monkeypatch.setattr(rl, "accumulate", lambda *_: time.sleep(0.2) or dict(NO_UPDATE))
     first, second, last = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1)
     assert [line["staleness"] for line in (first, second, last)] == [0, 1, 1] and scripted[0].version == 3
     assert re.search(r"rollout: .* [1-7]/8 ", capsys.readouterr().err)
@@ -361,15 +361,15 @@ def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(script
 
     sample_batch = rl.Sampler.sample
     monkeypatch.setattr(rl.Sampler, "sample", sample)
-    monkeypatch.setattr(rl, "update", lambda *_: dict(NO_UPDATE))
+    monkeypatch.setattr(rl, "accumulate", lambda *_: dict(NO_UPDATE))
     note(rl, "barrier")
-    note(rl, "update")
+    note(rl, "accumulate")
     note(WeightSync, "write", lambda weights, policy, version: writing[version].set())
     note(Scripted, "update_weights", lambda engine, path, version: there.append(sorted(os.listdir(path.parent))))
     note(rl, "evaluate", evaluating)
     note(Run, "save", saving)
     lines = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1, save_every=1, **held_out(toy_dir))
-    step = ["barrier", "update", "write", "barrier", "update_weights", "evaluate", "save"]
+    step = ["barrier", "accumulate", "write", "barrier", "update_weights", "evaluate", "save"]
     assert told == step * 3 and begun.keys() == {0, 1, 2}
     assert there == [["weights-1"], ["weights-1", "weights-2"], ["weights-2", "weights-3"]]
     assert all(line["export_seconds"] > 0 for line in lines)
@@ -470,7 +470,9 @@ def test_a_first_batch_with_a_gap_that_is_no_number_is_refused(draw, toy_dir, mo
         self_check(policy, groups, 1.0)
 
 
-def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir, toy_renderer, monkeypatch):
+def test_an_update_has_the_loss_and_gradient_of_one_pass_at_the_sampling_temperature(
+    toy_dir, toy_renderer, monkeypatch
+):
     """Compare with log-probs, KL and gradient of one pass by hand. The reference is another policy."""
     weights, rollout = PolicyConfig(str(toy_dir / "model")), RolloutConfig(temperature=0.6)
     cfg = RLConfig(run="run", policy=weights, data=None, grpo=GRPOConfig(kl_coef=0.2), rollout=rollout)
@@ -504,31 +506,25 @@ def test_an_update_weighs_minibatches_alike_at_the_sampling_temperature(toy_dir,
     expected = tiny.gradients(policy)
     policy.zero_grad()
 
-    def keep_gradient():
-        found.append(tiny.gradients(policy))
-        policy.zero_grad()
-        return 1.0
-
-    for minibatches in (1, 2):
-        found = []
-        measured = update(policy, reference, keep_gradient, train_groups, total_tokens, minibatches, 0.6, cfg.grpo)
-        assert len(found) == minibatches == measured["optimizer_steps"] and measured["learned_tokens"] == len(new)
-        assert measured["loss"] == pytest.approx(loss.item(), rel=1e-4)  # past mutant: divided by the tokens again
-        assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4) and kl.mean() > 0.01
-        assert measured["logprob_gap"] == pytest.approx((new - old).abs().mean().item(), rel=1e-4)
-        assert measured["logprob_gap_max"] == pytest.approx((new - old).abs().max().item(), rel=1e-4)
-        assert measured["entropy"] == pytest.approx(scores.entropies.mean().item(), rel=1e-4)
-        means = {name: sum(step[name] for step in found) / minibatches for name in expected}
-        tiny.assert_close(means, expected, 1e-3)
-    idle = update(policy, reference, keep_gradient, [], total_tokens, 1, 0.6, cfg.grpo)
-    assert idle["learned_tokens"] == idle["optimizer_steps"] == 0  # past bug: one token of nothing
+    measured = accumulate(policy, reference, train_groups, total_tokens, 0.6, cfg.grpo)
+    assert measured["learned_tokens"] == len(new)
+    assert measured["loss"] == pytest.approx(loss.item(), rel=1e-4)  # past mutant: divided by the tokens again
+    assert kl.mean() > 0.01
+    assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert measured["logprob_gap"] == pytest.approx((new - old).abs().mean().item(), rel=1e-4)
+    assert measured["logprob_gap_max"] == pytest.approx((new - old).abs().max().item(), rel=1e-4)
+    assert measured["entropy"] == pytest.approx(scores.entropies.mean().item(), rel=1e-4)
+    tiny.assert_close(tiny.gradients(policy), expected, 1e-3)
+    idle = accumulate(policy, reference, [], total_tokens, 0.6, cfg.grpo)
+    assert idle["learned_tokens"] == 0  # past bug: one token of nothing
     train_groups[1].behaviour_logprobs[3] = math.nan
-    broken = update(policy, reference, keep_gradient, train_groups, total_tokens, 1, 0.6, cfg.grpo)
-    assert math.isnan(broken["logprob_gap"]) and math.isnan(broken["logprob_gap_max"])
+    broken = accumulate(policy, reference, train_groups, total_tokens, 0.6, cfg.grpo)
+    assert math.isnan(broken["logprob_gap"])
+    assert math.isnan(broken["logprob_gap_max"])
 
 
 def test_a_step_whose_log_probs_are_not_numbers_ends_the_run(scripted, toy_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(rl, "update", lambda *_: {"logprob_gap": math.nan, "logprob_gap_max": math.nan})
+    monkeypatch.setattr(rl, "accumulate", lambda *_: NO_UPDATE | {"logprob_gap": math.nan, "logprob_gap_max": math.nan})
     with pytest.raises(EngineError, match="step 1: .* differ by nan on average, nan at most"):
         rl.main(config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, steps=1)))
 

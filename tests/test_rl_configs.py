@@ -41,7 +41,6 @@ def test_a_config_that_does_not_say_takes_64_episodes_a_step_and_the_betas_of_th
     [
         ({"rollout": {"subagents": {"train": True}}}, "needs rollout.subagents.temperature = 0.7"),
         ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
-        ({"minibatches": 0}, "minibatches = 0: must be at least 1"),
         ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
         ({"grpo": {"clip_eps": 0}}, "grpo: clip_eps = 0.0: must be greater than 0"),
         ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
@@ -53,14 +52,12 @@ def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
         config.load(RLConfig, path)
 
 
-def test_every_rank_has_a_task_for_every_minibatch(toy_dir, tmp_path, monkeypatch):
-    """Past bug: with fewer tasks than minibatches on a rank, two minibatches silently became one."""
-    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3, minibatches=2))
+def test_every_rank_has_a_task(toy_dir, tmp_path, monkeypatch):
+    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3))
+    monkeypatch.setattr(rl, "world_size", lambda: 3)
     rl.check_hardware(cfg, Checklist())
-    monkeypatch.setattr(rl, "world_size", lambda: 2)
-    with pytest.raises(
-        config.ConfigError, match="batch_tasks = 3: each of 2 ranks needs a task for each of 2 minibatches"
-    ):
+    monkeypatch.setattr(rl, "world_size", lambda: 4)
+    with pytest.raises(config.ConfigError, match="batch_tasks = 3: each of 4 ranks needs a task"):
         rl.check_hardware(cfg, Checklist())
 
 
