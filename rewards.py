@@ -49,15 +49,13 @@ FORMAT_WEIGHTS = {
 class Anchor:
     """Selective Anchoring: R_anchor = alpha * closed + beta * flow - gamma * unpaired."""
 
-    credit: Literal["struct", "sequence", "off"] = "struct"
-    """struct: structural tokens get the advantage of R_anchor (the paper's idea). sequence: R_fmt includes lambda * R_anchor,
-    so all tokens get it (the released code). off: R_anchor is only logged."""
+    credit: Literal["struct", "off"] = "struct"
+    """struct: structural tokens get the advantage of R_anchor. off: R_anchor is only logged."""
     alpha: float = 0.4
     beta: float = 0.3
     gamma: float = 0.3
     lam: float = 0.5
-    """lambda. Under `struct` it scales an advantage, that of R_anchor. Under `sequence` it scales a reward, R_anchor inside
-    R_fmt."""
+    """lambda: scales the advantage of R_anchor, and R_anchor inside the metric f."""
 
 
 @dataclass(frozen=True)
@@ -82,16 +80,14 @@ class RewardConfig:
     def __post_init__(self):
         if self.open_answer == "judge" and not (self.judge.url and self.judge.model):
             raise ValueError("open_answer = 'judge' needs judge.url and judge.model: set both")
-        if self.anchor.credit == "sequence" and not self.w_fmt:
-            raise ValueError("anchor.credit = 'sequence' pays R_anchor in R_fmt, but w_fmt = 0 drops it: raise w_fmt")
 
 
 # ------------------------------------------------------------------------------------------------ R
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. R_fmt is the format reward that R contains. The metric f is R_fmt with
-    lambda * R_anchor inside its cap, whatever the credit (see format_rewards)."""
+    """Return all parts by name, or raise JudgeError. The metric f is R_fmt with lambda * R_anchor inside its cap (see
+    format_rewards)."""
     # Split the turns into tags and text.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
@@ -131,9 +127,6 @@ def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
     parts = dict.fromkeys(PARTS, 0.0)
     parts["R_anchor"] = -cfg.anchor.gamma
     parts["f"] = cfg.anchor.lam * parts["R_anchor"]
-    if cfg.anchor.credit == "sequence":
-        parts["R_fmt"] = parts["f"]
-        parts["R"] = cfg.w_fmt * parts["R_fmt"]
     return parts
 
 
@@ -348,13 +341,11 @@ def format_rewards(
     bonus = 0.1 * flawless
 
     # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [flawless]
-    # R_fmt = min(0.9, s)                     + 0.1 * [flawless], but f under credit `sequence`
+    # R_fmt = min(0.9, s)                     + 0.1 * [flawless]
     # Without a call, R_fmt is at most 0.8.
     # The release computes min(1, s + 0.1 * [s > 0 and all tags balanced]). With calls, s alone can reach 1, and broken tags cost
     # nothing. Capping s at 0.9 gives well-formed text the same score, and any flaw costs 0.1.
-    f = min(0.9, s + anchor_term) + bonus
-    fmt = f if cfg.anchor.credit == "sequence" else min(0.9, s) + bonus
-    return fmt, f
+    return min(0.9, s) + bonus, min(0.9, s + anchor_term) + bonus
 
 
 def thinks_before_call(turn: Elements) -> bool:

@@ -27,7 +27,7 @@ DONE = f"<think>\nThe clip shows it.\n</think>\n<answer>B</answer>{END_OF_TURN}"
 EMPTY_LOOK = LOOK.replace("\nLet me look closer.\n", "")
 EMPTY_DONE = DONE.replace("\nThe clip shows it.\n", "")
 MCQ = Task("t", "Which?\nA. red\nB. blue", (), "mcq", "B", ("red", "blue"))
-PLAIN, RELEASED = RewardConfig(), RewardConfig(anchor=Anchor(credit="sequence"))
+PLAIN = RewardConfig()
 
 
 def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
@@ -148,10 +148,6 @@ def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
     expected |= {"R": acc + r_fmt + tool}
     parts = earned(turns, executed)
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
-    # In the released code R_fmt is f.
-    expected |= {"R": acc + f + tool, "R_fmt": f}
-    parts = earned(turns, executed, cfg=RELEASED)
-    assert {key: parts[key] for key in expected} == pytest.approx(expected)
 
 
 def one_edit_away(turns: list[str]) -> list[list[str]]:
@@ -181,7 +177,7 @@ def one_edit_away(turns: list[str]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("suffix", [True, False])
-@pytest.mark.parametrize("credit", ["struct", "sequence", "off"])
+@pytest.mark.parametrize("credit", ["struct", "off"])
 @pytest.mark.parametrize("honest", [[DONE], [LOOK, DONE], [LOOK.replace(CALL, f"{CALL}\n{CALL}"), LOOK, DONE]])
 def test_no_text_one_edit_from_an_honest_one_earns_as_much_unless_it_is_well_formed(honest, credit, suffix):
     """Past bugs: the cap at 1 gave every calling episode the full R_fmt, even with broken tags; a thought closed twice cost less
@@ -451,7 +447,7 @@ def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(answer
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", CALL, "B", "\n", "text ", END_OF_TURN]), max_size=14))  # fmt: skip
 def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
     turn = "".join(pieces)
-    for credit in ("sequence", "off", "struct"):
+    for credit in ("off", "struct"):
         parts = earned([turn], 1, cfg=RewardConfig(anchor=Anchor(credit=credit)))
         assert parts["R"] == pytest.approx(parts["R_acc"] + parts["R_fmt"] + parts["R_tool"])
     assert 0 <= parts["R_acc"] <= 1 and 0 <= parts["R_tool"] <= 1
