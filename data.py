@@ -3,6 +3,7 @@
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
     packing.Bundle (one prompt and the suffixes that continue it): the unit of training for both SFT and RL
 
+    dump(episode, file, renderer);  load_episodes(path) -> episodes          # one line of JSON is one episode
     parse_task(RL row) -> Task;  overview(task, k, videos, contract) -> clips
     main_messages(question, paths, clips, renderer, with_tools=True) -> messages for renderer.render
 
@@ -10,21 +11,26 @@ SFT, RL, evaluation and `ask` all build their prompts with the functions here. T
 reports: only a rollout has the switch `tool_return: frames`. runtime/dataset.py streams the rows. `python -m study.prepare check`
 checks them.
 
-Deliberately missing: prompts per dataset.
+rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them.
+
+Deliberately missing: prompts per dataset, pixels in the records of episodes, reading the records of another version of this code.
 """
 
 import functools
 import hashlib
+import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import numpy as np
 
 from runtime.answers import LETTERS, normalise, parse_span
-from runtime.dataset import RowError, decode_json, resolve_path
+from runtime.dataset import DataError, RowError, decode_json, resolve_path
 from runtime.render import Live, Renderer
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
@@ -162,6 +168,74 @@ class Group:
     def ran(self) -> list[Episode]:
         """The episodes that did not fail. Only they are rewarded, compared and trained on."""
         return [episode for episode in self.episodes if not episode.error_kind]
+
+
+# ------------------------------------------------------------------------------------------------ records of episodes
+
+NO_PIXELS = np.zeros(
+    (0, 0, 0, 3), np.uint8
+)  # of all recorded clips: one array, so the prompts of a group are still the same
+
+
+def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
+    """Write an episode as one line of JSON: exact ids, readable text, and the times of its frames, but no pixels."""
+
+    def record_of(trajectory: Trajectory) -> dict:
+        text = renderer.decode(renderer.compact(trajectory.ids))
+        prompt_clips = [clip.times for clip in trajectory.prompt_clips]
+        call_clips = [clip.times for clip in trajectory.call_clips]
+        return vars(trajectory) | {"prompt_clips": prompt_clips, "call_clips": call_clips, "text": text}
+
+    calls = []
+    for call in episode.calls:
+        calls.append(vars(call) | {"subagent": call.subagent and record_of(call.subagent)})
+    record = vars(episode) | {"task": vars(episode.task), "main": record_of(episode.main), "calls": calls}
+    file.write(json.dumps(record) + "\n")
+    file.flush()
+
+
+def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> None:
+    """Write all episodes of the groups to a new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for group in groups:
+            for episode in group.episodes:
+                dump(episode, file, renderer)
+
+
+def load_episodes(path: str | Path) -> list[Episode]:
+    """Read the episodes of a file. Their clips have times, but no pixels."""
+    return [episode_of(json.loads(line)) for line in Path(path).read_text("utf-8").splitlines()]
+
+
+def episode_of(record: dict) -> Episode:
+    """Rebuild an episode from a record of `dump`."""
+    _check_fields(record, Episode)
+    task = record["task"]
+    task = Task(**task | {"videos": tuple(task["videos"]), "options": tuple(task["options"])})
+    calls = []
+    for call in record["calls"]:
+        _check_fields(call, Call)
+        window = call["window"] and tuple(call["window"])
+        subagent = call["subagent"] and _trajectory_of(call["subagent"])
+        calls.append(Call(**call | {"window": window, "subagent": subagent}))
+    return Episode(**record | {"task": task, "main": _trajectory_of(record["main"]), "calls": calls})
+
+
+def _trajectory_of(record: dict) -> Trajectory:
+    fields = {name: value for name, value in record.items() if name != "text"}
+    _check_fields(fields, Trajectory)
+    for name in ("prompt_clips", "call_clips"):
+        fields[name] = [Clip(NO_PIXELS, tuple(times)) for times in record[name]]
+    return Trajectory(**fields | {"turns": [tuple(turn) for turn in record["turns"]]})
+
+
+def _check_fields(names: Iterable[str], kind: type) -> None:
+    """Refuse a record from a version of this code in which the type had other fields."""
+    differ = set(names) ^ kind.__dataclass_fields__.keys()
+    if differ:
+        told = f"whose {kind.__name__} has other fields ({', '.join(sorted(differ))})"
+        raise DataError(f"an episode of another version of this code, {told}: read it with that version, or run again")
 
 
 # ------------------------------------------------------------------------------------------------ prompts

@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from data import Episode
+from data import Episode, dump
 from evals import ablation, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
@@ -50,7 +50,6 @@ from evals.results import (
     resume,
     unlike_published,
 )
-from records import dump
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
 from runtime.api import Api, Judge, JudgeError, OpenAI, check_api

@@ -31,9 +31,8 @@ from typing import Literal
 
 import torch
 
-from data import CALL_ERRORS, Episode, Group, Task, draw_k, overview, parse_task
+from data import CALL_ERRORS, Episode, Group, Task, draw_k, keep_episodes, overview, parse_task
 from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_train_groups
-from records import keep_episodes
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import AgentContext, RolloutConfig, open_engine, rollout
 from runtime.api import Judge

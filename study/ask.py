@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data import Call, Task
-from records import dump
+from data import Call, Task, dump
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, run_episode
 from runtime import config
 from runtime.checks import check_servers, find_checkpoint, refuse_template

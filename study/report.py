@@ -22,17 +22,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from data import Episode, Trajectory
+from data import Episode, Trajectory, episode_of
 from evals import results
 from evals.tables import outcomes
-from records import episode_of
 from rewards import final_answer, turn_texts
 from runtime.config import ConfigError, read_tree
 from runtime.dataset import DataError
 from runtime.render import Renderer, load_tokenizer
-from runtime.video import VideoError, Videos, uniform_indices
+from runtime.video import Clip, SizeRule, VideoError, Videos, uniform_indices
 from runtime.visual import ContractError, VisualContract
-from tools import ToolError
+from tools import choose_video
 
 STEPS = 10  # of a run whose episodes are on the page, evenly spread
 EPISODES = 64  # of a step, at most
@@ -109,11 +108,35 @@ def read_outcomes(path: Path) -> list[dict[str, float]]:
 
 def load_with_frames(record: dict, videos: Videos, contract: VisualContract) -> Episode:
     """Return a recorded episode with its frames. If they cannot be read, say so and return it without them."""
+    episode = episode_of(record)
     try:
-        return episode_of(record, videos, contract)
-    except (VideoError, ToolError, ContractError) as error:
+        decode_frames(episode, videos, contract)
+    except VideoError as error:
         print(f"an episode is shown without frames: {error}")
-        return episode_of(record, None, None)
+    return episode
+
+
+def decode_frames(episode: Episode, videos: Videos, contract: VisualContract) -> None:
+    """Put the frames back into an episode that was read from a file, by their recorded times. Raise VideoError if a video is
+    gone or has other times now."""
+
+    def decode(path: str, clip: Clip, size_rule: SizeRule) -> Clip:
+        info = videos.info(path)
+        indices = np.searchsorted(info.times, clip.times).clip(max=info.n_frames - 1).tolist()
+        decoded = videos.frames(path, indices, size_rule(info.width, info.height))
+        if decoded.times != clip.times:
+            raise VideoError(path, f"its frame times differ from the recorded {clip.times}: restore the original video")
+        return decoded
+
+    task, main = episode.task, episode.main
+    main.prompt_clips = [decode(path, clip, contract.frame_size) for path, clip in zip(task.videos, main.prompt_clips)]
+    # The frames of a call went to its sub-agent if it has one, otherwise to the main agent.
+    for call in episode.calls:
+        if call.subagent:
+            path = choose_video(task, call.arguments)
+            call.subagent.prompt_clips = [decode(path, clip, contract.crop_size) for clip in call.subagent.prompt_clips]
+    paths = [choose_video(task, call.arguments) for call in episode.calls if call.window and not call.subagent]
+    main.call_clips = [decode(path, clip, contract.crop_size) for path, clip in zip(paths, main.call_clips)]
 
 
 # ------------------------------------------------------------------------------------------------ episodes

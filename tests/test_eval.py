@@ -32,13 +32,13 @@ from tiny_checkpoint import Scripted, is_subagent
 import data
 import eval as evaluation
 import tools
+from data import load_episodes
 from eval import EvalConfig, dry_run
 from evals import protocols, results, tables
 from evals.benchmarks import Cue, load_split
 from evals.protocols import READS
 from evals.results import EvalJob, read_results
 from evals.tables import interval
-from records import load_episodes
 from rl import RLConfig
 from rollout import derive_seed
 from runtime import config

@@ -6,7 +6,7 @@ import graphlib
 from scripts import REPO
 
 ROOMS = ("runtime", "evals", "study")
-METHOD = ("data", "tools", "rollout", "rewards", "grpo", "rl", "sft", "eval", "records")
+METHOD = ("data", "tools", "rollout", "rewards", "grpo", "rl", "sft", "eval")
 FILES = [*REPO.glob("*.py"), *(path for room in ROOMS for path in REPO.glob(f"{room}/*.py"))]
 # What each room may import. `eval` is the only script of the method that may import from evals.
 MAY_IMPORT = {"runtime": {"runtime"}, "method": {"runtime", "method"}, "evals": {"runtime", "method", "evals"}}

@@ -10,10 +10,9 @@ import pytest
 import torch
 from scripts import REPO
 
-from data import Group
+from data import Group, episode_of
 from evals.tables import markdown
 from grpo import assign_advantages, make_train_groups, token_advantages, token_losses
-from records import episode_of
 from rewards import give_rewards
 from rl import RLConfig
 from runtime import config
@@ -51,9 +50,7 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     cfg = config.load(RLConfig, REPO / "configs" / "toy_paragrpo_full.yaml", settings)
     renderer = Vocabulary(**RECORD["vocabulary"])
     computed = {"rewards": {}, "advantage": 0.0, "anchor_advantage": 0.0}
-    episodes = [
-        episode_of(line | computed | {"main": line["main"] | {"structural": []}}, None, None) for line in EPISODES
-    ]
+    episodes = [episode_of(line | computed | {"main": line["main"] | {"structural": []}}) for line in EPISODES]
     group = Group(episodes[0].task, episodes[0].k, episodes)
     give_rewards([group], renderer, cfg.reward)
     assign_advantages([group], cfg.grpo, cfg.reward.anchor)

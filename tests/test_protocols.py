@@ -14,12 +14,11 @@ import yaml
 from scripts import REPO
 from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory
 
-from data import Task, subagent_messages
+from data import Task, dump, subagent_messages
 from eval import EvalConfig
 from evals import protocols
 from evals.benchmarks import Cue, Item
 from evals.protocols import WORDS, Prompting, Protocol, run_protocol
-from records import dump
 from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
 from runtime import config
 from runtime.dialogue import Dialogue, Media

@@ -17,9 +17,8 @@ from PIL import Image
 from test_rollout import play as roll_out
 from test_rollout import turns
 
-from data import Task
+from data import Task, dump
 from evals.results import RECORD
-from records import dump
 from rewards import structural_mask
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from tiny_checkpoint import CONTRACT, END, MemoryVideos, play, turns
 
 import tools
-from data import Call, Task
-from records import dump
+from data import Call, Task, dump
 from runtime.video import Clip
 from tools import (
     TOOLS,
