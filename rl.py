@@ -17,7 +17,6 @@ Deliberately missing: batches that are more than one update old, elastic trainin
 """
 
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -313,9 +312,9 @@ def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
     """Return a step's metrics, averaged over all ranks. `ks`: the values of K that are drawn.
 
-    Each metric is a mean over: groups (share/K and flat_groups), all episodes (failed_rate), calls (call_errors/... and
-    calls/distinct), sub-agents' reports (report/...), episodes that called (parallel_rate), or the episodes that ran (all
-    others)."""
+    Each metric is a mean over: groups (share/K and flat_groups), all episodes (failed_rate), calls (call_errors/...), calls that
+    ran (calls/distinct: 1 unless an earlier call of the episode was exactly the same), sub-agents' reports (report/...), episodes
+    that called (parallel_rate), or the episodes that ran (all others)."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
@@ -361,32 +360,17 @@ def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[s
     """Add an episode's calls and their reports to the metrics."""
     for name in TOOLS:
         seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
-    seen["calls/distinct"] += new_windows(episode)
+    ran = []  # the calls that ran before
     for call in episode.calls:
+        if not call.error:
+            seen["calls/distinct"].append((call.name, call.arguments) not in ran)
+            ran.append((call.name, call.arguments))
         for kind in error_kinds:
             seen[f"call_errors/{kind}"].append(call.error == kind)
         if call.subagent:  # a good report ends by itself, is short and has no tags
             seen["report/ended"].append(call.subagent.finish == "stop")
             seen["report/tokens"].append(call.subagent.n_sampled)
             seen["report/tagged"].append(bool(TAG.search(call.text)))
-
-
-def new_windows(episode: Episode) -> list[bool]:
-    """Return for each executed call whether its window is new: no earlier window covers more than half of it."""
-    distinct = []
-    earlier: dict[str, list[tuple[float, float]]] = defaultdict(list)  # video -> its windows so far
-    for call in episode.calls:
-        if call.error or call.window is None:
-            continue
-        video = ""
-        # A call that names no video gets the first. A fork's tool may accept any name.
-        if len(episode.task.videos) > 1:
-            video = os.path.basename(str(call.arguments.get("video_path") or episode.task.videos[0]))
-        start, end = call.window
-        covered = [min(end, e) - max(start, s) for s, e in earlier[video]]
-        distinct.append(max(covered, default=0.0) <= (end - start) / 2)
-        earlier[video].append(call.window)
-    return distinct
 
 
 def speed(train_groups: list[TrainGroup], policy: Policy, seconds: float) -> dict[str, float]:

@@ -30,7 +30,7 @@ from runtime.config import ConfigError, read_tree
 from runtime.dataset import DataError
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Clip, SizeRule, VideoError, Videos, uniform_indices
-from runtime.visual import ContractError, VisualContract
+from runtime.visual import VisualContract
 from tools import choose_video
 
 STEPS = 10  # of a run whose episodes are on the page, evenly spread

@@ -204,7 +204,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         versions, mask = [-1, -1, *sampled], [0, 0, *[1] * len(sampled)]
         return Trajectory([5] * len(mask), mask, [0.0] * len(mask), versions, [], 2, [(2, 3)] * turns, finish)
 
-    # One sub-agent ends its report. The other is cut off, with the main agent's ids. Its window mostly covers the first.
+    # One sub-agent ends its report. The other is cut off, with the main agent's ids. It repeats the first call.
     ended, cut = agent([3, 3, 3], 1), agent([3, 3, 3, 3, 3, 3], 1, "length")
     calls = [
         Call(0, "crop_video", {}, "A red flash.", window=(0.0, 10.0), subagent=ended),
@@ -250,25 +250,17 @@ def test_calls_are_parallel_if_several_of_one_turn_ran():
     assert rates((0, "failed"), (0, "failed")) == {"calling_rate": 0}
 
 
-def test_a_call_is_distinct_unless_an_earlier_window_covers_most_of_its_own():
-    def episode(*looks, videos=("/data/a.mp4",)) -> Episode:
-        calls = [Call(0, "crop_video", {"video_path": video}, window=window) for video, window in looks]
-        return Episode(Task("t", "Which?", videos, "oe", "red"), 4, Trajectory(), calls)
+def test_a_call_is_distinct_unless_it_repeats_an_earlier_one_of_its_episode_exactly():
+    def share(*calls: Call) -> float:
+        episode = Episode(Task("t", "Which?", ("v.mp4",), "oe", "red"), 4, Trajectory(), list(calls))
+        episode.rewards = {"R_acc": 0.0}
+        return rl.describe([Group(episode.task, 4, [episode])], (4,), step=0).get("calls/distinct")
 
-    whole, half, most, inside = (0.0, 10.0), (5.0, 15.0), (4.0, 14.0), (6.0, 8.0)
-    assert rl.new_windows(episode(("a.mp4", whole), ("a.mp4", half))) == [True, True]
-    assert rl.new_windows(episode(("a.mp4", whole), (None, most), ("a.mp4", inside))) == [True, False, False]
-    assert rl.new_windows(episode(("a.mp4", inside), ("a.mp4", whole))) == [True, True]  # it shows far more
-    both = ("/data/a.mp4", "/data/b.mp4")
-    assert rl.new_windows(episode((None, whole), ("a.mp4", most), videos=both)) == [True, False]  # no name: the first
-    assert rl.new_windows(episode(("a.mp4", whole), ("b.mp4", whole), ("x/b.mp4", most), videos=both)) == [
-        True,
-        True,
-        False,
-    ]
-    text = episode(("a.mp4", None), ("a.mp4", whole))  # a tool without a window, and a call that failed
-    text.calls[1] = replace(text.calls[1], error="failed")
-    assert rl.new_windows(text) == []
+    first, later = (Call(0, "crop_video", {"start_time": start, "end_time": 9}, text="seen") for start in (1, 2))
+    assert share(first, later, replace(first, turn=1, text="again")) == pytest.approx(2 / 3)
+    assert share(first, replace(first, name="zoom")) == 1
+    assert share(replace(first, error="failed"), first) == 1  # the first did not run
+    assert share(replace(first, error="failed")) is None
 
 
 def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
