@@ -346,8 +346,8 @@ KINDS = {
 }  # fmt: skip
 
 
-def parse_task(row: dict, origin: str, root: Path, _weight: float = 1.0) -> Task:
-    """Return a row's task. Relative paths start at `root`, `origin` names a row without an id, and `_weight` is for SFT rows.
+def parse_task(row: dict, origin: str, root: Path) -> Task:
+    """Return a row's task. Relative paths start at `root`, and `origin` names a row without an id.
 
     {"prompt": [{"role": "user", "content": "<video>Which?\\nA. red\\nB. blue"}], "videos": [{"video": "a.mp4"}],
      "extra_info": {"id": "a1", "question_type": "mcq", "answer": "B", "options": ["red", "blue"]}}"""

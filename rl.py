@@ -261,9 +261,9 @@ class Sampler:
         """Return this rank's tasks of a step and their K."""
         cfg = self.cfg
         tasks, ks = [], []
-        for task, epoch in self.dataset.batch(step, cfg.batch_tasks, rank(), world_size()):
-            tasks.append(task)
-            ks.append(draw_k(task.id, epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
+        for draw in self.dataset.batch(step, cfg.batch_tasks, rank(), world_size()):
+            tasks.append(draw.item)
+            ks.append(draw_k(draw.item.id, draw.epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
         return tasks, ks
 
     def look_ahead(self, tasks: list[Task], ks: list[int]) -> None:

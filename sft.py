@@ -207,22 +207,22 @@ class Batches:
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
             futures = [readers.submit(self.encode, draw.item) for draw in draws]
-        rows = []
+        rows, loss_weights = [], []
         for draw, future in zip(draws, futures):
             try:
                 rows.append(future.result())
+                loss_weights.append(draw.loss_weight)
             except RowError as error:
                 self.dataset.reject(draw.item.id, str(error))
 
         batch = []
         for members in best_fit([len(bundle) for bundle in rows], self.cfg.pack_tokens):
-            bundles = [rows[i] for i in members]
             weights, kinds = [], []
-            for bundle in bundles:
-                for kind in target_kinds(bundle, self.renderer):
-                    weights.append(bundle.weight * self.cfg.kind_weights.get(kind, 1.0))
+            for i in members:
+                for kind in target_kinds(rows[i], self.renderer):
+                    weights.append(loss_weights[i] * self.cfg.kind_weights.get(kind, 1.0))
                     kinds.append(kind)
-            batch.append(MicroBatch(bundles, np.array(weights, np.float32), np.array(kinds, str)))
+            batch.append(MicroBatch([rows[i] for i in members], np.array(weights, np.float32), np.array(kinds, str)))
         return batch
 
     def encode(self, dialogue: Dialogue) -> Bundle:
@@ -256,7 +256,7 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
         messages.append({"role": turn["role"], "content": content})
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
-    return Bundle.conversation(rendered.ids, rendered.mask, rendered.clips, dialogue.weight)
+    return Bundle.conversation(rendered.ids, rendered.mask, rendered.clips)
 
 
 def target_kinds(bundle: Bundle, renderer: Renderer) -> list[str]:

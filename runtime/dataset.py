@@ -126,13 +126,14 @@ class Draw(NamedTuple):
 
     item: Any  # the parsed row: a Task or a Dialogue
     epoch: int
+    loss_weight: float  # of its source
 
 
 class Dataset:
     """An endless, seeded shuffle of the sources' rows, read by step number."""
 
-    # parse(row, its name, where relative paths start, loss weight of its source) -> a Task or a Dialogue
-    def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path, float], Any]):
+    # parse(row, its name, where relative paths start) -> a Task or a Dialogue
+    def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path], Any]):
         self.cfg, self._parse = cfg, parse
         self._first, self._mixture = [], []  # (source, its rows)
         for source in cfg.sources:
@@ -169,7 +170,7 @@ class Dataset:
             root = Path(self.cfg.video_root or rows.path.parent)
             try:
                 with row_errors():
-                    draws.append(Draw(self._parse(rows[row], origin, root, source.loss_weight), epoch))
+                    draws.append(Draw(self._parse(rows[row], origin, root), epoch, source.loss_weight))
             except RowError as error:
                 self.reject(origin, str(error))
         return draws

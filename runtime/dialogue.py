@@ -53,12 +53,11 @@ class Dialogue:
     question: str
     media: tuple[Media, ...]  # videos and images beside the question
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
-    weight: float = 1.0  # weight of its target tokens in the loss
     request: str = ""  # the sub-agent's instruction, as in tools.ClipForSubagent; empty: data.SUBAGENT_REQUEST
     system: str = ""  # the sub-agent's system prompt; empty: data.subagent_system_prompt
 
 
-def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> Dialogue:
+def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
     """Read `messages` (a JSON string or a list). Tool results are `tool` messages, or user text in <tool_response> tags.
     Videos and images are parts of the messages, or stand in columns of their own (`_place_media`).
 
@@ -93,7 +92,6 @@ def parse_dialogue(row: dict, origin: str, root: Path, weight: float = 1.0) -> D
         question=re.sub(r"<(video|image)>", "", text).strip(),
         media=tuple(part for part in opening if isinstance(part, Media)),
         turns=tuple(turns[1:]),
-        weight=weight,
         request=str(row.get("request") or ""),
         system=str(row.get("system") or ""),
     )

@@ -44,12 +44,11 @@ class Bundle:
     suffixes: list[list[int]]
     masks: list[list[int]]  # per suffix: 1 on the tokens whose log-probs are computed
     clips: list[Clip]  # of the prompt, then of each suffix, in the order of their pads
-    weight: float = 1.0  # factor on the loss of its target tokens
 
     @classmethod
-    def conversation(cls, ids: list[int], mask: list[int], clips: list[Clip], weight: float = 1.0) -> "Bundle":
+    def conversation(cls, ids: list[int], mask: list[int], clips: list[Clip]) -> "Bundle":
         """Return the bundle of one whole conversation: an empty prompt and a single suffix."""
-        return cls([], [ids], [mask], clips, weight)
+        return cls([], [ids], [mask], clips)
 
     def __len__(self) -> int:
         return len(self.prompt) + sum(map(len, self.suffixes))

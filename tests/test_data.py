@@ -189,11 +189,11 @@ def test_a_direct_agents_row_shows_and_tells_of_no_tools(video, encode, toy_rend
         assert ("<tools>" in text) is ("call tools" in text) is tools
 
 
-def test_the_loss_weight_of_a_source_reaches_the_bundles_of_its_rows(video, tmp_path, renderer, videos, schemas):
+def test_a_row_has_the_loss_weight_of_its_source(video, tmp_path):
     row = {"messages": [user(video, nframes=1), {"role": "assistant", "content": "Red."}]}
     source = Source(write_jsonl(tmp_path / "a.jsonl", [row]), loss_weight=2.5)
     [draw] = Dataset(DataConfig((source,)), parse_dialogue).batch(0, 1)
-    assert encode_dialogue(draw.item, videos, renderer, schemas).weight == 2.5
+    assert draw.loss_weight == 2.5
     with pytest.raises(ValueError, match="loss_weight = 0.0: must be positive"):
         Source("a.jsonl", loss_weight=0.0)
 
@@ -605,7 +605,7 @@ class Row(NamedTuple):
     n: int
 
 
-def number(row, origin, root, weight):
+def number(row, origin, root):
     if row.get("bad"):
         raise RowError("marked as bad")
     return Row(row.get("id", origin), row["n"])

@@ -16,12 +16,14 @@ import sft
 from data import main_messages, overview, parse_task
 from rollout import RolloutConfig, open_engine
 from runtime import config
-from runtime.dataset import DataError, Rows
+from runtime.dataset import DataError, Dataset, Rows
+from runtime.dialogue import parse_dialogue
 from runtime.packing import Bundle
 from runtime.policy import PolicyOutput, load
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
 from sft import TOKEN_KINDS, SFTConfig, batch_loss, target_kinds
+from tools import TOOLS
 
 run = partial(start, "sft.py")
 
@@ -88,6 +90,11 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
     assert len(batch) > 1 and any(len(micro.bundles) > 1 for micro in batch)
     policy = load(cfg.policy, toy_renderer.never_sampled)
     measured = batch_loss(policy, batch)
+    weights = {}  # of the rows, by their ids
+    for draw in Dataset(cfg.data, parse_dialogue).batch(0, 12):
+        bundle = sft.encode_dialogue(draw.item, videos, toy_renderer, [TOOLS[name].schema for name in cfg.tools])
+        weights[tuple(bundle.suffixes[0])] = draw.loss_weight
+    assert set(weights.values()) == {1, 10}
 
     plain = tiny.plain(toy_dir / "model")
     total, weighted, per_kind = 0.0, 0.0, {kind: [] for kind in TOKEN_KINDS}
@@ -96,7 +103,7 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
             logprobs = tiny.plain_logprobs(plain, toy_renderer.never_sampled, bundle.suffixes[0], bundle.clips)
             nll = -logprobs[torch.tensor(bundle.masks[0]).bool()[1:]]
             kinds = target_kinds(bundle, toy_renderer)
-            w = torch.tensor([bundle.weight * cfg.kind_weights.get(kind, 1.0) for kind in kinds])
+            w = torch.tensor([weights[tuple(bundle.suffixes[0])] * cfg.kind_weights.get(kind, 1.0) for kind in kinds])
             weighted, total = weighted + (w * nll).sum(), total + float(w.sum())
             for kind, value in zip(kinds, nll.tolist(), strict=True):
                 per_kind[kind].append(value)
