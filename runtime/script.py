@@ -49,16 +49,17 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
         status = work(cfg)
     except SystemExit as ended:
         status = ended.code
-    except KeyboardInterrupt:
-        status = f"interrupted. {GOES_ON} in {cfg.run}"
     except BaseException as error:
-        if isinstance(error, errors):
+        trace = traceback.format_exc().rstrip()
+        if "KeyboardInterrupt" in trace:  # libraries may wrap it in an error of their own
+            status = f"interrupted. {GOES_ON} in {cfg.run}"
+        elif isinstance(error, errors):
             status = f"error: {error}"
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             lost = error.filename or cfg.run
             status = f"error: {lost}: the disk is full; what was complete is untouched. {GOES_ON}"
         else:
-            status = traceback.format_exc().rstrip()
+            status = trace
     end_process(status)
 
 

@@ -198,8 +198,7 @@ def traceable(*arguments: str) -> None:
 @pytest.mark.parametrize("script, config_of", [("rl.py", rl_config), ("sft.py", sft_config)])
 def test_ctrl_c_ends_a_run_at_any_moment(toy_dir, tmp_path, script, config_of):
     """Try ten random moments of training and saving. One Ctrl-C in a hundred gets lost, because Python drops exceptions in
-    destructors, so press it again. If a run does not end, the test prints its stacks. While torch writes a state, its library
-    shows Ctrl-C as a traceback."""
+    destructors, so press it again. If a run does not end, the test prints its stacks."""
     rng = random.Random(0)
     for i in range(10):
         cfg = config_of(tmp_path / f"run{i}.yaml", toy_dir, steps=100_000, save_every=1)
@@ -215,8 +214,7 @@ def test_ctrl_c_ends_a_run_at_any_moment(toy_dir, tmp_path, script, config_of):
             os.kill(process.pid, signal.SIGUSR1)
             time.sleep(1)
             process.kill()
-        told = finish(process, code=1)
-        assert "interrupted. The same command resumes" in told or "CheckpointException" in told
+        assert "interrupted. The same command resumes" in finish(process, code=1)
 
 
 # ------------------------------------------------------------------------------------------------ a full disk
