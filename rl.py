@@ -56,7 +56,7 @@ from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
 from runtime.run import Clock, Run, RunConfig, check_gap, check_room, refuse_empty, self_check
 from runtime.script import command_line, run_script
-from runtime.servers import IMAGE_BYTES, on_this_machine
+from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folder
 from tools import TOOLS
@@ -192,6 +192,8 @@ def train(
         measured |= describe(groups, cfg.choices_of_k, step)
         measured |= speed(train_groups, policy, clock.seconds["train_seconds"]) | clock.seconds
         measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
+        if cfg.rollout.server_gpus or cfg.rollout.urls:
+            measured["servers"] = min(gather(len(sampler.engine.servers)))  # a rank stops using a server that fails
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
         sampler.start(step + 1 + cfg.staleness)  # samples while this step is logged and saved
@@ -281,29 +283,29 @@ class Sampler:
 @contextlib.contextmanager
 def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tuple[Sampler, WeightSync]]:
     """Open engine, video decoders and snapshot folder for the length of the block."""
-    per_node = on_this_machine(cfg.rollout.urls)  # servers on another machine serve all nodes
     image_bytes = IMAGE_BYTES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
-    with snapshot_folder(cfg.run, source, per_node, image_bytes) as folder:
-        engine = start_engine(source, renderer, cfg)
+    with snapshot_folder(cfg.run, source, image_bytes) as folder:
+        engine = start_engine(source, renderer, cfg, folder)
         with Videos(cfg.workers) as videos, contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler:
             yield sampler, WeightSync(folder, engine, cfg.rollout, cfg.visual)
 
 
-def start_engine(source: Path, renderer: Renderer, cfg: RLConfig) -> Engine:
-    """Open the engine in this process, or start servers: a node's first rank supervises them, its others connect."""
+def start_engine(source: Path, renderer: Renderer, cfg: RLConfig, folder: Path) -> Engine:
+    """Open the engine in this process, or start servers: a node's first rank owns them, its others connect. Servers read their
+    frames from `folder`."""
     if not cfg.rollout.server_gpus:
-        return open_engine(source, renderer, cfg.rollout)
+        return open_engine(source, renderer, cfg.rollout, frames=folder)
     engine = None
     if local_rank() == 0:
         logs = Path(cfg.run) / "logs"
         if rank() > 0:
             logs /= f"node-{rank() // local_size()}"
-        engine = open_engine(source, renderer, cfg.rollout, logs)
+        engine = open_engine(source, renderer, cfg.rollout, logs, folder)
     urls_by_rank = gather(engine.urls if engine else None)  # the others wait here until the servers are ready
     if engine:
         return engine
     urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
-    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)))
+    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), frames=folder)
 
 
 # ------------------------------------------------------------------------------------------------ metrics

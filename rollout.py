@@ -89,17 +89,17 @@ class RolloutConfig:
     temperature: float = 0.7
     """Sampling temperature of the main agent. 0: greedy."""
     call_timeout: float = 600.0
-    """Seconds until a call is given up: enough for a server to restart, but not for its first start."""
+    """Seconds until a call is given up: enough for its requests to try a second server."""
     concurrency: int = 256
     """Episodes that run at once on each rank."""
     subagents: SubagentConfig = field(default_factory=SubagentConfig)
     server_gpus: tuple[int, ...] = ()
-    """GPUs on which this run starts and supervises SGLang servers, one server per `tensor_parallel` GPUs."""
+    """GPUs on which this run starts SGLang servers, one server per `tensor_parallel` GPUs."""
     tensor_parallel: int = 1
     """GPUs per server, taken in order: with 2, `server_gpus: [4, 5, 6, 7]` starts a server on 4 and 5 and one on 6 and 7."""
     urls: tuple[str, ...] = ()
-    """Running SGLang servers. If the vision tower trains, start them with SGLANG_VLM_CACHE_SIZE_MB=0: their cache of image
-    embeddings survives a weight update. Without server_gpus and urls, the model runs in this process."""
+    """SGLang servers that run on this machine. If the vision tower trains, start them with SGLANG_VLM_CACHE_SIZE_MB=0: their
+    cache of image embeddings survives a weight update. Without server_gpus and urls, the model runs in this process."""
     server_args: tuple[str, ...] = ()
     """Extra flags for `sglang.launch_server`, after those of `runtime.servers.server_flags`."""
     max_batch_tokens: int = 131_072
@@ -336,7 +336,7 @@ def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[
     except ToolError as problem:
         error, text = problem.kind, str(problem)
     except EngineError as problem:
-        # Rare, because requests are retried for minutes. The main agent goes on without this report.
+        # Rare, because a lost request goes to another server. The main agent goes on without this report.
         log.warning("a sub-agent could not answer: %s", problem)
         error, text = "engine", "The sub-agent could not answer."
     seconds = time.perf_counter() - started
@@ -416,9 +416,15 @@ def rollout(
 # ------------------------------------------------------------------------------------------------ the engine
 
 
-def open_engine(checkpoint: str | Path, renderer: Renderer, cfg: RolloutConfig, logs: Path | None = None) -> Engine:
+def open_engine(
+    checkpoint: str | Path,
+    renderer: Renderer,
+    cfg: RolloutConfig,
+    logs: Path | None = None,
+    frames: Path | None = None,
+) -> Engine:
     """Open the engine of the config: SGLang on `server_gpus` or at `urls`, otherwise the model in this process, on a GPU if
-    there is one."""
+    there is one. `logs` and `frames`: folders of the servers' logs, and of the frames that they read."""
     if cfg.server_gpus or cfg.urls:
         flags = cfg.server_args
         if cfg.server_gpus:
@@ -431,6 +437,7 @@ def open_engine(checkpoint: str | Path, renderer: Renderer, cfg: RolloutConfig, 
             server_args=flags,
             tensor_parallel=cfg.tensor_parallel,
             logs=logs,
+            frames=frames,
         )
         engine.wait_until_ready()
         return engine

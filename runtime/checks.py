@@ -12,24 +12,27 @@ import json
 import os
 import re
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from runtime.config import ConfigError, differences, git_commit, load
 from runtime.dataset import DataError, Dataset, check_rows
 from runtime.distributed import barrier, gather, local_size, print0, rank, saved_step
-from runtime.engine import EngineError
+from runtime.engine import EngineError, EngineLost
 from runtime.policy import checkpoint_dir, read_config
 from runtime.render import Renderer, load_tokenizer
+from runtime.servers import Failure, ask
 from runtime.visual import ContractError, read_json
-from runtime.web import NoReply, request
 
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
-USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, FileNotFoundError, FloatingPointError)
+USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, EngineLost, FileNotFoundError, FloatingPointError)
 # Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
 # steps and rows. A name without a dot stands for the whole section. In data.sources only the folders may change.
 MAY_CHANGE = {
@@ -39,6 +42,7 @@ MAY_CHANGE = {
     "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
     "report_to", "data.video_root", "data.max_bad_fraction", "optim",
 }  # fmt: skip
+SECONDS_TO_FREE = 60.0  # within this time, a server that has just been killed frees its GPU's memory
 
 
 class Checklist:
@@ -292,11 +296,15 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
         raise ConfigError(
             f"rollout.server_gpus = {list(cfg.server_gpus)}: there are {torch.cuda.device_count()} GPUs here"
         )
-    for gpu in cfg.server_gpus if importlib.util.find_spec("pynvml") else ():  # SGLang installs it
-        used = torch.cuda.device_memory_used(gpu) / 2**30
-        if used > 4 and not may_share:  # a server takes a share of the free memory
-            told = f"rollout.server_gpus = {list(cfg.server_gpus)}: another process holds {used:.0f} GiB of GPU {gpu}"
-            raise ConfigError(f"{told}; end it (`nvidia-smi` names it), or choose other GPUs")
+    if cfg.server_gpus and importlib.util.find_spec("pynvml"):  # SGLang installs it
+        deadline = time.monotonic() + SECONDS_TO_FREE
+        for gpu in cfg.server_gpus:  # a server takes a share of the free memory
+            while torch.cuda.device_memory_used(gpu) > 4 << 30 and time.monotonic() < deadline:
+                time.sleep(1)
+            used = torch.cuda.device_memory_used(gpu) / 2**30
+            if used > 4 and not may_share:
+                told = f"rollout.server_gpus: another process holds {used:.0f} GiB of GPU {gpu}"
+                raise ConfigError(f"{told}; end it (`nvidia-smi` names it), or choose other GPUs")
     homes = filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"))
     if cfg.server_gpus and not shutil.which("nvcc") and not any(Path(home, "bin/nvcc").exists() for home in homes):
         raise ConfigError("nvcc is not found, and SGLang compiles kernels with it: put it on PATH, or set CUDA_HOME")
@@ -304,12 +312,21 @@ def check_servers(cfg: Any, ranks: int = 0) -> None:
 
 
 def check_urls(urls: Sequence[str]) -> None:
-    """Refuse URLs where no server answers."""
+    """Refuse URLs of other machines, and those where no server answers."""
     for url in urls:
+        if not on_this_machine(urlsplit(url).hostname):
+            raise ConfigError(f"{url} is not on this machine, whose files servers read; start a server here")
         try:
-            reply = request(url.rstrip("/") + "/model_info", 10)
-            told = f"status {reply.status}"
-        except NoReply as error:
-            told = str(error)
-        if told != "status 200":
-            raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {told}")
+            ask(url.rstrip("/") + "/model_info", 10.0)
+        except (Failure, EngineError) as error:
+            raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
+
+
+def on_this_machine(host: str | None) -> bool:
+    """Return whether a host is this machine: a socket can only be bound to an address of its own."""
+    with contextlib.suppress(OSError):  # an unknown name, or no address of ours
+        for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family) as probe:
+                probe.bind(address)
+                return True
+    return False

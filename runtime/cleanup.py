@@ -2,7 +2,7 @@
 
     folder = memory_folder()                  # /dev/shm/minparavt-x3k9a_2b, the same one at each call
     server = start_group(command)             # a process that is killed when the thread that started it ends
-    kill_group(server)                        # with its children and what they leave in memory
+    kill_group(server)                        # with its children and its images in memory
 
 Even kill -9 ends the servers. Its folder stays until another process calls `memory_folder`, which removes every folder
 whose lock nobody holds.
@@ -14,7 +14,6 @@ import ctypes
 import fcntl
 import functools
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -70,18 +69,12 @@ def start_group(command: list[str], **options) -> subprocess.Popen:
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """Kill a process of `start_group` and its children. Remove what SGLang leaves in MEMORY when it is killed: files that the
-    group has mapped, and images, which are named after the server."""
-    left = set(MEMORY.glob(f"sgl_shm_mm_{process.pid}_*"))
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            if os.getpgid(int(maps.parent.name)) == process.pid:
-                left |= set(map(Path, re.findall(rf"{MEMORY}/sgl\S+", maps.read_text())))
+    """Kill a process of `start_group` and its children. Remove the images that SGLang leaves in MEMORY when it is killed."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for file in left:
-        file.unlink(missing_ok=True)
+    for image in MEMORY.glob(f"sgl_shm_mm_{process.pid}_*"):
+        image.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":  # see start_group

@@ -22,6 +22,10 @@ class EngineError(RuntimeError):
     """A request that the engine could not serve. The episode that needs it fails; the run goes on."""
 
 
+class EngineLost(RuntimeError):
+    """An engine that can serve nothing any more. The run ends."""
+
+
 @dataclass(frozen=True)
 class Sample:
     """One sampled turn."""
@@ -34,6 +38,7 @@ class Sample:
 
 class Engine:  # a method without a body does nothing unless an engine overrides it
     version: int
+    servers = ()  # SGLang's, those in use
 
     def generate(
         self, ids: list[int], clips: Sequence[Clip], *, max_new_tokens: int, temperature: float, seed: int,
@@ -46,8 +51,7 @@ class Engine:  # a method without a body does nothing unless an engine overrides
         """Tell the engine that `change` more threads (fewer if negative) are about to call `generate`."""
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
-        """Load the safetensors files of a folder. Keep the folder until the next update: a restarted server reads it again.
-        `push=False`: another rank loads them into the servers that the ranks share."""
+        """Load the safetensors files of a folder. `push=False`: another rank loads them into the servers that the ranks share."""
 
     def close(self) -> None: ...
 

@@ -8,8 +8,8 @@
         sync.publish(version)           # the engine loads it; every later sample carries the version
         sync.remove(version - 1)
 
-All engines get their weights this way: servers on this node, servers elsewhere, and the engine in this process. An export has
-a temporary name until it is complete, so a kill at any moment, or a full disk, leaves the export before it.
+All engines get their weights this way: a node's servers, and the engine in this process. An export has a temporary name until
+it is complete, so a kill at any moment, or a full disk, leaves the export before it.
 """
 
 import contextlib
@@ -31,7 +31,6 @@ from runtime.distributed import barrier, gather, local_rank, local_size, own_dev
 from runtime.engine import Engine
 from runtime.policy import Policy, checkpoint_dir, published_names
 from runtime.render import write_chat_template
-from runtime.servers import on_this_machine
 from runtime.visual import VisualContract
 
 # ------------------------------------------------------------------------------------------------ the engine's weights
@@ -45,19 +44,16 @@ class WeightSync:
         self.engine = engine
         self.contract = contract
         self.server_gpus = rollout.server_gpus
-        # Each node has its own snapshots. Servers elsewhere read those of rank 0.
-        self.per_node = on_this_machine(rollout.urls)
-        # The first rank updates the servers that its node (or all ranks) share. An in-process engine loads its own weights.
+        # The first rank of a node updates the servers that its ranks share. An in-process engine loads its own weights.
         shares_servers = bool(rollout.server_gpus or rollout.urls)
-        number, _ = rank_and_size(self.per_node)
-        self.loads = number == 0 or not shares_servers
+        self.loads = local_rank() == 0 or not shares_servers
 
     def write(self, policy: Policy, version: int) -> None:
-        """Write a snapshot. A server that restarts meanwhile still loads the previous one."""
+        """Write a snapshot."""
         # Servers that we started loaded the checkpoint, so they already have the weights that do not train.
         with_frozen = not self.server_gpus
         target = self._snapshot(version)
-        export(policy, target, self.contract, per_node=self.per_node, with_frozen=with_frozen)
+        export(policy, target, self.contract, per_node=True, with_frozen=with_frozen)
 
     def publish(self, version: int) -> None:
         """Make the engine load a snapshot. No rank may sample meanwhile."""
@@ -81,17 +77,16 @@ class WeightSync:
 
 
 @contextlib.contextmanager
-def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images: float = 0.0) -> Iterator[Path]:
-    """Yield the folder for snapshots, and delete it at the end. Each node has its own; without `per_node`, all nodes share
-    one. The first rank of a node (or of all) chooses and deletes it. All ranks call this."""
-    number, _ = rank_and_size(per_node)
-    folder = _choose_folder(Path(run), source, per_node, images) if number == 0 else None
+def snapshot_folder(run: str | Path, source: Path, images: float = 0.0) -> Iterator[Path]:
+    """Yield the folder for snapshots and frames, and delete it at the end. Each node has its own. The first rank of a node
+    chooses and deletes it. All ranks call this."""
+    folder = _choose_folder(Path(run), source, images) if local_rank() == 0 else None
     note = Path(run) / "memory.txt"  # tells users to which run a folder in memory belongs
     try:
         folders = gather(folder)  # of all ranks; only the first ones have chosen one
         if rank() == 0:
             note.write_text("".join(f"{path}\n" for path in folders if path))
-        yield folders[rank() - number]
+        yield folders[rank() - local_rank()]
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
@@ -99,20 +94,17 @@ def snapshot_folder(run: str | Path, source: Path, per_node: bool = True, images
             note.unlink(missing_ok=True)
 
 
-def _choose_folder(run: Path, source: Path, per_node: bool, images: float) -> Path:
+def _choose_folder(run: Path, source: Path, images: float) -> Path:
     """Return a folder in memory if two snapshots (the old one and the one being written) fit there beside `images` bytes, and
-    otherwise one in the run's folder. Servers elsewhere (not `per_node`) can only read the run's folder."""
-    folder = run.absolute() / "snapshot"  # absolute: servers can run in another directory
-    if per_node:
-        folder = folder.with_name(f"snapshot-{rank() // local_size()}")
+    otherwise one in the run's folder."""
+    folder = run.absolute() / f"snapshot-{rank() // local_size()}"  # absolute: servers can run in another directory
     shutil.rmtree(folder, ignore_errors=True)  # from a run that was killed
     needed = images + 2.2 * sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    if not per_node:
-        print(f"servers elsewhere read the weights from {folder}: all machines must see it")
-    elif shutil.disk_usage(memory_folder()).free > needed:  # memory_folder has removed the folders of dead runs
-        folder = Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
-    else:
-        print(f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB: weights go through {run}")
+    if shutil.disk_usage(memory_folder()).free > needed:  # memory_folder has removed the folders of dead runs
+        return Path(tempfile.mkdtemp(prefix="weights-", dir=memory_folder()))
+    told = f"{MEMORY} has no room for two snapshots beside images, {needed / 1e9:.1f} GB"
+    print(f"{told}: weights and frames go through {run}")
+    folder.mkdir(parents=True)
     return folder
 
 

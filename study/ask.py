@@ -21,7 +21,7 @@ from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, run
 from runtime import config
 from runtime.checks import check_servers, find_checkpoint, refuse_template
 from runtime.config import ConfigError
-from runtime.engine import Engine, EngineError, Sample
+from runtime.engine import Engine, EngineError, EngineLost, Sample
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import expandable_segments
@@ -60,7 +60,7 @@ def main() -> int:
             context = context_of(args, videos, cfg)
             with contextlib.closing(context.engine):
                 return run_ask(args, context)
-    except (VideoError, EngineError, FileNotFoundError, ConfigError, ContractError) as error:
+    except (VideoError, EngineError, EngineLost, FileNotFoundError, ConfigError, ContractError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -4,16 +4,13 @@
 
 Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 at times), abort,
 drift (one image token too few), stale (loads weights but reports the old version), swap (refuses the first weights),
-slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log), memory (keeps files in /dev/shm
-as a real server does), drip (one byte of an answer every 0.1 s), body=JSON (replaces every answer), reply=JSON and meta=JSON
-(replace fields of every answer, or of its meta_info). GET /model_info reports what the server has seen.
+slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log), memory (keeps an image in /dev/shm
+as a real server does), body=JSON (replaces every answer), meta=JSON (replaces fields of its meta_info). GET /model_info reports
+what the server has seen.
 """
 
-import base64
 import hashlib
-import io
 import json
-import mmap
 import os
 import random
 import sys
@@ -26,19 +23,16 @@ from PIL import Image
 
 port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
-state = {"version": "default", "pid": os.getpid(), "warmed": [], "prompts": {}, "read": {}}
-state |= {"served": 0, "answered": 0, "loads": 0, "cold": 0}  # cold: answers and loads before the warm-up
+state = {"version": "default", "pid": os.getpid(), "warmed": 0, "prompts": {}, "read": {}}
+state |= {"served": 0, "answered": 0, "loads": 0}
 lock = threading.Lock()
 
 
 def generate(request: dict) -> tuple[int, dict]:
-    if "image_data" not in request:  # the warm-up batch, whose turns must not end at once
-        time.sleep(0.05)
-        assert all(params["ignore_eos"] for params in request["sampling_params"])
-        state["warmed"].append([params["temperature"] for params in request["sampling_params"]])
-        return 200, [{} for _ in request["input_ids"]]
+    if "image_data" not in request:  # the first request, which asks whether the server is ready
+        state["warmed"] += 1
+        return 200, {}
     with lock:
-        state["cold"] += not state["warmed"]
         state["served"] += 1
         number = state["served"]
         state["shown"] = request["image_data"]
@@ -54,10 +48,7 @@ def generate(request: dict) -> tuple[int, dict]:
     images, prompt = iter(request.get("image_data") or []), []
     for token in request["input_ids"]:
         if token == image_pad:
-            image = next(images)
-            where = image.removeprefix("file://")
-            file = where if where != image else io.BytesIO(base64.b64decode(image))
-            width, height = Image.open(file).size
+            width, height = Image.open(next(images).removeprefix("file://")).size
             prompt += [token] * (width // cell * (height // cell) - (fault == "drift"))
         else:
             prompt.append(token)
@@ -76,13 +67,10 @@ def generate(request: dict) -> tuple[int, dict]:
     reply = {"output_ids": ids, "meta_info": meta}
     if request.get("return_prompt_token_ids"):
         reply["prompt_token_ids"] = prompt
-    if fault == "reply":
-        reply |= json.loads(amount)
     return 200, json.loads(amount) if fault == "body" else reply
 
 
 def load(request: dict) -> tuple[int, dict]:
-    state["cold"] += not state["warmed"]
     state["loads"] += 1
     if not os.path.isdir(request["model_path"]) or (fault == "swap" and state["loads"] == 1):
         return 400, {"success": False, "message": "no such folder"}
@@ -100,11 +88,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, code: int, body: dict) -> None:
         text = json.dumps(body).encode()
-        if fault == "drip" and self.path == "/generate" and state["served"]:
-            for byte in b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(text), text):
-                self.wfile.write(bytes([byte]))
-                time.sleep(0.1)
-            return
         self.send_response(code)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
@@ -132,15 +115,9 @@ if fault == "crash":
     print(*[f"line {i}" for i in range(int(amount))], sep="\n")
     sys.exit(3)
 if fault == "memory":
-    mapped = []
-    names = f"sglang_loads_{os.getpid()}_test.shm sgl_shm_mq_{os.getpid()}_ab12cd34 sgl_shm_mm_{os.getpid()}_ab12cd34"
-    for name in names.split():
-        path = Path("/dev/shm", name)
-        path.write_bytes(bytes(4096))
-        if "_mm_" not in name:  # a real server does not map the files of image features
-            with path.open("r+b") as file:
-                mapped.append(mmap.mmap(file.fileno(), 4096))
-    print(*[f"/dev/shm/{name}" for name in names.split()], flush=True)
+    image = Path(f"/dev/shm/sgl_shm_mm_{os.getpid()}_ab12cd34")
+    image.write_bytes(bytes(4096))
+    print(image, flush=True)
 if fault == "slow_start":
     time.sleep(float(amount))
 Server(("", port), Handler).serve_forever()

@@ -313,7 +313,7 @@ def test_an_export_of_a_stock_checkpoint_tells_its_contract_and_carries_no_other
 
 @pytest.mark.parametrize("free, images, in_memory", [(1.5, 0, False), (2.5, 0, True), (2.5, 1, False)])
 def test_snapshots_lie_in_memory_where_two_have_room(path, tmp_path, monkeypatch, capsys, free, images, in_memory):
-    """The room beside images is in multiples of the weights. Two must fit: a restarting server reads the previous one."""
+    """The room beside images is in multiples of the weights. Two must fit: the old one and the one being written."""
     weights = (path / "model.safetensors").stat().st_size
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free * weights))
     with snapshot_folder(tmp_path, path, images=images * weights) as folder:

@@ -2,18 +2,15 @@
 
 Here, a node is a part of one machine's ranks, with its own working directory and its own folder instead of /dev/shm."""
 
-import hashlib
 import json
 import os
 import shutil
-import socket
-import subprocess
 from functools import partial
 from pathlib import Path
 
 import pytest
 import requests
-from scripts import Forked, fake_server, finish, wait_for
+from scripts import Forked, fake_server, finish
 from test_rl import write_config as rl_config
 from test_sft import write_config as sft_config
 
@@ -126,27 +123,10 @@ def test_each_node_samples_by_its_own_servers_and_keeps_images_and_weights_in_it
         assert told["snapshots"] == seen[rank // 2 * 2]["snapshots"]
         assert told["snapshots"].startswith(f"{tmp_path}/memory-{rank // 2}/")
         for server in told["servers"]:
-            assert (server["version"], server["loads"], len(server["warmed"])) == ("1", 1, 1)
+            assert (server["version"], server["loads"]) == ("1", 1)
             assert server["read"] == read and server["served"]
-            assert all(f"/memory-{rank // 2}/" in image for image in server["prompts"])
+            assert all(told["snapshots"] in image for image in server["prompts"])
     logs = (tmp_path / "run" / "logs").rglob("*.log")
     assert len({str(log) for log in logs}) == 4 and (tmp_path / "run" / "logs" / "node-1").is_dir()
     assert not list(tmp_path.glob("memory-*/*"))
     assert seen[3]["noted"].splitlines() == [seen[0]["snapshots"], seen[2]["snapshots"]]
-
-
-def test_servers_elsewhere_read_the_weights_from_the_runs_folder(toy_dir, toy_renderer, tmp_path):
-    """127.1 is this machine, but its name does not show it. The server also runs in another directory than the trainer."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(fake_server(toy_renderer, port), cwd="/", stderr=subprocess.PIPE)
-    wait_for(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
-    cfg = rl_config(tmp_path / "c.yaml", toy_dir, run="run", rollout={"urls": [f"http://127.1:{port}"]}, steps=1)
-    told = finish(Forked(partial(train_rl, cfg), tmp_path))
-    state = requests.get(f"http://127.0.0.1:{port}/model_info").json()
-    server.kill()
-    server.communicate()
-    assert f"servers elsewhere read the weights from {tmp_path}/run/snapshot" in told
-    weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
-    assert state["version"] == "1" and state["read"]["model.safetensors"] == hashlib.sha256(weights).hexdigest()
-    assert not (tmp_path / "run" / "snapshot").exists() and not (tmp_path / "run" / "memory.txt").exists()

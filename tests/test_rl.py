@@ -33,7 +33,7 @@ from runtime.engine import EngineError
 from runtime.policy import PolicyConfig, load
 from runtime.render import END_OF_TURN
 from runtime.run import Run, check_gap, self_check, trainer_logprobs
-from runtime.servers import SGLang
+from runtime.servers import SGLang, ask
 from runtime.video import Videos
 from runtime.weights import WeightSync
 
@@ -134,7 +134,7 @@ def scripted(monkeypatch):
     """Run rl.main with scripted engines instead of a model. Their log-probs differ from the trainer's."""
     engines = []
 
-    def open_it(source, renderer, cfg):
+    def open_it(source, renderer, *_):
         engines.append(Scripted(renderer, play, latency=0.1))
         return engines[-1]
 
@@ -326,7 +326,7 @@ def held_out(toy_dir: Path) -> dict:
 
 def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch):
     """Batch s ends when weights s are being written, and batch s + 2 begins before step s is saved. An evaluation has the
-    engine to itself. A server that restarts while the new weights are loaded finds the old ones. Past bug: weights were
+    engine to itself. Past bug: weights were
     written after sampling had ended, and the next batch began after a state was saved."""
     begun, writing, told, there = defaultdict(threading.Event), defaultdict(threading.Event), [], []
 
@@ -564,14 +564,15 @@ def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, to
     owner = SGLang("", toy_renderer, gpus=(0,), launch=lambda port: fake_server(toy_renderer, port))
     other = SGLang("", toy_renderer, urls=owner.urls)
     try:
+        owner.wait_until_ready()
         for rank, engine in enumerate((owner, other)):
             with monkeypatch.context() as patched:
-                patched.setattr("runtime.weights.rank_and_size", lambda per_node, rank=rank: (rank, 2))
+                patched.setattr("runtime.weights.local_rank", lambda rank=rank: rank)
                 weights = WeightSync(tmp_path, engine, cfg.rollout, cfg.visual)
             weights.write(policy, 3)
             weights.publish(3)
         assert owner.version == other.version == 3
-        assert owner._ask(owner._servers[0], "/model_info", 10)["loads"] == 1  # only the first rank pushes
+        assert ask(owner.urls[0] + "/model_info", 10)["loads"] == 1  # only the first rank pushes
         sample = other.generate(toy_renderer.encode("Which?"), [], max_new_tokens=4, temperature=1.0, seed=0)
         assert sample.version == 3
     finally:

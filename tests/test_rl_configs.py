@@ -116,7 +116,7 @@ def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_and_frames_of_four
     monkeypatch.setattr("rollout.SGLang", lambda *_, **options: MagicMock(urls=["http://its"], options=options))
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 32768}}')
     for run, size in ((plain, 1), (cfg, 4)):
-        engine = rl.start_engine(tmp_path, None, run)
+        engine = rl.start_engine(tmp_path, None, run, tmp_path)
         engine.wait_until_ready.assert_called_once()
         options = engine.options
         assert (options["gpus"], options["tensor_parallel"]) == ((4, 5, 6, 7), size)

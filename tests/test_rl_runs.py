@@ -1,17 +1,32 @@
 """rl.py: whole runs, resumed, killed, and on several ranks."""
 
+import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil
+import signal
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from scripts import Forked, finish, kill_at_random, metrics, same_metrics, same_weights, start
+from scripts import (
+    Forked,
+    alive,
+    fake_server,
+    finish,
+    kill_at_random,
+    metrics,
+    same_metrics,
+    same_weights,
+    start,
+    wait_for,
+)
 from test_rl import paid_by_chance as paid_by_chance
 from test_rl import scripted as scripted
 from test_rl import train, try_out, write_config
@@ -19,14 +34,19 @@ from test_sft import write_config as sft_config
 from tiny_checkpoint import Scripted
 
 import rl
+import runtime.run
 import sft
 from data import parse_task
 from rl import RLConfig
 from rollout import derive_seed
-from runtime import config
+from runtime import config, servers
+from runtime.checks import USER_ERRORS
 from runtime.dataset import Dataset
+from runtime.distributed import rank
 from runtime.engine import EngineError
 from runtime.policy import clip_gradients
+from runtime.script import run_script
+from runtime.servers import SGLang
 
 run = partial(start, "rl.py")
 
@@ -175,3 +195,52 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
     finish(run(cfg))
     assert kills and same_weights(uninterrupted, tmp_path / "run")
     assert same_metrics(metrics(uninterrupted), metrics(tmp_path / "run"))
+
+
+# ------------------------------------------------------------------------------------------------ servers that fail
+
+
+def train_beside_servers(cfg: Path, verb: str, call: int, signals: tuple[int, int]) -> None:
+    """Run rl.py with two stand-ins. At this call of the engine after the second update, send each of them a signal."""
+    runtime.run.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
+    SGLang.request_timeout = 300.0 if all(signals) else 2.0
+    rl.check_servers = lambda *_: None
+    servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
+    plain = getattr(SGLang, verb)
+    calls = itertools.count()
+
+    def disturbed(engine, *given, **more):
+        if rank() == 0 and engine.version == 2 and next(calls) == call:
+            for server, number in zip(engine.servers, signals):
+                os.killpg(server.process.pid, number)
+            print("disturbed", *[server.process.pid for server in engine.servers], flush=True)
+        return plain(engine, *given, **more)
+
+    setattr(SGLang, verb, disturbed)
+    run_script(rl.main, config.load(RLConfig, cfg), *USER_ERRORS)
+
+
+BESIDE_SERVERS = {"rollout": {"server_gpus": [0, 1], "max_turns": 1}, "staleness": 1, "steps": 5, "save_every": 5}
+
+
+@pytest.mark.parametrize("number, told", [(signal.SIGKILL, "exit code -9"), (signal.SIGSTOP, "no reply within 2 s")])
+def test_a_server_that_dies_or_hangs_costs_no_step_and_no_episode(toy_dir, tmp_path, number, told):
+    cfg = write_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
+    output = finish(Forked(partial(train_beside_servers, cfg, "generate", 3, (number, 0)), ranks=2))
+    lines = metrics(tmp_path / "c")
+    assert [line["failed_rate"] for line in lines] == [0] * 5
+    assert (lines[0]["servers"], lines[-1]["servers"]) == (2, 1)
+    assert output.count("servers left: 1, because the server on GPU ") == 1 and told in output
+
+
+@pytest.mark.parametrize("verb, call", [("generate", 3), ("update_weights", 0)])
+def test_one_interrupt_ends_a_run_whose_servers_hang(toy_dir, tmp_path, verb, call):
+    cfg = write_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
+    process = Forked(partial(train_beside_servers, cfg, verb, call, (signal.SIGSTOP, signal.SIGSTOP)))
+    wait_for(lambda: "disturbed" in Path(process.log).read_text(), process)
+    pids = re.search(r"^disturbed (\d+) (\d+)$", Path(process.log).read_text(), re.M).groups()
+    time.sleep(0.5)  # until the main thread waits for them
+    started = time.monotonic()
+    os.kill(process.pid, signal.SIGINT)
+    assert "interrupted. The same command resumes" in finish(process, code=1)
+    assert time.monotonic() - started < 10 and not any(alive(int(pid)) for pid in pids)

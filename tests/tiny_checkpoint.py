@@ -99,6 +99,7 @@ class Scripted:
     weights do not change while it samples."""
 
     version = 0
+    servers = ()
 
     def __init__(self, renderer: Renderer, reply, latency: float = 0.0):
         self.renderer, self.reply, self.latency = renderer, reply, latency
