@@ -6,18 +6,17 @@
     direct, think, ...      one turn without tools; seven protocols that differ in their prompts (VideoRFT: video_r1)
     conan                   names clips, and gets their unseen frames in a user turn
     longvt                  calls crop_video, and gets the frames themselves in the tool turn
-    sage                    watches the video once; then a text-only reasoner makes one tool call per step
     video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-FLOWS lists the functions of the protocols; every other protocol is `_one_turn`. A function adds turns to an Episode of exact
-tokens. Flows, limits and formats follow the models' own code. The prompts in protocols.yaml are **ours**. Other words give
-other scores; a `prompt_file` supplies the words of a model's authors.
+FLOWS lists the functions of the protocols; every other protocol is `_one_turn`. The last three share one loop,
+`request_frames`. A function adds turns to an Episode of exact tokens. Flows, limits and formats follow the models' own code.
+The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file` supplies the words of a model's
+authors.
 
-Deliberately missing: top-p, repetition penalties, SAGE's tools that need a network or speech recognition, and the video
-channel: a model that was trained on a video's positions reads stamps instead.
+Deliberately missing: top-p, repetition penalties, SAGE's tools, and the video channel: a model that was trained on a video's
+positions reads stamps instead.
 """
 
-import contextlib
 import functools
 import json
 import os
@@ -26,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -38,13 +37,13 @@ from runtime.answers import LETTERS, parse_span, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.render import Live, Renderer, clock
-from runtime.video import Clip, VideoError, VideoInfo, uniform_indices, window_indices
+from runtime.video import Clip, VideoError, VideoInfo, uniform_indices
 from runtime.visual import ContractError
-from tools import ToolError, parse_calls, read_number, read_time, run_tool
+from tools import ToolError, parse_calls, read_number, run_tool
 
 Protocol = Literal[
     "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",
-    "video_thinker", "conan", "longvt", "sage", "video_zoomer",
+    "video_thinker", "conan", "longvt", "video_zoomer",
 ]  # fmt: skip
 WORDS = read_tree(Path(__file__).with_suffix(".yaml"))  # protocol -> name -> text
 PLACE = re.compile(r"\{\{\w+\}\}|\{(\w+)\}")  # {{word}} is the word in braces
@@ -68,14 +67,11 @@ class Prompting:
 
 
 # Frames per second of the overview, at most K frames in all. All other protocols have K frames.
-OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "sage": 1.0, "video_zoomer": 0.5}
-CROP_FPS = 1.0  # of longvt's crops, and of the frames that sage's tools see of a window
-LONGVT_FRAMES = 128  # per call
+OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "video_zoomer": 0.5}
 # How these protocols read frames. They override the run's visual contract.
 READS = {
     "conan": {"stamp": "{clock}"},
-    "longvt": {"stamp": "", "crop_fps": CROP_FPS, "crop_max_frames": LONGVT_FRAMES},
-    "sage": {"stamp": "{clock}"},
+    "longvt": {"stamp": "", "crop_fps": 1.0, "crop_max_frames": 128},
     "video_zoomer": {"stamp": "<frame{i}_time{:.2f}s>"},
 }
 
@@ -183,20 +179,21 @@ class Attempt:
                 parts.append(values[place[1]])
         return [*parts, Live(text[done:])]
 
-    def open_conversation(self, user="user", system="system", tools=None, **more: str | list) -> Trajectory:
-        """Open a conversation with the texts of these names. There is no system message if the protocol has no such text."""
-        messages = [{"role": "user", "content": self.fill(user, **more)}]
-        if system in self.cfg.texts:
-            messages.insert(0, {"role": "system", "content": self.fill(system, **more)})
+    def open_conversation(self, tools: list[dict] | None = None) -> Trajectory:
+        """Open a conversation. There is no system message if the protocol has no such text."""
+        messages = [{"role": "user", "content": self.fill("user")}]
+        if "system" in self.cfg.texts:
+            messages.insert(0, {"role": "system", "content": self.fill("system")})
         return rollout.open_trajectory(self.context.renderer.render(messages, tools, generate=True))
 
-    def sample(self, trajectory: Trajectory, *seed_parts: Any, closing: str = "", **limits: Any) -> str:
-        """Sample one turn, append it and return its text. Its seed derives from `seed_parts`. If the text contains `closing`,
-        the turn ends there and its later tokens are dropped."""
+    def sample(self, turn: int, closing: str = "") -> str:
+        """Sample one turn, append it and return its text. If the text contains `closing`, the turn ends there and its later
+        tokens are dropped."""
         renderer = self.context.renderer
-        cfg = replace(self.context.cfg, **limits)
+        cfg = self.context.cfg
+        trajectory = self.episode.main
         start = len(trajectory.ids)
-        seed = rollout.derive_seed(*seed_parts)
+        seed = rollout.derive_seed(self.episode.seed, turn)
         rollout.sample_turn(self.context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
         ids = trajectory.ids[start:]
         if trajectory.finish == "stop":
@@ -216,7 +213,7 @@ class Attempt:
         delta = self.context.renderer.continuation(contents, role)
         return rollout.append_rendered(self.context, self.episode.main, delta)
 
-    def run_call(self, call: Call, work: Callable[..., list], *more: Any) -> list:
+    def run_call(self, call: Call, work: Callable[["Attempt", Call, dict], list]) -> list:
         """Run and record one call. Return what the model reads: the parts that `work` returns, or the text of an error. `work`
         writes fields of the call into `outcome` as soon as it knows them, so that a failed call keeps them."""
         started = time.perf_counter()
@@ -224,10 +221,10 @@ class Attempt:
         outcome = {}
         try:
             if not call.error:
-                parts = work(self, call, outcome, *more)
+                parts = work(self, call, outcome)
         except ToolError as error:
             outcome |= {"error": error.kind, "text": str(error)}
-        except (VideoError, EngineError):
+        except VideoError:
             outcome |= {"error": "failed", "text": "The tool failed: it could not read this part of the video."}
         call = replace(call, **outcome, seconds=time.perf_counter() - started)
         self.episode.calls.append(call)
@@ -264,11 +261,38 @@ def _agent(attempt: Attempt) -> str | None:
 
 def _one_turn(attempt: Attempt) -> str | None:
     """Ask once. The whole reply to `direct` is the answer. All others ask for tags."""
-    main = attempt.episode.main = attempt.open_conversation()
-    text = attempt.sample(main, attempt.episode.seed, 0)
+    attempt.episode.main = attempt.open_conversation()
+    text = attempt.sample(0)
     if attempt.cfg.protocol == "direct":
         return final_answer([text], "prose")
     return last_answer(text)
+
+
+# ------------------------------------------------------------------------------------------------ several turns
+
+
+def request_frames(
+    attempt: Attempt,
+    turns: int,
+    parse: Callable[[str, int], list[Call]],
+    show: Callable[[Attempt, Call, int], list],
+    tools: list[dict] | None = None,
+    closing: str = "",
+) -> list[str]:
+    """Let the model request frames in all turns but the last. Return the texts of its turns. `parse` reads the requests of a
+    turn. `show` runs one of them, and returns what the model then reads; it also gets the number of turns that are left."""
+    main = attempt.episode.main = attempt.open_conversation(tools)
+    texts = []
+    for turn in range(turns):
+        texts.append(attempt.sample(turn, closing))
+        left = turns - 1 - turn
+        requests = parse(texts[-1], turn)
+        if not requests or not left or main.finish == "length":
+            break
+        contents = [show(attempt, request, left) for request in requests]
+        if not attempt.append_message(contents, "tool" if tools else "user"):
+            break
+    return texts
 
 
 # ------------------------------------------------------------------------------------------------ conan
@@ -278,18 +302,20 @@ CONAN_FRAMES = 8  # per turn
 
 
 def _conan(attempt: Attempt) -> str | None:
-    """In each turn but the last, the model may name clips: a user turn shows it frames of them."""
-    last = CONAN_TURNS - 1
-    main = attempt.episode.main = attempt.open_conversation()
-    for turn in range(CONAN_TURNS):
-        text = attempt.sample(main, attempt.episode.seed, turn)
-        wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
-        if not wanted or turn == last or main.finish == "length":
-            break
-        frames = attempt.run_call(Call(turn, "clip", {"clips": wanted}), _retrieve)
-        if not attempt.append_message([attempt.fill("last" if turn == last - 1 else "more", frames=frames)], "user"):
-            break
-    return last_answer(text)
+    """The model may name clips: a user turn shows it frames of them."""
+    texts = request_frames(attempt, CONAN_TURNS, parse_clips, _show_clips)
+    return last_answer(texts[-1])
+
+
+def parse_clips(text: str, turn: int) -> list[Call]:
+    """Read the last <clip> of a turn."""
+    wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
+    return [Call(turn, "clip", {"clips": wanted})] if wanted else []
+
+
+def _show_clips(attempt: Attempt, call: Call, left: int) -> list:
+    frames = attempt.run_call(call, _retrieve)
+    return attempt.fill("last" if left == 1 else "more", frames=frames)
 
 
 def _retrieve(attempt: Attempt, call: Call, outcome: dict) -> list:
@@ -314,22 +340,16 @@ def _retrieve(attempt: Attempt, call: Call, outcome: dict) -> list:
 
 # ------------------------------------------------------------------------------------------------ longvt
 
-LONGVT_ROUNDS = 5  # rounds of calls, before one turn that answers
+LONGVT_TURNS = 6
 
 
 def _longvt(attempt: Attempt) -> str | None:
-    """The model calls crop_video, in all turns but the last. A tool turn shows it the frames."""
-    main = attempt.episode.main = attempt.open_conversation(tools=[json.loads(attempt.cfg.texts["tool"])])
-    if main.ids == attempt.open_conversation().ids:
+    """The model may call crop_video, several times a turn. A tool turn shows it the frames."""
+    tools = [json.loads(attempt.cfg.texts["tool"])]
+    if attempt.open_conversation(tools).ids == attempt.open_conversation().ids:
         raise ContractError("the chat template renders no tools: put its authors' template into chat_template.jinja")
-    texts = []
-    for turn in range(LONGVT_ROUNDS + 1):
-        texts.append(attempt.sample(main, attempt.episode.seed, turn))
-        calls = parse_calls(texts[-1], turn)
-        if not calls or turn == LONGVT_ROUNDS or main.finish == "length":
-            break
-        if not attempt.append_message([attempt.run_call(call, _crop) for call in calls], "tool"):
-            break
+    texts = request_frames(attempt, LONGVT_TURNS, parse_calls, _show_crop, tools)
+
     # Read the answer as its authors do: the first <answer> of all turns, else the last box, else a number at the end.
     whole = "\n".join(texts)
     answers = ANSWER.findall(whole)
@@ -338,6 +358,10 @@ def _longvt(attempt: Attempt) -> str | None:
     if "\\boxed{" in whole:
         return unboxed(whole)
     return "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
+
+
+def _show_crop(attempt: Attempt, call: Call, left: int) -> list:
+    return attempt.run_call(call, _crop)
 
 
 def _crop(attempt: Attempt, call: Call, outcome: dict) -> list:
@@ -351,171 +375,45 @@ def _crop(attempt: Attempt, call: Call, outcome: dict) -> list:
     return [clip.frames, *parts]
 
 
-# ------------------------------------------------------------------------------------------------ sage
-
-SAGE_STEPS = 10
-SAGE_STILLS = 10
-SAGE_SPANS = {"identify_timestamps_visually": 600, "extract_parts_from_timestamp": 300}  # longest window in seconds
-SAGE_ATTEMPTS = 5  # attempts to write JSON
-SAGE_RETRY_TEMPERATURE = 0.7
-
-
-def _sage(attempt: Attempt) -> str | None:
-    """The model watches the video once. Then it reasons about texts only, with one tool call per step. Episode.main holds the
-    conversations one after another, each with its prompt."""
-    values = attempt.values
-    values |= {"tools": Live(attempt.cfg.texts["tools"]), "latest": "none"}
-    results = []
-    media = {}  # handles from tools -> frame indices; never opened as paths
-    for step in range(SAGE_STEPS + 1):
-        # Step 0 watches the video. Later steps reason about the reports of step 0 and of the tools.
-        if step == 0:
-            reply = _reply(attempt, step, "user", "system")
-            values["context"] = str(_at(reply, "video_context"))
-            ready = not _at(reply, "recommended_tools", "needed")
-        else:
-            reply = _reply(attempt, step, "message", "reasoner")
-            ready = _at(reply, "answerable", "verdict")
-        answer = _at(reply, "final_answer")
-        if ready and answer is not None:
-            return answer if isinstance(answer, str) else json.dumps(answer)
-        if reply is None or step == SAGE_STEPS:
-            return None
-
-        # Run the first call of the reply, and no other.
-        wanted = _at(reply, "recommended_tools", "tool_calls")
-        if isinstance(wanted, list) and wanted and wanted[0] is not None:
-            arguments = _at(wanted[0], "arguments")
-            call = Call(step, str(_at(wanted[0], "name")), arguments if isinstance(arguments, dict) else {})
-            [result] = attempt.run_call(call, _use_sage, media)
-            number = sum(c.name == call.name for c in attempt.episode.calls)
-            results.append(f"{call.name}_#{number} output: {result}")
-            values["latest"] = json.dumps({"name": call.name, "arguments": call.arguments})
-        elif step:
-            return None  # without a call, the next prompt would be the same
-        values["results"] = "\n".join(results[-10:]) or "none"
-    return None
-
-
-def _reply(attempt: Attempt, step: int, user: str, system: str) -> dict | None:
-    """Hold one conversation of two messages. Return the JSON of its reply, or None if no attempt gives any."""
-    main = attempt.episode.main
-    seed = rollout.derive_seed(attempt.episode.seed, step)
-    temperature = attempt.context.cfg.temperature
-    for number in range(SAGE_ATTEMPTS):
-        trajectory = attempt.open_conversation(user, system)
-        text = attempt.sample(trajectory, seed, number, temperature=temperature)
-        # Append it to the main trajectory.
-        shift = len(main.ids)
-        for column in ("ids", "mask", "logprobs", "versions", "prompt_clips"):
-            getattr(main, column).extend(getattr(trajectory, column))
-        main.turns += [(start + shift, end + shift) for start, end in trajectory.turns]
-        main.prompt_length = main.prompt_length or trajectory.prompt_length
-        main.finish = trajectory.finish
-        reply = parse_reply(text)
-        if reply is not None:
-            return reply
-        temperature = SAGE_RETRY_TEMPERATURE
-    return None
-
-
-def parse_reply(text: str) -> dict | None:
-    """Read the object in <json></json>, or in the whole text. Trailing commas and raw line breaks are accepted."""
-    body = text.partition("<json>")[2] or text
-    body = body[body.find("{") : body.rfind("}") + 1]
-    for repaired in (body, re.sub(r",\s*([}\]])", r"\1", body)):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(repaired, strict=False)
-    return None
-
-
-def _at(value: Any, *keys: str) -> Any:
-    """Follow keys into a reply. Return None if a key is missing."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _use_sage(attempt: Attempt, call: Call, outcome: dict, media: dict[str, Sequence[int]]) -> list[str]:
-    """Run a tool: choose frames, then return handles to them, or let the model look at them."""
-    # Choose the frames.
-    info = attempt.info
-    if call.name in SAGE_SPANS:
-        start, end = (read_time(call.arguments, name) for name in ("timestamp_start", "timestamp_end"))
-        start, end = within(info, start, end)
-        if not start < end < start + SAGE_SPANS[call.name]:
-            rule = f"start before end, less than {SAGE_SPANS[call.name]} seconds apart"
-            raise ToolError("bad_arguments", f"Write {rule}, as HH:MM:SS; the video ends at {clock(info.duration)}.")
-        outcome["window"] = start, end
-        indices = window_indices(info.times, start, end, CROP_FPS, attempt.episode.k)
-    elif call.name == "perform_reasoning":
-        known = media | {attempt.values["path"]: uniform_indices(info.n_frames, attempt.episode.k)}  # the video itself
-        paths = call.arguments.get("media_paths")
-        names = [os.path.basename(str(path)) for path in paths] if isinstance(paths, list) else []
-        if not names or not known.keys() >= set(names):
-            raise ToolError("bad_arguments", f"media_paths must be a list of some of: {', '.join(known)}.")
-        indices = sorted({i for name in names for i in known[name]})
-    else:
-        there = ", ".join((*SAGE_SPANS, "perform_reasoning"))
-        raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {there}.")
-
-    # Return handles to them.
-    if call.name == "extract_parts_from_timestamp":
-        if call.arguments.get("extract_type") == "subclips":
-            made = {f"clip_{start:.2f}s_{end:.2f}s.mp4": indices}
-        else:
-            stills = window_indices(info.times, start, end, SAGE_STILLS / (end - start), SAGE_STILLS)
-            made = {f"frame_{info.times[i]:.2f}s.jpg": [i] for i in stills}
-        media |= made
-        outcome["text"] = json.dumps({"media_paths": list(made)})
-        return [outcome["text"]]
-
-    # Or let the model look at them: the same weights, in a fresh context.
-    asked = {name: str(call.arguments.get(name)) for name in ("event", "query")}
-    frames = [attempt.decode(indices)]
-    subagent = attempt.open_conversation(user=call.name, system="", frames=frames, **asked)
-    outcome["subagent"] = subagent
-    limits = {name: getattr(attempt.context.cfg.subagents, name) for name in ("temperature", "max_new_tokens")}
-    reply = attempt.sample(subagent, attempt.episode.seed, call.turn, "tool", **limits).strip()
-    outcome["text"] = json.dumps({"answer": reply}) if call.name == "perform_reasoning" else reply
-    return [outcome["text"]]
-
-
 # ------------------------------------------------------------------------------------------------ video_zoomer
 
 ZOOM_TURNS = 5
 ZOOM_FRAMES = 16  # per request
+ZOOM_END = "</video_zoom>"
 
 
 def _video_zoomer(attempt: Attempt) -> str | None:
-    """In each turn but the last, the model may request a segment and a frame rate: a user turn shows it the frames."""
-    last = ZOOM_TURNS - 1
-    main = attempt.episode.main = attempt.open_conversation()
-    for turn in range(ZOOM_TURNS):
-        text = attempt.sample(main, attempt.episode.seed, turn, closing="</video_zoom>")
-        if "</video_zoom>" not in text or turn == last:
-            break
-        frames = attempt.run_call(Call(turn, "video_zoom", {}), _zoom, text)
-        call = attempt.episode.calls[-1]
-        parts = attempt.fill("failed", error=call.text) if call.error else attempt.fill("found", frames=frames)
-        if turn == last - 1:
-            parts += attempt.fill("last", frames=frames, error=call.text)
-        if not attempt.append_message([parts], "user"):
-            break
-    return unboxed(last_answer("\n".join(turn_texts(main, attempt.context.renderer))) or "")
+    """The model may request a segment and a frame rate: a user turn shows it the frames."""
+    texts = request_frames(attempt, ZOOM_TURNS, parse_zoom, _show_zoom, closing=ZOOM_END)
+    return unboxed(last_answer("\n".join(texts)) or "")
 
 
-def _zoom(attempt: Attempt, call: Call, outcome: dict, text: str) -> list:
-    """Show the requested segment at the requested rate, or nothing if less than one frame is due."""
+def parse_zoom(text: str, turn: int) -> list[Call]:
+    """Read the request that ends a turn."""
+    if ZOOM_END not in text:
+        return []
     try:
-        [arguments] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
-        outcome["arguments"] = arguments
-        start, end = arguments["segment"]
-        fps = arguments["fps"]
+        [request] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
+        start, end = request["segment"]
+        return [Call(turn, "video_zoom", {"start": start, "end": end, "fps": request["fps"]})]
     except (ValueError, KeyError, TypeError, RecursionError):
         form = '<video_zoom> {"segment": [start, end], "fps": n} </video_zoom>'
-        raise ToolError("unparseable", f"The request could not be read. Write {form}.") from None
-    start, end, fps = read_number(start, "start"), read_number(end, "end"), read_number(fps, "fps")
+        told = f"The request could not be read. Write {form}."
+        return [Call(turn, "video_zoom", {}, text=told, error="unparseable")]
+
+
+def _show_zoom(attempt: Attempt, call: Call, left: int) -> list:
+    shown = attempt.run_call(call, _zoom)
+    error = attempt.episode.calls[-1].text
+    parts = attempt.fill("failed", error=error) if error else attempt.fill("found", frames=shown)
+    if left == 1:
+        parts += attempt.fill("last")
+    return parts
+
+
+def _zoom(attempt: Attempt, call: Call, outcome: dict) -> list:
+    """Show the requested segment at the requested rate, or nothing if less than one frame is due."""
+    start, end, fps = (read_number(call.arguments[name], name) for name in ("start", "end", "fps"))
     wanted = max(0.0, fps * (end - start))
     if wanted >= ZOOM_FRAMES + 1:
         raise ToolError("bad_arguments", f"At most {ZOOM_FRAMES} frames: take a shorter segment or a lower fps.")
@@ -527,7 +425,7 @@ def _zoom(attempt: Attempt, call: Call, outcome: dict, text: str) -> list:
 
 
 # Each function adds turns to the episode and returns the text to grade. Every other protocol is one turn.
-FLOWS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "sage": _sage, "video_zoomer": _video_zoomer}
+FLOWS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "video_zoomer": _video_zoomer}
 
 
 # ------------------------------------------------------------------------------------------------ the texts
@@ -544,8 +442,6 @@ def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
         if name not in known or not isinstance(text, str):
             raise ValueError(f"{prompt_file}: {name!r} must be a string and a text of {protocol!r}: {', '.join(known)}")
         places = PLACES | set(PLACE.findall(known[name]))
-        if name == "message":
-            places.add("tools")
         unknown = sorted(set(PLACE.findall(text)) - places - {""})
         if unknown:
             rule = f"only {', '.join(sorted(places))}. Write {{{{word}}}} for a word in braces"

@@ -780,7 +780,7 @@ def test_every_command_in_a_config_is_one_that_loads():
     for path in CONFIGS.rglob("*.yaml"):
         text = path.read_text().replace("\\\n#", "")  # join a command that continues on the next line
         for command in re.findall(r"^#.*python eval\.py (configs/[^`\n]*)", text, re.M):
-            file, *words = shlex.split(command.replace("ROW", "sage"), comments=True)
+            file, *words = shlex.split(command.replace("ROW", "conan"), comments=True)
             commands.append(file)
             load(REPO / file, *(word for word in words if word != "--dry-run"))
     files = {str(path.relative_to(REPO)) for path in CONFIGS.rglob("*.yaml")}

@@ -39,11 +39,6 @@ TERSE = {
     "direct": SHORT,
     "conan": SHORT | {"more": "{frames}|{{more}} of {question}", "last": "{frames}|last"},
     "longvt": SHORT | {"user": "{frames}|{question}|{request}|{path}", "shown": "{count}, {start} to {end} of {duration}"},
-    "sage": SHORT | {
-        "system": "S {tools}", "user": "{frames}|{question}|{request}|{path}, {clock}", "tools": "T",
-        "reasoner": "R {tools}", "message": "{question}|{context}|{results}|{latest}",
-        "identify_timestamps_visually": "{frames}|{event}", "perform_reasoning": "{frames}|{query}",
-    },
     "video_zoomer": SHORT | {
         "system": "S", "found": "<tool_response>{frames}</tool_response>|go on, {path}",
         "failed": "<tool_response>{error}</tool_response>|repair", "last": "|last",
@@ -215,18 +210,6 @@ def crop(start, end) -> str:
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
-def plan(answer=None, tool=None, verdict=None, **more) -> str:
-    calls = [] if tool is None else [{"rationale": "r", "name": tool[0], "arguments": tool[1]}]
-    reply = {"final_answer": answer, "recommended_tools": {"needed": bool(calls), "tool_calls": calls}} | more
-    if verdict is not None:
-        reply["answerable"] = {"verdict": verdict, "reasoning": "r"}
-    return f"<json>{json.dumps(reply)}</json>" + END
-
-
-def window(name, start, end, **more) -> tuple:
-    return name, {"video_path": "x", "timestamp_start": start, "timestamp_end": end} | more
-
-
 def zoom(start, end, fps, think="x") -> str:
     return f'<think>{think}</think><video_zoom> {{"segment": [{start}, {end}], "fps": {fps}}} </video_zoom>'
 
@@ -252,14 +235,9 @@ UNREADABLE = "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:M
 NO_FRAMES = "There are no unseen frames; the video ends at 00:01:00."
 NO_REQUEST = 'The request could not be read. Write <video_zoom> {"segment": [start, end], "fps": n} </video_zoom>.'
 MANY = "At most 16 frames: take a shorter segment or a lower fps."
-FIND = window("identify_timestamps_visually", "00:00:10", "00:00:12", event="a cat")
-PARTS = window("extract_parts_from_timestamp", "00:00:00", "00:00:05")
-BOTH = {"needed": True, "tool_calls": [{"name": PARTS[0], "arguments": PARTS[1]}, {"name": "perform_reasoning"}]}
-SLOPPY = 'Well. ```json\n{"final_answer": "line\nbreak", "recommended_tools": {"needed": false,},}\n```' + END
 ANSWER, BOX = "<answer>B</answer>" + END, "<answer>\\boxed{A}</answer>" + END
 DIRECT = user(f"<0.0 seconds>#<20.0 seconds>#<39.5 seconds>#<59.5 seconds>#|{TASK.question}|M")
 CONAN = user(f"00:00:00#00:00:20#00:00:39#00:00:59#|{TASK.question}|M")
-SAGE = f"<|im_start|>system\nS T{END}\n" + CONAN.replace("|M", "|M|v.mp4, 00:01:00")
 STAMPS = "<frame0_time0.00s>#<frame1_time20.00s>#<frame2_time39.50s>#<frame3_time59.50s>#"
 ZOOMER = f"<|im_start|>system\nS{END}\n" + user(f"{STAMPS}|{TASK.question}|M")
 # The model's turns; what each prompt adds to the one before and its reply (...: anything); error and window of each
@@ -302,17 +280,6 @@ FLOWS = {
     "longvt: the first answer of all turns": (
         ["<answer>early</answer>" + crop(0, 2) + END, ANSWER], [..., ...], [("", (0, 2))], "early"
     ),
-
-    "sage: it answers at once if it needs no tool": ([plan("B", video_context="c")], [SAGE], [], "B"),
-    "sage: only the first call of a reply runs": (
-        [plan(recommended_tools=BOTH), plan("A", verdict=True)], [..., ...], [("", (0, 5))], "A"
-    ),
-    "sage: sloppy JSON is repaired": ([SLOPPY], [SAGE], [], "line\nbreak"),
-    "sage: and given up after five times": (["no" + END] * 9, [...] * 5, [], None),
-    "sage: ten steps": (
-        [plan("A", tool=PARTS), *[plan("A", tool=PARTS, verdict=False)] * 20], [...] * 11, [("", (0, 5))] * 10, None
-    ),
-    "sage: nothing to run, twice": ([plan(), plan("A", verdict=False)], [..., ...], [], None),
 
     # int(1.5 * 2) = 3 frames from frame 20 to frame 24.
     "video_zoomer: stamps count anew in every segment": (
@@ -374,89 +341,6 @@ def test_longvt_is_shown_its_tool_and_refuses_a_template_that_hides_it(ask, rend
         run_protocol(context, Item(TASK), 4, 0, Prompting("longvt"))
 
 
-def test_sage_reasons_in_fresh_conversations_over_what_its_tools_found(ask, renderer):
-    said = [plan(tool=FIND, video_context="a room"), "at 00:00:11" + END, plan(tool=FIND, verdict=False)]
-    said += ["no" + END, plan("B", verdict=True)]
-    outcome, model = ask("sage", said, cfg={"temperature": 0.3})
-    # Behind the tools: with the sampling of sub-agents.
-    assert [request.temperature for request in model.asked] == [0.3, 0.0, 0.3, 0.0, 0.3]
-    _, seen, first, _, second = model.read
-    # 1 fps of 10 ... 12 s.
-    assert seen == user("00:00:10#00:00:11#|a cat")
-    latest = json.dumps({"name": FIND[0], "arguments": FIND[1]})
-    head, result = f"<|im_start|>system\nR T{END}\n", f"{FIND[0]}_#1 output: at 00:00:11"
-    assert first == head + user(f"{TASK.question}|a room|{result}|{latest}")
-    assert second == head + user(f"{TASK.question}|a room|{result}\n{FIND[0]}_#2 output: no|{latest}")
-    episode = outcome.episode
-    assert outcome.answer == "B" and [c.window for c in episode.calls] == [(10, 12)] * 2
-    # Its own three conversations form the main trajectory. Those behind the tools belong to the calls.
-    turns = [renderer.decode(episode.main.ids[a:b]) for a, b in episode.main.turns]
-    assert turns == [said[0], said[2], said[4]] and len(episode.subagents) == 2
-    assert sum(episode.main.mask) == sum(len(renderer.encode(t)) for t in turns)
-
-
-def test_its_own_sage_is_asked_as_its_docstring_says(renderer):
-    """Past bug: the model behind its tools was cut off after 512 tokens, and no setting held the stamps."""
-    cfg = config.load(EvalConfig, REPO / "configs" / "eval" / "own" / "sage.yaml")
-    reader = Renderer(renderer.tokenizer, cfg.visual)
-    model = Model(reader, plan(tool=FIND), "at 11" + END, *[plan("A", tool=PARTS, verdict=False)] * 20)
-    videos = MemoryVideos(duration=200, size=(640, 480))
-    episode, _ = run_protocol(
-        AgentContext(model, reader, videos, cfg.rollout), Item(TASK), cfg.frames[0], 7, cfg.prompting
-    )
-    assert {(r.max_new_tokens, r.temperature) for r in model.asked} == {(32768, 0)} and len(model.asked) == 1 + 1 + 10
-    assert model.read[0].count("#") == 128 and "00:00:00#00:00:01#" in model.read[0]  # of 200 at 1 per second
-    overview = model.asked[0].clips[0].pixels.shape[1:3]
-    assert cfg.visual.frame_tokens(*overview) == 48 and cfg.visual.stamp == "{clock}"
-
-
-def test_sage_is_sampled_warmer_again_and_reads_the_last_ten_results(ask, monkeypatch):
-    outcome, model = ask("sage", ["no" + END, "{" * 9999 + "}" + END, plan("B")])
-    assert outcome.answer == "B"
-    assert [request.temperature for request in model.asked] == [0.0, 0.7, 0.7] and len(set(model.read)) == 1
-    assert len(outcome.episode.main.turns) == 3 and len(outcome.episode.main.clips) == 3
-    monkeypatch.setattr(protocols, "SAGE_STEPS", 12)
-    _, model = ask("sage", [plan(tool=PARTS), *[plan(tool=PARTS, verdict=False)] * 20])
-    assert "_#1 output" not in model.read[11] and "_#11 output" in model.read[11]
-    assert model.read[11].count("output: ") == 10
-
-
-def test_sages_media_are_handles_that_stand_for_frames_of_the_video(ask):
-    frames = window("extract_parts_from_timestamp", "00:00:30", "00:10:00", extract_type="frames")
-    clip = window("extract_parts_from_timestamp", "00:00:02", "00:00:04", extract_type="subclips")
-
-    def look(*paths):
-        return "perform_reasoning", {"query": "who?", "media_paths": paths}
-
-    tools = [frames, clip, look("/tmp/frame_31.50s.jpg", "clip_2.00s_4.00s.mp4"), look("/etc/passwd"), look("v.mp4")]
-    said = [plan(tool=tools[0]), *(plan(tool=tool, verdict=False) for tool in tools[1:3]), "she" + END]
-    said += [*(plan(tool=tool, verdict=False) for tool in tools[3:]), "he" + END, plan("B", verdict=True)]
-    outcome, model = ask("sage", said)
-    stills, part, seen, unknown, whole = outcome.episode.calls
-    # 30 ... 60 s hold 60 frames: the midpoints of ten bins of six, at 30 + 1.5 + 3 i.
-    assert json.loads(stills.text) == {"media_paths": [f"frame_{31.5 + 3 * i:.2f}s.jpg" for i in range(10)]}
-    assert stills.window == (30, 60) and json.loads(part.text) == {"media_paths": ["clip_2.00s_4.00s.mp4"]}
-    # 1 fps of 2 ... 4 s are 2 of 5 frames: 2.5 and 3.5.
-    assert model.read[3] == user("00:00:02#00:00:03#00:00:31#|who?") and json.loads(seen.text) == {"answer": "she"}
-    assert unknown.error == "bad_arguments" and "clip_2.00s_4.00s.mp4" in unknown.text
-    assert whole.subagent.clips[0].times == (0.0, 20.0, 39.5, 59.5) and outcome.answer == "B"
-
-
-def test_what_a_tool_of_sage_cannot_do_is_its_result(ask):
-    for tool, error, text in (
-        (window("identify_timestamps_visually", "00:00:10", "00:00:05"), "bad_arguments", "ends at 00:20:00"),
-        (window("identify_timestamps_visually", "00:00:00", "00:10:00"), "bad_arguments", "less than 600 seconds"),
-        (window("extract_parts_from_timestamp", "00:00:00", "00:05:00"), "bad_arguments", "less than 300 seconds"),
-        (window("extract_parts_from_timestamp", "soon", "00:00:05"), "bad_arguments", "timestamp_start"),
-        (("perform_reasoning", {"query": "x", "media_paths": "v.mp4"}), "bad_arguments", "list of some of: v.mp4"),
-        ((None, None), "unknown_tool", "perform_reasoning"),
-    ):
-        outcome, model = ask("sage", [plan(tool=tool), plan("B", verdict=True)], videos=MemoryVideos(duration=1200))
-        [call] = outcome.episode.calls
-        assert call.error == error and text in call.text and f"output: {call.text}|" in model.read[1]
-        assert outcome.answer == "B" and not outcome.episode.error
-
-
 def test_a_turn_of_video_zoomer_ends_with_its_request_to_the_token(ask, renderer):
     """Past bug: one token too many was kept, and no test noticed."""
     said = [zoom(10, 12, 1) + "And the frames show <answer>A</answer>", "<answer>B</answer>" + END]
@@ -487,7 +371,6 @@ def test_what_a_tool_shows_has_the_area_of_crops_in_the_shape_of_the_video(rende
     for protocol, said in (
         ("conan", [clips("00:00:21-00:00:22"), clips("", "B")]),
         ("longvt", [crop(10, 13) + END, ANSWER]),
-        ("sage", [plan(tool=FIND), "no" + END, plan("B")]),
         ("video_zoomer", [zoom(10, 12, 1.5), ANSWER]),
     ):
         cfg = RolloutConfig(temperature=0.0, max_context=100_000)
@@ -513,9 +396,6 @@ def test_what_cannot_run_costs_one_question_and_keeps_what_was_played(ask, rende
     outcome, _ = ask("video_zoomer", [], model=model)
     assert "no server" in outcome.episode.error and len(outcome.episode.calls) == 1
     assert len(outcome.episode.main.turns) == 1 and outcome.answer is None
-    model = Dies(renderer, plan(tool=window("identify_timestamps_visually", "00:00:00", "00:00:05")))
-    outcome, _ = ask("sage", [], model=model)
-    assert [c.error for c in outcome.episode.calls] == ["failed"] and "no server" in outcome.episode.error
 
 
 def test_a_bug_of_ours_is_not_swallowed(ask, renderer):
@@ -559,13 +439,10 @@ def test_only_the_agent_knows_several_videos(ask):
 
 
 PIECES = [
-    "<clip>", "</clip>", "00:00:10-00:00:20", ",", "<answer>", "</answer>", "<json>", "</json>", "{", "}", END, "é你",
+    "<clip>", "</clip>", "00:00:10-00:00:20", ",", "<answer>", "</answer>", "{", "}", END, "é你",
     zoom(0, 9, 1), zoom(-1e308, 1e308, 0), zoom(1e308, -1e308, 1e308), "<video_zoom>", "</video_zoom>", "\\boxed{",
-    '{"segment": null, "fps": []}', '{"segment": {"a": 1, "b": 2}, "fps": true}', "<json>[1]</json>", "1e999",
+    '{"segment": null, "fps": []}', '{"segment": {"a": 1, "b": 2}, "fps": true}', "1e999",
     crop(0, 9), crop(9, 0), "<tool_call>", clips("9" * 400 + "-1,3-4"), clips("5-" + "9" * 400),
-    plan("A", ("perform_reasoning", {"media_paths": [[1], None]}), False), plan([1], [["x"], 3]), plan({}, ((), ()), []),
-    plan(recommended_tools=[1]), plan(recommended_tools={"tool_calls": {"a": 1}}), plan(answerable=3),
-    plan(tool=window("identify_timestamps_visually", [1], {})), plan(tool=window("extract_parts_from_timestamp", 1, 9)),
 ]  # fmt: skip
 
 
@@ -586,7 +463,6 @@ def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path):
     for protocol, text, rule in (
         ("think", "systm: x", "'systm' must be a string and a text of 'think': .*system"),
         ("conan", "user: '{frames} {qestion}'", r"'user' of 'conan' cannot use qestion, only .*question"),
-        ("sage", "message: '{frames}'", r"cannot use frames, only"),  # the reasoner sees no frames
         ("video_zoomer", "last: '{error}'", r"cannot use error, .* Write \{\{word\}\} for"),
     ):
         file = tmp_path / f"{protocol}.yaml"
