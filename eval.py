@@ -32,7 +32,6 @@ from typing import Any, Literal
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig
 
 from data import Episode, dump
 from evals import ablation, tables
@@ -66,13 +65,13 @@ from runtime.checks import (
 )
 from runtime.config import ConfigError, refuse_below_1, save_run, suggest, write_whole
 from runtime.engine import Engine, run_all
-from runtime.plan import PUBLISHED, count, meta_policy, plan_engine
-from runtime.policy import MODELS, PolicyConfig
+from runtime.plan import PUBLISHED
+from runtime.policy import MODELS
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import command_line, run_script
 from runtime.video import Videos
-from runtime.visual import VisualContract
+from runtime.visual import VisualContract, read_json
 
 # By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
 GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
@@ -164,15 +163,14 @@ def ask_item(
     # Describe the item, its answer and its costs.
     calls = []
     for call in episode.calls:
-        fields = ("name", "window", "error", "text", "seconds")
-        calls.append({field: getattr(call, field) for field in fields})
+        calls.append({"window": call.window, "error": call.error})
     line = {
         "id": item.task.id,
         "item": item_digest(item),
         "videos": ["/".join(Path(path).parts[-2:]) for path in item.task.videos],  # MMVU numbers its videos per folder
         "kind": item.task.kind,
         "gold": item.task.answer,
-        "fields": item.fields,
+        "duration": item.duration,
         "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: shows why an answer could not be read
         "answer": answer,
         "tagged": tagged,
@@ -350,36 +348,19 @@ def prepare(cfg: EvalConfig, checklist: Checklist) -> tuple[list[EvalJob], Path 
 
 
 def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
-    """Refuse a model or a judge that does not answer, and a model that this process or its GPUs cannot run."""
+    """Refuse a model or a judge that does not answer, and a model that this process cannot run."""
     if cfg.grading.open_answer == "judge":
         check_api(cfg.grading.judge)
     if cfg.api.url:
         check_api(cfg.api)
         return
     check_servers(cfg.rollout)
-    if cfg.rollout.urls:
+    if cfg.rollout.urls or cfg.rollout.server_gpus or not folder:
         return
-
-    # Get the model's sizes from its config.json. Those of the published models are known without it.
-    if folder:
-        try:
-            model = AutoConfig.from_pretrained(folder)
-        except ValueError as error:  # transformers does not know its family
-            told = f"{folder}: {str(error).splitlines()[0]}"
-            raise ConfigError(f"{told} A server of your own may run it: set rollout.urls") from None
-        stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        weights = stored * 2 / (model.dtype or torch.bfloat16).itemsize  # it runs in bf16
-    elif cfg.checkpoint in PUBLISHED:
-        model = AutoConfig.for_model(**PUBLISHED[cfg.checkpoint])
-        weights = 2 * count(meta_policy(PolicyConfig(cfg.checkpoint)))
-    else:
-        return
-    if not cfg.rollout.server_gpus and model.model_type not in MODELS:
-        told = f"checkpoint = {cfg.checkpoint!r}: this process runs {' and '.join(MODELS)}, not {model.model_type!r}"
+    family = read_json(folder / "config.json")["model_type"]
+    if family not in MODELS:
+        told = f"checkpoint = {cfg.checkpoint!r}: this process runs {' and '.join(MODELS)}, not {family!r}"
         raise ConfigError(f"{told}; install SGLang, or set rollout.urls")
-    if torch.cuda.is_available():
-        longest = cfg.rollout.max_context  # the cache holds at least one trajectory
-        plan_engine(cfg.rollout, model.get_text_config(), weights, 1, longest).check(gpu_gib=80)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import re
 import shlex
 import urllib.parse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data import Task, listed_options, parse_task, read_options
@@ -47,7 +47,7 @@ class Item:
     task: Task
     subtitles: tuple[Cue, ...] = ()  # in order
     caption: str = ""  # the event to locate, in a dataset of spans
-    fields: dict[str, str] = field(default_factory=dict)  # of its row, to break scores down by: Split.fields
+    duration: str = ""  # VideoMME's class of the video's length: short, medium or long
 
 
 # What `grade` returns. A prediction is a letter, "[start, end]" in seconds, or text. None: nothing could be read.
@@ -88,7 +88,8 @@ def _key(name: str) -> str:
 
 def _videomme(row: dict, _: int, files: Files) -> Item:
     video = files.video(row["videoID"])
-    return _choice(row["question_id"], row["question"], row["options"], row["answer"], video)  # videoIDs repeat
+    item = _choice(row["question_id"], row["question"], row["options"], row["answer"], video)  # videoIDs repeat
+    return replace(item, duration=row.get("duration", ""))
 
 
 def _videomme_wsub(row: dict, i: int, files: Files) -> Item:
@@ -215,23 +216,19 @@ class Split:
     tables: str  # glob of the files with the questions, in the root or one folder down
     counts: tuple[int, ...] = ()  # allowed numbers of items; (): any
     subtitled: int = 0  # how many of its videos have an .srt file
-    fields: tuple[str, ...] = ()  # columns that results keep, if the dataset has them
     gated: bool = False  # whether its terms must be accepted on the hub first
 
 
-_VIDEOMME = Split(
-    "lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,), fields=("duration", "domain", "task_type")
-)
+_VIDEOMME = Split("lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,))
 SPLITS = {
     "videomme": _VIDEOMME,
     "videomme_wsub": replace(_VIDEOMME, parse=_videomme_wsub, subtitled=744),
     "longvideobench": Split(
-        "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,),
-        fields=("duration_group", "question_category"), gated=True,
+        "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,), gated=True
     ),
     "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,)),  # its only split is called train
     # Papers quote either number.
-    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175), fields=("task_type",)),
+    "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175)),
     "mmvu": Split("yale-nlp/MMVU", _mmvu, "validation.json", (1000,)),
     "charades": Split("lmms-lab/charades_sta", _charades, "test-*.parquet", (3720,)),
     "toy": Split("", _toy, "test.parquet"),
@@ -257,9 +254,7 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     missing = []  # names of videos
     for i, (rows, n) in enumerate(places[: limit or None]):
         try:
-            row = rows[n]
-            fields = {name: str(row[name]) for name in split.fields if name in row}
-            items.append(replace(split.parse(row, i, files), fields=fields))
+            items.append(split.parse(rows[n], i, files))
         except FileNotFoundError as error:
             missing.append(str(error))
         except (KeyError, RowError) as error:

@@ -6,7 +6,7 @@
    the average and the gain over the baseline's first arm. Other K have their own rows. Further rows give the gain on
    shared items and the published scores of finished splits; the others say `n of N`. Errors count as wrong.
 2. The cost and quality per item: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
-3. With --by, the scores by a field of the split's rows (benchmarks.Split.fields), such as duration or task_type.
+3. With --by, the scores by a field of the records, such as VideoMME's duration.
 
 Deliberately missing: significance tests.
 """
@@ -135,13 +135,13 @@ def breakdown_table(all_results: Sequence[Results], by: str) -> str:
     for results in all_results:
         groups: dict[str, list[dict]] = {}  # value -> its records
         for record in results.records:
-            if by in record.get("fields", {}):
-                groups.setdefault(record["fields"][by], []).append(record)
+            if record.get(by, "") != "":
+                groups.setdefault(str(record[by]), []).append(record)
         for value, records in sorted(groups.items()):
             part = Results(results.settings | {"total": len(records)}, records)
             rows.append([results.name, results.arm, results.k, results.split, value, len(records), score_cell(part)])
     if not rows:
-        raise DataError(f"--by {by}: no results have that field; VideoMME has duration, MLVU task_type")
+        raise DataError(f"--by {by}: no results have that field; VideoMME has duration")
     return markdown(f"### By {by}", ["model", "arm", "K", "split", by, "items", "score"], rows)
 
 

@@ -107,7 +107,7 @@ MISTAKES = [  # the page has more
     ("its own start, elsewhere in the run", f"{RL} policy.checkpoint=qwen2 run=.", "'qwen2' is in the folder of run = '.'"),
     ("a folder that is no run's", f"{RL} policy.checkpoint=qwen2 run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
     ("an unknown family, tried out", f"{SFT} policy.checkpoint=unknown --dry-run", "ERROR   checkpoint: unknown is a 'foo_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
-    ("an unknown family in an evaluation", f"{EVAL} checkpoint=unknown --dry-run", "has model type `foo_vl` but Transformers does not recognize this architecture"),
+    ("an unknown family in an evaluation", f"{EVAL} checkpoint=unknown --dry-run", "not 'foo_vl'; install SGLang, or set rollout.urls"),
     ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "ERROR   checkpoint: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
     ("a missing shard in an evaluation", f"{EVAL} checkpoint=shards", "shards lacks model-00002-of-00002.safetensors"),
     ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
