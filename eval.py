@@ -76,15 +76,18 @@ from runtime.visual import VisualContract, read_json
 # By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
 GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
 
+SIZES = {"ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct"}  # row -> its size
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """One evaluation: one model on some splits."""
 
-    run: str
-    """Folder of the results."""
-    name: str
-    """The model's row in the table. A name of published.yaml, such as "ParaVT-8B (own)", adds its published numbers."""
+    run: str = ""
+    """Folder of the results. Empty: runs/eval/own/X, where X is the training that wrote the checkpoint."""
+    name: str = ""
+    """The model's row in the table. A name of published.yaml, such as "ParaVT-8B (own)", adds its published numbers. Empty:
+    "ParaVT-8B (X)" or "Qwen2.5-VL-7B (X)" for a model of that size, otherwise X."""
     checkpoint: str
     """A Hugging Face folder, or its name on the hub."""
     splits: dict[str, str]
@@ -94,7 +97,10 @@ class EvalConfig:
     arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
     """How the protocol `agent` calls tools (`rollout.dispatch`). Every split is asked once per arm."""
     prompting: Prompting = Prompting()
-    rollout: RolloutConfig = RolloutConfig(temperature=0.0, server_gpus=GPUS, concurrency=32 * max(1, len(GPUS)))
+    rollout: RolloutConfig = RolloutConfig(
+        temperature=0.0, think_prefix=None, server_gpus=GPUS, concurrency=32 * max(1, len(GPUS))
+    )
+    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none."""
     api: Api = Api()
     """A model behind an API, to ask instead of the checkpoint. Prompts still use the checkpoint's tokenizer and chat
     template. `rollout.concurrency` limits the concurrent requests."""
@@ -122,7 +128,7 @@ class EvalConfig:
             raise ValueError("frames and arms: each needs at least one value, and each K in frames must be 1 or more")
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: set `arms` instead")
-        if self.api.url and self.agentic and (self.rollout.think_prefix or "sequential" in self.arms):
+        if self.api.url and self.agentic and (self.rollout.think_prefix is not False or "sequential" in self.arms):
             rule = "set rollout.think_prefix: false, and drop the arm sequential"
             raise ValueError(f"api.url: an API cannot open a turn or stop at a tag; {rule}")
 
@@ -192,6 +198,7 @@ def ask_item(
 
 def main(cfg: EvalConfig) -> int:
     """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
+    cfg = with_names(cfg)
     jobs, folder, renderer = prepare(cfg, Checklist())
 
     # Ask the remaining items. Nothing is written before the engine is up.
@@ -263,6 +270,38 @@ def list_jobs(cfg: EvalConfig, split: str) -> list[EvalJob]:
     return jobs
 
 
+def with_names(cfg: EvalConfig) -> EvalConfig:
+    """Derive the run and the name from the checkpoint if they are not given: runs/X/model -> X,
+    runs/X/models/step-N -> X-step-N, owner/model -> model."""
+    *above, label = Path(cfg.checkpoint).parts
+    if label == "model" and above:
+        label = above[-1]
+    elif above[1:] and above[-1] == "models":
+        label = f"{above[-2]}-{label}"
+
+    # A name that begins with a row of the paper's table gets the published numbers.
+    size = shape_of(read_json(Path(cfg.checkpoint) / "config.json") or PUBLISHED.get(cfg.checkpoint, {}))
+    name = label
+    for row, same_size in SIZES.items():
+        if size == shape_of(PUBLISHED[same_size]):
+            name = f"{row} ({label})"
+    return replace(cfg, run=cfg.run or f"runs/eval/own/{label}", name=cfg.name or name)
+
+
+def shape_of(model: dict) -> tuple:
+    """Return the family, the width and the depth that a config.json describes."""
+    text = model.get("text_config", model)
+    return model.get("model_type"), text.get("hidden_size"), text.get("num_hidden_layers")
+
+
+def as_trained(rollout: RolloutConfig, folder: Path | None) -> RolloutConfig:
+    """Let the checkpoint say whether its turns open with `<think>`, unless the config does."""
+    if rollout.think_prefix is not None or not folder:
+        return rollout
+    trained = read_json(folder / "rollout.json") or {}
+    return replace(rollout, think_prefix=trained.get("think_prefix", False))
+
+
 def with_headers(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> list[EvalJob]:
     """Give each job the header of its file."""
     weights = None  # a dry run may lack the checkpoint
@@ -285,6 +324,7 @@ def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
 
 def dry_run(cfg: EvalConfig) -> int:
     """Print what is there, what is missing, and what differs from the published run. Return 1 if the run would be refused."""
+    cfg = with_names(cfg)
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     checklist = Checklist(dry=True)
     _, folder, _ = prepare(cfg, checklist)
@@ -330,6 +370,7 @@ def prepare(cfg: EvalConfig, checklist: Checklist) -> tuple[list[EvalJob], Path 
             checklist.ok(f"checkpoint: {folder}")
 
     # The run's folder. A file of answers under other settings is refused, and so are results of another model.
+    jobs = [replace(job, rollout=as_trained(job.rollout, folder)) for job in jobs]
     jobs = with_headers(cfg, jobs, folder)
     any_left = False
     with checklist.item("run"):

@@ -93,6 +93,8 @@ class RLConfig(RunConfig):
         temperature, agents = self.rollout.temperature, self.rollout.subagents
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")
+        if self.rollout.think_prefix is None:
+            raise ValueError("rollout.think_prefix = null: only for an evaluation; set true or false")
         if agents.train and agents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
         if self.rollout.server_gpus and self.rollout.urls:
@@ -100,6 +102,10 @@ class RLConfig(RunConfig):
         for k in (*self.gating, *self.val_frames):
             if k < 1:
                 raise ValueError(f"gating or val_frames: {k}: an overview has at least 1 frame; gating = [] is off")
+
+    @property
+    def think_prefix(self) -> bool:
+        return self.rollout.think_prefix
 
     @property
     def choices_of_k(self) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class RolloutConfig:
     """parallel: all calls of a turn run at once. sequential: one call per turn, with the same total. none: no tools."""
     tool_return: Literal["subagent", "frames"] = "subagent"
     """What the main agent gets from a video tool: a sub-agent's report, or the frames themselves."""
-    think_prefix: bool = True
+    think_prefix: bool | None = True
     """Force `<think>` at the start of each turn of the main agent."""
     max_turns: int = 3
     """Rounds of calls. After the last one comes one more turn, the answer: 3 rounds make at most 4 turns."""

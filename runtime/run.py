@@ -87,6 +87,11 @@ class RunConfig:
                 raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
 
     @property
+    def think_prefix(self) -> bool:
+        """Whether the model's turns open with a forced `<think>`. Each export records it."""
+        return False
+
+    @property
     def workers(self) -> int:
         """Decoder processes per rank on this machine."""
         return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))
@@ -167,6 +172,7 @@ class Run:
         export(self.policy, folder, self.cfg.visual)
         if rank() == 0:
             self.cfg.prompts.save(folder)
+            (folder / "rollout.json").write_text(json.dumps({"think_prefix": self.cfg.think_prefix}))
 
 
 class Metrics:

@@ -108,7 +108,9 @@ def test_every_row_of_the_paper_is_in_the_tables():
         assert f"`{splits}`" in SECTION
     # The names that `eval.py ablation` looks for are those of the configs.
     trainings = {config.load(RLConfig, REPO / file, words).run for file, *words in commands("rl.py")}
-    evaluations = {config.load(EvalConfig, REPO / file, words).run for file, *words in commands("eval.py")}
+    evaluations = set()
+    for file, *words in commands("eval.py"):
+        evaluations.add(evaluation.with_names(config.load(EvalConfig, REPO / file, words)).run)
     for block in ablation.TITLES:
         for row in published["ablations"][block]:
             assert "run" not in row or f"runs/{row['run']}_8b" in trainings

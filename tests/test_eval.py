@@ -33,7 +33,7 @@ import data
 import eval as evaluation
 import tools
 from data import load_episodes
-from eval import EvalConfig, dry_run
+from eval import EvalConfig, as_trained, dry_run, with_names
 from evals import protocols, results, tables
 from evals.benchmarks import Cue, load_split
 from evals.protocols import READS
@@ -70,6 +70,7 @@ def write(toy_dir, tmp_path):
             "rollout": {"temperature": 0, "max_turns": 1, "max_new_tokens": 24, "subagents": {"max_new_tokens": 8}},
             "decoders": 1,
         }
+        tree["rollout"]["think_prefix"] = True
         folder.mkdir(exist_ok=True)
         path = folder / "c.yaml"
         path.write_text(yaml.safe_dump(tree | changes))
@@ -719,8 +720,8 @@ def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ configs
 
-# In own/: with the authors' settings; one folder up: as in the published run. Models of our own training have no published run.
-ROWS = [path for path in sorted(CONFIGS.glob("own/*.yaml")) if not load(path).checkpoint.startswith("runs/")]
+# In own/: with the authors' settings; one folder up: as in the published run.
+ROWS = sorted(CONFIGS.glob("own/*.yaml"))
 
 
 @pytest.mark.parametrize("path", ROWS, ids=lambda path: path.stem)
@@ -799,12 +800,54 @@ def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained():
             continue  # the same training in another folder
         [command] = re.findall(r"python eval\.py (configs/.*)", text)
         file, *words = shlex.split(command)
-        trained, asked = config.load(RLConfig, path), load(REPO / file, *words)
+        trained, asked = config.load(RLConfig, path), with_names(load(REPO / file, *words))
         assert asked.checkpoint == f"{trained.run}/model"
         seen += [asked.run, asked.name]
-        for name in ("think_prefix", "tools", "tool_return"):
+        for name in ("tools", "tool_return"):
             assert getattr(asked.rollout, name) == getattr(trained.rollout, name), (path.name, name)
+        assert asked.rollout.think_prefix in (None, trained.rollout.think_prefix), path.name
     assert len(set(seen)) == len(seen) >= 24  # each has a run and a row of the table of its own
+
+
+@pytest.mark.parametrize(
+    "checkpoint, run, name",
+    [
+        ("runs/mine/model", "mine", "mine"),
+        ("runs/mine/models/step-000040", "mine-step-000040", "mine-step-000040"),
+        ("/data/runs/mine/model", "mine", "mine"),
+        ("mwxely/ParaVT-8B-SFT", "ParaVT-8B-SFT", "ParaVT-8B (ParaVT-8B-SFT)"),
+        ("owner/other", "other", "other"),
+    ],
+)
+def test_a_model_of_our_own_is_named_after_its_training(checkpoint, run, name):
+    cfg = with_names(load(CONFIGS / "trained.yaml", f"checkpoint={checkpoint}"))
+    assert (cfg.run, cfg.name) == (f"runs/eval/own/{run}", name)
+
+
+@pytest.mark.parametrize(
+    "family, width, depth, name",
+    [
+        ("qwen3_vl", 4096, 36, "ParaVT-8B (mine)"),
+        ("qwen2_5_vl", 3584, 28, "Qwen2.5-VL-7B (mine)"),
+        ("qwen3_vl", 2048, 28, "mine"),  # the 2B
+    ],
+)
+def test_a_model_of_a_published_size_has_the_published_row(tmp_path, family, width, depth, name):
+    folder = tmp_path / "mine" / "model"
+    folder.mkdir(parents=True)
+    model = {"model_type": family, "text_config": {"hidden_size": width, "num_hidden_layers": depth}}
+    (folder / "config.json").write_text(json.dumps(model))
+    cfg = load(CONFIGS / "trained.yaml", f"checkpoint={folder}")
+    assert with_names(cfg).name == name
+    assert with_names(replace(cfg, name="hers", run="there")) == replace(cfg, name="hers", run="there")
+
+
+def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_otherwise(tmp_path):
+    asked = load(CONFIGS / "trained.yaml").rollout
+    assert as_trained(asked, tmp_path).think_prefix is False  # a checkpoint without a record
+    (tmp_path / "rollout.json").write_text('{"think_prefix": true}')
+    assert as_trained(asked, tmp_path).think_prefix is True
+    assert as_trained(replace(asked, think_prefix=False), tmp_path).think_prefix is False
 
 
 def test_a_row_is_not_unlike_itself(toy_dir, capsys):

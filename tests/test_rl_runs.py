@@ -78,6 +78,7 @@ def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(toy_
     models = tmp_path / "long" / "models"
     assert sorted(path.name for path in models.iterdir()) == ["step-000002", "step-000004"]
     written = {path.name: path.read_bytes() for path in (models / "step-000002").iterdir()}
+    assert json.loads(written["rollout.json"]) == {"think_prefix": True}  # as it was trained
     assert written == {path.name: path.read_bytes() for path in (tmp_path / "short" / "model").iterdir()}
     assert (models / "step-000004").stat().st_mtime < (tmp_path / "long" / "state" / "step-00000004").stat().st_mtime
 

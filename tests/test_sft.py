@@ -190,6 +190,7 @@ def test_the_loss_falls_and_everything_is_written_down(uninterrupted):
 def test_the_exported_policy_answers_as_in_plain_transformers(uninterrupted, videos, toy_dir):
     """Compare greedy answers of this project's prompts and engine with those of transformers' `generate`."""
     model = uninterrupted / "model"
+    assert (model / "rollout.json").read_text() == '{"think_prefix": false}'  # for an evaluation
     renderer = Renderer(load_tokenizer(model), VisualContract.load(model))
     plain, engine = tiny.plain(model), open_engine(model, renderer, RolloutConfig())
     for i in range(4):
