@@ -3,14 +3,14 @@
     with Videos(workers=4) as videos:
         frames = videos.window("v.mp4", 12.5, 20.0, size_rule, fps=1.0, max_frames=16)
 
-Some files of a dataset hang or crash a decoder inside C code, where no exception helps. So FFmpeg and Pillow run only in
-worker processes, which can be killed and replaced. A bad file raises a VideoError for its own question. A file that cannot
-be opened, or that kills its decoder, is quarantined: this process does not try it again.
+Some files of a dataset hang or crash FFmpeg inside C code, where no exception helps. So it runs only in worker processes,
+which can be killed and replaced. A bad file raises a VideoError for its own question. A video that cannot be indexed, or
+that hangs its decoder, is quarantined: this process does not try it again.
 
-A worker serves four requests. `probe` reads a video's packets, without decoding them, into an index: each frame's
+A worker serves two requests. `probe` reads a video's packets, without decoding them, into an index: each frame's
 presentation time and the keyframe to decode it from. `decode` seeks to that keyframe and decodes until the wanted frames
 come out. Frames are matched by presentation time, never by counting, since edit lists and open GOPs shift the count.
-`measure` reads an image's header, and `image` decodes and scales it.
+Images need no worker: Pillow reads them in the caller.
 
 Deliberately missing: audio, GPU decoding, URLs, subtitles, the choice of a frame's size (the caller's `size_rule`).
 """
@@ -33,9 +33,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 SizeRule = Callable[[int, int], tuple[int, int]]  # (width, height) of the video -> (width, height) of its frames
-Identity = tuple[str, int, int, str]  # (real path, bytes, mtime in ns, kind): a replaced file has another identity
+Identity = tuple[str, int, int]  # (real path, bytes, mtime in ns): a replaced file has another identity
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # not all of Pillow's: EPS starts Ghostscript
 
 
 class VideoError(Exception):
@@ -219,38 +221,12 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
     return pictures
 
 
-IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # not all of Pillow's: EPS starts Ghostscript
-# A phone's picture has up to 108 million pixels, an A3 page at 600 dpi 70 million, a frame in 8K 33 million.
-MAX_IMAGE_PIXELS = 120_000_000  # 360 MB once decoded
-
-
-def _measure(path: str) -> tuple[int, int]:
-    """Return an image's (width, height) from its header. Refuse an image that is too large to decode."""
-    from PIL import Image
-
-    with Image.open(path, formats=IMAGE_FORMATS) as image:
-        width, height = image.size
-    if width * height > MAX_IMAGE_PIXELS:
-        raise ValueError(f"{width} x {height} pixels, more than {MAX_IMAGE_PIXELS:,} in all: make it smaller")
-    return width, height
-
-
-def _image(path: str, size: tuple[int, int]) -> np.ndarray:
-    """Decode an image and scale it."""
-    from PIL import Image
-
-    with Image.open(path, formats=IMAGE_FORMATS) as image:
-        return np.array(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))  # [H, W, 3]
-
-
 def _serve(fd: int, timeout: float) -> None:
     """Run a worker: answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    import av  # noqa: F401 (before "ready": a missing decoder is our error, not the first video's)
-
-    pipe, verbs = Connection(fd), {"probe": _probe, "decode": _decode, "measure": _measure, "image": _image}
+    pipe = Connection(fd)
+    verbs = {"probe": _probe, "decode": _decode}
     try:
-        pipe.send("ready")
         while True:
             verb, *arguments = pipe.recv()
             signal.alarm(math.ceil(timeout) + 1)  # ends a worker that hangs in C code after its parent has ended
@@ -266,8 +242,6 @@ def _serve(fd: int, timeout: float) -> None:
 
 # ---- the parent: workers, cache, quarantine ------------------------------------------------------------------------
 
-START_LIMIT = 300.0  # seconds within which a worker must import its decoder, even from a cold network disk
-
 
 class _Worker:
     """A decoder process. It does not use multiprocessing's spawn, which would import the parent's heavy __main__ again."""
@@ -280,16 +254,6 @@ class _Worker:
             null = subprocess.DEVNULL
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
 
-    def wait_until_ready(self) -> None:
-        """Wait until its decoder is imported. Raise RuntimeError if it is not."""
-        try:
-            ready = self.pipe.poll(START_LIMIT) and self.pipe.recv()
-        except (EOFError, OSError):  # it has exited
-            ready = False
-        if not ready:
-            reason = f"died at its start, or took {START_LIMIT:g} s ({self.stop()})"
-            raise RuntimeError(f"a video worker {reason}: does `import av` work?")
-
     def ask(self, request: tuple) -> tuple[bool, object]:
         """Return (True, value) or (False, what is wrong with the file), always within the timeout."""
         # Kill by a timer instead of polling the pipe: a worker can also stop halfway through its answer.
@@ -299,7 +263,7 @@ class _Worker:
             self.pipe.send(request)
             answer = self.pipe.recv()
         except (EOFError, OSError):
-            answer = False, f"killed its decoder ({self.stop()}); fetch it again or re-encode it"
+            answer = False, f"killed its decoder (exit code {self.stop()}); fetch it again or re-encode it"
         watchdog.cancel()
         watchdog.join()  # `expired` is final now, and no late kill can hit the next request
         if self.expired:
@@ -311,9 +275,9 @@ class _Worker:
         self.expired = True
         self.process.kill()
 
-    def stop(self) -> str:
+    def stop(self) -> int:
         self.process.kill()  # does nothing to a process that is already gone
-        return f"exit code {self.process.wait()}"
+        return self.process.wait()
 
 
 class Videos(AbstractContextManager):
@@ -373,10 +337,13 @@ class Videos(AbstractContextManager):
 
     def image(self, path: str | Path, size_rule: SizeRule) -> Clip:
         """Return an image as one frame. Its time is None."""
-        identity = self._identify(path, "image")
-        size = size_rule(*self._ask(path, identity, "measure"))
-        pixels = self._ask(path, identity, "image", size)
-        return Clip(pixels[None], (None,))
+        self._identify(path)
+        try:
+            with Image.open(path, formats=IMAGE_FORMATS) as image:
+                scaled = image.convert("RGB").resize(size_rule(*image.size), Image.Resampling.BICUBIC)
+        except Exception as error:  # a damaged file raises whatever its decoder stumbles over
+            raise VideoError(path, f"cannot be decoded ({type(error).__name__}: {error}); fetch it again") from None
+        return Clip(np.array(scaled)[None], (None,))  # [1, H, W, 3]
 
     def close(self) -> None:
         with self._lock:
@@ -387,14 +354,14 @@ class Videos(AbstractContextManager):
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _identify(self, path: str | Path, kind: str = "video") -> Identity:
+    def _identify(self, path: str | Path) -> Identity:
         try:
             status = os.stat(path)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise VideoError(path, f"cannot be opened ({error}); check the path") from None
         if not stat.S_ISREG(status.st_mode):  # opening a FIFO or a device can block forever
             raise VideoError(path, "is not a regular file; pass the path of a video or an image")
-        identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns, kind)  # a bad image can be a good video
+        identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns)
         if identity in self._bad:
             raise VideoError(path, self._bad[identity])
         return identity
@@ -427,19 +394,13 @@ class Videos(AbstractContextManager):
         try:
             worker = self._live_worker(worker)
             good, value = worker.ask((verb, identity[0], *arguments))
-        except RuntimeError:  # it did not start
-            if not self._closed:
-                raise
         finally:
             self._idle.put(worker)
         if self._closed:  # close() killed the worker, so the file is not at fault
             raise VideoError(path, "Videos is closed: close it after its users are done")
         if not good:
-            # If the worker was killed from outside (out of memory), the file may be good. If the worker survived a failed
-            # `decode`, the file is damaged in one place and can be good elsewhere.
-            status = worker.process.returncode
-            outside = status in (-signal.SIGKILL, -signal.SIGTERM) and not worker.expired
-            if not outside and (status is not None or verb != "decode"):
+            # A file that only fails to `decode` is damaged in one place, and can be good elsewhere.
+            if verb == "probe" or worker.expired:
                 self._bad[identity] = value
             raise VideoError(path, value)
         return value
@@ -456,7 +417,6 @@ class Videos(AbstractContextManager):
             self._workers.add(new)
             if self._closed:
                 new.stop()
-        new.wait_until_ready()  # without the lock, since it takes long
         return new
 
 

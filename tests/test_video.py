@@ -352,21 +352,12 @@ def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, go
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
-def test_a_video_that_was_asked_for_as_an_image_is_still_a_video(good):
-    """Past bug: one such row quarantined the file for all rows that show the video."""
-    with Videos(workers=1) as videos:
-        with pytest.raises(VideoError, match="cannot be decoded"):
-            videos.image(good, same_size)
-        assert videos.info(good).n_frames == 60
-
-
-def test_an_image_is_one_frame_without_a_time_that_a_worker_decodes(reader, tmp_path, asked):
+def test_an_image_is_one_frame_without_a_time(reader, tmp_path):
     path = tmp_path / "a.png"
     Image.fromarray(picture(5)).save(path)
     frames = reader.image(path, lambda width, height: (width // 2, height // 4))
     expected = Image.fromarray(picture(5)).resize((WIDTH // 2, HEIGHT // 4), Image.Resampling.BICUBIC)
     assert np.array_equal(frames.pixels, np.asarray(expected)[None]) and frames.times == (None,)
-    assert asked == ["measure", "image"]
 
 
 def test_a_picture_is_read_by_its_own_decoder_and_never_by_another_program(tmp_path):
@@ -380,21 +371,22 @@ def test_a_picture_is_read_by_its_own_decoder_and_never_by_another_program(tmp_p
             reader.image(tmp_path / "b.png", same_size)
 
 
-def test_an_image_of_too_many_pixels_is_never_decoded(reader, tmp_path, asked):
+def test_an_image_of_too_many_pixels_or_with_missing_bytes_is_an_error_of_its_file(reader, tmp_path):
     path = tmp_path / "a.png"
-    Image.new("1", (12_000, 12_000)).save(path)
-    for _ in range(2):
-        with pytest.raises(VideoError, match="12000 x 12000 pixels, more than 120,000,000"):
-            reader.image(path, same_size)
-    assert asked == ["measure"]
+    Image.new("1", (14_000, 14_000)).save(path)
+    with pytest.raises(VideoError, match="a.png: cannot be decoded .DecompressionBombError"):
+        reader.image(path, same_size)
+    Image.fromarray(picture(5)).save(path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(VideoError, match="a.png: cannot be decoded .OSError"):
+        reader.image(path, same_size)
 
 
-def test_a_pipe_in_the_place_of_an_image_holds_up_nobody(reader, tmp_path, asked):
+def test_a_pipe_in_the_place_of_an_image_holds_up_nobody(reader, tmp_path):
     """Past bug: the trainer opened it and waited forever."""
     os.mkfifo(tmp_path / "a.png")
     with pytest.raises(VideoError, match="is not a regular file; pass the path of a video or an image"):
         Media(str(tmp_path / "a.png"), still=True).frames(reader, VisualContract())
-    assert not asked
 
 
 # ---- workers that hang, crash, age and end -------------------------------------------------------------------------
@@ -402,7 +394,7 @@ def test_a_pipe_in_the_place_of_an_image_holds_up_nobody(reader, tmp_path, asked
 
 def test_a_hung_worker_is_killed_and_replaced_and_its_siblings_work_on(good, tmp_path):
     other = write(tmp_path / "other.mp4")
-    with Videos(workers=2, timeout=1.5) as videos, ThreadPoolExecutor(1) as threads:
+    with Videos(workers=2, timeout=5) as videos, ThreadPoolExecutor(1) as threads:
         videos.info(good)
         (victim,) = worker_pids(videos)
         os.kill(victim, signal.SIGSTOP)
@@ -410,38 +402,21 @@ def test_a_hung_worker_is_killed_and_replaced_and_its_siblings_work_on(good, tmp
         wait_for(lambda: videos._idle.qsize() == 1)
         assert number(videos.frames(other, [9], (WIDTH, HEIGHT)).pixels[0]) == 9
         assert not hung.done()
-        with pytest.raises(VideoError, match=r"hung its decoder for 1\.5 s"):
-            hung.result(timeout=4)
+        with pytest.raises(VideoError, match=r"hung its decoder for 5 s"):
+            hung.result(timeout=8)
         assert not alive(victim)
         with pytest.raises(VideoError, match="hung its decoder"):  # quarantined, perhaps by the machine's fault
             videos.info(good)
         assert len(videos.overview(other, 4, same_size)) == 4 and victim not in worker_pids(videos)
 
 
-@pytest.mark.parametrize("fatal, quarantined", [("SIGKILL", False), ("SIGSEGV", True)])
-def test_only_a_file_that_crashes_its_worker_by_itself_is_quarantined(good, fake_av, fatal, quarantined):
-    """Past bug: after a kill for lack of memory, the good file that was being read was never tried again."""
-    fake_av(f"import os, signal\ndef open(path, options):\n    os.kill(os.getpid(), signal.{fatal})\n")
+def test_a_crash_costs_one_request_and_a_file_that_cannot_be_indexed_is_not_tried_again(good, fake_av, asked):
+    fake_av("import os, signal\ndef open(path, options):\n    os.kill(os.getpid(), signal.SIGSEGV)\n")
     with Videos(workers=1) as videos:
-        with pytest.raises(VideoError, match=r"killed its decoder \(exit code -"):
-            videos.info(good)
-        assert len(videos._bad) == quarantined
-
-
-def test_a_worker_that_starts_slowly_holds_up_nobody(good, fake_av):
-    """Past bug: it started under the lock that every cache hit takes, and without a time limit."""
-    with Videos(workers=2) as videos, ThreadPoolExecutor(2) as threads:
-        frames = videos.frames(good, [5], (32, 32))
-        fake_av("import time; time.sleep(3)")
-        began, _ = time.monotonic(), videos._idle.get()
-        starting = threads.submit(videos.frames, good, [6], (32, 32))
-        wait_for(lambda: videos._idle.empty())
-        assert threads.submit(videos.frames, good, [5], (32, 32)).result().pixels is frames.pixels
-        videos.close()
-        assert time.monotonic() - began < 2
-        with pytest.raises(VideoError, match="closed"):
-            starting.result()
-        assert not any(map(alive, worker_pids(videos)))
+        for _ in range(2):
+            with pytest.raises(VideoError, match=r"killed its decoder \(exit code -11\)"):
+                videos.info(good)
+    assert asked == ["probe"]
 
 
 def test_a_worker_that_stops_in_the_middle_of_its_answer_is_killed(good, fake_av):
@@ -449,16 +424,6 @@ def test_a_worker_that_stops_in_the_middle_of_its_answer_is_killed(good, fake_av
     fake_av(f"import os, sys, time\ndef open(path, options):\n    {half}\n    time.sleep(60)\n")
     with Videos(workers=1, timeout=1) as videos, pytest.raises(VideoError, match="hung its decoder for 1 s"):
         videos.info(good)
-
-
-@pytest.mark.parametrize("decoder", ["raise ImportError('no FFmpeg here')", "import time; time.sleep(60)"])
-def test_a_worker_that_never_starts_is_our_error_and_condemns_no_file(good, fake_av, monkeypatch, decoder):
-    monkeypatch.setattr(video, "START_LIMIT", 0.5 if "sleep" in decoder else 60)
-    fake_av(decoder)
-    with Videos(workers=1) as videos:
-        with pytest.raises(RuntimeError, match=r"took \S+ s .*import av"):
-            videos.info(good)
-        assert not videos._bad
 
 
 def test_workers_that_die_while_idle_cost_no_file_and_leave_no_descriptors(good):
