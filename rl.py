@@ -116,7 +116,9 @@ class RLConfig(RunConfig):
         return dict(zip(self.rollout.tools, self.rollout.schemas or ()))
 
 
-SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "loss", "kl", "entropy", "logprob_gap", "grad_norm", "seconds")
+# The metrics on the console.
+SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "call_errors/crashed", "loss", "kl", "entropy", "logprob_gap")
+SHOWN += ("grad_norm", "seconds")
 
 
 def main(cfg: RLConfig) -> None:

@@ -21,9 +21,8 @@ import math
 import os
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from data import Call, Task
@@ -33,9 +32,7 @@ from runtime.visual import VisualContract
 log = logging.getLogger(__name__)
 MAX_TEXT_CHARS = 4000  # longest text of a tool, about 1000 tokens: 15 of them fit into a context of 32,768
 MAX_CALL_CHARS = 4096  # a typical call has 100; a longer one is unparseable
-MAX_BRACKETS = 64  # a typical call has 2; parsers recurse into nested brackets
-MAX_CRASHES = 20  # crashes of a tool that stop the run, if no call of it has worked
-JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
+_logged: set[tuple[str, type]] = set()  # (tool, exception type) whose traceback this process has logged
 
 
 class ToolError(Exception):
@@ -62,23 +59,6 @@ class ClipForSubagent:
 class Tool:
     schema: dict  # OpenAI's function form, as make_tool writes it
     run: Callable[[Task, dict[str, Any], Videos, VisualContract], ClipForSubagent | str]
-    works: bool = False  # whether a call in this process has returned a result
-    crashes: Counter[type] = field(default_factory=Counter)  # exception type -> calls in this process that raised it
-
-    def __post_init__(self):
-        """Refuse a schema that no model can be shown."""
-        function = self.schema.get("function", {})
-        if not {"name", "description", "parameters"} <= function.keys():
-            raise ValueError(f"{self.schema}: not the schema of a function with parameters; write it with make_tool")
-        tool, arguments = function["name"], function["parameters"]["properties"]
-        for name, kind in arguments.items():
-            types = kind.get("type", []) if isinstance(kind, dict) else [kind]
-            if not set(types if isinstance(types, list) else [types]) <= set(JSON_TYPES):
-                raise ValueError(f"{tool}: {name} = {kind}: its type is none of {', '.join(JSON_TYPES)}")
-        for name in function["parameters"].get("required", []):
-            if name not in arguments:
-                raise ValueError(f"{tool}: required {name!r} is no argument; choose from {', '.join(arguments)}")
-        json.dumps(self.schema)  # raises if there is a Python type deeper in it
 
 
 # ------------------------------------------------------------------------------------------------ the tools
@@ -122,9 +102,6 @@ TOOLS = {
         {"video_path": "string", "start_time": "number", "end_time": "number", "num_frames": "integer"},
     ),
 }
-for _key, _tool in TOOLS.items():
-    if _key != _tool.schema["function"]["name"]:
-        raise ValueError(f"TOOLS[{_key!r}]: the model would call it by its function's name; use that as the key")
 
 
 # ------------------------------------------------------------------------------------------------ arguments
@@ -217,17 +194,13 @@ def _unparseable(turn: int) -> Call:
     return Call(turn, "", {}, text=UNPARSEABLE, error="unparseable")
 
 
-def _is_parser_safe(body: str) -> bool:
-    return len(body) <= MAX_CALL_CHARS and sum(map(body.count, "([{")) <= MAX_BRACKETS
-
-
 def _read_json(body: str, turn: int) -> list[Call]:
     try:
-        call = json.loads(body) if _is_parser_safe(body) else None
+        call = json.loads(body) if len(body) <= MAX_CALL_CHARS else None
         if not isinstance(call, dict):
             return [_unparseable(turn)]
         arguments = call.get("arguments")
-        if isinstance(arguments, str) and _is_parser_safe(arguments):  # some models write a JSON string
+        if isinstance(arguments, str):  # some models write a JSON string
             arguments = json.loads(arguments)
     except (ValueError, RecursionError):
         return [_unparseable(turn)]
@@ -238,6 +211,7 @@ def _read_json(body: str, turn: int) -> list[Call]:
 
 # CPython's parser counts its depth per interpreter, not per thread, so two at once can raise a SystemError.
 _PARSING = threading.Lock()
+NO_LITERALS = (SyntaxError, TypeError, ValueError, RecursionError, MemoryError)  # of code that is none, or too deep
 
 
 def _read_code(body: str, turn: int) -> list[Call]:
@@ -254,8 +228,8 @@ def _read_python(code: str, turn: int) -> list[Call]:
     """Return a call per statement, or none if the code is not Python."""
     try:
         with _PARSING:
-            statements = ast.parse(code.strip()).body if _is_parser_safe(code) else []
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+            statements = ast.parse(code.strip()).body if len(code) <= MAX_CALL_CHARS else []
+    except NO_LITERALS:
         statements = []
     return [_read_statement(statement, turn) for statement in statements]
 
@@ -276,7 +250,7 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
     try:
         arguments = {key: ast.literal_eval(value) for key, value in written.items()}
         return Call(turn, name, json.loads(json.dumps(arguments)))  # the same types as from JSON
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+    except NO_LITERALS:
         return _unparseable(turn)
 
 
@@ -287,33 +261,22 @@ def run_tool(
     call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
 ) -> ClipForSubagent | str:
     """Run one parsed call. Mistakes of the model and unreadable files become a ToolError. So do crashes, which are exceptions
-    in the tool's own code and invalid results; the first traceback of each type is logged. A tool that only crashes ends the
-    run."""
+    in the tool's own code and invalid results; the first traceback of each type is logged."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
-    tool = TOOLS[call.name]
     try:
         arguments = copy.deepcopy(call.arguments)  # a tool may change them, but not the record
-        result = _check_result(tool.run(task, arguments, videos, contract), contract)
-        tool.works = True
-        return result
+        return _check_result(TOOLS[call.name].run(task, arguments, videos, contract), contract)
     except ToolError as error:
         raise ToolError(error.kind, _clip_text(str(error))) from None
     except VideoError:
         raise ToolError("failed", "This part of the video could not be read.") from None
     except (Exception, SystemExit) as error:
-        with _COUNTING:
-            tool.crashes[type(error)] += 1
-            crashes = tool.crashes.copy()
-        if not tool.works and crashes.total() >= MAX_CRASHES:  # training would teach the policy not to call it
-            raise RuntimeError(f"tool {call.name} crashed {crashes.total()} times and never worked") from error
-        if crashes[type(error)] == 1:
+        if (call.name, type(error)) not in _logged:
+            _logged.add((call.name, type(error)))
             log.exception("tool %s crashed on %s", call.name, call.arguments)
         reason = f"The tool failed: {type(error).__name__}: {error}".splitlines()[0]
         raise ToolError("crashed", _clip_text(reason)) from None
-
-
-_COUNTING = threading.Lock()  # calls run in threads
 
 
 def _clip_text(text: str) -> str:

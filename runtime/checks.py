@@ -174,13 +174,15 @@ def check_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
 
 def refuse_template(source: Path, renderer: Renderer, schemas: dict[str, dict]) -> None:
     """Refuse a chat template that does not continue a dialogue as rollouts do, and a tool whose schema is not one.
-    `schemas`: those of the tools, by name."""
-    for name, schema in schemas.items():
+    `schemas`: those of the tools, by their keys in tools.TOOLS."""
+    for key, schema in schemas.items():
         try:
-            json.loads(json.dumps(schema))["function"]["name"]
+            name = json.loads(json.dumps(schema))["function"]["name"]
         except (TypeError, ValueError, KeyError) as error:
-            told = f"tool {name}: no model can be shown its schema ({error!r})"
+            told = f"tool {key}: no model can be shown its schema ({error!r})"
             raise ConfigError(f"{told}; write it with make_tool") from None
+        if name != key:
+            raise ConfigError(f"tools.TOOLS[{key!r}]: the model would call it {name!r}, by its function's name; use that")
     if problem := renderer.template_problem(list(schemas.values())):
         told = f"{source}: its chat template does not continue a dialogue as rollouts do: {problem}"
         raise ConfigError(f"{told}. Put the Instruct model's chat_template.jinja into this folder")

@@ -42,8 +42,7 @@ from runtime.visual import VisualContract
 from runtime.weights import export
 
 # Metrics that the console shows unless they are 0.
-CALL_ALARMS = ("call_errors/crashed", "call_errors/timeout", "call_errors/engine")
-ALARMS = ("failed_rate", "eval/failed_rate", *CALL_ALARMS, "bad_steps")
+ALARMS = ("failed_rate", "eval/failed_rate", "call_errors/timeout", "call_errors/engine", "bad_steps")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -328,6 +328,8 @@ def test_a_tool_whose_schema_is_not_one_is_named(renderer, schemas):
             ConfigError, match=f"^tool look: no model can be shown its schema .*{says}.*; write it with make_tool$"
         ):
             refuse_template(Path("M"), renderer, {"look": schema})
+    with pytest.raises(ConfigError, match=r"^tools.TOOLS\['look'\]: the model would call it 'crop_video'"):
+        refuse_template(Path("M"), renderer, {"look": schemas[0]})
 
 
 def test_a_tokenizer_that_was_saved_to_cut_or_to_fill_does_neither(tokenizer):
