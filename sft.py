@@ -82,8 +82,8 @@ class SFTConfig(RunConfig):
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
-    """Plan the memory of the largest micro-batch: full, and with nothing but frames."""
-    return [plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens, visual_tokens=cfg.pack_tokens)]
+    """Plan the memory of a full micro-batch."""
+    return [plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens)]
 
 
 check_hardware = partial(check_room, plans=plan_sft)

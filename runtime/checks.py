@@ -182,7 +182,9 @@ def refuse_template(source: Path, renderer: Renderer, schemas: dict[str, dict]) 
             told = f"tool {key}: no model can be shown its schema ({error!r})"
             raise ConfigError(f"{told}; write it with make_tool") from None
         if name != key:
-            raise ConfigError(f"tools.TOOLS[{key!r}]: the model would call it {name!r}, by its function's name; use that")
+            raise ConfigError(
+                f"tools.TOOLS[{key!r}]: the model would call it {name!r}, by its function's name; use that"
+            )
     if problem := renderer.template_problem(list(schemas.values())):
         told = f"{source}: its chat template does not continue a dialogue as rollouts do: {problem}"
         raise ConfigError(f"{told}. Put the Instruct model's chat_template.jinja into this folder")

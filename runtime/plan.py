@@ -1,6 +1,6 @@
 """plan.py: estimate GPU memory from shapes alone, before any weight is loaded; and MFU, from the same shapes.
 
-    plan = plan_training(cfg.policy, gpus=4, tokens=24576, visual_tokens=16384, reference=True)
+    plan = plan_training(cfg.policy, gpus=4, tokens=24576, reference=True)
     plan.check(gpu_gib=80)              # prints a row per use of memory and the sum; refuses models that cannot fit
 
 The estimates are for FSDP2 with bf16 computation and fp32 master weights. On a machine with a GPU, that GPU's memory is the
@@ -19,7 +19,6 @@ from transformers import AutoConfig, PreTrainedConfig
 from runtime.checks import find_checkpoint, on_the_hub
 from runtime.config import ConfigError
 from runtime.distributed import local_size, print0, world_size
-from runtime.packing import count_levels
 from runtime.policy import Policy, PolicyConfig, build_on_meta, read_config
 
 GIB = 1 << 30
@@ -46,26 +45,16 @@ PUBLISHED = {
     "Qwen/Qwen2.5-VL-7B-Instruct": {
         "model_type": "qwen2_5_vl",
         "text_config": {
-            "vocab_size": 152064,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 128_000,
+            "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128_000,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000, "mrope_section": [16, 24, 24]},
         },
         "vision_config": {
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": 3420,
-            "num_heads": 16,
-            "out_hidden_size": 3584,
-            "window_size": 112,
-            "fullatt_block_indexes": [7, 15, 23, 31],
+            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+            "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
         },
     },
-}
+}  # fmt: skip
 for name in ("ParaVT/ParaVT-8B", "mwxely/ParaVT-8B-SFT"):
     PUBLISHED[name] = PUBLISHED["Qwen/Qwen3-VL-8B-Instruct"]
 
@@ -128,51 +117,50 @@ def head_size(text: PreTrainedConfig) -> int:
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
-def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, visual_tokens: int = 0, reference: bool = False) -> Plan:
-    """Plan one of `gpus` training GPUs, for micro-batches of `tokens`, of which `visual_tokens` come from frames."""
+def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = False) -> Plan:
+    """Plan one of `gpus` training GPUs, for micro-batches of `tokens`."""
     policy = meta_policy(cfg)
-    text, trained = policy.text.config, count(policy, trained=True)
-    layers, head = text.num_hidden_layers, text.vocab_size * text.hidden_size
+    text = policy.text.config
+    trained = count(policy, trained=True)
+    layers = text.num_hidden_layers
+    layer = count(policy.text.layers[0])
+    outside = trained - count(policy.text.layers)  # embeddings and head
+    head = text.vocab_size * text.hidden_size
 
-    # Held from the first step to the last.
+    # Weights and optimizer, sharded: weights, gradients and AdamW's two moments in fp32.
     held = {"weights, gradients, AdamW's two moments: fp32, sharded": 16 * trained / gpus}
-    if policy.vision_frozen:
-        held["frozen vision tower, bf16, whole"] = 2 * (count(policy) - trained)
+    held["frozen vision tower, bf16, whole"] = 2 * (count(policy) - trained)
+    # Reference, sharded: weights in bf16.
     if reference:
         held["reference policy, bf16, sharded (none if grpo.kl_coef = 0)"] = 2 * trained / gpus
 
-    # Kept from the forward to the backward pass. Per token a block keeps norms, heads (queries, and keys, which are repeated
-    # for each suffix) and the MLP, in bf16 and fp32. With checkpointing it keeps only its input.
-    used = {"embeddings and head, bf16, whole": 2 * (trained - count(policy.text.layers))}
-    heads = (12 * text.num_attention_heads + 26 * text.num_key_value_heads) * head_size(text)
-    block = 16 * text.hidden_size + heads + 8 * text.intermediate_size  # bytes
-    if cfg.activation_checkpointing:
-        used[f"inputs of {layers} blocks at {tokens} tokens"] = 2 * text.hidden_size * layers * tokens
-    else:
-        used[f"activations of {layers} blocks at {tokens} tokens"] = block * layers * tokens
-    used["visual features"] = 2 * count_levels(policy.vision) * text.hidden_size * visual_tokens
-
-    # Two peaks that never coincide, so only the larger counts. The first is a block's backward pass: two gathered blocks, one
-    # gradient in bf16 and one in fp32, the recomputed activations, and the head's gradient, which is kept until the end.
-    backward = 10 * count(policy.text.layers[0]) + block * tokens + 2 * head
-    # The second is the head's gradient in fp32, and beside it a chunk's logits and their exponentials, or its own bf16 copy.
-    logits = 4 * head + max(8 * min(cfg.logit_chunk, tokens) * text.vocab_size, 2 * head)
-    used["at the peak: a block's backward pass, or logits"] = max(backward, logits)
-
-    if gpus == 1:  # FSDP2 scales this gradient into a second tensor, whose memory the allocator keeps
-        used["gradient of embeddings and head once more, fp32"] = 4 * (trained - count(policy.text.layers))
-    # A guess: CUDA, NCCL and cuBLAS hold about 3 GiB outside PyTorch's allocator, and kernels about 1 GiB inside it. On one
-    # H200, PyTorch's peak was 15 to 34 % below the planned sum (results/gpu.md).
+    # What a block keeps per token for its backward pass. Two norms: input in fp32, normalized and scaled in bf16. Each head's
+    # query, and its key and value: norm as above, rotated, attention's output and its copy. The MLP: gate, its activation, up
+    # and their product in bf16.
+    heads = text.num_attention_heads + text.num_key_value_heads
+    block = 2 * 8 * text.hidden_size + 12 * heads * head_size(text) + 8 * text.intermediate_size  # bytes
+    # Inputs of blocks: one hidden state in bf16. Without checkpointing, every block keeps all.
+    kept = 2 * text.hidden_size if cfg.activation_checkpointing else block
+    used = {f"inputs of {layers} blocks at {tokens} tokens": kept * layers * tokens}
+    # Embeddings and head, gathered in bf16.
+    used["embeddings and head, bf16, whole"] = 2 * outside
+    # One block's recomputation. Its weights and the next block's are gathered in bf16, its gradient is in bf16 and in fp32.
+    used["recomputation of one block"] = (2 + 2 + 2 + 4) * layer + block * tokens
+    # Logits: a chunk's in fp32 with their exponentials, and the gradient of the head in bf16.
+    used["logits of a chunk, gradient of the head"] = 8 * min(cfg.logit_chunk, tokens) * text.vocab_size + 2 * head
+    # Overhead, a guess: CUDA, NCCL and cuBLAS hold about 3 GiB outside PyTorch's allocator, and kernels about 1 GiB inside it.
+    # On one H200, PyTorch's peak was 15 to 34 % below the planned sum (results/gpu.md).
     used["overhead: CUDA, NCCL, kernels, and 5 % between tensors"] = 4 * GIB + 0.05 * sum((held | used).values())
     return Plan(f"training, each of {gpus} GPUs", held, used)
 
 
 def plan_rl(cfg) -> list[Plan]:
     """Plan the GPUs of an RLConfig: those that train and, unless they are the same, those that sample."""
-    rollout, policy = cfg.rollout, meta_policy(cfg.policy)
-    # The longest micro-batch: one full of frames, or one episode that fills its context.
+    rollout = cfg.rollout
+    policy = meta_policy(cfg.policy)
+    # The longest micro-batch: a full one, or one episode that fills its context.
     longest = max(cfg.grpo.train_tokens, rollout.max_context)
-    training = plan_training(cfg.policy, cfg.plan.gpus, longest, cfg.grpo.train_tokens, reference=cfg.grpo.kl_coef > 0)
+    training = plan_training(cfg.policy, cfg.plan.gpus, longest, reference=cfg.grpo.kl_coef > 0)
     if rollout.urls:
         return [training]
 
@@ -182,22 +170,21 @@ def plan_rl(cfg) -> list[Plan]:
     episodes = min(rollout.concurrency * cfg.plan.gpus, tasks * cfg.grpo.group_size)
     rows = math.ceil(episodes * rollout.tensor_parallel / max(1, len(rollout.server_gpus)))
     frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
-    tokens = cfg.visual.overview_frames * frame // cfg.grpo.group_size + 2 * rollout.max_new_tokens
-    engine = plan_engine(rollout, policy.text.config, 2 * count(policy), rows, tokens)
+    tokens = rows * (cfg.visual.overview_frames * frame // cfg.grpo.group_size + 2 * rollout.max_new_tokens)
+    engine = plan_engine(rollout, policy.text.config, 2 * count(policy), tokens)
     if not rollout.server_gpus or set(rollout.server_gpus) & set(range(cfg.plan.gpus)):
-        title, held = "training and engine on the same GPU", training.held | engine.held
-        return [Plan(title, held, training.used | engine.used)]
+        return [Plan("training and engine on one GPU", training.held | engine.held, training.used | engine.used)]
     return [training, engine]
 
 
-def plan_engine(rollout, text, weights: float, rows: int, tokens: int) -> Plan:
-    """Plan a GPU that samples: one of a RolloutConfig's servers, with a KV cache of `rows` x `tokens`, or the in-process engine.
+def plan_engine(rollout, text, weights: float, tokens: int) -> Plan:
+    """Plan a GPU that samples, with a RolloutConfig: one of a server's, with a KV cache of `tokens`, or the in-process engine.
     `text`: the language model's config. `weights`: bytes. The GPUs of a server share weights and cache."""
     share = rollout.tensor_parallel
-    # bytes of a token's keys and values
+    # A token's keys and values in bf16, in each block.
     kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text) / share
     if rollout.server_gpus:
-        used = {f"KV cache of {rows} x {tokens} tokens": kv * rows * tokens, "CUDA graphs and activations": 6 * GIB}
+        used = {f"KV cache of {tokens} tokens": kv * tokens, "CUDA graphs and activations": 6 * GIB}
     else:
         used = {"KV cache of a batch, twice while it is read": 2 * kv * rollout.max_batch_tokens}
     title = f"engine, each of {len(rollout.server_gpus) or 1} GPUs"

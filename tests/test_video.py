@@ -5,7 +5,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import wave
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
