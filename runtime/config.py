@@ -3,10 +3,9 @@
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
     config.save_run(cfg, cfg.run)                                               # RUN/config.yaml, which `load` reads back
 
-A library would merge YAML and check types, too. This file adds four things: an error names the key, the value, the rule and
-the nearest valid key; no error shows an API key; a config given to the wrong script is told the right one; no key stands twice. Defaults are in
-the dataclasses and nowhere else. A YAML file may name a parent (`base: other.yaml`, relative to the file): mappings merge,
-all other values replace.
+A library would merge YAML and check types, too. This file adds three things: an error names the key, the value, the rule and
+the nearest valid key; no error shows an API key; no key stands twice. Defaults are in the dataclasses and nowhere else. A YAML
+file may name a parent (`base: other.yaml`, relative to the file): mappings merge, all other values replace.
 
 Deliberately missing: interpolation, environment variables.
 """
@@ -29,8 +28,6 @@ from typing import Any, TypeVar
 import yaml
 
 T = TypeVar("T")
-# Keys that tell which script a config is for.
-SCRIPTS = {"batch_rows": "sft.py", "batch_tasks": "rl.py", "splits": "eval.py"}
 
 
 class ConfigError(ValueError):
@@ -56,20 +53,16 @@ class Loader(yaml.SafeLoader):
 def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
     """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`."""
     tree = read_tree(Path(path))
-    hints = typing.get_type_hints(cls)
-    for key, script in SCRIPTS.items():
-        if key in tree and key not in hints:
-            raise ConfigError(f"{path} is a config of {script}, as its `{key}` says; start {script} with it")
     for override in overrides:
-        apply_override(tree, hints, override)
+        apply_override(tree, override)
     try:
         return build(cls, tree, "")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def apply_override(tree: dict, hints: dict[str, Any], override: str) -> None:
-    """Set one `key.sub=value` in the tree of a config, whose fields have these type hints."""
+def apply_override(tree: dict, override: str) -> None:
+    """Set one `key.sub=value` in the tree of a config."""
     key, equals, text = override.partition("=")
     if not equals:
         raise ConfigError(f"override {safe_repr(key)}: write it as key.sub=value")
@@ -79,35 +72,24 @@ def apply_override(tree: dict, hints: dict[str, Any], override: str) -> None:
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"override {safe_repr(override)}: {parent} is a value, it has no keys below it")
-    # In a mapping of names, such as `splits`, a single name looks as if it would become the only one.
-    others = sorted(node.keys() - {leaf})
-    if others and parents and typing.get_origin(hints.get(parents[0])) is dict:
-        raise ConfigError(f"{override}: {', '.join(others)} would stay; write '{parents[0]}={{{leaf}: {text}}}'")
+            raise ConfigError(f"override {safe_repr(override)}: {parent} must be a mapping")
     try:
         node[leaf] = yaml.load(text, Loader)
     except yaml.YAMLError:
-        advice = f"the value is not YAML; quote it whole for the shell, as in '{key}=...'"
-        raise ConfigError(f"override {safe_repr(override)}: {advice}") from None
+        raise ConfigError(f"override {safe_repr(override)}: the value must be YAML") from None
 
 
-def read_tree(path: Path, above: tuple[Path, ...] = ()) -> dict:
-    """Return the merged mappings of a file and its bases, unchecked. `above`: the files that named it as their base."""
-    if path.resolve() in above:
-        raise ConfigError(f"{path}: its `base` leads back to it; remove one of the `base` lines")
+def read_tree(path: Path) -> dict:
+    """Return the merged mappings of a file and its bases, unchecked."""
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader) or {}
     except (ConfigError, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        advice = "; indent with spaces, not with tabs" if "'\\t'" in str(error) else ""
-        raise ConfigError(f"{path}: not a readable YAML file: {error}{advice}") from None
+        raise ConfigError(f"{path}: not a readable YAML file: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected `key: value` lines, got {type(tree).__name__}")
+        raise ConfigError(f"{path}: must be a mapping, not {type(tree).__name__}")
     base = tree.pop("base", None)
     if base:
-        below = path.parent / str(base)
-        if not below.is_file():
-            raise ConfigError(f"{path}: base: {base}: there is no {below}; write the path from the file that names it")
-        tree = merge(read_tree(below, (*above, path.resolve())), tree)
+        tree = merge(read_tree(path.parent / str(base)), tree)
     return tree
 
 
@@ -131,11 +113,7 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
         values |= vars(defaults)
     for key, value in tree.items():
         if key not in hints:
-            # Suggest a key of a subsection, one with another prefix, or one of similar spelling.
-            near = [f"{name}.{key}" for name, hint in hints.items() if key in getattr(hint, "__dataclass_fields__", ())]
-            near += [name for name in hints if name.endswith(f"_{key}")]
-            near += difflib.get_close_matches(str(key), hints, n=1)
-            advice = f"did you mean {prefix}{near[0]}?" if near else f"{cls.__name__} has {', '.join(hints)}"
+            advice = suggest(key, hints, prefix)
             raise ConfigError(f"{prefix}{key} = {safe_repr(value, prefix + key)}: unknown key; {advice}")
         default = values.get(key, getattr(cls, key, None))
         values[key] = _coerce(hints[key], value, prefix + key, default)
@@ -156,8 +134,6 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     # X | None, the only union that configs use
     if origin in (types.UnionType, typing.Union):
         return None if value is None else _coerce(args[0], value, key, default)
-    if value is None and hint is not object:
-        raise ConfigError(f'{key}: the value is empty; give one ("" is an empty text)')
 
     # one of several words
     if origin is typing.Literal:
@@ -170,8 +146,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     # a list
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            item = f"{{{dataclasses.fields(args[0])[0].name}: {value}}}" if dataclasses.is_dataclass(args[0]) else value
-            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a list, as in [{item}]")
+            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a list")
         return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
 
     # a section, in place or in a file of its own
@@ -199,10 +174,10 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     return value
 
 
-def suggest(name: str, names: Iterable[str]) -> str:
+def suggest(name: str, names: Iterable[str], prefix: str = "") -> str:
     """Advise what to write instead of a name that is none of `names`."""
     near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
+    return f"did you mean {prefix}{near[0]}?" if near else f"choose from {', '.join(names)}"
 
 
 def safe_repr(value: Any, key: str = "") -> str:

@@ -186,11 +186,10 @@ def test_a_misspelled_override_does_not_repeat_the_key():
         ("api.keys=sk-4f9", "api.keys = .*unknown key; did you mean api.key?"),
         ("api_key=sk-4f9", "api_key = .*unknown key"),
         ("OPENAI_API_KEY=sk-4f9", "OPENAI_API_KEY = .*unknown key"),
-        ("api={key: sk-4f9", "the value is not YAML; quote .*, as in 'api=...'"),
-        ("grading.judge={key: sk-4f9", "the value is not YAML; quote .*, as in 'grading.judge=...'"),
+        ("api={key: sk-4f9", "the value must be YAML"),
         ("api=sk-4f9", "api = .*must be a mapping"),
         ("api.key=[sk-4f9]", "api.key = .*must be str, not list"),
-        ("api.key.x=sk-4f9", "key is a value"),
+        ("api.key.x=sk-4f9", "key must be a mapping"),
         ("api.key:sk-4f9", "write it as key.sub=value"),
     ):
         with pytest.raises(config.ConfigError, match=rule) as error:
