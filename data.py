@@ -8,7 +8,7 @@
     main_messages(question, paths, clips, renderer, with_tools=True) -> messages for renderer.render
 
 SFT, RL, evaluation and `ask` all build their prompts with the functions here. The prompt of an SFT row always promises
-reports: only a rollout has the switch `tool_return: frames`. runtime/dataset.py streams the rows. `python -m study.prepare check`
+reports: only a rollout has the switch `tool_return: frames`. runtime/dataset.py streams the rows, and `--check-data`
 checks them.
 
 rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them.

@@ -54,16 +54,17 @@ from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
 from runtime.api import Api, Judge, JudgeError, OpenAI, check_api
 from runtime.checks import (
     USER_ERRORS,
-    Checklist,
     check_run,
     check_servers,
     find_checkpoint,
     on_the_hub,
     only_run_in,
+    passed,
     refuse_template,
     weights_digest,
 )
 from runtime.config import ConfigError, refuse_below_1, save_run, suggest, write_whole
+from runtime.dataset import DataError
 from runtime.engine import Engine, run_all
 from runtime.plan import PUBLISHED
 from runtime.policy import MODELS
@@ -199,7 +200,7 @@ def ask_item(
 def main(cfg: EvalConfig) -> int:
     """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
     cfg = with_names(cfg)
-    jobs, folder, renderer = prepare(cfg, Checklist())
+    jobs, folder, renderer = prepare(cfg)
 
     # Ask the remaining items. Nothing is written before the engine is up.
     if any(items_left(job) for job in jobs):
@@ -322,69 +323,71 @@ def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def dry_run(cfg: EvalConfig) -> int:
-    """Print what is there, what is missing, and what differs from the published run. Return 1 if the run would be refused."""
+def dry_run(cfg: EvalConfig) -> None:
+    """Print what differs from the published run, then check what the run needs. The first fault ends it."""
     cfg = with_names(cfg)
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    checklist = Checklist(dry=True)
-    _, folder, _ = prepare(cfg, checklist)
-    checklist.note(f"this machine has {torch.cuda.device_count()} GPUs")
-    for note in unlike_published(cfg, folder):
-        checklist.note(note)
-    return checklist.status
+    print(f"  note    this machine has {torch.cuda.device_count()} GPUs")
+    local = Path(cfg.checkpoint)
+    for note in unlike_published(cfg, local if local.is_dir() else None):
+        print(f"  note    {note}")
+    prepare(cfg, dry=True)
 
 
-def prepare(cfg: EvalConfig, checklist: Checklist) -> tuple[list[EvalJob], Path | None, Renderer | None]:
+def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | None, Renderer | None]:
     """Return the jobs, and the checkpoint's folder and renderer. Refuse what cannot run, or would mix its results with others,
-    before anything is written or loaded. In a dry run, what was refused is left out."""
-    # The datasets.
+    before anything is written or loaded. A dry run downloads no checkpoint."""
+    # The datasets. All that are missing are told at once.
     jobs = []
+    missing = []
     for split in cfg.splits:
-        with checklist.item(split):
+        try:
             jobs_of_split = list_jobs(cfg, split)
-            jobs += jobs_of_split
-            items = len(jobs_of_split[0].items)
-            checklist.ok(f"{split}: {items} items, {len(jobs_of_split) * items} episodes")
+        except (DataError, FileNotFoundError) as error:
+            missing.append(f"{split}: {error}")
+            continue
+        jobs += jobs_of_split
+        items = len(jobs_of_split[0].items)
+        passed(f"{split}: {items} items, {len(jobs_of_split) * items} episodes", dry)
+    if missing:
+        raise DataError("\n".join(missing))
 
-    # The checkpoint. A dry run downloads nothing.
+    # The checkpoint.
     folder = None
     renderer = None
-    with checklist.item("checkpoint"):
-        if checklist.dry and on_the_hub(cfg.checkpoint):
-            checklist.note(f"checkpoint: {cfg.checkpoint} was not looked up; the run fetches it from the hub")
-        else:
-            folder = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)  # an API needs only the tokenizer
-            contract = contract_of(cfg, folder)
-            contract.check(folder)
-            prompts = prompts_of(cfg, folder)
-            prompts.check(folder)
-            renderer = Renderer(load_tokenizer(folder), contract, prompts)
-            try:
-                refuse_template(folder, renderer, dict(zip(cfg.rollout.tools, cfg.rollout.schemas)))
-            except ConfigError as error:
-                if cfg.agentic:
-                    raise
-                checklist.note(str(error))
-            if prompts.changed:
-                checklist.note(f"prompts: not ours: {', '.join(prompts.changed)}")
-            checklist.ok(f"checkpoint: {folder}")
+    if dry and on_the_hub(cfg.checkpoint):
+        print(f"  note    checkpoint: {cfg.checkpoint} was not looked up; the run fetches it from the hub")
+    else:
+        folder = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)  # an API needs only the tokenizer
+        contract = contract_of(cfg, folder)
+        contract.check(folder)
+        prompts = prompts_of(cfg, folder)
+        prompts.check(folder)
+        renderer = Renderer(load_tokenizer(folder), contract, prompts)
+        try:
+            refuse_template(folder, renderer, dict(zip(cfg.rollout.tools, cfg.rollout.schemas)))
+        except ConfigError as error:
+            if cfg.agentic:
+                raise
+            print(f"  note    {error}")
+        if prompts.changed:
+            print(f"  note    prompts: not ours: {', '.join(prompts.changed)}")
+        passed(f"checkpoint: {folder}", dry)
 
     # The run's folder. A file of answers under other settings is refused, and so are results of another model.
     jobs = [replace(job, rollout=as_trained(job.rollout, folder)) for job in jobs]
     jobs = with_headers(cfg, jobs, folder)
+    check_run(cfg)
     any_left = False
-    with checklist.item("run"):
-        check_run(cfg)
-        for job in jobs:
-            any_left |= bool(items_left(job))
-        refuse_mixed_run(cfg.run, jobs)
-        checklist.ok(f"run: {cfg.run}")
+    for job in jobs:
+        any_left |= bool(items_left(job))
+    refuse_mixed_run(cfg.run, jobs)
+    passed(f"run: {cfg.run}", dry)
 
     # The model and the judge, if there is something to ask.
-    if any_left or not jobs:
-        with checklist.item("model"):
-            check_engine(cfg, folder)
-            checklist.ok("model and judge")
+    if any_left:
+        check_engine(cfg, folder)
+        passed("model and judge", dry)
     return jobs, folder, renderer
 
 

@@ -33,9 +33,9 @@ import torch
 from data import CALL_ERRORS, Episode, Group, Task, draw_k, keep_episodes, overview, parse_task
 from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_train_groups
 from rewards import TAG, RewardConfig, give_rewards
-from rollout import AgentContext, RolloutConfig, open_engine, rollout
+from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, rollout
 from runtime.api import Judge
-from runtime.checks import USER_ERRORS, Checklist, check_servers, dry_run, open_run
+from runtime.checks import USER_ERRORS, check_data, check_servers, dry_run, open_run
 from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import Dataset
 from runtime.distributed import (
@@ -423,23 +423,29 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def check_hardware(cfg: RLConfig, checklist: Checklist) -> None:
+def check_hardware(cfg: RLConfig, dry: bool = False) -> None:
     """Refuse a run whose models do not fit on this machine's GPUs, or whose servers cannot start."""
-    check_room(cfg, checklist, plan_rl)
-    with checklist.item("batch and servers"):
-        ranks = cfg.plan.gpus if checklist.dry else world_size()
-        if cfg.batch_tasks < ranks:
-            raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {ranks} ranks needs a task; raise it")
-        # A dry run may be on a machine without GPUs.
-        if not checklist.dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
-            check_servers(cfg.rollout, local_size())
-        places = [f"GPU {gpu}" for gpu in cfg.rollout.server_gpus] or cfg.rollout.urls
-        checklist.ok(f"servers: {', '.join(places) or 'none, the model samples in this process'}")
+    check_room(cfg, dry, plan_rl)
+    ranks = cfg.plan.gpus if dry else world_size()
+    if cfg.batch_tasks < ranks:
+        raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {ranks} ranks needs a task; raise it")
+    # A dry run may be on a machine without GPUs.
+    if not dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
+        check_servers(cfg.rollout, local_size())
+
+
+def count_tokens(task: Task, cfg: RLConfig, renderer: Renderer, videos: Videos) -> int:
+    """Return the length of a task's prompt with the most frames that a run shows."""
+    return len(render_prompt(task, max(cfg.choices_of_k), AgentContext(None, renderer, videos, cfg.rollout)).ids)
 
 
 if __name__ == "__main__":
     cfg, args = command_line(RLConfig, __doc__)
     step = f"{cfg.batch_tasks} tasks x {cfg.grpo.group_size} episodes at K in {list(cfg.choices_of_k)}"
     step += f", one update; {cfg.steps} steps"
-    check = partial(dry_run, parse=parse_task, check_hardware=check_hardware, step=step)
-    run_script(check if args.dry_run else main, cfg, *USER_ERRORS)
+    work = main
+    if args.dry_run:
+        work = partial(dry_run, parse=parse_task, check_hardware=check_hardware, step=step)
+    elif args.check_data:
+        work = partial(check_data, parse=parse_task, count_tokens=count_tokens)
+    run_script(work, cfg, *USER_ERRORS)

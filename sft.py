@@ -27,7 +27,7 @@ import torch
 
 from data import main_messages, subagent_messages
 from rewards import TAG
-from runtime.checks import USER_ERRORS, dry_run, open_run
+from runtime.checks import USER_ERRORS, check_data, dry_run, open_run
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, Media, parse_dialogue
@@ -200,13 +200,13 @@ class Batches:
     def __init__(self, source: DataConfig, cfg: SFTConfig, videos: Videos, renderer: Renderer):
         self.dataset = Dataset(source, parse_dialogue)
         self.cfg, self.videos, self.renderer = cfg, videos, renderer
-        self.schemas = list(cfg.schemas.values())
 
     def make(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
-            futures = [readers.submit(self.encode, draw.item) for draw in draws]
+            encode = partial(encode_row, cfg=self.cfg, renderer=self.renderer, videos=self.videos)
+            futures = [readers.submit(encode, draw.item) for draw in draws]
         rows, loss_weights = [], []
         for draw, future in zip(draws, futures):
             try:
@@ -225,13 +225,18 @@ class Batches:
             batch.append(MicroBatch([rows[i] for i in members], np.array(weights, np.float32), np.array(kinds, str)))
         return batch
 
-    def encode(self, dialogue: Dialogue) -> Bundle:
-        """Return the dialogue's bundle, or raise RowError if it cannot be used."""
-        with row_errors():
-            bundle = encode_dialogue(dialogue, self.videos, self.renderer, self.schemas)
-        if len(bundle) > self.cfg.pack_tokens:
-            raise RowError(f"{len(bundle)} tokens, more than pack_tokens = {self.cfg.pack_tokens}")
-        return bundle
+
+def encode_row(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> Bundle:
+    """Return the dialogue's bundle, or raise RowError if it cannot be used."""
+    with row_errors():
+        bundle = encode_dialogue(dialogue, videos, renderer, list(cfg.schemas.values()))
+    if len(bundle) > cfg.pack_tokens:
+        raise RowError(f"{len(bundle)} tokens, more than pack_tokens = {cfg.pack_tokens}")
+    return bundle
+
+
+def count_tokens(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> int:
+    return len(encode_row(dialogue, cfg, renderer, videos))
 
 
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
@@ -296,5 +301,9 @@ def token_kind(kinds: list[str]) -> str:
 if __name__ == "__main__":
     cfg, args = command_line(SFTConfig, __doc__)
     step = f"{cfg.batch_rows} rows in micro-batches of at most {cfg.pack_tokens} tokens, one update; {cfg.steps} steps"
-    check = partial(dry_run, parse=parse_dialogue, check_hardware=check_hardware, step=step)
-    run_script(check if args.dry_run else main, cfg, *USER_ERRORS)
+    work = main
+    if args.dry_run:
+        work = partial(dry_run, parse=parse_dialogue, check_hardware=check_hardware, step=step)
+    elif args.check_data:
+        work = partial(check_data, parse=parse_dialogue, count_tokens=count_tokens)
+    run_script(work, cfg, *USER_ERRORS)

@@ -15,20 +15,24 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from tqdm import tqdm
 
 from runtime.config import ConfigError, differences, git_commit, load
-from runtime.dataset import DataError, Dataset, check_rows
+from runtime.dataset import DataError, Dataset, RowError, Rows, check_rows, row_errors
 from runtime.distributed import barrier, gather, local_size, print0, rank, saved_step
 from runtime.engine import EngineError, EngineLost
 from runtime.policy import checkpoint_dir, read_config
 from runtime.render import Renderer, load_tokenizer
 from runtime.servers import Failure, ask
+from runtime.video import Videos
 from runtime.visual import ContractError, read_json
 
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
@@ -45,78 +49,80 @@ MAY_CHANGE = {
 SECONDS_TO_FREE = 60.0  # within this time, a server that has just been killed frees its GPU's memory
 
 
-class Checklist:
-    """The checks that a run and its dry run share. The first one that fails ends a run. A dry run prints a line for each."""
-
-    def __init__(self, dry: bool = False):
-        self.dry = dry
-        self.status = 0  # the dry run's exit status
-
-    @contextlib.contextmanager
-    def item(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except USER_ERRORS as error:
-            if not self.dry:
-                raise
-            self.status = 1
-            print(f"  ERROR   {name}: {error}")
-
-    def ok(self, found: str) -> None:
-        if self.dry:
-            print(f"  ok      {found}")
-
-    def note(self, text: str) -> None:
-        """Tell what is worth knowing and ends nothing, in a run and in its dry run."""
-        print0(f"  note    {text}")
-
-
 def inspect(
-    cfg: Any, parse: Callable, check_hardware: Callable[[Any, Checklist], None], checklist: Checklist
+    cfg: Any, parse: Callable, check_hardware: Callable[[Any, bool], None], dry: bool = False
 ) -> tuple[Path | None, Renderer | None]:
-    """Refuse a training that cannot work, before anything is written or loaded. Return the checkpoint's folder and renderer. In
-    a dry run, what was refused is left out. `check_hardware` is the script's own check of memory and servers."""
-    with checklist.item("run"):
-        check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
-        check_run(cfg)
-        checklist.ok(f"run: {cfg.run}")
-
-    # The checkpoint. A dry run downloads nothing.
-    source = None
-    renderer = None
-    with checklist.item("checkpoint"):
-        if checklist.dry and on_the_hub(cfg.policy.checkpoint):
-            checklist.note(f"checkpoint: {cfg.policy.checkpoint} was not looked up; the run fetches it from the hub")
-        else:
-            source, renderer = check_checkpoint(cfg)
-            cfg = replace(cfg, policy=replace(cfg.policy, checkpoint=str(source)))
-            checklist.ok(f"checkpoint: {source}")
+    """Refuse a training that cannot work, before anything is written or loaded. Return the checkpoint's folder and renderer; a
+    dry run downloads none. `check_hardware` is the script's own check of memory and servers: it prints the memory plan."""
     if cfg.prompts.changed:
-        checklist.note(f"prompts: not ours: {', '.join(cfg.prompts.changed)}")
+        print0(f"  note    prompts: not ours: {', '.join(cfg.prompts.changed)}")
+    check_hardware(cfg, dry)
+    check_start(Path(cfg.run), Path(cfg.policy.checkpoint))
+    check_run(cfg)
+    passed(f"run: {cfg.run}", dry)
+    check_rows(parse, cfg.data, cfg.val)
+    passed(f"data: {Dataset(cfg.data, parse).total} rows", dry)
 
-    with checklist.item("data"):
-        check_rows(parse, cfg.data, cfg.val)
-        checklist.ok(f"data: {Dataset(cfg.data, parse).total} rows")
-    check_hardware(cfg, checklist)
+    # The checkpoint comes last: before its training, a dry run shows all the rest.
+    if dry and on_the_hub(cfg.policy.checkpoint):
+        print0(f"  note    checkpoint: {cfg.policy.checkpoint} was not looked up; the run fetches it from the hub")
+        return None, None
+    source, renderer = check_checkpoint(cfg)
+    passed(f"checkpoint: {source}", dry)
     return source, renderer
 
 
-def dry_run(cfg: Any, parse: Callable, check_hardware: Callable[[Any, Checklist], None], step: str) -> int:
-    """List what a training run needs, and what a step does. Exit status 1: something is missing or cannot work."""
-    checklist = Checklist(dry=True)
-    inspect(cfg, parse, check_hardware, checklist)
-    checklist.note(f"this machine has {torch.cuda.device_count()} GPUs")
+def passed(check: str, dry: bool) -> None:
+    """Tell, in a dry run, that a check has passed."""
+    if dry:
+        print(f"  ok      {check}")
+
+
+def dry_run(cfg: Any, parse: Callable, check_hardware: Callable[[Any, bool], None], step: str) -> None:
+    """Show what a step does and what memory it needs, then check what the run needs. The first fault ends it."""
     print(f"  step    {step}")
-    return checklist.status
+    print(f"  note    this machine has {torch.cuda.device_count()} GPUs")
+    inspect(cfg, parse, check_hardware, dry=True)
+
+
+def check_data(cfg: Any, parse: Callable, count_tokens: Callable[[Any, Any, Renderer, Videos], int]) -> int:
+    """Read every row of `data` and `val`, open its files and encode it. Print counts and the first bad rows. Return 1 if any is
+    bad. `count_tokens(item, cfg, renderer, videos)` encodes a parsed row."""
+    source = find_checkpoint(cfg.policy.checkpoint, weights=False)
+    renderer = Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
+    files = []
+    for data in filter(None, (cfg.data, cfg.val)):
+        files += [(Rows(source.path), data.video_root) for source in data.sources]
+    status = 0
+    with Videos(cfg.workers) as videos, ThreadPoolExecutor(2 * cfg.workers) as readers:
+        encode = partial(count_tokens, cfg=cfg, renderer=renderer, videos=videos)
+        for rows, root in files:
+            check = partial(check_row, rows=rows, root=Path(root or rows.path.parent), parse=parse, encode=encode)
+            results = list(tqdm(readers.map(check, range(len(rows))), total=len(rows), unit="row"))
+            lengths = [tokens for tokens, _ in results]
+            bad = [f"  row {i}: {reason}" for i, (_, reason) in enumerate(results) if reason]
+            longest = max(lengths, default=0)
+            print(f"{rows.path}: {len(rows)} rows, {len(bad)} unusable; {sum(lengths)} tokens, at most {longest}")
+            for line in bad[:10]:
+                print(line)
+                status = 1
+    return status
+
+
+def check_row(i: int, rows: Rows, root: Path, parse: Callable, encode: Callable[[Any], int]) -> tuple[int, str]:
+    """Return how many tokens a row has, and why it cannot be used ("" if it can)."""
+    try:
+        with row_errors():
+            return encode(parse(rows[i], f"{rows.path.name}:{i}", root)), ""
+    except RowError as error:
+        return 0, str(error)
 
 
 @contextlib.contextmanager
-def open_run(
-    cfg: Any, parse: Callable, check_hardware: Callable[[Any, Checklist], None]
-) -> Iterator[tuple[Path, Renderer]]:
+def open_run(cfg: Any, parse: Callable, check_hardware: Callable[[Any, bool], None]) -> Iterator[tuple[Path, Renderer]]:
     """Check everything that a training run needs, then lock its folder. Yield the checkpoint's folder and its renderer.
     All ranks check, and the first one reports."""
-    source, renderer = inspect(cfg, parse, check_hardware, Checklist())
+    source, renderer = inspect(cfg, parse, check_hardware)
     with only_run_in(Path(cfg.run)) if rank() == 0 else contextlib.nullcontext():
         barrier()  # the others read the lock
         check_nodes(cfg, source)

@@ -184,7 +184,7 @@ class Dataset:
         most = self.cfg.max_bad_fraction
         if len(self.bad) > most * self._rows_in_share:
             told = f"{len(self.bad)} of {self._rows_in_share} rows are unusable, more than max_bad_fraction = {most}"
-            raise RowError(f"{told}; the last: {origin}: {reason}. `python -m study.prepare check` lists them all.")
+            raise RowError(f"{told}; the last: {origin}: {reason}. `--check-data` checks them all.")
 
     def _row(self, position: int) -> tuple[Source, Rows, int, int]:
         """Find the row at a position of the endless order: the `first` rows, then the mixture, epoch after epoch."""
@@ -220,7 +220,7 @@ def check_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
             origin, reason = next(iter(dataset.bad.items()))
             told = f"{origin}: {reason}; none of the first rows can be used. Relative paths start at"
             home = f"data.video_root = {cfg.video_root!r} (empty: the data file's folder)"
-            raise DataError(f"{told} {home}; `python -m study.prepare check` lists all")
+            raise DataError(f"{told} {home}; `--check-data` checks all rows")
 
 
 def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from runtime.checks import Checklist, weights_digest
+from runtime.checks import weights_digest
 from runtime.config import refuse_below_1, save_run, write_whole
 from runtime.dataset import DataConfig
 from runtime.distributed import gather, load_state, local_size, peak_memory, print0, rank, save_state
@@ -96,17 +96,15 @@ class RunConfig:
         return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))
 
 
-def check_room(cfg: RunConfig, checklist: Checklist, plans: Callable[[RunConfig], list[Plan]]) -> None:
+def check_room(cfg: RunConfig, dry: bool, plans: Callable[[RunConfig], list[Plan]]) -> None:
     """Refuse a run that does not fit on this machine's GPUs. A dry run plans for the GPUs of `plan`."""
-    with checklist.item("memory"):
-        meta_policy(cfg.policy)  # refuses other model families
-        if not checklist.dry:
-            dtype_of(cfg.policy)
-            cfg = replace(cfg, plan=replace(cfg.plan, gpus=local_size()))
-        if checklist.dry or torch.cuda.is_available():
-            for plan in plans(cfg):
-                plan.check(cfg.plan.gpu_gib)
-        checklist.ok(f"memory: {cfg.plan.gpus} GPUs of {cfg.plan.gpu_gib:g} GiB hold weights and optimizer state")
+    meta_policy(cfg.policy)  # refuses other model families
+    if not dry:
+        dtype_of(cfg.policy)
+        cfg = replace(cfg, plan=replace(cfg.plan, gpus=local_size()))
+    if dry or torch.cuda.is_available():
+        for plan in plans(cfg):
+            plan.check(cfg.plan.gpu_gib)
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """script.py: what sft.py, rl.py and eval.py do around their work: read the command line, run, and end.
 
-    cfg, args = command_line(SFTConfig, __doc__)      # SCRIPT CONFIG [key.sub=value ...] [--dry-run]
+    cfg, args = command_line(SFTConfig, __doc__)      # SCRIPT CONFIG [key.sub=value ...] [--dry-run | --check-data]
     run_script(main, cfg, *USER_ERRORS)               # calls main(cfg); does not return
 
 An error that a user can fix, a full disk and Ctrl-C end a script with one sentence, any other error with a traceback. Under
@@ -29,6 +29,8 @@ def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
     parser.add_argument("--dry-run", action="store_true", help="check config, data and memory plan; load no weights")
+    if "data" in cls.__dataclass_fields__:
+        parser.add_argument("--check-data", action="store_true", help="read, open and encode every row; name bad ones")
     args = parser.parse_intermixed_args()
     expandable_segments()
     try:

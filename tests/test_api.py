@@ -230,7 +230,8 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
 ):
     there = endpoint("red")
     cfg = theirs(there)
-    assert evaluation.dry_run(cfg) == 0 and len(there.bodies) == 1  # a small request
+    evaluation.dry_run(cfg)
+    assert len(there.bodies) == 1  # a small request
     assert evaluation.main(cfg) == 0
     results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
     assert results.complete() and there.most <= 3

@@ -321,12 +321,12 @@ def test_the_dry_run_of_every_row_names_what_is_missing_and_all_that_is_unlike_t
         cfg = config.load(EvalConfig, path, ["rollout.server_gpus=[]", "api={url: ''}"])
         if cfg.checkpoint.startswith("runs/"):
             continue  # of our own training, so without a published run
-        assert dry_run(cfg) == 1
-        notes = capsys.readouterr().out
-        # Nothing is there.
-        assert f"note    checkpoint: {cfg.checkpoint} was not looked up; the run fetches it" in notes
+        with pytest.raises(DataError) as missing:
+            dry_run(cfg)
         for split, root in cfg.splits.items():
-            assert f"ERROR   {split}: {root}: no such folder" in notes and f"--local-dir {root}`" in notes
+            assert f"{split}: {root}: no such folder" in str(missing.value)
+            assert f"--local-dir {root}`" in str(missing.value)
+        notes = capsys.readouterr().out
         # With its own protocol, the run is compared with the row of the table key by key.
         unlike = re.findall(r"unlike (\w+)\.yaml: (\S+):", notes)
         assert {row for row, _ in unlike} == ({path.stem} if path.parent.name == "own" else set())

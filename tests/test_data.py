@@ -1,18 +1,18 @@
-"""Rows become tasks and tokens: schemas, shuffling, packing, gating, and `python -m study.prepare`."""
+"""Rows become tasks and tokens: schemas, shuffling, packing, gating, and `--check-data`."""
 
 import collections
 import contextlib
 import copy
 import functools
-import io
 import json
 import math
 import os
 import re
 import struct
-import sys
 import zlib
+from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,9 +32,11 @@ from data import Task, draw_k, main_messages, overview, parse_task
 from grpo import GRPOConfig
 from rewards import RewardConfig, accuracy
 from rl import RLConfig, Sampler
+from rl import count_tokens as count_prompt
 from rollout import AgentContext, RolloutConfig, ask_subagent
-from runtime import dataset
+from runtime import config, dataset
 from runtime.answers import read_answer
+from runtime.checks import check_data, check_row
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
 from runtime.dialogue import Media, parse_dialogue
 from runtime.packing import best_fit
@@ -42,7 +44,7 @@ from runtime.policy import PolicyConfig
 from runtime.render import THINK_PREFIX
 from runtime.video import Videos
 from sft import Batches, SFTConfig, encode_dialogue
-from study import prepare
+from sft import count_tokens as count_row
 from tools import ClipForSubagent
 
 
@@ -480,36 +482,30 @@ def sampler_of(data: DataConfig, size: int, renderer, videos) -> contextlib.clos
 
 
 @pytest.fixture(scope="module")
-def read(trap, toy_dir, toy_renderer, videos):
-    """read("sft" or "rl", rows) -> the rows that training rejects and the rows that `check` rejects, both as {number: reason}."""
-
-    def train(kind: str, cfg: DataConfig, size: int) -> dict[str, str]:
-        if kind == "sft":
-            run = SFTConfig(run="run", policy=PolicyConfig(""), data=cfg, pack_tokens=2000)
-            batches = Batches(cfg, run, videos, toy_renderer)
-            used = sum(len(micro.bundles) for micro in batches.make(0, size))
-            rows = batches.dataset
-        else:
-            with sampler_of(cfg, size, toy_renderer, videos) as sampler:
-                sampler.start(0)
-                used, rows = len(sampler.get(0)[0]), sampler.dataset
-        assert used + len(rows.bad) == size
-        return rows.bad
+def read(trap, toy_renderer, videos):
+    """read("sft" or "rl", rows) -> the rows that training rejects and the rows that `--check-data` names, both as {number: reason}."""
 
     def both(kind: str, rows: list[dict]) -> tuple[dict[int, str], dict[int, str]]:
         path = write_jsonl(trap / f"{kind}.jsonl", rows)
-        bad = train(kind, DataConfig((Source(path),), max_bad_fraction=1.0), len(rows))
-        with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO(), "utf-8")) as told:  # as strict as a terminal
-            prepare.check(path, str(toy_dir / "model"))
-        told.seek(0)
-        checked = re.findall(r"unusable: row (\d+): (.*)", told.read())
+        data = DataConfig((Source(path),), max_bad_fraction=1.0)
+        if kind == "sft":
+            parse, count = parse_dialogue, count_row
+            cfg = SFTConfig(run="run", policy=PolicyConfig(""), data=data, pack_tokens=2000)
+            batches = Batches(data, cfg, videos, toy_renderer)
+            used = sum(len(micro.bundles) for micro in batches.make(0, len(rows)))
+            bad = batches.dataset.bad
+        else:
+            parse, count = parse_task, count_prompt
+            with sampler_of(data, len(rows), toy_renderer, videos) as sampler:
+                sampler.start(0)
+                used, bad, cfg = len(sampler.get(0)[0]), sampler.dataset.bad, sampler.cfg
+        assert used + len(bad) == len(rows)
+        encode = partial(count, cfg=cfg, renderer=toy_renderer, videos=videos)
+        results = [check_row(i, Rows(path), trap, parse, encode) for i in range(len(rows))]
         counted = {int(name.removeprefix(f"{kind}.jsonl:")): why for name, why in bad.items()}
-        return counted, {int(i): why for i, why in checked}
+        return counted, {i: reason for i, (_, reason) in enumerate(results) if reason}
 
-    undecoded = prepare.Undecoded(1)
-    with undecoded, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "Undecoded", lambda workers: contextlib.nullcontext(undecoded))
-        yield both
+    return both
 
 
 def shows(name: str, **options) -> dict:
@@ -713,91 +709,24 @@ def test_packing_puts_the_longest_first_where_the_least_room_stays():
     assert best_fit([5, 101, 60, 35, 250], 100) == [[4], [1], [2, 3, 0]]
 
 
-# ------------------------------------------------------------------------------------------------ study.prepare
+# ------------------------------------------------------------------------------------------------ --check-data
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """command(*arguments) -> what `python -m study.prepare` prints, in this process."""
-
-    def run(*arguments, expect: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["prepare.py", *map(str, arguments)])
-        status = prepare.main()
-        told = capsys.readouterr()
-        assert status == expect, told
-        return told.out + told.err
-
-    return run
-
-
-def test_check_reads_calls_as_a_rollout_would(tmp_path, video, command):
-    """Past bug: `ocr_frme` and `argments` passed the check."""
-    calls = [CALL, CALL.replace("crop_video", "ocr_frme"), CALL.replace("arguments", "argments")]
-    rows = []
-    for said in ("<think>Red.", "<think>\nRed.", "".join(calls)):
-        rows.append({"messages": [user(video), {"role": "assistant", "content": said}]})
-    told = command("check", write_jsonl(tmp_path / "sft.jsonl", rows))
-    assert "without calls 2, with calls 1" in told
-    assert (
-        "calls, as a rollout reads them: ok 1, unknown tool 'ocr_frme' 1, unparseable 1 (the toy has unparseable ones on purpose)\n"
-        in told
+def test_check_data_counts_every_row_and_names_the_bad_ones(toy_dir, tmp_path, capsys):
+    """A row is bad if the encoder refuses it, or if it is longer than `pack_tokens`."""
+    cfg = config.load(
+        SFTConfig, REPO / "configs" / "toy_sft.yaml", [f"policy.checkpoint={toy_dir}/model", f"run={tmp_path}/run"]
     )
-
-
-def test_check_counts_the_ids_that_rows_share(tmp_path, video, command):
-    """Past bug: rows with one id in a batch shared K and seeds. The report still merges them."""
-    files = []
-    for name, ids in (("a", ("q1", "q2", None)), ("b", ("q2", None))):
-        files.append({"path": write_jsonl(tmp_path / f"{name}.jsonl", [rl(video, answer="x", id=i) for i in ids])})
-    (tmp_path / "run.yaml").write_text(json.dumps({"data": {"sources": files}}))
-    assert "1 repeated ids, such as 'q2' of 2 rows\n" in command("check", tmp_path / "run.yaml")
-    assert "repeated" not in command("check", tmp_path / "a.jsonl")
-
-
-@pytest.mark.parametrize(
-    "bad, says",
-    [
-        ([user("good.mp4"), user("good.mp4")], r"row 1: turns \['user', 'user'"),
-        ([user("good.mp4", video_start=9.0, video_end=4.0)], "row 1: .*must be seconds, with start before end"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "bad.png"}}]}], "bad.png: cannot be decoded"),
-        ([user("bad.mp4")], "bad.mp4: .*cannot be decoded"),
-        # Past bug: windows in milliseconds showed the last frame.
-        ([user("good.mp4", video_start=5000, video_end=9000)], "row 1: .*good.mp4: the window 5000 ... 9000 s lies outside the video, which lasts from 0 to"),
-        ([user("good.mp4", video_start=-9, video_end=0)], "row 1: .*good.mp4: the window -9 ... 0 s lies outside the video"),
-        ([{"role": "user", "content": [*user("good.mp4")["content"], *user("good.mp4")["content"]]}], "row 1: a sub-agent's row must show one video or image, and this one shows 2"),
-    ],
-)  # fmt: skip
-def test_check_names_every_row_that_a_training_would_skip(toy_dir, tmp_path, video, capsys, bad, says):
-    """Past bugs: a corrupt image passed. A row that only the encoder refuses, or a file of only bad videos, ended the check."""
-    (tmp_path / "good.mp4").symlink_to(video)
-    (tmp_path / "bad.png").write_bytes(b"nope")
-    (tmp_path / "bad.mp4").write_bytes(b"\0" * 4096)
-    rows = []
-    for messages in ([user("good.mp4")], bad):
-        rows.append({"messages": [*messages, SAID], "agent": "sub"})
-    for kept in (rows, rows[1:]):
-        path = write_jsonl(tmp_path / "rows.jsonl", kept)
-        assert prepare.check(path, str(toy_dir / "model")) == 1
-        told = capsys.readouterr().out
-        assert re.search(says if len(kept) == 2 else says.replace("row 1", "row 0"), told)
-        assert "1 unusable rows" in told and ("tokens per row" in told) == (len(kept) == 2)
-
-
-def test_check_reads_the_data_of_a_config(toy_dir, tmp_path, command):
-    """Past bug: it never read `val`, and did not report rows over `pack_tokens`."""
-    path = tmp_path / "run.yaml"
-
-    def told(val: Path, more: str = "", expect: int = 0) -> str:
-        files = f"data: {{sources: [{{path: {toy_dir}/sft_val.parquet}}]}}\nval: {{sources: [{{path: {val}/test.parquet}}]}}\n"
-        path.write_text(f"{files}visual: {{frame_pixels: 1024}}\npolicy: {{checkpoint: {toy_dir}/model}}\n{more}")
-        return command("check", path, expect=expect)
-
-    both = told(toy_dir)
-    assert "sft_val.parquet: 20 rows" in both and "test.parquet: 8 rows\n  oe 8\n" in both
-    assert re.search(r"tokens per row: 50 % at most \d+, 90 % at most \d+, .* 100 % at most \d+\n", both)
-    assert "all rows are usable" in both
-    assert re.search(r"row 0: \d+ tokens, more than pack_tokens = 100", told(toy_dir, "pack_tokens: 100", 1))
-    assert "test.parquet: no such data file" in told(tmp_path, expect=2)
-    assert "No such file" in command("check", tmp_path / "other.yaml", expect=2)
-    path.write_text("run: x\n")
-    assert "data.sources" in command("check", path, expect=2)  # not "all rows are usable"
+    rows = [{"messages": [shows(name, nframes=2), SAID]} for name in ("good.mp4", "gone.mp4", "good.mp4")]
+    rows[2]["messages"][0]["content"].append({"type": "text", "text": "why " * 3000})
+    (tmp_path / "good.mp4").symlink_to(toy_dir / "videos" / "train00000.mp4")
+    sources = (Source(write_jsonl(tmp_path / "mine.jsonl", rows)),)
+    cfg = replace(
+        cfg, data=DataConfig(sources), val=DataConfig((Source(f"{toy_dir}/sft_val.parquet"),)), pack_tokens=2000
+    )
+    assert check_data(cfg, parse_dialogue, count_row) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"mine.jsonl: 3 rows, 2 unusable; (\d+) tokens, at most \1\n", told)
+    assert re.search(r"  row 1: .*gone.mp4: no such file.*\n  row 2: \d+ tokens, more than pack_tokens = 2000\n", told)
+    assert re.search(r"sft_val.parquet: 20 rows, 0 unusable; \d+ tokens", told)
+    assert check_data(replace(cfg, data=cfg.val), parse_dialogue, count_row) == 0

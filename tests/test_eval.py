@@ -42,7 +42,7 @@ from evals.tables import interval
 from rl import RLConfig
 from rollout import derive_seed
 from runtime import config
-from runtime.checks import only_run_in
+from runtime.checks import USER_ERRORS, only_run_in
 from runtime.dataset import DataError
 from runtime.engine import EngineError
 from runtime.prompts import Prompts
@@ -271,23 +271,23 @@ def test_two_models_under_one_name_are_refused_before_an_item_is_asked(write, mo
             tables.report([tmp_path / "run", tmp_path / "b"])
 
 
-def test_a_dry_run_compares_settings_before_the_checkpoint_is_here(write, model, tmp_path, capsys):
+def test_a_dry_run_compares_settings_before_the_checkpoint_is_here(write, model, tmp_path):
     """Past bug: it compared none, and the run was refused only after the download."""
     path = write(run=str(tmp_path / "run"), visual={"frame_pixels": 1024})
     model(says("red"))
     run(path)
     there = "checkpoint=Somebody/Else"
     for unknown in ([], ["visual=null"]):  # the weights differ, which is not known yet
-        assert dry_run(load(path, there, *unknown)) == 0
+        dry_run(load(path, there, *unknown))
     for change, named in (
         ("seed=1", "seed: 0, now 1"),
         ("visual.stamp=''", "visual.stamp: '<.*>', now ''"),
         ("rollout.temperature=1", "rollout.temperature: 0.0, now 1.0"),
     ):
-        assert dry_run(load(path, there, change)) == 1
-        assert re.search(f"made under other settings .{named}", capsys.readouterr().out)
-    assert dry_run(load(path, there, "rollout.temperature=1", "frames=[8]")) == 1
-    assert "toy K=4 direct and toy K=8 direct differ (rollout.temperature" in capsys.readouterr().out
+        with pytest.raises(USER_ERRORS, match=f"made under other settings .{named}"):
+            dry_run(load(path, there, change))
+    with pytest.raises(USER_ERRORS, match="toy K=4 direct and toy K=8 direct differ .rollout.temperature"):
+        dry_run(load(path, there, "rollout.temperature=1", "frames=[8]"))
 
 
 def test_an_item_that_has_changed_is_asked_again_and_no_other(write, model, toy_dir, tmp_path):
@@ -850,14 +850,15 @@ def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_oth
 def test_a_row_is_not_unlike_itself(toy_dir, capsys):
     """Past bug: a mere change of checkpoint printed "visual: None, now 65536", though the run uses the checkpoint's 1024."""
     cfg = load(CONFIGS / "toy.yaml", f"checkpoint={toy_dir}/model", f"splits.toy={toy_dir}", "limit=1")
-    assert dry_run(cfg) == 0 and "unlike" not in capsys.readouterr().out
-    assert dry_run(replace(cfg, frames=(4,))) == 0
+    dry_run(cfg)
+    assert "unlike" not in capsys.readouterr().out
+    dry_run(replace(cfg, frames=(4,)))
     assert re.findall("unlike (.*)", capsys.readouterr().out) == ["toy.yaml: frames: (4, 8, 16, 32, 64), now (4,)"]
 
 
 def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys, refused):
     usual = [f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}", "rollout.server_gpus=[]"]
-    assert dry_run(load(CONFIGS / "own" / "paravt_8b.yaml", *usual)) == 0
+    dry_run(load(CONFIGS / "own" / "paravt_8b.yaml", *usual))
     assert "ok      toy: 8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
     for override, rule in (
         ("visual={frame_pixels: 4096}", "this run has 4096, the checkpoint 1024"),
@@ -867,13 +868,14 @@ def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys, refused):
         refused(load(CONFIGS / "own" / "paravt_8b.yaml", *usual, override), rule)
 
 
-def test_a_dry_run_lists_everything_that_is_missing_and_downloads_nothing(write, refused, capsys):
-    cfg = load(write(), "splits={toy: nowhere, mlvu: gone}", "checkpoint=runs/sft_8b/model", "run=/dev/null/here")
-    assert dry_run(cfg) == 1
-    assert re.findall("ERROR +([a-z]+)", capsys.readouterr().out) == ["toy", "mlvu", "checkpoint", "run"]
+def test_all_missing_splits_are_one_fault_and_a_dry_run_downloads_nothing(write, refused, capsys):
+    refused(
+        load(write(), "splits={toy: nowhere, mlvu: gone}"),
+        "^toy: nowhere: no such folder.*\nmlvu: gone: no such folder",
+    )
     refused(load(write(), "checkpoint=runs/sft_8b/model"), "runs/sft_8b/model: neither a folder nor a model on the hub")
     refused(load(write(), "checkpoint=tests/model"), "tests/model: neither a folder")  # tests/ is here, so it is a path
-    assert dry_run(load(write(), "checkpoint=Somebody/Else")) == 0
+    dry_run(load(write(), "checkpoint=Somebody/Else"))
     assert "note    checkpoint: Somebody/Else was not looked up; the run fetches it" in capsys.readouterr().out
 
 
@@ -893,7 +895,7 @@ def test_a_model_of_others_may_have_another_template_but_the_run_says_so(write, 
     template.write_text(template.read_text().replace("assistant\\n' if", "assistant\\n<think>\\n' if"))
     cfg = load(write(), f"checkpoint={tmp_path}/other", "limit=1", "rollout.max_new_tokens=4")
     for work in (dry_run, evaluation.main):
-        assert work(cfg) == 0
+        assert not work(cfg)
         assert f"  note    {tmp_path}/other: its chat template does not continue a dialogue" in capsys.readouterr().out
     agent = load(write(), f"checkpoint={tmp_path}/other", "prompting.protocol=agent")
     refused(agent, "its chat template does not continue a dialogue as rollouts do")

@@ -90,9 +90,9 @@ MISTAKES = [  # the page has more
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),
     ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
-    ("a folder that is no run's", f"{RL} policy.checkpoint=qwen2 run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
+    ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
     ("an unknown family in an evaluation", f"{EVAL} checkpoint=unknown --dry-run", "not 'foo_vl'; install SGLang, or set rollout.urls"),
-    ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "ERROR   checkpoint: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
+    ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
     ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
     ("the same of an agent that is asked", 'study/ask.py "Why?" --model thinking --video a.mp4', "thinking: its chat template does not continue a dialogue"),
     ("another family", f"{RL} policy.checkpoint=qwen2", "qwen2 is a 'qwen2_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
@@ -127,37 +127,37 @@ def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, t
     assert set(desk.rglob("*")) == before
 
 
-def test_a_dry_run_lists_what_is_there_and_what_is_missing_and_then_what_a_step_does(desk, typed):
-    """Past bug: a training's dry run stopped at the first missing file, and named neither checkpoint nor steps."""
+def test_a_dry_run_shows_step_and_memory_then_its_checks_and_ends_at_the_first_fault(desk, typed):
     before = set(desk.rglob("*"))
-    status, told = typed(f"{RL} run=run policy.checkpoint=gone 'data.sources=[{{path: gone.parquet}}]' --dry-run")
-    lines = [line.strip() for line in told.splitlines() if line.startswith("  ")]
-    assert status == 1 and lines[0] == "ok      run: run"
-    assert lines[1].startswith("ERROR   checkpoint: gone: neither a folder nor a model on the hub")
-    assert lines[2].startswith("ERROR   data: gone.parquet: no such data file")
-    assert lines[3].startswith("ERROR   memory: gone: neither")
-    assert lines[4] == "ok      servers: none, the model samples in this process"
-    assert re.fullmatch(r"step    8 tasks x 8 episodes at K in \[4, 8, 16, 32, 64\], one update; 60 steps", lines[6])
-    assert lines[5] == "note    this machine has 0 GPUs"
+    status, told = typed(f"{RL} run=run --dry-run")
+    lines = told.splitlines()
+    assert not status
+    assert lines[0] == "  step    8 tasks x 8 episodes at K in [4, 8, 16, 32, 64], one update; 60 steps"
+    assert lines[1:3] == ["  note    this machine has 0 GPUs", "training and engine on one GPU"]
+    assert re.fullmatch(r"  sum +\d+\.\d GiB of 80", lines[-4])
+    assert lines[-3] == "  ok      run: run"
+    assert re.fullmatch(r"  ok      data: \d+ rows", lines[-2])
+    assert lines[-1] == "  ok      checkpoint: toy_data/model"
 
-    # Past bug: it checked the one rank of the dry run itself.
-    status, told = typed(f"{RL} run=run plan.gpus=9 --dry-run")
-    assert "  ERROR   batch and servers: batch_tasks = 8: each of 9 ranks needs a task" in told
-
-    status, told = typed(f"{SFT} run=run --dry-run")
-    assert status == 0 and "ERROR" not in told and "  ok      checkpoint: toy_data/model\n" in told
-    assert re.search(
-        r"  ok      data: \d+ rows\n(.*\n)+  ok      memory: .*\n  note    .* GPUs\n  step    .* rows in micro-batches of",
-        told,
+    # All that needs no cold start is shown before the run asks for it.
+    status, told = typed(f"{RL} run=run policy.checkpoint=gone policy.family=toy_data/model --dry-run")
+    assert status == 1 and re.search(
+        r"  ok      data: \d+ rows\nerror: gone: neither a folder nor a model on the hub", told
     )
+    # Past bug: it checked the one rank of the dry run itself.
+    assert "error: batch_tasks = 8: each of 9 ranks needs a task" in typed(f"{RL} run=run plan.gpus=9 --dry-run")[1]
+    assert not typed(f"{SFT} run=run --dry-run")[0]
     assert set(desk.rglob("*")) == before
 
 
 def test_a_dry_run_tells_what_it_did_not_look_up_and_which_prompts_are_not_ours(desk, typed):
     """Past bug: it said "ok" to any name that looks like one on the hub."""
     for script, key in ((SFT, "policy.checkpoint"), (EVAL, "checkpoint")):
-        _, told = typed(f"{script} run=run {key}=Somebody/Else --dry-run")
-        assert "  note    checkpoint: Somebody/Else was not looked up; the run fetches it from the hub\n" in told
+        _, told = typed(f"{script} run=run {key}=Qwen/Qwen3-VL-2B-Instruct --dry-run")
+        assert (
+            "  note    checkpoint: Qwen/Qwen3-VL-2B-Instruct was not looked up; the run fetches it from the hub\n"
+            in told
+        )
         assert "note    this machine has 0 GPUs\n" in told and "note    prompts" not in told
         told = typed(f"{script} run=run prompts=words.yaml --dry-run")[1]
         assert "  note    prompts: not ours: system, before_question\n" in told

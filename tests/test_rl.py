@@ -107,8 +107,8 @@ def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted
     assert not any(p.requires_grad for p in reference.parameters())
 
 
-def try_out(cfg: RLConfig) -> int:
-    return dry_run(cfg, parse_task, rl.check_hardware, "")
+def try_out(cfg: RLConfig) -> None:
+    dry_run(cfg, parse_task, rl.check_hardware, "")
 
 
 # ------------------------------------------------------------------------------------------------ the loop's parts
