@@ -58,7 +58,7 @@ from runtime.run import Clock, Run, RunConfig, check_gap, check_room, refuse_emp
 from runtime.script import command_line, run_script
 from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos
-from runtime.weights import WeightSync, snapshot_folder
+from runtime.weights import WeightSync, snapshot_folders
 from tools import TOOLS
 
 
@@ -290,30 +290,30 @@ class Sampler:
 
 @contextlib.contextmanager
 def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tuple[Sampler, WeightSync]]:
-    """Open engine, video decoders and snapshot folder for the length of the block."""
+    """Open engine, video decoders and the folders of weights and frames for the length of the block."""
     image_bytes = IMAGE_BYTES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
-    with snapshot_folder(cfg.run, source, image_bytes) as folder:
-        engine = start_engine(source, renderer, cfg, folder)
+    with snapshot_folders(cfg.run, source, image_bytes) as (snapshots, frames):
+        engine = start_engine(source, renderer, cfg, frames)
         with Videos(cfg.workers) as videos, contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler:
-            yield sampler, WeightSync(folder, engine, cfg.rollout, cfg.visual)
+            yield sampler, WeightSync(snapshots, engine, cfg.rollout, cfg.visual)
 
 
-def start_engine(source: Path, renderer: Renderer, cfg: RLConfig, folder: Path) -> Engine:
-    """Open the engine in this process, or start servers: a node's first rank owns them, its others connect. Servers read their
-    frames from `folder`."""
+def start_engine(source: Path, renderer: Renderer, cfg: RLConfig, frames: Path) -> Engine:
+    """Open the engine in this process, or start servers: a node's first rank owns them, its others connect. Servers read
+    their frames from a folder below `frames`."""
     if not cfg.rollout.server_gpus:
-        return open_engine(source, renderer, cfg.rollout, frames=folder)
+        return open_engine(source, renderer, cfg.rollout, frames=frames)
     engine = None
     if local_rank() == 0:
         logs = Path(cfg.run) / "logs"
         if rank() > 0:
             logs /= f"node-{rank() // local_size()}"
-        engine = open_engine(source, renderer, cfg.rollout, logs, folder)
+        engine = open_engine(source, renderer, cfg.rollout, logs, frames)
     urls_by_rank = gather(engine.urls if engine else None)  # the others wait here until the servers are ready
     if engine:
         return engine
     urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
-    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), frames=folder)
+    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), frames=frames)
 
 
 # ------------------------------------------------------------------------------------------------ metrics

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from runtime.config import ConfigError, differences, git_commit, load
 from runtime.dataset import DataError, Dataset, RowError, Rows, check_rows, row_errors
-from runtime.distributed import barrier, gather, local_size, print0, rank, saved_step
+from runtime.distributed import barrier, gather, print0, rank, saved_step
 from runtime.engine import EngineError, EngineLost
 from runtime.policy import checkpoint_dir, read_config
 from runtime.render import Renderer, load_tokenizer
@@ -197,12 +197,10 @@ def refuse_template(source: Path, renderer: Renderer, schemas: dict[str, dict]) 
 
 
 def check_nodes(cfg: Any, start: Path) -> None:
-    """Refuse ranks that see another run folder than rank 0, or have other settings, code, data or another cold start."""
+    """Refuse ranks that see another run folder than rank 0, or have other settings, code or another cold start."""
     lock = Path(cfg.run) / ".lock"
-    sources = [*cfg.data.sources, *(cfg.val.sources if cfg.val else ())]
-    sizes = {source.path: Path(source.path).stat().st_size for source in sources}
-    mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit(), "bytes": sizes}
-    mine |= {"nproc_per_node": local_size(), "checkpoint": weights_digest(start)}
+    mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit()}
+    mine["checkpoint"] = weights_digest(start)
     first, *others = gather(mine)
     for number, theirs in enumerate(others, 1):
         changed = differences(first, theirs)

@@ -1,17 +1,16 @@
-"""cleanup.py: remove this process's files in memory when it ends, and kill its servers with it.
+"""cleanup.py: where a run or another process keeps files in memory, and how its servers end with it.
 
-    folder = memory_folder()                  # /dev/shm/minparavt-x3k9a_2b, the same one at each call
+    folder = run_memory(run)                  # /dev/shm/minparavt-1000-paragrpo_8b-...: the run empties it at its start
+    folder = memory_folder()                  # /dev/shm/minparavt-1000-x3k9a_2b: of `ask` or an evaluation, made once
     server = start_group(command)             # a process that is killed when the thread that started it ends
     kill_group(server)                        # with its children and its images in memory
 
-Even kill -9 ends the servers. Its folder stays until another process calls `memory_folder`, which removes every folder
-whose lock nobody holds.
+Even kill -9 ends the servers. Folders stay then: a run's until it resumes, others until the user deletes them.
 """
 
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import functools
 import os
 import shutil
@@ -24,35 +23,25 @@ from pathlib import Path
 MEMORY = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
 
 
+def run_memory(run: Path) -> Path:
+    """Return the path of a run's folder in memory, on this node. It is named after the user and the run's folder: its name, and
+    its place on the disk, because containers that share /dev/shm may have other folders at the same path."""
+    place = run.stat()
+    return MEMORY / f"minparavt-{os.getuid()}-{run.resolve().name}-{place.st_dev:x}-{place.st_ino:x}"
+
+
 @functools.cache
 def memory_folder() -> Path:
-    """Make this process's folder, which no other user can enter. Remove the folders of dead processes."""
-    for old in MEMORY.glob("minparavt-????????"):  # the names that mkdtemp gives
-        lock = _lock(old)
-        if lock is not None:
-            shutil.rmtree(old, ignore_errors=True)
-            os.close(lock)
-
-    locked = False
-    while not locked:  # until it is locked, another process can remove it as a dead process's folder
-        folder = Path(tempfile.mkdtemp(prefix="minparavt-", dir=MEMORY))
-        locked = _lock(folder) is not None  # as long as this process lives
+    """Make this process's own folder in memory, which no other user can enter. It goes when the process ends, unless by a kill."""
+    folder = Path(tempfile.mkdtemp(prefix=f"minparavt-{os.getuid()}-", dir=MEMORY))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock a folder and return the descriptor; None if another process holds the lock or has removed the folder."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # do not follow links
-    except OSError:
-        return None
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if folder.exists():
-            return descriptor
-    os.close(descriptor)
-    return None
+def print_folders_in_memory() -> None:
+    """List all folders of this project in memory with their sizes, those of runs that were killed among them."""
+    told = subprocess.run(["du", "-sh", *MEMORY.glob("minparavt-*")], capture_output=True, text=True).stdout
+    print(f"{MEMORY} holds these folders; delete those of runs that have ended:\n{told}", end="", flush=True)
 
 
 def end_with_parent() -> None:

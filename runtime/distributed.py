@@ -76,13 +76,6 @@ def local_rank() -> int:
     return rank() % local_size()
 
 
-def rank_and_size(per_node: bool) -> tuple[int, int]:
-    """Return this rank's number and the number of ranks, on its node or in total."""
-    if per_node:
-        return local_rank(), local_size()
-    return rank(), world_size()
-
-
 def own_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

@@ -3,27 +3,16 @@
 import os
 import subprocess
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
-from scripts import REPO, alive, wait_for
+from scripts import REPO, Forked, alive, finish, wait_for
 
 from runtime import cleanup
 from runtime.cleanup import kill_group, memory_folder, start_group
-
-OWNER = """
-import sys
-from runtime.cleanup import memory_folder
-print(memory_folder(), flush=True)
-sys.stdin.read()
-"""
-
-
-def owner(*launcher: str) -> tuple[subprocess.Popen, Path]:
-    """Start a process that has a folder and runs until its stdin is closed."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen([*launcher, sys.executable, "-c", OWNER], cwd=REPO, text=True, **pipes)
-    return process, Path(process.stdout.readline().strip())
+from runtime.weights import snapshot_folders
 
 
 def children(pid: int) -> list[int]:
@@ -31,43 +20,70 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in told.stdout.split()]
 
 
-def test_the_folder_is_private_and_goes_with_its_process_or_after_a_kill_with_the_next_one():
-    for kill in (False, True):
-        process, folder = owner()
-        (folder / "frame.bmp").write_bytes(b"pixels")
-        assert folder.parent == cleanup.MEMORY and folder.stat().st_mode & 0o777 == 0o700
-        if kill:
-            process.kill()
-        process.communicate()
-        assert folder.exists() is kill
-    owner()[0].communicate()
-    assert not folder.exists()
+def keep_weights(run: Path, user: int) -> None:
+    """Keep a file in a run's folder in memory, as this user, until the file RUN/end appears."""
+    os.setuid(user)
+    with snapshot_folders(run, run) as (folder, _):
+        assert not list(folder.iterdir())  # what a killed run left is gone
+        (folder / "weights").touch()
+        print(folder, flush=True)
+        wait_for((run / "end").exists)
+        assert (folder / "weights").exists()
 
 
-def test_the_living_keep_their_folders_whatever_their_process_ids():
-    """Past bug: a container that shares /dev/shm has its own process ids, and removed the folders of all others."""
-    living = memory_folder()
-    launcher = ["unshare", "--fork", "--pid", "--mount-proc"]
-    if subprocess.run([*launcher, "true"], capture_output=True).returncode:
-        pytest.skip("only root may number processes anew")
-    process, folder = owner(*launcher)
-    assert folder != living and living.is_dir()
-    owner()[0].communicate()
-    assert folder.is_dir()
-    process.communicate()
+def test_two_runs_of_two_users_at_once_keep_out_of_each_others_folders():
+    """Past bug: a process removed the folders of others. The runs have the same name."""
+    users = (os.getuid(), 65534 if os.getuid() == 0 else os.getuid())
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        runs = [Path(name, home, "run") for home in ("alice", "bob")]
+        for run, user in zip(runs, users):
+            run.mkdir(parents=True)
+            os.chown(run, user, -1)
+        alice, bob = (Forked(partial(keep_weights, *pair)) for pair in zip(runs, users))
+        hers, his = (first_line(process) for process in (alice, bob))
+        for folder, user in ((hers, users[0]), (his, users[1])):
+            assert folder.parent == cleanup.MEMORY
+            assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (user, 0o700)
+
+        # One ends, and one is killed. What the latter leaves goes with its next start.
+        (runs[0] / "end").touch()
+        finish(alice)
+        assert not hers.exists()
+        assert [file.name for file in his.iterdir()] == ["weights"]
+        bob.kill()
+        bob.join()
+        bob = Forked(partial(keep_weights, runs[1], users[1]))
+        assert first_line(bob) == his
+        (runs[1] / "end").touch()
+        finish(bob)
+        assert not his.exists()
 
 
-def test_only_dead_folders_of_ours_go_and_a_planted_link_leads_nowhere(tmp_path, monkeypatch):
-    """Past bug: a snapshot's name could be guessed, and a link with that name was followed."""
+def first_line(process: Forked) -> Path:
+    wait_for(lambda: "\n" in Path(process.log).read_text(), process)
+    return Path(Path(process.log).read_text().strip())
+
+
+def test_a_link_that_is_planted_under_a_runs_name_leads_nowhere(tmp_path, monkeypatch):
     monkeypatch.setattr(cleanup, "MEMORY", tmp_path)
-    for name in ("minparavt-images-12-a1b2", "precious", "minparavt-dead_one"):  # the first is from an older version
-        (tmp_path / name).mkdir()
+    (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis").touch()
-    (tmp_path / "minparavt-deadlink").symlink_to(tmp_path / "precious")
-    mine = cleanup.memory_folder.__wrapped__()
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"minparavt-images-12-a1b2", "precious", "minparavt-deadlink", mine.name}
+    cleanup.run_memory(tmp_path).symlink_to(tmp_path / "precious")
+    with pytest.raises(FileExistsError), snapshot_folders(tmp_path, tmp_path):
+        pass
     assert (tmp_path / "precious" / "thesis").exists()
+
+
+def make_a_folder() -> None:
+    print(memory_folder(), flush=True)
+
+
+def test_the_own_folder_of_a_process_ends_with_it():
+    process = Forked(make_a_folder)
+    folder = Path(finish(process).strip())
+    assert folder.parent == cleanup.MEMORY
+    assert not folder.exists()
 
 
 def test_ranks_end_with_torchrun_even_if_it_is_killed(tmp_path):

@@ -134,7 +134,7 @@ def scripted(monkeypatch):
     """Run rl.main with scripted engines instead of a model. Their log-probs differ from the trainer's."""
     engines = []
 
-    def open_it(source, renderer, *_):
+    def open_it(source, renderer, cfg, frames):
         engines.append(Scripted(renderer, play, latency=0.1))
         return engines[-1]
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scripts import Forked, alive, finish, metrics, start, wait_for
-from test_cleanup import children, owner
+from test_cleanup import children
 from test_rl import write_config as rl_config
 from test_sft import write_config as sft_config
 
@@ -26,8 +26,10 @@ import rl
 import rollout
 from data import Call
 from runtime import config, distributed
+from runtime.cleanup import run_memory
 from runtime.run import Metrics
 from runtime.script import run_script
+from runtime.weights import snapshot_folders
 
 
 def send(process, which: signal.Signals) -> str:
@@ -124,27 +126,27 @@ TERM = pytest.param(signal.SIGTERM, marks=pytest.mark.slow)  # like a kill: noth
 @pytest.mark.parametrize("end", ["a bug", signal.SIGINT, TERM, signal.SIGKILL], ids=str)
 def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_dir, tmp_path, end):
     """Past bug: Ctrl-C left the weights in /dev/shm, 16 GB of the 8B."""
-    # Without states: torch wraps a Ctrl-C that comes while it writes one, and its traceback is longer than our sentence.
-    cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=100_000, staleness=1, save_every=100_000)
+    cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=100_000, staleness=1)
     process = Forked(partial(stumble, cfg)) if end == "a bug" else start("rl.py", cfg)
-    note = tmp_path / "run" / "memory.txt"
-    wait_for(lambda: note.exists() and children(process.pid), process)  # a decoder
+    run = tmp_path / "run"
+    wait_for(lambda: run.exists() and run_memory(run).exists() and children(process.pid), process)  # a decoder
     helpers = children(process.pid)
-    folder = Path(note.read_text().strip()).parent
+    folder = run_memory(run)
     if end == "a bug":
         told = finish(process, code=1)
         assert "ZeroDivisionError" in told
     else:
-        wait_for(lambda: list(folder.glob("weights-*/weights-*/*.safetensors")), process)
+        wait_for(lambda: list(folder.glob("weights-*/*.safetensors")), process)
         told = send(process, end)
         interrupted = f"interrupted. The same command resumes from what was saved in {tmp_path}/run" in told
         assert interrupted is (end == signal.SIGINT)
         assert process.returncode == (1 if end == signal.SIGINT else -end) and "Traceback" not in told
     assert "sampling the first batch: 2 x 4 episodes" in told
     killed = process.returncode < 0
-    assert note.exists() is folder.exists() is killed
-    if killed:  # the next process tidies up
-        owner()[0].communicate()
+    assert folder.exists() is (run / "snapshot").exists() is killed
+    if killed:  # the run tidies up when it resumes
+        with snapshot_folders(run, run):
+            assert not list(folder.iterdir())
         assert not folder.exists()
     wait_for(lambda: not any(map(alive, helpers)), seconds=20)
 
