@@ -45,12 +45,18 @@ def init_distributed() -> None:
         return
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    alone = {}
-    if "RANK" in os.environ:
-        end_with_parent()  # torchrun's ranks have their own sessions, so they would survive a kill -9 of torchrun
+    group = {}
+    if "RANK" not in os.environ:
+        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     else:
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=NCCL_TIMEOUT, **alone)
+        end_with_parent()  # torchrun's ranks have their own sessions, so they would survive a kill -9 of torchrun
+        # The attempts of `torchrun --max-restarts` share a store, so each gets its own part of it. Nodes count attempts
+        # differently: on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt a store (docs/node.md).
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            store, number, size = next(dist.rendezvous("env://"))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            group = {"store": dist.PrefixStore(f"attempt-{attempt}", store), "rank": number, "world_size": size}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=NCCL_TIMEOUT, **group)
 
 
 @functools.cache

@@ -114,14 +114,15 @@ def fork_ranks(world: int, nodes: int = 1) -> None:
     sys.exit(failed)
 
 
-def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = False, **popen):
-    """Start `SCRIPT CFG OVERRIDES...` and return its process."""
+def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = False, restarts: int = 0, **popen):
+    """Start `SCRIPT CFG OVERRIDES...` and return its process. `restarts`: how often a real torchrun may restart its ranks."""
     command = [script, str(cfg), *overrides]
     if not anew and not popen:
         return Forked(command, ranks=ranks)
     launcher = [sys.executable]
     if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        launcher += ["-m", "torch.distributed.run", "--standalone"]
+        launcher += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*launcher, *command], cwd=REPO, env=os.environ | ONE_THREAD, **pipes, **popen)
 

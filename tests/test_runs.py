@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import Forked, alive, finish, metrics, start, wait_for
+from scripts import REPO, Forked, alive, finish, metrics, start, wait_for
 from test_cleanup import children
 from test_rl import write_config as rl_config
 from test_sft import write_config as sft_config
@@ -261,6 +261,43 @@ def test_a_mistake_on_all_ranks_is_an_error_line(toy_dir, tmp_path, anew):
     errors = re.findall("^error: .*", told, re.M)  # docs/troubleshooting.md tells users to read that line
     assert errors and all(error.startswith("error: gone.parquet: no such data file") for error in errors)
     assert not (tmp_path / "run").exists()
+
+
+BESIDE_A_SERVER = """
+import sys
+import rl
+from runtime import config, doctor, servers
+from runtime.checks import USER_ERRORS
+from runtime.script import run_script
+from scripts import fake_server
+
+doctor.GAP_LIMIT = 100  # the stand-in's log-probs are not a model's
+rl.check_servers = lambda *_: None
+servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
+run_script(rl.main, config.load(rl.RLConfig, sys.argv[1]), *USER_ERRORS)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies", ["rank 0", "rank 1"])
+def test_torchrun_restarts_a_run_of_which_a_process_is_killed(toy_dir, tmp_path, monkeypatch, dies):
+    """Past bug: all attempts shared a store, so most restarts failed with "connection refused"."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPO}:{REPO}/tests")
+    (tmp_path / "beside.py").write_text(BESIDE_A_SERVER)
+    cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=6, save_every=1, rollout={"server_gpus": [7], "max_turns": 1})
+    process = start(str(tmp_path / "beside.py"), cfg, ranks=2, anew=True, restarts=1)
+    wait_for((tmp_path / "run" / "state" / "step-00000001").exists, process)
+    first, second = sorted(
+        children(process.pid), key=lambda pid: "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text()
+    )
+    helpers = children(first) + children(second)  # the server, and decoders
+    [server] = [pid for pid in helpers if "fake_sglang" in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill({"rank 0": first, "rank 1": second, "the only server": server}[dies], signal.SIGKILL)
+    told = finish(process)
+    assert re.search(r"/run: resumes after step \d of 6\n", told)
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(6))
+    assert not any(map(alive, [first, second, *helpers]))
+    assert not run_memory(tmp_path / "run").exists()
 
 
 def come_alone() -> None:
