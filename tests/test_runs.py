@@ -266,12 +266,12 @@ def test_a_mistake_on_all_ranks_is_an_error_line(toy_dir, tmp_path, anew):
 BESIDE_A_SERVER = """
 import sys
 import rl
-from runtime import config, doctor, servers
+from runtime import config, run, servers
 from runtime.checks import USER_ERRORS
 from runtime.script import run_script
 from scripts import fake_server
 
-doctor.GAP_LIMIT = 100  # the stand-in's log-probs are not a model's
+run.GAP_LIMIT = 100  # the stand-in's log-probs are not a model's
 rl.check_servers = lambda *_: None
 servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
 run_script(rl.main, config.load(rl.RLConfig, sys.argv[1]), *USER_ERRORS)
@@ -279,7 +279,7 @@ run_script(rl.main, config.load(rl.RLConfig, sys.argv[1]), *USER_ERRORS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dies", ["rank 0", "rank 1"])
+@pytest.mark.parametrize("dies", ["rank 0", "rank 1", "the only server"])
 def test_torchrun_restarts_a_run_of_which_a_process_is_killed(toy_dir, tmp_path, monkeypatch, dies):
     """Past bug: all attempts shared a store, so most restarts failed with "connection refused"."""
     monkeypatch.setenv("PYTHONPATH", f"{REPO}:{REPO}/tests")
