@@ -170,7 +170,7 @@ def ask_item(
     # Describe the item, its answer and its costs.
     calls = []
     for call in episode.calls:
-        calls.append({"window": call.window, "error": call.error})
+        calls.append({"window": call.window, "error": call.error, "text": call.text})
     line = {
         "id": item.task.id,
         "item": item_digest(item),
