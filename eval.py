@@ -4,15 +4,14 @@
     python eval.py configs/eval/paravt_8b.yaml              # called again, it resumes where it stopped
     python eval.py configs/eval/paravt_8b.yaml --dry-run    # lists what is missing and what differs from the paper
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
-    python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b    # evals/ablation.py: the paper's ablation tables
+    python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b    # the paper's ablation tables
 
 RUN/SPLIT-K64-parallel.jsonl gets one line per item as soon as the item ends: the end of the last turn, the answer, its
 score, whether it stood in the protocol's own form (`tagged`), calls, costs, and the error if there was one.
-Its first line holds the settings that shape a result. A file with answers under other settings is refused.
+More splits, K and arms may be added to a run, but no answers under other settings or of other weights.
 
-An item is asked again if it ended in an error or an API's refusal (which count as wrong until then), or if its
-question, options, answer or subtitles have changed. `limit=2` asks two items of each split and needs only their videos.
-A later run with a larger limit asks the others.
+An item is asked again if it ended in an error or an API's refusal (which count as wrong until then). `limit=2` asks two
+items of each split and needs only their videos. A later run with a larger limit asks the others.
 
 Deliberately missing: several checkpoints per run, several machines per run, ensembles, majority votes.
 """
@@ -24,7 +23,6 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,21 +32,10 @@ import torch
 from tqdm import tqdm
 
 from data import Episode, dump
-from evals import ablation, tables
+from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import (
-    EvalJob,
-    contract_of,
-    item_digest,
-    items_left,
-    make_header,
-    prompts_of,
-    read_results,
-    refuse_mixed_run,
-    resume,
-    unlike_published,
-)
+from evals.results import EvalJob, read_results, resume, unlike_published
 from rewards import RewardConfig, final_answer, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
 from runtime.api import Api, Judge, JudgeError, OpenAI, check_api
@@ -60,6 +47,7 @@ from runtime.checks import (
     on_the_hub,
     only_run_in,
     passed,
+    refuse_other_weights,
     refuse_template,
     weights_digest,
 )
@@ -173,7 +161,6 @@ def ask_item(
         calls.append({"window": call.window, "error": call.error, "text": call.text})
     line = {
         "id": item.task.id,
-        "item": item_digest(item),
         "videos": ["/".join(Path(path).parts[-2:]) for path in item.task.videos],  # MMVU numbers its videos per folder
         "kind": item.task.kind,
         "gold": item.task.answer,
@@ -203,18 +190,18 @@ def main(cfg: EvalConfig) -> int:
     jobs, folder, renderer = prepare(cfg)
 
     # Ask the remaining items. Nothing is written before the engine is up.
-    if any(items_left(job) for job in jobs):
+    if any(resume(job)[1] for job in jobs):
         with (
             only_run_in(Path(cfg.run)),
             contextlib.closing(open_model(cfg, folder, renderer)) as engine,
             Videos(cfg.decoders) as videos,
         ):
-            save_run(cfg, cfg.run)
+            save_with_sizes(cfg, folder)
             for job in jobs:
                 # Read the file only now. Before this process held the lock, another one may have answered items.
-                kept_lines, items = resume(job)
+                kept, items = resume(job)
                 if items:
-                    run_job(job, kept_lines, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
+                    run_job(job, kept, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
 
     # Print all results of the run.
     tables.report([cfg.run])
@@ -227,9 +214,17 @@ def main(cfg: EvalConfig) -> int:
     return status
 
 
-def run_job(job: EvalJob, kept_lines: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
-    """Write the lines to keep, then ask the items concurrently. Each item appends its line when it ends."""
-    write_whole(job.path, "".join(json.dumps(line) + "\n" for line in kept_lines))
+def save_with_sizes(cfg: EvalConfig, folder: Path) -> None:
+    """Save the config, the digest of the weights, and the sizes of all splits that this and earlier calls asked."""
+    sizes = (read_json(Path(cfg.run) / "run.json") or {}).get("items", {})
+    sizes |= {split: count_items(split, root) for split, root in cfg.splits.items()}
+    digest = "" if cfg.api.url else weights_digest(folder)  # an API's model has no files here
+    save_run(cfg, cfg.run, checkpoint=digest, items=sizes)
+
+
+def run_job(job: EvalJob, kept: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
+    """Write the records to keep, then ask the items concurrently. Each item appends its line when it ends."""
+    write_whole(job.path, "".join(json.dumps(line) + "\n" for line in kept))
     judge = Judge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
     episodes_lock = threading.Lock()
@@ -258,16 +253,14 @@ def run_job(job: EvalJob, kept_lines: list[dict], items: list[Item], context: Ag
 
 
 def list_jobs(cfg: EvalConfig, split: str) -> list[EvalJob]:
-    """List the result files of a split with their items, still without headers, which need the model."""
+    """List the result files of a split with their items."""
     jobs = []
-    root = cfg.splits[split]
-    items = load_split(split, root, cfg.limit)
-    total = count_items(split, root)
+    items = load_split(split, cfg.splits[split], cfg.limit)
     for k in cfg.frames:
         for dispatch in cfg.arms:
             arm = dispatch if cfg.agentic else cfg.prompting.protocol
             path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-            jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, total, path))
+            jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, path))
     return jobs
 
 
@@ -301,16 +294,6 @@ def as_trained(rollout: RolloutConfig, folder: Path | None) -> RolloutConfig:
         return rollout
     trained = read_json(folder / "rollout.json") or {}
     return replace(rollout, think_prefix=trained.get("think_prefix", False))
-
-
-def with_headers(cfg: EvalConfig, jobs: Sequence[EvalJob], folder: Path | None) -> list[EvalJob]:
-    """Give each job the header of its file."""
-    weights = None  # a dry run may lack the checkpoint
-    if cfg.api.url:
-        weights = cfg.api.model
-    elif folder:
-        weights = weights_digest(folder)
-    return [replace(job, header=make_header(cfg, job, folder, weights)) for job in jobs]
 
 
 def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
@@ -359,9 +342,9 @@ def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | N
         print(f"  note    checkpoint: {cfg.checkpoint} was not looked up; the run fetches it from the hub")
     else:
         folder = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)  # an API needs only the tokenizer
-        contract = contract_of(cfg, folder)
+        contract = cfg.visual or VisualContract.load(folder)
         contract.check(folder)
-        prompts = prompts_of(cfg, folder)
+        prompts = cfg.prompts or Prompts.load(folder)
         prompts.check(folder)
         renderer = Renderer(load_tokenizer(folder), contract, prompts)
         try:
@@ -374,14 +357,12 @@ def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | N
             print(f"  note    prompts: not ours: {', '.join(prompts.changed)}")
         passed(f"checkpoint: {folder}", dry)
 
-    # The run's folder. A file of answers under other settings is refused, and so are results of another model.
+    # The run's folder. Answers under other settings are refused, and so are those of another model.
     jobs = [replace(job, rollout=as_trained(job.rollout, folder)) for job in jobs]
-    jobs = with_headers(cfg, jobs, folder)
     check_run(cfg)
-    any_left = False
-    for job in jobs:
-        any_left |= bool(items_left(job))
-    refuse_mixed_run(cfg.run, jobs)
+    if folder:
+        refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
+    any_left = any(resume(job)[1] for job in jobs)
     passed(f"run: {cfg.run}", dry)
 
     # The model and the judge, if there is something to ask.
@@ -409,10 +390,9 @@ def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
 
 if __name__ == "__main__":
     first = "".join(sys.argv[1:2])
-    commands = {"table": tables.main, "ablation": ablation.main}
-    if first in commands:
-        sys.exit(commands[first](sys.argv[2:]))
-    if (near := difflib.get_close_matches(first, commands)) and not Path(first).exists():
+    if first in tables.COMMANDS:
+        sys.exit(tables.main(sys.argv[1:]))
+    if (near := difflib.get_close_matches(first, tables.COMMANDS)) and not Path(first).exists():
         sys.exit(f"error: {first}: neither a config nor a command; did you mean {near[0]}?")
     cfg, args = command_line(EvalConfig, __doc__)
     run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)

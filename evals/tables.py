@@ -1,151 +1,208 @@
-"""tables.py: turn results of eval.py into Markdown tables.
+"""tables.py: print the results of eval.py as Markdown tables, with the published values beside them.
 
     python eval.py table runs/eval/* [--baseline NAME] [--by duration] [--tagged]
+    python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b     # where the trainings and the evaluations are
+    python eval.py ablation runs/toy/NAME runs/toy/eval/NAME       # the same tables of the toy
 
-1. Scores with 95 % intervals: one row per model and arm, at the K of the paper's table, with the share of tagged answers,
-   the average and the gain over the baseline's first arm. Other K have their own rows. Further rows give the gain on
-   shared items and the published scores of finished splits; the others say `n of N`. Errors count as wrong.
-2. The cost and quality per item: calls, turns, tokens, seconds; errors, unparsed and truncated answers.
-3. With --by, the scores by a field of the records, such as VideoMME's duration.
+`table` has one row per model, arm and K. Runs of one `name` share a row, and so do the K of the paper's table, where Charades has
+its own. A cell has the score and the gain over the baseline; an unfinished score says `n of N`. Errors count as wrong. Below a
+model are the published scores of its finished splits. A second table has the costs per item; --by splits the scores by a field
+of the records.
 
-Deliberately missing: significance tests.
+`ablation` has the paper's three ablation tables. NAME stands for grpo, paragrpo and so on: `run` and `eval` of the rows in
+configs/eval/published.yaml. What is missing is an empty cell.
+
+Deliberately missing: significance tests, several seeds of a row (`make paradox` has them on the toy).
 """
 
 import argparse
-import difflib
+import json
 import signal
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from evals.results import Results, read_published, read_runs, refuse_mixtures
+from evals.results import Results, read_published, read_run, read_runs
+from runtime.config import ConfigError, suggest
 from runtime.dataset import DataError
 
 Row = dict[str, Results]  # one row of the table of scores: split -> results
+COMMANDS = ("table", "ablation")
 
-
-# ------------------------------------------------------------------------------------------------ tables
+# ------------------------------------------------------------------------------------------------ the main table
 
 LEGEND = """
 
+A cell: the score in percent, and the gain in points over {baseline} on the items of both, with its 95 % interval (a paired
+bootstrap over videos). The gain is over the baseline's first arm, at the same K if it has that.
 tagged: the share of items whose answer stands where its protocol asks for it: anywhere for `direct`, in closed tags for the
 others. Answers in prose also count as right, as in the published run; with --tagged they do not.
-gain: points over the baseline on the items of both, and their number. Intervals: bootstrap over videos; the interval of
-a score is never narrower than Wilson's on the number of videos.
 Models of other authors are asked with our prompts, unless their run names a prompt_file."""
 
 
 def report(runs: Sequence[str | Path], baseline: str = "", by: str = "", tagged: bool = False) -> str:
     """Print all tables as Markdown, and return the text. `tagged`: only tagged answers count as right."""
     all_results = read_runs(runs)
-    refuse_mixtures(all_results)
     if tagged:
         for record in (record for results in all_results for record in results.records):
             record["score"] *= record["tagged"]
     names = list(dict.fromkeys(results.name for results in all_results))
     baseline = baseline or names[0]
     if baseline not in names:
-        near = difflib.get_close_matches(baseline, names, n=1, cutoff=0)[0]
-        raise DataError(f"--baseline {baseline!r}: no results have that name; did you mean {near!r}?")
+        raise DataError(f"--baseline {baseline!r}: no results have that name; {suggest(baseline, names)}")
     all_results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
-    published = read_published()["table"]
-    text = scores_table(all_results, published, baseline) + "\n\n" + costs_table(all_results)
+    text = scores_table(all_results, baseline) + "\n\n" + costs_table(all_results)
     if by:
         text += "\n\n" + breakdown_table(all_results, by)
     print(text)
     return text
 
 
-def scores_table(all_results: Sequence[Results], published: dict, baseline: str) -> str:
-    """Write each model's measured scores, its gains on shared items, and its published scores."""
+def scores_table(all_results: Sequence[Results], baseline: str) -> str:
+    """Write each model's measured scores, with their gains, and its published scores."""
+    published = read_published()["table"]
     columns = published["columns"]
     # List the splits in the paper's order, then others.
     ours = dict.fromkeys(results.split for results in all_results)
     splits = [split for split in dict.fromkeys([*columns, *ours]) if split in ours]
 
-    # Group the results into rows. K is "paper" for the K of the paper's table, where Charades has its own.
+    # Group the results into rows. The K of the paper's table count as one.
     rows: dict[tuple, Row] = {}
-    bases: dict[int | str, Row] = {}  # K -> the baseline's first arm (`parallel` comes first)
     published_k = dict(zip(columns, published["frames"]))
     for results in all_results:
         k = "paper" if results.k == published_k.get(results.split) else results.k
-        row = rows.setdefault((results.name, results.arm, k), {})
-        row[results.split] = results
-        if results.name == baseline:
-            bases.setdefault(k, row)
+        rows.setdefault((results.name, results.arm, k), {})[results.split] = results
+    first = next(place for place in rows if place[0] == baseline)  # its first arm: `parallel` comes first
 
+    # Write the measured rows. Below a model, write the published scores of the splits that it has finished.
     lines = []
-    for name in dict.fromkeys(results.name for results in all_results):
-        complete = set()
-        for (model, arm, k), row in rows.items():
-            if model == name:
-                lines.append(measured_line([name, arm], row, bases.get(k, {}), splits, columns))
-                lines += gain_lines([name, arm], row, k, bases, splits)
-                complete |= finished(row).keys()
+    finished: dict[str, set] = {}  # model -> splits
+    for (name, arm, k), row in rows.items():
+        base = rows.get((baseline, first[1], k), rows[first])
+        lines.append({"model": name, "arm": arm} | measured_cells(row, {} if row is base else base, columns))
+        finished.setdefault(name, set()).update(split for split, results in row.items() if results.complete())
+    for name, done in finished.items():
+        scores = {split: score for split, score in published_scores(name, published).items() if split in done}
+        if scores:
+            lines.append({"model": name, "arm": "published"} | scores | average(scores, columns))
+    names = list(finished)
+    lines.sort(key=lambda line: names.index(line["model"]))
+    if len({line.get("K") for line in lines if line["arm"] != "published"}) == 1:
+        for line in lines:
+            line.pop("K", None)
+    order = ["model", "arm", "K", "tagged", *splits, "average"]
+    return write_table("### Scores", order, lines) + LEGEND.format(baseline=baseline)
 
-        # Add the published scores of the splits that the model has finished.
-        scores = published_scores(name, published)
-        cells = [scores.get(split, "") if split in complete else "" for split in splits]
-        if any(cells):
-            summary = summary_cells(scores, published_scores(baseline, published), columns)
-            lines.append([name, "published", "score", "", "", *cells, *summary])
-    gains = f"gain over {baseline}: mean of ratios / ratio of averages"
-    header = ["model", "arm", "figure", "K", "tagged", *splits, "average", gains]
-    return markdown("### Scores (percent, 95 % interval)", header, lines) + LEGEND
 
-
-def measured_line(model: list, row: Row, base: Row, splits: list[str], columns: list[str]) -> list:
-    """Write the scores of a row, its share of tagged answers, and the gain over the baseline at the same K."""
+def measured_cells(row: Row, base: Row, columns: Sequence[str]) -> dict[str, Any]:
+    """Write a row's K, its share of tagged answers, its scores with their gains, and their average."""
     tagged = [record["tagged"] for results in row.values() for record in results.records]
-    cells = [score_cell(row[split]) if split in row else "" for split in splits]
-    summary = summary_cells(finished(row), finished(base), columns)
-    return [*model, "score", list_ks(row), f"{100 * statistics.fmean(tagged):.1f}", *cells, *summary]
-
-
-def gain_lines(model: list, row: Row, k: int | str, bases: dict[int | str, Row], splits: list[str]) -> list[list]:
-    """Write the gain on items shared with the baseline: at the same K, else at its K of the paper or its only K."""
-    ks = list_ks(row)
-    base = bases.get(k)
-    if not base:
-        base = bases.get("paper") or (next(iter(bases.values())) if len(bases) == 1 else {})
-        ks += f" over {list_ks(base)}"
-    cells = [gain_cell(row[split], base[split]) if split in row and split in base else "" for split in splits]
-    return [[*model, "gain", ks, "", *cells, "", ""]] if base is not row and any(cells) else []
+    cells = {"K": ", ".join(dict.fromkeys(str(results.k) for results in row.values()))}
+    cells["tagged"] = f"{100 * statistics.fmean(tagged):.1f}"
+    for split, results in row.items():
+        cells[split] = score_cell(results)
+        if split in base:
+            cells[split] += gain_text(results, base[split])
+    return cells | average({split: r.score() for split, r in row.items() if r.complete()}, columns)
 
 
 def costs_table(all_results: Sequence[Results]) -> str:
     """Write the cost per item, and all figures of the split."""
     rows = []
     for results in all_results:
-        numbers = [f"{value:.2f}" for value in costs(results).values()]
+        numbers = {name: f"{value:.2f}" for name, value in costs(results).items()}
         figures = ", ".join(f"{name} {value:.1f}" for name, value in results.figures().items())
-        place = [results.name, results.arm, results.k, results.split]
-        rows.append([*place, len(results.records), *numbers, figures])
-    header = ["model", "arm", "K", "split", "items", *costs(all_results[0]), "figures"]
-    return markdown("### Per item", header, rows)
+        rows.append(place_cells(results) | {"items": len(results.records)} | numbers | {"figures": figures})
+    return write_table("### Per item", list(rows[0]), rows)
 
 
 def breakdown_table(all_results: Sequence[Results], by: str) -> str:
-    """Write the scores of the items with each value of a field."""
+    """Write the scores of the items with each value of a field of the records."""
     rows = []
     for results in all_results:
-        groups: dict[str, list[dict]] = {}  # value -> its records
-        for record in results.records:
-            if record.get(by, "") != "":
-                groups.setdefault(str(record[by]), []).append(record)
-        for value, records in sorted(groups.items()):
-            part = Results(results.settings | {"total": len(records)}, records)
-            rows.append([results.name, results.arm, results.k, results.split, value, len(records), score_cell(part)])
+        values = {str(record[by]) for record in results.records if record.get(by) not in (None, "")}
+        for value in sorted(values):
+            part = replace(results, records=[r for r in results.records if str(r.get(by)) == value])
+            rows.append(place_cells(results) | {by: value, "items": len(part.records), "score": f"{part.score():.1f}"})
     if not rows:
-        raise DataError(f"--by {by}: no results have that field; VideoMME has duration")
-    return markdown(f"### By {by}", ["model", "arm", "K", "split", by, "items", "score"], rows)
+        raise DataError(f"--by {by}: no record has that field; those of VideoMME have duration")
+    return write_table(f"### By {by}", list(rows[0]), rows)
+
+
+# ------------------------------------------------------------------------------------------------ the ablation tables
+
+METRICS = ("f", "f_release", "kappa")
+TITLES = {"stages": "A. Training stages", "components": "B. Components", "dispatch": "C. Dispatch"}
+ABLATION_LEGEND = """
+
+f, f_release, kappa: means over a training's steps. A start has those of the first step of plain GRPO from it.
+f_release: f by the released code, on the sampled text, which lacks a forced <think>. The paper's f is on this scale.
+Answers in prose count, as in the published scores."""
+
+
+def report_ablations(trainings: str, evaluations: str) -> str:
+    """Print one table per block of the paper, and return the text."""
+    for pattern in (trainings, evaluations):
+        if "NAME" not in pattern:
+            raise DataError(f"{pattern}: write NAME where the rows' names differ, as in runs/NAME_8b")
+    published = read_published()["ablations"]
+    scores = published["columns"][2:]
+    tables = []
+    measured = False
+    for block, title in TITLES.items():
+        rows = []
+        for row in published[block]:
+            ours = ablation_cells(row, trainings, evaluations)
+            measured |= bool(ours)
+            rows.append({"row": row["name"], "": "ours"} | ours)
+            rows.append({"row": row["name"], "": "paper"} | dict(zip(("f_release", "kappa", *scores), row["scores"])))
+        others = dict.fromkeys(column for row in rows for column in row)  # other splits, other K
+        order = list(dict.fromkeys(["row", "", "steps", *METRICS, *scores, *others]))
+        tables.append(write_table(f"### {title}", order, rows))
+    if not measured:
+        raise DataError(f"nothing at {trainings} or {evaluations}, with NAME = grpo, paragrpo, ...: train first")
+    text = "\n\n".join(tables) + ABLATION_LEGEND
+    print(text)
+    return text
+
+
+def ablation_cells(row: dict, trainings: str, evaluations: str) -> dict[str, str]:
+    """Return our cells of one row: metrics of its training, and scores of its evaluation at the paper's K."""
+    cells = {}
+    metrics = Path(trainings.replace("NAME", row.get("run", "")), "metrics.jsonl")
+    if "run" in row and metrics.exists():
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        steps = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut off the last
+        steps = steps[: row.get("steps")]
+        cells["steps"] = str(len(steps))
+        for name in METRICS:
+            values = [step[name] for step in steps if name in step]
+            if values:
+                cells[name] = f"{statistics.fmean(values):.2f}"
+    evaluation = read_run(evaluations.replace("NAME", row.get("eval") or row["run"]))
+    for results in sorted(evaluation.values(), key=lambda results: results.k):
+        if results.arm == row.get("arm", "parallel") and results.records:
+            column = results.split if results.k == 64 else f"{results.split}, K={results.k}"
+            cells[column] = score_cell(results)
+    return cells
 
 
 # ------------------------------------------------------------------------------------------------ text
+
+
+def write_table(title: str, order: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+    """Write a table from rows of column -> cell."""
+    lines = []
+    for row in rows:
+        cells = [row.get(column) for column in order]
+        lines.append(["" if cell is None else cell for cell in cells])
+    return markdown(title, order, lines)
 
 
 def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -173,43 +230,30 @@ def put_between_marks(path: Path, name: str, writer: str, text: str, title: str)
     path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
-def mean_cell(mean: float, low: float, high: float, sign: str = "") -> str:
-    """Write a mean and its interval, in percent. `sign`: "+" for a gain."""
-    text = f"{100 * mean:{sign}.1f}"
-    return text if np.isnan(low) else f"{text} [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
+def place_cells(results: Results) -> dict[str, Any]:
+    return {"model": results.name, "arm": results.arm, "K": results.k, "split": results.split}
 
 
 def score_cell(results: Results) -> str:
-    records = headline(results)
-    if not records:
+    """Write the score in percent, and of how many items it is if some are missing."""
+    if not headline(results):
         return ""
-    cell = mean_cell(*mean_and_interval([record["score"] for record in records], records, is_share=True))
+    cell = f"{results.score():.1f}"
     if not results.complete():
-        cell += f" ({len(results.records)} of {results.settings['total']})"
+        cell += f" ({len(results.records)} of {results.total})"
     return cell
 
 
-def gain_cell(ours: Results, base: Results) -> str:
-    """Write the gain on the items that both have, its interval, and the number of items."""
-    gains, records = shared_gains(ours, base)
-    if not gains:
+def gain_text(ours: Results, base: Results) -> str:
+    """Write the gain in points on the items that both have, and its interval."""
+    base_scores = {record["id"]: record["score"] for record in headline(base)}
+    shared = [record for record in headline(ours) if record["id"] in base_scores]
+    if not shared:
         return ""
-    return f"{mean_cell(*mean_and_interval(gains, records, is_share=False), '+')} ({len(gains)})"
-
-
-def summary_cells(ours: dict[str, float], base: dict[str, float], columns: Sequence[str]) -> tuple[str, str]:
-    """Write the average of the paper's columns, if all are there, and the gains over the baseline."""
-    average = gain = ""
-    if set(columns) <= set(ours):
-        average = f"{sum(ours[c] for c in columns) / len(columns):.1f}"
-    if gains := relative_gains(ours, base):
-        mean_of_ratios, ratio_of_means, splits = gains
-        gain = f"{100 * mean_of_ratios:+.1f} / {100 * ratio_of_means:+.1f} % ({splits})"
-    return average, gain
-
-
-def list_ks(row: Row) -> str:
-    return ", ".join(dict.fromkeys(str(results.k) for results in row.values()))
+    gains = [100 * (record["score"] - base_scores[record["id"]]) for record in shared]
+    text = f", {statistics.fmean(gains):+.1f}"
+    low, high = interval(gains, ["/".join(record["videos"]) for record in shared])
+    return text if np.isnan(low) else f"{text} [{low:+.1f}, {high:+.1f}]"
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -228,56 +272,16 @@ def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, flo
     return float(low), float(high)
 
 
-def wilson(mean: float, n: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share of n. For 20 right of 20, the bootstrap gives [1, 1], Wilson [0.84, 1]."""
-    # (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-    z = 1.96
-    center = mean + z * z / (2 * n)
-    spread = z * np.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-    return max(0.0, center - spread) / (1 + z * z / n), (center + spread) / (1 + z * z / n)
-
-
 def headline(results: Results) -> list[dict]:
     """Return the records whose mean is the split's headline figure."""
     return [record for record in results.records if results.split != "mmvu" or record["kind"] == "mcq"]
 
 
-def mean_and_interval(values: Sequence[float], records: Sequence[dict], is_share: bool) -> tuple[float, float, float]:
-    """Return the mean of the records' values and its 95 % interval. The interval of a share holds Wilson's."""
-    videos = ["/".join(record["videos"]) for record in records]
-    mean = sum(values) / len(values)
-    low, high = interval(values, videos)
-    if is_share:
-        least, most = wilson(mean, len(set(videos)))
-        low, high = np.minimum(low, least), np.maximum(high, most)
-    return mean, low, high
-
-
-def shared_gains(ours: Results, base: Results) -> tuple[list[float], list[dict]]:
-    """Return our gain on each item that both have, and our record of the item."""
-
-    def item(record: dict) -> tuple:
-        return record["id"], record.get("item")  # an item that has changed counts as a new one
-
-    base_scores = {item(record): record["score"] for record in headline(base)}
-    shared = [record for record in headline(ours) if item(record) in base_scores]
-    return [record["score"] - base_scores[item(record)] for record in shared], shared
-
-
-def finished(row: Row) -> dict[str, float]:
-    """Return the scores of complete splits."""
-    return {split: results.score() for split, results in row.items() if results.complete()}
-
-
-def relative_gains(ours: dict[str, float], base: dict[str, float]) -> tuple[float, float, int] | None:
-    """Return two gains, since the paper uses both: the mean of the splits' ratios, and the ratio of their means. The third
-    value is the number of splits that both have."""
-    shared = [split for split in ours if base.get(split)]
-    if not shared:
-        return None
-    mean_of_ratios = sum(ours[split] / base[split] for split in shared) / len(shared)
-    ratio_of_means = sum(ours[split] for split in shared) / sum(base[split] for split in shared)
-    return mean_of_ratios - 1, ratio_of_means - 1, len(shared)
+def average(scores: dict[str, float], columns: Sequence[str]) -> dict[str, str]:
+    """Return the average of the paper's columns as a cell, if all are there."""
+    if not set(columns) <= set(scores):
+        return {}
+    return {"average": f"{statistics.fmean(scores[column] for column in columns):.1f}"}
 
 
 def published_scores(name: str, published: dict) -> dict[str, float]:
@@ -322,14 +326,22 @@ def costs(results: Results) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="eval.py table")
-    parser.add_argument("runs", nargs="+", help="folders of results")
-    parser.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
-    parser.add_argument("--by", default="", help="also print scores by this field of the rows, such as duration")
-    parser.add_argument("--tagged", action="store_true", help="count only answers in the protocol's own form as right")
+    parser = argparse.ArgumentParser("eval.py")
+    commands = parser.add_subparsers(dest="command", required=True)
+    table = commands.add_parser("table")
+    table.add_argument("runs", nargs="+", help="folders of results")
+    table.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
+    table.add_argument("--by", default="", help="also print scores by this field of the records, such as duration")
+    table.add_argument("--tagged", action="store_true", help="count only answers in the protocol's own form as right")
+    ablation = commands.add_parser("ablation")
+    ablation.add_argument("trainings", help="their folders, with NAME in place of the row's name")
+    ablation.add_argument("evaluations", help="the folders of their results, likewise")
     args = parser.parse_args(arguments)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     try:
-        report(args.runs, args.baseline, args.by, args.tagged)
-    except DataError as error:
+        if args.command == "table":
+            report(args.runs, args.baseline, args.by, args.tagged)
+        else:
+            report_ablations(args.trainings, args.evaluations)
+    except (ConfigError, DataError) as error:
         sys.exit(f"error: {error}")

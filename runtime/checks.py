@@ -45,7 +45,11 @@ MAY_CHANGE = {
     "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
     "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
     "report_to", "data.video_root", "data.max_bad_fraction", "optim",
+    "save_episodes", "api.key", "api.timeout", "grading.judge.url", "grading.judge.key", "grading.judge.timeout",
 }  # fmt: skip
+# Settings that add results to an evaluation.
+MAY_GROW = {"splits", "frames", "arms", "limit"}
+RESULTS = "*-K*-*.jsonl"  # eval.py's files in RUN: SPLIT-K64-ARM.jsonl
 SECONDS_TO_FREE = 60.0  # within this time, a server that has just been killed frees its GPU's memory
 
 
@@ -169,13 +173,18 @@ def check_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
     read_config(source)  # refuses other families, whose tokenizer may not load
     cfg.visual.check(source)
     cfg.prompts.check(source)
-    began = (read_json(run / "run.json") or {}).get("checkpoint")
-    if began and saved_step(run / "state") and began != weights_digest(source):
-        told = f"policy.checkpoint = {cfg.policy.checkpoint!r} has changed since {run} started from it"
-        raise ConfigError(f"{told}: restore it, or choose another `run`")
+    if saved_step(run / "state"):
+        refuse_other_weights(run, source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
     renderer = Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
     refuse_template(source, renderer, cfg.schemas)
     return source, renderer
+
+
+def refuse_other_weights(run: Path, source: Path, setting: str) -> None:
+    """Refuse a checkpoint that is not the one that the run began with. `setting` names it: "checkpoint = 'runs/x/model'"."""
+    began = (read_json(run / "run.json") or {}).get("checkpoint")
+    if began and began != weights_digest(source):
+        raise ConfigError(f"{setting} has changed since {run} started from it: restore it, or choose another `run`")
 
 
 def refuse_template(source: Path, renderer: Renderer, schemas: dict[str, dict]) -> None:
@@ -214,16 +223,16 @@ def check_nodes(cfg: Any, start: Path) -> None:
 
 
 def check_run(cfg: Any) -> None:
-    """Refuse a run folder that cannot be written, or that holds a model or states of another run."""
+    """Refuse a run folder that cannot be written, or that holds a model, states or results of another run."""
     run = Path(cfg.run)
     there = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"run = {cfg.run!r}: {there} is not a writable folder; choose another `run`")
-    if not any((run / "state").glob("step-*")) and not (run / "model").exists():
+    if not any((run / "state").glob("step-*")) and not (run / "model").exists() and not any(run.glob(RESULTS)):
         return  # nothing can be overwritten
     if not (run / "config.yaml").exists():
         raise ConfigError(
-            f"{run} has a model or states, but no config.yaml, so its run is unknown: choose another `run`"
+            f"{run} has a model, states or results, but no config.yaml, so its run is unknown: choose another `run`"
         )
     advice = "choose another `run`, or delete the folder"
     try:  # a setting that is newer than the run had its default value there
@@ -235,7 +244,7 @@ def check_run(cfg: Any) -> None:
     changed = []
     allowed = []
     for key, text in differences(comparable(before), comparable(cfg)).items():
-        if {key, key.partition(".")[0]} & MAY_CHANGE:
+        if {key, key.partition(".")[0]} & (MAY_CHANGE | MAY_GROW):
             allowed.append(text)
         else:
             changed.append(text)
@@ -248,9 +257,9 @@ def check_run(cfg: Any) -> None:
 
 
 def comparable(cfg: Any) -> dict:
-    """Return a config as nested mappings, without the folders of its data files, which may move."""
+    """Return a config as nested mappings, without the folders of a training's data files, which may move."""
     tree = asdict(cfg)
-    for source in tree["data"]["sources"]:
+    for source in tree.get("data", {}).get("sources", ()):
         source["path"] = Path(source["path"]).name
     return tree
 

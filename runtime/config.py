@@ -208,7 +208,7 @@ def refuse_below_1(cfg: Any, *names: str) -> None:
 # ------------------------------------------------------------------------------------------------ the run's copy of it
 
 
-def save_run(cfg: Any, run_dir: str | Path, **more: str) -> None:
+def save_run(cfg: Any, run_dir: str | Path, **more: Any) -> None:
     """Write what is needed to repeat the run: config.yaml and run.json. `more` goes into run.json."""
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from test_eval import line, lines, sections, write_results
 import eval as evaluation
 import rl
 from eval import EvalConfig
-from evals import ablation
+from evals import tables
 from evals.results import read_published
 from rl import RLConfig
 from runtime import config
@@ -48,14 +48,14 @@ def toy(tmp_path):
 def cells(table: list[list[str]], row: str, source: str = "ours") -> dict[str, str]:
     header, _, *rows = table
     [found] = [cells for cells in rows if cells[:2] == [row, source]]
-    return {column: cell.split(" [")[0] for column, cell in zip(header[2:], found[2:], strict=True)}
+    return dict(zip(header[2:], found[2:], strict=True))
 
 
 def test_the_toys_ablation_prints_beside_the_papers(toy, capsys):
-    assert ablation.main([f"{toy}/NAME", f"{toy}/eval/NAME"]) is None
+    tables.main(["ablation", f"{toy}/NAME", f"{toy}/eval/NAME"])
     found = sections(capsys.readouterr().out)
     stages, components, dispatch = (next(found[title] for title in found if title[0] == letter) for letter in "ABC")
-    dash = dict.fromkeys(("videomme", "videomme_wsub", "mlvu", "lvbench", "toy, K=4"), "–")
+    dash = dict.fromkeys(("videomme", "videomme_wsub", "mlvu", "lvbench", "toy, K=4"), "")
     # A start has the first step of plain GRPO from it, and a training the mean of its steps.
     start = {"steps": "1", "f": "0.40", "f_release": "0.20", "kappa": "2.00"}
     assert cells(stages, "+SFT") == dash | start | {"toy, K=4": "50.0"}
@@ -68,21 +68,24 @@ def test_the_toys_ablation_prints_beside_the_papers(toy, capsys):
         "75.0",
     )
     assert ours["lvbench"] == "100.0 (1 of 1549)"  # in prose, as the published scores
-    # What is missing is a dash, and the paper's f stands in the column of its scale.
-    assert set(cells(stages, "Qwen3-VL-8B").values()) == set(cells(components, "-R_tool").values()) == {"–"}
+    # What is missing is empty, and the paper's f stands in the column of its scale.
+    assert set(cells(stages, "Qwen3-VL-8B").values()) == set(cells(components, "-R_tool").values()) == {""}
     paper = cells(stages, "+SFT", "paper")
-    assert (paper["f"], paper["f_release"], paper["kappa"], paper["lvbench"]) == ("–", "0.13", "2.5", "39.1")
+    assert (paper["f"], paper["f_release"], paper["kappa"], paper["lvbench"]) == ("", "0.13", "2.5", "39.1")
     assert cells(dispatch, "sequential")["toy, K=4"] == "50.0" and cells(dispatch, "parallel")["toy, K=4"] == "75.0"
     assert "kappa" not in cells(dispatch, "parallel") and cells(dispatch, "sequential", "paper")["lvbench"] == "37.5"
 
 
 def test_a_place_without_runs_is_refused(tmp_path):
-    told = ablation.main([f"{tmp_path}/NAME", f"{tmp_path}/eval/NAME"])
-    assert told.startswith(f"error: nothing at {tmp_path}/NAME or {tmp_path}/eval/NAME, with NAME = grpo")
-    assert (
-        ablation.main(["runs/toy", "runs/eval/NAME"])
-        == "error: runs/toy: write NAME where the rows' names differ, as in runs/NAME_8b"
-    )
+    for words, told in (
+        (
+            [f"{tmp_path}/NAME", f"{tmp_path}/eval/NAME"],
+            f"nothing at {tmp_path}/NAME or {tmp_path}/eval/NAME, with NAME = grpo",
+        ),
+        (["runs/toy", "runs/eval/NAME"], "runs/toy: write NAME where the rows' names differ, as in runs/NAME_8b"),
+    ):
+        with pytest.raises(SystemExit, match=f"error: {told}"):
+            tables.main(["ablation", *words])
 
 
 # ------------------------------------------------------------------------------------------------ docs/node.md
@@ -113,7 +116,7 @@ def test_every_row_of_the_paper_is_in_the_tables():
     evaluations = set()
     for file, *words in commands("eval.py"):
         evaluations.add(evaluation.with_names(config.load(EvalConfig, REPO / file, words)).run)
-    for block in ablation.TITLES:
+    for block in tables.TITLES:
         for row in published["ablations"][block]:
             assert "run" not in row or f"runs/{row['run']}_8b" in trainings
             assert f"runs/eval/own/{row.get('eval') or row['run']}_8b" in evaluations

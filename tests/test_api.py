@@ -19,7 +19,7 @@ from data import Task
 from eval import EvalConfig
 from evals.benchmarks import Item
 from evals.protocols import Prompting, run_protocol
-from evals.results import read_results
+from evals.results import read_results, read_run
 from evals.tables import costs
 from rollout import AgentContext, RolloutConfig
 from runtime import api, config
@@ -233,9 +233,8 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
     evaluation.dry_run(cfg)
     assert len(there.bodies) == 1  # a small request
     assert evaluation.main(cfg) == 0
-    results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
+    [results] = read_run(tmp_path / "run").values()
     assert results.complete() and there.most <= 3
-    assert results.settings["weights"] == "m" and results.settings["api"] == {"url": there.url, "parameters": {}}
     assert {(r["answer"], r["turns"], r["error"]) for r in results.records} == {("red", 1, "")}
     assert all(record["tokens"] > 0 for record in results.records)
     written, told = [path for path in tmp_path.rglob("*") if path.is_file()], capsys.readouterr()
@@ -247,7 +246,7 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
         ("api.url=http://127.0.0.1:9/v1", "api.url: .*, now 'http://127.0.0.1:9/v1'"),
         ("api.parameters={max_tokens: 9}", "api.parameters.max_tokens: None, now 9"),
     ):
-        refused(theirs(there, override), f"made under other settings.*{rule}")
+        refused(theirs(there, override), f"belongs to a run with other settings.*{rule}")
     # Without its URL or its key, nothing starts.
     there.shutdown()
     there.server_close()

@@ -90,7 +90,7 @@ MISTAKES = [  # the page has more
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),
     ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
-    ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same has a model or states, but no config.yaml, so its run is unknown: choose another `run`"),
+    ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same has a model, states or results, but no config.yaml, so its run is unknown: choose another `run`"),
     ("an unknown family in an evaluation", f"{EVAL} checkpoint=unknown --dry-run", "not 'foo_vl'; install SGLang, or set rollout.urls"),
     ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
     ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),

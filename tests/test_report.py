@@ -60,10 +60,10 @@ def write_evaluation(folder, k, scores, arm="parallel"):
     """Write an evaluation's folder as eval.py does. Its second item has two calls and one that failed."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": str(folder)}))
-    lines = [{"name": "x", "split": "toy", "arm": arm, "k": k, "total": len(scores)}]
+    lines = []
     for score in scores:
         lines.append(dict.fromkeys(RECORD, "") | {"score": score, "calls": [], "f": 1.0, "well_formed": 1.0})
-    lines[2] |= {"calls": [{"error": ""}, {"error": ""}, {"error": "timeout"}], "well_formed": 0.0}
+    lines[1] |= {"calls": [{"error": ""}, {"error": ""}, {"error": "timeout"}], "well_formed": 0.0}
     (folder / f"toy-K{k}-{arm}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
