@@ -139,16 +139,23 @@ def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None
         unfinished.mkdir(parents=True)
     barrier()
 
-    # All ranks gather weight i, and rank i mod n copies it to its host at once, so a GPU holds one gathered weight.
+    # Deal the weights into one file per rank: the largest remaining weight goes into the smallest file.
     files = ["model.safetensors"]
     if n > 1:
         files = [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    writer_of = {}  # weight -> the rank that writes it
+    sizes = [0] * n
+    for name in sorted(weights, key=lambda name: -weights[name].numel()):
+        writer_of[name] = sizes.index(min(sizes))
+        sizes[writer_of[name]] += weights[name].numel()
+
+    # All ranks gather each weight. Its writer copies it to the host at once, so a GPU holds one gathered weight.
     on_host = {}
-    for i, (name, weight) in enumerate(weights.items()):
+    for name, weight in weights.items():
         weight = weight.detach().to(policy.dtype)
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
-        if i % n == rank():
+        if writer_of[name] == rank():
             on_host[name] = weight.cpu().contiguous()
     save_file(on_host, unfinished / files[rank()], metadata={"format": "pt"})
     barrier()
@@ -157,7 +164,7 @@ def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None
     if rank() == 0:
         if n > 1:
             total = policy.dtype.itemsize * sum(weight.numel() for weight in weights.values())
-            file_of = {name: files[i % n] for i, name in enumerate(weights)}
+            file_of = {name: files[writer] for name, writer in writer_of.items()}
             index = {"metadata": {"total_size": total}, "weight_map": file_of}
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         _copy_other_files(checkpoint_dir(policy.cfg.checkpoint), unfinished, policy.dtype)
