@@ -101,8 +101,9 @@ def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> lis
     """Put media from columns where the messages show them. In the layout of ms-swift and LLaMA-Factory, each `<video>` of a
     user or tool turn is the next entry of `videos`, and each `<image>` of `images`. Refuse media that no message shows."""
     for column in ("objects", "audios"):
-        if row.get(column):
-            raise RowError(f"`{column}` = {row[column]!r}: SFT shows only videos and images; remove the column")
+        entries = row.get(column)
+        if any(entries.values()) if isinstance(entries, dict) else entries:  # {"bbox": []} has none
+            raise RowError(f"`{column}` = {entries!r}: SFT shows only videos and images; remove the column")
     media = {"<video>": _read_column("video", row, root), "<image>": _read_column("image", row, root)}
     shown = {part.path for _, parts in contents for part in parts if isinstance(part, Media)}
     if shown:  # the messages have their media, and a placeholder is only text

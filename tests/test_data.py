@@ -282,7 +282,7 @@ def test_media_in_columns_are_shown_where_the_placeholders_stand(toy_dir, tmp_pa
 def test_a_column_of_one_path_and_media_named_twice_are_read(video, encode):
     asked = [{"role": "user", "content": [{"video": video}, "Which?"]}, SAID]
     written = [{"role": "user", "content": "<video>Which?"}, SAID]
-    alike = [encode(asked), encode(asked, videos=[video]), encode(written, video=video), encode(written, videos=[video], images=[], audios=None, objects={})]  # fmt: skip
+    alike = [encode(asked), encode(asked, videos=[video]), encode(written, video=video), encode(written, videos=[video], images=[], audios=None, objects={"ref": [], "bbox": []})]  # fmt: skip
     assert all(bundle.suffixes == alike[0].suffixes and len(bundle.clips) == 1 for bundle in alike)
 
 
