@@ -101,7 +101,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_shown(scripted, toy_dir, tm
 def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path, monkeypatch, capsys):
     """Past bug: reference and frozen tower came from the new checkpoint, the text model from the old state."""
     monkeypatch.chdir(tmp_path)
-    more = {"policy": {"checkpoint": "start"}, "steps": 1}
+    more = {"policy": {"checkpoint": "start"}, "plan": {"gpus": 1}, "steps": 1}
     shutil.copytree(toy_dir / "model", "start")
     train(tmp_path / "c.yaml", toy_dir, **more)
     weights = load_file("start/model.safetensors")
