@@ -19,14 +19,13 @@ from pathlib import Path
 from data import Call, Task, dump
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, run_episode
 from runtime import config
-from runtime.checks import check_servers, find_checkpoint, refuse_template
-from runtime.config import ConfigError
-from runtime.engine import Engine, EngineError, EngineLost, Sample
+from runtime.checks import USER_ERRORS, check_servers, find_checkpoint, refuse_template
+from runtime.engine import Engine, Sample
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import expandable_segments
 from runtime.video import Clip, VideoError, Videos
-from runtime.visual import ContractError, VisualContract
+from runtime.visual import VisualContract
 from tools import TOOLS
 
 WIDTH = 40  # characters of the timeline
@@ -60,7 +59,7 @@ def main() -> int:
             context = context_of(args, videos, cfg)
             with contextlib.closing(context.engine):
                 return run_ask(args, context)
-    except (VideoError, EngineError, EngineLost, FileNotFoundError, ConfigError, ContractError) as error:
+    except (VideoError, *USER_ERRORS) as error:
         sys.exit(f"error: {error}")
 
 

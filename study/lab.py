@@ -65,7 +65,7 @@ def kind_of(answer: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("python -m study.lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("turns", nargs="+", metavar="TEXT", help="the assistant's text, one argument per turn")
     parser.add_argument("--answer", required=True, help="the gold answer")
     parser.add_argument("--executed", type=int, default=0, help="number of calls that count as run")

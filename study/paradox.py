@@ -280,7 +280,7 @@ def draw(root: Path, rows: Sequence[str], pictures: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("python -m study.paradox", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("what", choices=["demo", "study", "tables"])
     what = parser.parse_args().what
     if what == "demo":

@@ -288,7 +288,7 @@ def write_page(path: str | Path, runs: list[RunData]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("python -m study.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs, or JSONL files of episodes")
     parser.add_argument("-o", "--out", type=Path, help="the page (default: report.html beside the first run)")
     parser.add_argument("--png", type=Path, metavar="DIR", help="also draw DIR/curves.png and DIR/outcomes.png")

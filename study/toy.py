@@ -408,7 +408,7 @@ def build_toy(root: Path, seed: int = 0, sizes: dict[str, int] = SIZES) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("python -m study.toy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("command", choices=["build"])
     parser.add_argument("dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
