@@ -24,7 +24,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +34,7 @@ from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_tra
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, rollout
 from runtime.api import Judge
-from runtime.checks import USER_ERRORS, check_data, check_servers, dry_run, open_run
+from runtime.checks import USER_ERRORS, check_servers, open_run, work_of
 from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import Dataset
 from runtime.distributed import (
@@ -443,9 +442,4 @@ if __name__ == "__main__":
     cfg, args = command_line(RLConfig, __doc__)
     step = f"{cfg.batch_tasks} tasks x {cfg.grpo.group_size} episodes at K in {list(cfg.choices_of_k)}"
     step += f", one update; {cfg.steps} steps"
-    work = main
-    if args.dry_run:
-        work = partial(dry_run, parse=parse_task, check_hardware=check_hardware, step=step)
-    elif args.check_data:
-        work = partial(check_data, parse=parse_task, count_tokens=count_tokens)
-    run_script(work, cfg, *USER_ERRORS)
+    run_script(work_of(args, main, parse_task, check_hardware, count_tokens, step), cfg, *USER_ERRORS)

@@ -27,7 +27,7 @@ import torch
 
 from data import main_messages, subagent_messages
 from rewards import TAG
-from runtime.checks import USER_ERRORS, check_data, dry_run, open_run
+from runtime.checks import USER_ERRORS, open_run, work_of
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, Media, parse_dialogue
@@ -122,7 +122,7 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
             upcoming = ahead.submit(batches.make, step + 1)
         waited = time.perf_counter() - started
 
-        # Forward, backward, update. A gradient that is not finite is skipped and counted.
+        # Forward, backward, update. A gradient that is not finite is skipped (`bad_steps: 1`).
         measured = batch_loss(policy, batch)
         if "loss" not in measured:  # on all ranks
             bad = [f"{origin}: {reason}" for origin, reason in batches.dataset.bad.items()]
@@ -301,9 +301,4 @@ def token_kind(kinds: list[str]) -> str:
 if __name__ == "__main__":
     cfg, args = command_line(SFTConfig, __doc__)
     step = f"{cfg.batch_rows} rows in micro-batches of at most {cfg.pack_tokens} tokens, one update; {cfg.steps} steps"
-    work = main
-    if args.dry_run:
-        work = partial(dry_run, parse=parse_dialogue, check_hardware=check_hardware, step=step)
-    elif args.check_data:
-        work = partial(check_data, parse=parse_dialogue, count_tokens=count_tokens)
-    run_script(work, cfg, *USER_ERRORS)
+    run_script(work_of(args, main, parse_dialogue, check_hardware, count_tokens, step), cfg, *USER_ERRORS)

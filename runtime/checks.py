@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -80,6 +81,17 @@ def passed(check: str, dry: bool) -> None:
     """Tell, in a dry run, that a check has passed."""
     if dry:
         print(f"  ok      {check}")
+
+
+def work_of(
+    args: Namespace, train: Callable, parse: Callable, check_hardware: Callable, count_tokens: Callable, step: str
+) -> Callable:
+    """Return the function of a config that a training script runs: `train`, or what --dry-run or --check-data asks for."""
+    if args.dry_run:
+        return partial(dry_run, parse=parse, check_hardware=check_hardware, step=step)
+    if args.check_data:
+        return partial(check_data, parse=parse, count_tokens=count_tokens)
+    return train
 
 
 def dry_run(cfg: Any, parse: Callable, check_hardware: Callable[[Any, bool], None], step: str) -> None:
