@@ -65,11 +65,16 @@ class Results:
         return len(self.records) == self.total
 
 
-def read_results(path: Path) -> Results:
-    """Read a file of results, without the name and total that its run knows. Ignore a last line that a kill cut off."""
+def whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file. Leave out an incomplete last one: it is still being written, or was cut off by a kill."""
     content = path.read_bytes()
+    return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def read_results(path: Path) -> Results:
+    """Read a file of results, without the name and total that its run knows."""
     records = []
-    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+    for number, line in enumerate(whole_lines(path), start=1):
         try:
             records.append(json.loads(line))
             for name in RECORD:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from evals.results import Results, read_published, read_run, read_runs
+from evals.results import Results, read_published, read_run, read_runs, whole_lines
 from runtime.config import ConfigError, suggest
 from runtime.dataset import DataError
 
@@ -177,9 +177,7 @@ def ablation_cells(row: dict, trainings: str, evaluations: str) -> dict[str, str
     cells = {}
     metrics = Path(trainings.replace("NAME", row.get("run", "")), "metrics.jsonl")
     if "run" in row and metrics.exists():
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-        steps = [json.loads(line) for line in lines if line.endswith("}")]  # a kill may cut off the last
-        steps = steps[: row.get("steps")]
+        steps = [json.loads(line) for line in whole_lines(metrics)][: row.get("steps")]
         cells["steps"] = str(len(steps))
         for name in METRICS:
             values = [step[name] for step in steps if name in step]

@@ -92,9 +92,8 @@ def read_run(path: Path, pictures: dict[str, int], model: Path | None = None) ->
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Read a JSONL file. Skip an incomplete last line: it is still being written, or was cut off by a kill."""
-    content = path.read_bytes()
-    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+    """Read a JSONL file."""
+    return [json.loads(line) for line in results.whole_lines(path)]
 
 
 def read_outcomes(path: Path) -> list[dict[str, float]]:
