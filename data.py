@@ -172,9 +172,8 @@ class Group:
 
 # ------------------------------------------------------------------------------------------------ records of episodes
 
-NO_PIXELS = np.zeros(
-    (0, 0, 0, 3), np.uint8
-)  # of all recorded clips: one array, so the prompts of a group are still the same
+# The pixels of all recorded clips: one array, so the prompts of a group are still the same.
+NO_PIXELS = np.zeros((0, 0, 0, 3), np.uint8)
 
 
 def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:

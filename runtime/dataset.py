@@ -72,7 +72,7 @@ class RowError(DataError):
 
 
 @contextlib.contextmanager
-def row_errors(where: str = "") -> Iterator[None]:
+def row_errors() -> Iterator[None]:
     """Turn any exception while one row is read, parsed or encoded into a RowError: rows come from outside and hold anything.
     Log the first traceback of each type other than RowError and VideoError, since it can be a bug of ours."""
     try:
@@ -85,7 +85,7 @@ def row_errors(where: str = "") -> Iterator[None]:
                 _logged.add(type(error))
                 log.exception("a row raised %s, for the first time:", type(error).__name__)
         # The reason can quote a megabyte of a row, with half characters, line breaks or terminal commands: cut and escape it.
-        raise RowError(where + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:1000])) from error
+        raise RowError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:1000])) from error
 
 
 class Rows:
