@@ -428,7 +428,7 @@ def open_engine(
     if cfg.server_gpus or cfg.urls:
         flags = cfg.server_args
         if cfg.server_gpus:
-            flags = (*server_flags(checkpoint, cfg.max_context, cfg.server_gpus, cfg.tensor_parallel), *flags)
+            flags = (*server_flags(cfg.max_context, cfg.server_gpus, cfg.tensor_parallel), *flags)
         engine = SGLang(
             checkpoint,
             renderer,

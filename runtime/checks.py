@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import requests
 import torch
 from tqdm import tqdm
 
@@ -32,7 +33,7 @@ from runtime.distributed import barrier, gather, print0, rank, saved_step
 from runtime.engine import EngineError, EngineLost
 from runtime.policy import checkpoint_dir, read_config
 from runtime.render import Renderer, load_tokenizer
-from runtime.servers import Failure, ask
+from runtime.servers import ask
 from runtime.video import Videos
 from runtime.visual import ContractError, read_json
 
@@ -347,7 +348,7 @@ def check_urls(urls: Sequence[str]) -> None:
             raise ConfigError(f"{url} is not on this machine, whose files servers read; start a server here")
         try:
             ask(url.rstrip("/") + "/model_info", 10.0)
-        except (Failure, EngineError) as error:
+        except (requests.RequestException, EngineError) as error:
             raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
 
 

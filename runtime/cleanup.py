@@ -1,19 +1,15 @@
-"""cleanup.py: where a run or another process keeps files in memory, and how its servers end with it.
+"""cleanup.py: where a run keeps files in memory, and how its servers end with it.
 
     folder = run_memory(run)                  # /dev/shm/minparavt-1000-paragrpo_8b-...: the run empties it at its start
-    folder = memory_folder()                  # /dev/shm/minparavt-1000-x3k9a_2b: of `ask` or an evaluation, made once
     server = start_group(command)             # a process that is killed when the thread that started it ends
     kill_group(server)                        # with its children and its images in memory
 
 Even kill -9 ends the servers. Folders stay then: a run's until it resumes, others until the user deletes them.
 """
 
-import atexit
 import contextlib
 import ctypes
-import functools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,14 +24,6 @@ def run_memory(run: Path) -> Path:
     its place on the disk, because containers that share /dev/shm may have other folders at the same path."""
     place = run.stat()
     return MEMORY / f"minparavt-{os.getuid()}-{run.resolve().name}-{place.st_dev:x}-{place.st_ino:x}"
-
-
-@functools.cache
-def memory_folder() -> Path:
-    """Make this process's own folder in memory, which no other user can enter. It goes when the process ends, unless by a kill."""
-    folder = Path(tempfile.mkdtemp(prefix=f"minparavt-{os.getuid()}-", dir=MEMORY))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def print_folders_in_memory() -> None:

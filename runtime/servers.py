@@ -10,11 +10,10 @@ run goes on with the others. A lost request goes to another server. Our servers 
 Deliberately missing: restarts (the same command brings a server back), streaming, weight sync over NCCL, seeds.
 """
 
-import contextlib
-import itertools
 import json
 import logging
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -24,21 +23,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 import torch
 from PIL import Image
 
-from runtime.cleanup import kill_group, memory_folder, start_group
+from runtime.cleanup import MEMORY, kill_group, start_group
 from runtime.engine import Engine, EngineError, EngineLost, Sample
 from runtime.render import Renderer
 from runtime.video import Clip
-from runtime.visual import ContractError, read_json
+from runtime.visual import ContractError
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +46,8 @@ IMAGE_BYTES = 7e9  # bytes of /dev/shm for the servers' images: 64 requests in f
 MAX_FAILURES = 3  # a server that fails so often in a row is left out
 
 
-class Failure(Exception):
-    """A server failed a request: it is gone, is busy, or gives a reply that does not fit."""
-
-
-class TimedOut(Failure):
-    """A server did not reply in time."""
+class Failure(requests.RequestException):
+    """A reply without usable tokens. Requests that get no reply, or an error, raise another RequestException."""
 
 
 @dataclass(eq=False)
@@ -85,50 +79,52 @@ class SGLang(Engine):
         self.snapshot: str | None = None  # the folder of the current weights; None: the checkpoint's weights
         self.renderer = renderer
         self.start_timeout = start_timeout
-        self._frames = FrameFiles(frames)
+        if frames is None and shutil.disk_usage(MEMORY).free > IMAGE_BYTES:
+            frames = MEMORY
+        self._frames = tempfile.mkdtemp(prefix=f"minparavt-{os.getuid()}-", dir=frames)
+        self._clips = weakref.WeakKeyDictionary()  # clip -> the folder with its frames
+        self._writing = threading.Lock()  # guards _clips
         self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
         self._lock = threading.Lock()  # guards all fields, also those of a server
-        self._problem = ""  # why the last server was left out
 
-        # List the servers. Each of ours gets a free port.
         self.servers = [_Server(url.rstrip("/")) for url in urls]  # those in use
-        with contextlib.ExitStack() as probes:  # stay open until each server has a port, so that no two get the same
-            for first in range(0, len(gpus), tensor_parallel):
-                probe = probes.enter_context(socket.create_server(("127.0.0.1", 0)))
-                url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-                self.servers.append(_Server(url, ",".join(map(str, gpus[first : first + tensor_parallel]))))
-        self.urls = [server.url for server in self.servers]
-
-        # Start ours.
         if gpus:
             logs = Path(logs or tempfile.mkdtemp(prefix="sglang-"))
             logs.mkdir(parents=True, exist_ok=True)
             print(f"SGLang starts on GPUs {list(gpus)}: up to {start_timeout / 60:g} minutes; logs: {logs}", flush=True)
             flags = (*server_args, f"--tp-size={tensor_parallel}")
             launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
-            for server in self.servers:
-                command = launch(urlsplit(server.url).port)
-                server.log = logs / f"sglang-gpu{server.gpus}.log"
-                with server.log.open("ab") as file:
-                    env = _server_environment(server.gpus)
-                    server.process = start_group(command, env=env, stdout=file, stderr=file)
-
-        # Each rank has its own client. Rotate the list by rank, so that not all ranks begin with the same idle server.
-        offset = int(os.environ.get("RANK", 0)) % len(self.servers)
-        self.servers = self.servers[offset:] + self.servers[:offset]
+        for first in range(0, len(gpus), tensor_parallel):
+            own = ",".join(map(str, gpus[first : first + tensor_parallel]))
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]  # a free one
+            log_file = logs / f"sglang-gpu{own}.log"
+            with log_file.open("ab") as file:
+                process = start_group(launch(port), env=_server_environment(own), stdout=file, stderr=file)
+            self.servers.append(_Server(f"http://127.0.0.1:{port}", own, log_file, process))
+        self.urls = [server.url for server in self.servers]
 
     def wait_until_ready(self) -> None:
-        """Wait until all servers answer. If one does not, kill ours."""
-        try:
-            self._at_once(self._wait_for)
-        except BaseException:
-            self.close()
-            raise
+        """Wait until each server has sampled a token. If one does not, kill ours."""
+        payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+        deadline = time.monotonic() + self.start_timeout
+        waiting = [*self.servers]
+        while waiting:
+            server = waiting[0]
+            try:
+                ask(server.url + "/generate", max(1.0, deadline - time.monotonic()), payload)
+                waiting.remove(server)
+            except requests.RequestException as error:
+                if time.monotonic() > deadline or server.process and server.process.poll() is not None:
+                    told = self._report(server, error)
+                    self.close()
+                    raise EngineError(told) from None
+                time.sleep(0.2)
 
     def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
         images = []
         for clip in clips:
-            images += self._frames.urls_of(clip)
+            images += self._frame_urls(clip)
         prompt_key = hash((tuple(ids[:shared_prefix]), *images[:1])) if shared_prefix else None
         sampling = {
             "temperature": temperature,
@@ -161,7 +157,7 @@ class SGLang(Engine):
                 sample = self._read_sample(reply, ids, version)
                 server.failures = 0
                 return sample
-            except Failure as error:
+            except requests.RequestException as error:
                 problem = str(error)  # only its text: the traceback would keep this call and its clips in memory
                 self._count_failure(server, error, sent)
                 asked.append(server)
@@ -174,8 +170,9 @@ class SGLang(Engine):
             self.snapshot = str(path)
             self.version = version
             self._last_reader.clear()  # new weights empty the servers' caches
-        if push:
-            self._at_once(self._load)
+        if push:  # to all servers at once; the pool is not waited for, since after Ctrl-C a server may hang
+            pool = ThreadPoolExecutor(len(self.urls))
+            list(pool.map(self._load, [*self.servers]))
         self._require_servers()
 
     def close(self) -> None:
@@ -183,18 +180,17 @@ class SGLang(Engine):
         with self._lock:
             servers = self.servers
             self.servers = []
-            self._problem = "the engine was closed"
         for server in servers:
             if server.process:
                 kill_group(server.process)
-        shutil.rmtree(self._frames.folder, ignore_errors=True)
+        shutil.rmtree(self._frames, ignore_errors=True)
 
     # -------------------------------------------------------------------------------------------- requests
 
     def _pick_server(self, usable: list[_Server], prompt_key: int | None) -> _Server:
         """Return the server that read this prompt last, since its cache holds it. If the least busy server has at least 8
-        requests fewer (about a group), return that one."""
-        chosen = min(usable, key=lambda server: server.busy)
+        requests fewer (about a group), return that one. All ranks share the servers, so draw among equals."""
+        chosen = min(usable, key=lambda server: (server.busy, random.random()))
         if prompt_key is not None:
             reader = self._last_reader.get(prompt_key)
             if reader in usable and reader.busy < chosen.busy + 8:
@@ -202,147 +198,91 @@ class SGLang(Engine):
             self._last_reader[prompt_key] = chosen
         return chosen
 
+    def _frame_urls(self, clip: Clip) -> list[str]:
+        """Return a file URL per frame. A clip is written once for all rollouts and turns that show it, uncompressed, and its
+        files are deleted when it is freed."""
+        with self._writing:  # the rollouts of a group send the same clip at the same time
+            if clip not in self._clips:
+                folder = tempfile.mkdtemp(dir=self._frames)
+                for i, pixels in enumerate(clip.pixels):
+                    Image.fromarray(pixels).save(f"{folder}/{i}.bmp")
+                weakref.finalize(clip, shutil.rmtree, folder, ignore_errors=True)
+                self._clips[clip] = folder
+            return [f"file://{self._clips[clip]}/{i}.bmp" for i in range(len(clip))]
+
     def _read_sample(self, reply: Any, ids: list[int], version: int) -> Sample:
         """Parse a reply. Refuse one that has the wrong weights, or does not continue the prompt that the trainer reads."""
-        try:
-            meta = reply["meta_info"]
-            finish = meta["finish_reason"]["type"]
-            label = meta["weight_version"]
-            prompt = list(reply["prompt_token_ids"])
-            logprobs = [float(logprob) for logprob, _, _ in meta["output_token_logprobs"]]
-            sampled = [int(token) for _, token, _ in meta["output_token_logprobs"]]
-        except (LookupError, TypeError, ValueError):
-            raise Failure(f"a reply does not fit: {str(reply)[:300]}") from None
+        meta = reply["meta_info"]
+        finish = meta["finish_reason"]["type"]
         if finish not in ("stop", "length"):
             raise Failure(f"finish reason {meta['finish_reason']}")
-        if self.snapshot and label != str(version):
-            raise Failure(f"sampled by weights {label!r:.20}, expected {version}")
+        if self.snapshot and meta["weight_version"] != str(version):
+            raise Failure(f"sampled by weights {meta['weight_version']!r}, expected {version}")
 
         # The server read the same ids that the trainer will read.
+        prompt = reply["prompt_token_ids"]
         if prompt != ids:
             same = len(os.path.commonprefix([ids, prompt]))
             differ = f"the server and the trainer read prompts that differ from position {same} on"
             raise ContractError(f"{differ}: compare preprocessor_config.json with the run's `visual` keys")
+        sampled = [token for _, token, _ in meta["output_token_logprobs"]]
+        logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
         return Sample(sampled, logprobs, finish, version)
 
     # -------------------------------------------------------------------------------------------- servers
-
-    def _at_once(self, job: Callable[[_Server], None]) -> None:
-        """Call `job` with every server at the same time, and wait."""
-        self._require_servers()
-        servers = [*self.servers]
-        pool = ThreadPoolExecutor(len(servers), "server")
-        try:
-            for done in as_completed([pool.submit(job, server) for server in servers]):
-                done.result()
-        finally:  # after Ctrl-C, do not wait for a server that hangs
-            pool.shutdown(wait=False)
-
-    def _wait_for(self, server: _Server) -> None:
-        """Wait until a server has sampled a token."""
-        payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
-        deadline = time.monotonic() + self.start_timeout
-        while True:
-            try:
-                ask(server.url + "/generate", max(1.0, deadline - time.monotonic()), payload)
-                return
-            except Failure as error:
-                exited = server.process and server.process.poll() is not None
-                if exited or server not in self.servers or time.monotonic() > deadline:
-                    raise EngineError(self._report(server, str(error))) from None
-            time.sleep(0.2)
 
     def _load(self, server: _Server) -> None:
         """Make a server load the current snapshot, or leave it out."""
         load = {"model_path": self.snapshot, "weight_version": str(self.version), "flush_cache": True}
         try:
             ask(server.url + "/update_weights_from_disk", self.request_timeout, load)
-        except (Failure, EngineError) as error:  # EngineError: it refuses the snapshot
-            self._leave_out(server, str(error))
+        except (requests.RequestException, EngineError) as error:  # EngineError: it refuses the snapshot
+            self._leave_out(server, error)
 
-    def _count_failure(self, server: _Server, failure: Failure, sent: float) -> None:
+    def _count_failure(self, server: _Server, failure: Exception, sent: float) -> None:
         """Leave a server out that timed out, or failed MAX_FAILURES times in a row. Requests that were sent before its last
         failure count once, because all requests in flight fail together."""
         with self._lock:
             if sent >= server.last_failure:
                 server.failures += 1
                 server.last_failure = time.monotonic()
-        if isinstance(failure, TimedOut) or server.failures >= MAX_FAILURES:
-            self._leave_out(server, str(failure))
+        if isinstance(failure, requests.Timeout) or server.failures >= MAX_FAILURES:
+            self._leave_out(server, failure)
 
-    def _leave_out(self, server: _Server, problem: str) -> None:
+    def _leave_out(self, server: _Server, problem: Exception) -> None:
         """Send no more requests to a server, and kill it if it is ours."""
         with self._lock:
             if server not in self.servers:
                 return
             self.servers.remove(server)
-            self._problem = self._report(server, problem)
-            log.warning("servers left: %d, because %s", len(self.servers), self._problem)
+            log.warning("servers left: %d, because %s", len(self.servers), self._report(server, problem))
         if server.process:
             kill_group(server.process)
 
     def _require_servers(self) -> None:
         if not self.servers:
-            raise EngineLost(f"no server is left, because {self._problem}")
+            raise EngineLost("no server is left: the engine was closed, or each failed; the lines above say why")
 
-    def _report(self, server: _Server, problem: str) -> str:
+    def _report(self, server: _Server, problem: Exception) -> str:
         """Return a sentence about a server that failed, with the end of its log if it is ours."""
         if not server.process:
             return f"the server at {server.url} failed: {problem}"
-        if server.process.poll() is not None:
-            problem = f"exit code {server.process.returncode}"
+        exited = server.process.poll() is not None
+        told = f"exit code {server.process.returncode}" if exited else str(problem)
         end = "\n".join(server.log.read_text("utf-8", "replace").splitlines()[-20:])
-        return f"the server on GPU {server.gpus} failed: {problem}; {server.log} ends:\n{end}"
+        return f"the server on GPU {server.gpus} failed: {told}; {server.log} ends:\n{end}"
 
 
 def ask(url: str, seconds: float, payload: dict | None = None) -> Any:
     """Send a POST of JSON, or a GET, to a server of this machine, which may be silent for so many seconds. Return the reply's
-    JSON. A request that the server refuses is an EngineError."""
-    try:
-        with requests.Session() as session:
-            session.trust_env = False  # do not ask by way of a proxy
-            reply = session.request("POST" if payload else "GET", url, json=payload, timeout=(10.0, seconds))
-        if reply.status_code == 200:
-            return reply.json()
-    except requests.Timeout:
-        raise TimedOut(f"{url}: no reply within {seconds:.3g} s") from None
-    except requests.RequestException as error:
-        raise Failure(f"{url}: {error}") from None
-    told = f"{url}: status {reply.status_code}: {reply.text[:500]}"
-    raise EngineError(told) if reply.status_code == 400 else Failure(told)
-
-
-# ------------------------------------------------------------------------------------------------ frames
-
-
-class FrameFiles:
-    """Writes frames as uncompressed files, which the servers read. A clip is written once for all rollouts and turns that show
-    it. Its files are deleted when its pixels are freed."""
-
-    def __init__(self, folder: Path | None):
-        if folder is None:
-            folder = memory_folder()
-            if shutil.disk_usage(folder).free < IMAGE_BYTES:
-                folder = Path(tempfile.gettempdir())
-        self.folder = Path(tempfile.mkdtemp(prefix="frames-", dir=folder))
-        self.numbers = itertools.count()
-        self.written: dict[int, list[Path]] = {}  # id(clip.pixels) -> its files
-        self.lock = threading.Lock()
-
-    def urls_of(self, clip: Clip) -> list[str]:
-        """Return a file URL per frame."""
-        key = id(clip.pixels)
-        with self.lock:  # the rollouts of a group send the same clip at the same time
-            if key not in self.written:
-                self.written[key] = paths = [self.folder / f"{next(self.numbers)}.bmp" for _ in clip.pixels]
-                for path, pixels in zip(paths, clip.pixels):
-                    Image.fromarray(pixels).save(path)
-                weakref.finalize(clip.pixels, self._forget, key)  # a later clip can get the same id
-            return [f"file://{path}" for path in self.written[key]]
-
-    def _forget(self, key: int) -> None:
-        for path in self.written.pop(key):
-            path.unlink(missing_ok=True)
+    JSON. A request that the server refuses is an EngineError; without a reply, raise a RequestException."""
+    with requests.Session() as session:
+        session.trust_env = False  # do not ask by way of a proxy
+        reply = session.request("POST" if payload else "GET", url, json=payload, timeout=(10.0, seconds))
+    if reply.status_code == 400:
+        raise EngineError(f"{url}: {reply.text[:500]}")
+    reply.raise_for_status()
+    return reply.json()
 
 
 # ------------------------------------------------------------------------------------------------ starting a server
@@ -370,14 +310,11 @@ def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra:
     return [*command, "--port", str(port), "--mm-process-config", json.dumps({"image": image}), *extra]
 
 
-def server_flags(checkpoint: str | Path, max_context: int, gpus: Sequence[int], tensor_parallel: int = 1) -> list[str]:
+def server_flags(max_context: int, gpus: Sequence[int], tensor_parallel: int = 1) -> list[str]:
     """Return the flags of every server that we start, in RL and evaluation. On Hopper they select SGLang's
     well-tested paths over newer ones. A config's `server_args` follow them; the last flag of a name wins."""
-    config = read_json(Path(checkpoint) / "config.json")
-    config = config.get("text_config", config)  # Qwen2.5-VL has the language model's keys at the top level
-    context = min(max_context + 16, config["max_position_embeddings"])  # 16 more for the end of a turn
     flags = [
-        f"--context-length={context}",  # the default, the model's 262,144 tokens, reserves 2 GB
+        f"--context-length={max_context + 16}",  # with the end of a turn; the default, 262,144 tokens, reserves 2 GB
         f"--max-running-requests={64 * tensor_parallel}",  # the default reserves slots for thousands of requests
         "--enable-fp32-lm-head",  # logits in fp32 as in the trainer; the default rounds them to bf16
         "--mm-feature-transport=cpu",  # the default, CUDA IPC, takes a pool of 1 GiB for image features

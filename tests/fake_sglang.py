@@ -5,8 +5,7 @@
 Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 at times), abort,
 drift (one image token too few), stale (loads weights but reports the old version), swap (refuses the first weights),
 slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log), memory (keeps an image in /dev/shm
-as a real server does), body=JSON (replaces every answer), meta=JSON (replaces fields of its meta_info). GET /model_info reports
-what the server has seen.
+as a real server does), meta=JSON (replaces fields of each answer's meta_info). GET /model_info reports what the server has seen.
 """
 
 import hashlib
@@ -67,7 +66,7 @@ def generate(request: dict) -> tuple[int, dict]:
     reply = {"output_ids": ids, "meta_info": meta}
     if request.get("return_prompt_token_ids"):
         reply["prompt_token_ids"] = prompt
-    return 200, json.loads(amount) if fault == "body" else reply
+    return 200, reply
 
 
 def load(request: dict) -> tuple[int, dict]:

@@ -11,7 +11,7 @@ import pytest
 from scripts import REPO, Forked, alive, finish, wait_for
 
 from runtime import cleanup
-from runtime.cleanup import kill_group, memory_folder, start_group
+from runtime.cleanup import kill_group, start_group
 from runtime.weights import snapshot_folders
 
 
@@ -73,17 +73,6 @@ def test_a_link_that_is_planted_under_a_runs_name_leads_nowhere(tmp_path, monkey
     with pytest.raises(FileExistsError), snapshot_folders(tmp_path, tmp_path):
         pass
     assert (tmp_path / "precious" / "thesis").exists()
-
-
-def make_a_folder() -> None:
-    print(memory_folder(), flush=True)
-
-
-def test_the_own_folder_of_a_process_ends_with_it():
-    process = Forked(make_a_folder)
-    folder = Path(finish(process).strip())
-    assert folder.parent == cleanup.MEMORY
-    assert not folder.exists()
 
 
 def test_ranks_end_with_torchrun_even_if_it_is_killed(tmp_path):

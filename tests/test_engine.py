@@ -347,9 +347,9 @@ def test_a_prompt_that_drifts_is_an_error(serve, prompts, renderer):
         client.generate(**request(ids, clips))
 
 
-@pytest.mark.parametrize("fault", ["busy", "abort", "die_after=5", 'meta={"weight_version": null}', "body=[]"])
+@pytest.mark.parametrize("fault", ["busy", "abort", "die_after=5", 'meta={"weight_version": null}'])
 def test_a_lost_request_goes_to_another_server_and_is_never_a_result(serve, prompts, tmp_path, fault):
-    """It was refused, aborted, lost with its server, or answered with nonsense. All samples are those of a healthy server."""
+    """It was refused, aborted, lost with its server, or answered by other weights. All samples are those of a healthy server."""
     rows = [request(*prompts[i % 4], seed=i) for i in range(40)]
     samples = []
     for client in (serve(fault, ""), serve()):
@@ -359,16 +359,21 @@ def test_a_lost_request_goes_to_another_server_and_is_never_a_result(serve, prom
     assert {(s.version, s.finish, len(s.ids), len(s.logprobs)) for s in samples[0]} == {(3, "stop", 7, 7)}
 
 
+ABORTS = 'meta={"finish_reason": {"type": "abort"}}'
+
+
 def test_a_request_never_goes_back_to_a_server_that_failed_it(serve, prompts):
-    client = serve("body=[]", "body={}")
-    with pytest.raises(EngineError, match="a request failed on 2 servers; the last one: a reply does not fit: "):
+    client = serve(ABORTS, ABORTS)
+    with pytest.raises(
+        EngineError, match="a request failed on 2 servers; the last one: finish reason {'type': 'abort'}"
+    ):
         client.generate(**request(*prompts[0]))
     assert [state_of(url)["served"] for url in client.urls] == [1, 1]
 
 
 def test_a_request_that_was_lost_lets_go_of_its_frames(serve, renderer):
     """Past bug: its error held them in a reference cycle, so their files stayed until the next garbage collection."""
-    client, clip = serve("body=[]", "body=[]"), noise(1)
+    client, clip = serve(ABORTS, ABORTS), noise(1)
     ids = renderer.render([{"role": "user", "content": [clip, "What?"]}], generate=True).ids
     gc.disable()
     try:
@@ -410,16 +415,11 @@ def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve
     assert state_of(first)["served"] == 17
 
 
-def test_servers_without_work_are_chosen_by_rank(serve, renderer, prompts, monkeypatch):
+def test_servers_without_work_are_drawn(renderer):
     """Past bug: each rank's first prompt went to the first server."""
-    owner = serve("", "")
-    for rank in range(4):
-        monkeypatch.setenv("RANK", str(rank))
-        client = SGLang("", renderer, urls=owner.urls)
-        assert client.urls == owner.urls
-        client.generate(**request(*prompts[1], shared_prefix=5))
-        client.close()
-    assert [state_of(url)["served"] for url in owner.urls] == [2, 2]
+    client = SGLang("", renderer, urls=["http://127.0.0.1:9", "http://127.0.0.1:10"])
+    assert {client._pick_server(client.servers, None) for _ in range(64)} == set(client.servers)
+    client.close()
 
 
 def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts, tmp_path, monkeypatch, caplog):
@@ -444,8 +444,9 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
     assert client.generate(**request(*prompts[0])).version == 1
     first.process.kill()
     first.process.wait()
-    with pytest.raises(EngineLost, match="no server is left, because the server on GPU 4,5 failed: exit code -9; "):
+    with pytest.raises(EngineLost, match="no server is left: .* the lines above say why"):
         client.update_weights(tmp_path, 2)
+    assert "servers left: 0, because the server on GPU 4,5 failed: exit code -9; " in caplog.text
     client.close()
 
 
@@ -541,23 +542,14 @@ def test_if_a_server_does_not_start_the_others_end_and_the_end_of_its_log_is_tol
     wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", ports[0])), seconds=5)
 
 
-NO_FIT = [("meta_info", {}), ("prompt_token_ids", None), ("finish_reason", None)]
-NO_FIT += [("output_token_logprobs", [[None, 5, None]]), ("output_token_logprobs", [[-1.0, 5]])]
-
-
-@pytest.mark.parametrize("name, value", NO_FIT)
-def test_a_reply_that_does_not_fit_is_a_failure_of_the_server(checkpoint, renderer, name, value):
-    """Past bug: some of these ended the training with a traceback."""
-    client = SGLang(checkpoint, renderer, urls=["http://127.0.0.1:9"])
+def test_a_reply_of_other_weights_is_a_failure_of_the_server(renderer):
+    client = SGLang("", renderer, urls=["http://127.0.0.1:9"])
     client.snapshot = "somewhere"
     meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
-    good = {"meta_info": meta, "prompt_token_ids": [1, 2]}
-    assert client._read_sample(good, [1, 2], 0) == Sample([5], [-1.0], "stop", 0)
-    change = {"meta_info": meta | {name: value}} if name in meta else {name: value}
-    with pytest.raises(Failure, match="a reply does not fit: "):
-        client._read_sample(good | change, [1, 2], 0)
+    reply = {"meta_info": meta, "prompt_token_ids": [1, 2]}
+    assert client._read_sample(reply, [1, 2], 0) == Sample([5], [-1.0], "stop", 0)
     with pytest.raises(Failure, match="sampled by weights '0', expected 1"):
-        client._read_sample(good, [1, 2], 1)
+        client._read_sample(reply, [1, 2], 1)
     client.close()
 
 
@@ -594,7 +586,7 @@ def test_a_server_that_hangs_is_left_out_at_once_and_its_owner_kills_it(serve, r
         assert [server.url for server in client.servers] == owner.urls[1:]
         assert alive(process.pid) is not killed
     assert f"servers left: 1, because the server at {owner.urls[0]} failed: " in caplog.messages[0]
-    assert all("/generate: no reply within 1 s" in line for line in caplog.messages)
+    assert all("Read timed out. (read timeout=1.0)" in line for line in caplog.messages)
     visitor.close()
 
 

@@ -48,7 +48,7 @@ def other(tmp_path_factory):
 def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
     def launch(port: int) -> list[str]:
         # A CPU takes all flags but those that need a GPU, which are not given there.
-        command = server_command(checkpoint, renderer, port, server_flags(checkpoint, 4096, gpus))
+        command = server_command(checkpoint, renderer, port, server_flags(4096, gpus))
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
