@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -47,13 +48,19 @@ def expandable_segments() -> None:
 
 def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:
     """Call `work(cfg)`, a script's main function, then end the process. `errors` are those that a user can fix."""
+    interrupts = []
+
+    def interrupt(*_) -> None:
+        interrupts.append(True)  # a library that writes a file may end with another error
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
         status = work(cfg)
     except SystemExit as ended:
         status = ended.code
     except BaseException as error:
-        trace = traceback.format_exc().rstrip()
-        if "KeyboardInterrupt" in trace:  # libraries may wrap it in an error of their own
+        if interrupts:
             status = f"interrupted. {GOES_ON} in {cfg.run}"
         elif isinstance(error, errors):
             status = f"error: {error}"
@@ -61,7 +68,7 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
             lost = error.filename or cfg.run
             status = f"error: {lost}: the disk is full; what was complete is untouched. {GOES_ON}"
         else:
-            status = trace
+            status = traceback.format_exc().rstrip()
     end_process(status)
 
 

@@ -189,6 +189,25 @@ def test_ctrl_c_ends_a_run_whose_decoder_hangs(toy_dir, tmp_path, script, config
     assert not any(map(alive, decoders))
 
 
+def lose_an_interrupt() -> None:
+    """Do what torch's writer of states does with Ctrl-C."""
+
+    def write(cfg: SimpleNamespace) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)
+        except KeyboardInterrupt:
+            raise RuntimeError("unexpected pos 704 vs 598") from None
+
+    run_script(write, SimpleNamespace(run="runs/x"))
+
+
+def test_ctrl_c_is_one_although_a_library_makes_another_error_of_it():
+    """Past bug: the run ended with that error's traceback."""
+    told = finish(Forked(lose_an_interrupt), code=1)
+    assert told == "interrupted. The same command resumes from what was saved in runs/x\n"
+
+
 def traceable(*arguments: str) -> None:
     """Run a script that prints its threads' stacks at SIGUSR1."""
     faulthandler.register(signal.SIGUSR1)
