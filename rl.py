@@ -50,10 +50,10 @@ from runtime.distributed import (
     world_size,
 )
 from runtime.engine import Engine
-from runtime.plan import plan_rl, utilisation
+from runtime.plan import plan_rl
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
-from runtime.run import Clock, Run, RunConfig, check_gap, check_room, refuse_empty, self_check
+from runtime.run import Clock, Run, RunConfig, check_gap, check_room, refuse_empty, self_check, utilisation
 from runtime.script import command_line, run_script
 from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos

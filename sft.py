@@ -33,10 +33,10 @@ from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.dialogue import Dialogue, Media, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import Bundle, best_fit
-from runtime.plan import Plan, plan_training, utilisation
+from runtime.plan import Plan, plan_training
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
 from runtime.render import Renderer
-from runtime.run import Run, RunConfig, check_room
+from runtime.run import Run, RunConfig, check_room, utilisation
 from runtime.script import command_line, run_script
 from runtime.video import Videos
 from tools import TOOLS

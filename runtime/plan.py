@@ -1,4 +1,4 @@
-"""plan.py: estimate GPU memory from shapes alone, before any weight is loaded; and MFU, from the same shapes.
+"""plan.py: estimate GPU memory from shapes alone, before any weight is loaded.
 
     plan = plan_training(cfg.policy, gpus=4, tokens=24576, reference=True)
     plan.check(gpu_gib=80)              # prints a row per use of memory and the sum; refuses models that cannot fit
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
 from runtime.checks import find_checkpoint, on_the_hub
 from runtime.config import ConfigError
@@ -22,8 +22,6 @@ from runtime.distributed import local_size, print0, world_size
 from runtime.policy import Policy, PolicyConfig, build_on_meta, read_config
 
 GIB = 1 << 30
-# Dense bf16 TFLOPS by a part of the GPU's CUDA name, from the data sheets.
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
 
 _LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
 _SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
@@ -46,8 +44,7 @@ PUBLISHED = {
         "model_type": "qwen2_5_vl",
         "text_config": {
             "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-            "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 128_000,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000, "mrope_section": [16, 24, 24]},
+            "num_attention_heads": 28, "num_key_value_heads": 4,
         },
         "vision_config": {
             "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
@@ -112,25 +109,16 @@ def count(module: nn.Module, trained: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
-def head_size(text: PreTrainedConfig) -> int:
-    """Return the size of an attention head, which some configs leave out."""
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-
-
 def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = False) -> Plan:
     """Plan one of `gpus` training GPUs, for micro-batches of `tokens`."""
     policy = meta_policy(cfg)
     text = policy.text.config
     trained = count(policy, trained=True)
     layers = text.num_hidden_layers
-    layer = count(policy.text.layers[0])
-    outside = trained - count(policy.text.layers)  # embeddings and head
-    head = text.vocab_size * text.hidden_size
 
     # Weights and optimizer, sharded: weights, gradients and AdamW's two moments in fp32.
     held = {"weights, gradients, AdamW's two moments: fp32, sharded": 16 * trained / gpus}
     held["frozen vision tower, bf16, whole"] = 2 * (count(policy) - trained)
-    # Reference, sharded: weights in bf16.
     if reference:
         held["reference policy, bf16, sharded (none if grpo.kl_coef = 0)"] = 2 * trained / gpus
 
@@ -138,16 +126,17 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = F
     # query, and its key and value: norm as above, rotated, attention's output and its copy. The MLP: gate, its activation, up
     # and their product in bf16.
     heads = text.num_attention_heads + text.num_key_value_heads
-    block = 2 * 8 * text.hidden_size + 12 * heads * head_size(text) + 8 * text.intermediate_size  # bytes
+    head_size = policy.text.layers[0].self_attn.head_dim
+    block = 2 * 8 * text.hidden_size + 12 * heads * head_size + 8 * text.intermediate_size  # bytes
     # Inputs of blocks: one hidden state in bf16. Without checkpointing, every block keeps all.
     kept = 2 * text.hidden_size if cfg.activation_checkpointing else block
     used = {f"inputs of {layers} blocks at {tokens} tokens": kept * layers * tokens}
-    # Embeddings and head, gathered in bf16.
-    used["embeddings and head, bf16, whole"] = 2 * outside
+    used["embeddings and head, bf16, whole"] = 2 * (trained - count(policy.text.layers))
     # One block's recomputation. Its weights and the next block's are gathered in bf16, its gradient is in bf16 and in fp32.
-    used["recomputation of one block"] = (2 + 2 + 2 + 4) * layer + block * tokens
+    used["recomputation of one block"] = (2 + 2 + 2 + 4) * count(policy.text.layers[0]) + block * tokens
     # Logits: a chunk's in fp32 with their exponentials, and the gradient of the head in bf16.
-    used["logits of a chunk, gradient of the head"] = 8 * min(cfg.logit_chunk, tokens) * text.vocab_size + 2 * head
+    logits = 8 * min(cfg.logit_chunk, tokens) * text.vocab_size
+    used["logits of a chunk, gradient of the head"] = logits + 2 * text.vocab_size * text.hidden_size
     # Overhead, a guess: CUDA, NCCL and cuBLAS hold about 3 GiB outside PyTorch's allocator, and kernels about 1 GiB inside it.
     # On one H200, PyTorch's peak was 15 to 34 % below the planned sum (results/gpu.md).
     used["overhead: CUDA, NCCL, kernels, and 5 % between tensors"] = 4 * GIB + 0.05 * sum((held | used).values())
@@ -158,45 +147,29 @@ def plan_rl(cfg) -> list[Plan]:
     """Plan the GPUs of an RLConfig: those that train and, unless they are the same, those that sample."""
     rollout = cfg.rollout
     policy = meta_policy(cfg.policy)
+    text = policy.text.config
     # The longest micro-batch: a full one, or one episode that fills its context.
     longest = max(cfg.grpo.train_tokens, rollout.max_context)
     training = plan_training(cfg.policy, cfg.plan.gpus, longest, reference=cfg.grpo.kl_coef > 0)
     if rollout.urls:
         return [training]
 
-    # A server's share of the episodes. Each needs room for two full turns, and each group for its prompt once (a frame's stamp
-    # takes 10 more tokens).
-    tasks = math.ceil(cfg.batch_tasks / max(1, world_size() // local_size()))  # tasks per node
-    episodes = min(rollout.concurrency * cfg.plan.gpus, tasks * cfg.grpo.group_size)
-    rows = math.ceil(episodes * rollout.tensor_parallel / max(1, len(rollout.server_gpus)))
-    frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
-    tokens = rows * (cfg.visual.overview_frames * frame // cfg.grpo.group_size + 2 * rollout.max_new_tokens)
-    engine = plan_engine(rollout, policy.text.config, 2 * count(policy), tokens)
-    if not rollout.server_gpus or set(rollout.server_gpus) & set(range(cfg.plan.gpus)):
-        return [Plan("training and engine on one GPU", training.held | engine.held, training.used | engine.used)]
-    return [training, engine]
-
-
-def plan_engine(rollout, text, weights: float, tokens: int) -> Plan:
-    """Plan a GPU that samples, with a RolloutConfig: one of a server's, with a KV cache of `tokens`, or the in-process engine.
-    `text`: the language model's config. `weights`: bytes. The GPUs of a server share weights and cache."""
+    # The GPUs of a server share its weights, and each token's keys and values in bf16 in each block.
     share = rollout.tensor_parallel
-    # A token's keys and values in bf16, in each block.
-    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head_size(text) / share
-    if rollout.server_gpus:
-        used = {f"KV cache of {tokens} tokens": kv * tokens, "CUDA graphs and activations": 6 * GIB}
-    else:
+    held = {"weights of the engine, bf16": 2 * count(policy) / share}
+    head_size = policy.text.layers[0].self_attn.head_dim
+    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head_size / share
+    if not rollout.server_gpus:
         used = {"KV cache of a batch, twice while it is read": 2 * kv * rollout.max_batch_tokens}
-    title = f"engine, each of {len(rollout.server_gpus) or 1} GPUs"
-    return Plan(title, {"weights of the engine, bf16": weights / share}, used)
-
-
-def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:
-    """Return the MFU, the useful share of the GPUs' peak. Empty on a CPU or an unknown GPU."""
-    for part, tflops in PEAK_TFLOPS.items():
-        if torch.cuda.is_available() and part in torch.cuda.get_device_name():
-            policy = meta_policy(cfg)
-            # 2 N FLOPs per token forward and 4 N backward. Attention adds little at these lengths.
-            flops = 6 * (count(policy, trained=True) - policy.text.embed_tokens.weight.numel()) * tokens
-            return {"mfu": flops / (gpus * tflops * 1e12 * seconds)}
-    return {}
+    else:
+        # A server's share of the episodes. Each needs room for two full turns, and each group for its prompt once (a frame's
+        # stamp takes 10 more tokens).
+        tasks = math.ceil(cfg.batch_tasks / max(1, world_size() // local_size()))  # tasks per node
+        episodes = min(rollout.concurrency * cfg.plan.gpus, tasks * cfg.grpo.group_size)
+        rows = math.ceil(episodes * share / len(rollout.server_gpus))
+        frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
+        tokens = rows * (cfg.visual.overview_frames * frame // cfg.grpo.group_size + 2 * rollout.max_new_tokens)
+        used = {f"KV cache of {tokens} tokens": kv * tokens, "CUDA graphs and activations": 6 * GIB}
+    if not rollout.server_gpus or set(rollout.server_gpus) & set(range(cfg.plan.gpus)):
+        return [Plan("training and engine on one GPU", training.held | held, training.used | used)]
+    return [training, Plan(f"engine, each of {len(rollout.server_gpus)} GPUs", held, used)]

@@ -15,8 +15,9 @@ from rl import RLConfig
 from runtime import config, packing
 from runtime.config import ConfigError
 from runtime.packing import Bundle
-from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training, utilisation
+from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training
 from runtime.policy import PolicyConfig, _ChunkedLogprobs, load
+from runtime.run import utilisation
 from runtime.visual import VisualContract
 from sft import SFTConfig, plan_sft
 
