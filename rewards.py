@@ -24,7 +24,7 @@ from typing import Literal
 
 from data import Episode, Group, Task, Trajectory
 from runtime.answers import normalise, parse_span, read_answer, words_of
-from runtime.api import Judge, JudgeConfig, JudgeError
+from runtime.api import Api, Judge, JudgeError
 from runtime.render import END_OF_TURN, Renderer
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
@@ -75,7 +75,8 @@ class RewardConfig:
     a thought that is never closed; the toy's accuracy-only runs need it. fallback: the text after the thought, or of it what
     follows "answer is", much as in the release. prose, in evaluation only: all text after the thought, or of a thought that is
     never closed what follows "answer is"."""
-    judge: JudgeConfig = JudgeConfig()
+    judge: Api = Api(key="", timeout=30.0)
+    """The chat endpoint that grades open answers, for open_answer = judge."""
 
     def __post_init__(self):
         if self.open_answer == "judge" and not (self.judge.url and self.judge.model):

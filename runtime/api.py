@@ -1,7 +1,7 @@
 """api.py: ask a model behind an OpenAI-compatible chat endpoint: to evaluate it, or to let it judge open answers.
 
     engine = OpenAI(api, renderer)                                      # generate(ids, clips, ...), as engine.py says
-    Judge(JudgeConfig(url=..., model=...))(question, gold, answer)      # 1.0 or 0.0, or JudgeError
+    Judge(Api(url=..., model=..., key=""))(question, gold, answer)      # 1.0 or 0.0, or JudgeError
 
 Deliberately missing: log-probs (they are 0, so these samples cannot train), forced openings, seeds, stop tokens, streaming.
 """
@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 import numpy as np
 import requests
@@ -29,7 +28,6 @@ CONTROL = ("<|im_start|>", END_OF_TURN, IMAGE_PAD, VISION_START, VISION_END)  # 
 # A busy API is asked again after 0, 2, 4, 8, 16 and 32 seconds. One that cannot be reached, or is silent, is asked twice.
 RETRY = Retry(6, connect=1, read=1, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=None,
               raise_on_status=False, respect_retry_after_header=False)  # fmt: skip
-LOCAL = ("localhost", "127.0.0.1", "::1")
 # The graded model wrote the answer. As a JSON string, it cannot pose as a part of the request.
 PROMPT = (
     "Question: {question}\nReference answer: {gold}\nGiven answer, as a JSON string: {answer}\n\n"
@@ -54,20 +52,10 @@ class Api:
     {max_completion_tokens: N, max_tokens: null, temperature: null}, where N includes thinking tokens."""
 
     def __post_init__(self):
-        if urlsplit(self.url).password:
-            raise ValueError("url: it contains a password, which the run would save; export it as the key instead")
         if self.url and not self.model:
             raise ValueError(f"url = {self.url!r}: set `model` to the name of a model there")
         if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself, so it is not printed
             raise ValueError("key: give the name of an environment variable with the key, such as OPENAI_API_KEY")
-
-
-@dataclass(frozen=True)
-class JudgeConfig(Api):
-    """A chat endpoint that grades open answers."""
-
-    key: str = ""
-    timeout: float = 30.0
 
 
 class Refusal(EngineError):
@@ -82,8 +70,6 @@ def check_api(api: Api) -> None:
     """Refuse an API that fails one small request. Before the first item, a wrong key or model costs nothing."""
     try:
         ask(api, [{"role": "user", "content": "Say yes."}], max_tokens=16, temperature=0)
-    except Refusal:
-        pass  # a refusal is an answer
     except EngineError as error:
         fix = "check url, model, parameters, and the key in the environment"
         raise ConfigError(f"{api.model!r} fails a first small request: {error}; {fix}") from None
@@ -92,18 +78,23 @@ def check_api(api: Api) -> None:
 def ask(api: Api, messages: list[dict], **settings) -> tuple[str, str]:
     """Return the reply's text and "stop" or "length". Raise Refusal or EngineError."""
     key = key_of(api)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     settings |= {"model": api.model, "messages": messages} | api.parameters
     body = {name: value for name, value in settings.items() if value is not None}
-    reply = None
+    url = api.url.rstrip("/") + "/chat/completions"
+    text = ""
     try:
-        reply = send(api, key, body)
-        choice = reply["choices"][0]
+        with requests.Session() as session:
+            session.mount(url, HTTPAdapter(max_retries=RETRY))
+            reply = session.post(url, json=body, headers=headers, timeout=api.timeout)
+        text = reply.text
+        if reply.status_code != 200:
+            raise requests.HTTPError(f"status {reply.status_code}")
+        choice = reply.json()["choices"][0]
         said, finish = choice["message"]["content"], choice["finish_reason"]
         refusal = choice["message"].get("refusal")
-        if not isinstance(said, str | None):
-            raise TypeError("the content is no text")
-    except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        told = f"{error} {reply or ''}".strip().replace(key or "no key", "[the key]")
+    except (requests.RequestException, LookupError, TypeError) as error:
+        told = f"{error} {text}".replace(key or "no key", "[the key]")
         raise EngineError(f"{api.url}: {told[:300]}") from None
     if said is None and finish != "length":  # at the limit, thinking used up the tokens
         raise Refusal(refusal or f"no answer, finish_reason {finish}")
@@ -115,20 +106,6 @@ def key_of(api: Api) -> str:
     if api.key and not key:
         raise ConfigError(f"key = {api.key!r}: this environment variable is not set; export it, or name another")
     return key
-
-
-def send(api: Api, key: str, body: dict) -> dict:
-    """Return the JSON of a reply."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with requests.Session() as session:
-        session.trust_env = urlsplit(api.url).hostname not in LOCAL  # no proxy to this machine
-        session.mount("https://", HTTPAdapter(max_retries=RETRY))
-        session.mount("http://", HTTPAdapter(max_retries=RETRY))
-        url = api.url.rstrip("/") + "/chat/completions"
-        reply = session.post(url, json=body, headers=headers, timeout=api.timeout)
-    if reply.status_code != 200:
-        raise ValueError(f"status {reply.status_code}: {reply.text}")
-    return reply.json()
 
 
 class OpenAI(Engine):
@@ -181,23 +158,20 @@ def as_url(pixels: np.ndarray) -> str:
 
 
 class Judge:
-    """Asks for verdicts, from many threads at once. Verdicts are cached, since a group often repeats an answer."""
+    """Asks for verdicts, from many threads at once."""
 
-    def __init__(self, cfg: JudgeConfig):
+    def __init__(self, cfg: Api):
         self.cfg = cfg
         key_of(cfg)  # a missing one ends the run before it begins
-        self.verdicts = {}  # prompt -> verdict
 
     def __call__(self, question: str, gold: str, answer: str) -> float:
         given = json.dumps(answer[:1000], ensure_ascii=False)
         prompt = PROMPT.format(question=question, gold=gold, answer=given)
-        if prompt not in self.verdicts:
-            try:
-                said, _ = ask(self.cfg, [{"role": "user", "content": prompt}], max_tokens=8, temperature=0)
-            except EngineError as error:
-                raise JudgeError(f"{type(error).__name__}: {error}") from None
-            verdict = re.fullmatch(r"\W*(yes|no)\W*", said, re.I)  # the whole reply
-            if not verdict:
-                raise JudgeError(f"neither yes nor no, but {said[:200]!r}")
-            self.verdicts[prompt] = float(verdict[1].lower() == "yes")
-        return self.verdicts[prompt]
+        try:
+            said, _ = ask(self.cfg, [{"role": "user", "content": prompt}], max_tokens=8, temperature=0)
+        except EngineError as error:
+            raise JudgeError(f"{type(error).__name__}: {error}") from None
+        verdict = re.fullmatch(r"\W*(yes|no)\W*", said, re.I)  # the whole reply
+        if not verdict:
+            raise JudgeError(f"neither yes nor no, but {said[:200]!r}")
+        return float(verdict[1].lower() == "yes")

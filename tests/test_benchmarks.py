@@ -17,7 +17,7 @@ from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, co
 from evals.protocols import READS
 from rewards import RewardConfig
 from runtime import config
-from runtime.api import JudgeConfig
+from runtime.api import Api
 from runtime.dataset import DataError
 from runtime.visual import VisualContract
 
@@ -295,7 +295,7 @@ def test_an_open_answer_is_compared_or_judged():
     assert grade(OPEN, "The answer is red car.", CFG) == verdict("red car.", 1.0)
     assert grade(OPEN, "It must be the red car.", CFG) == verdict("It must be the red car.", 0.0)
     judge = lambda question, gold, answer: float("crimson" in answer)  # noqa: E731
-    cfg = RewardConfig(open_answer="judge", judge=JudgeConfig(url="u", model="m"))
+    cfg = RewardConfig(open_answer="judge", judge=Api(url="u", model="m"))
     assert grade(OPEN, "A crimson car.", cfg, judge) == verdict("A crimson car.", 1.0, judged=True)
 
 

@@ -102,7 +102,6 @@ MISTAKES = [  # the page has more
     ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),
     # settings that passed the dry run and crashed the run
     ("AdamW's betas", f"{SFT} --dry-run 'optim.betas=[1.5, 0.9]'", "betas=(1.5, 0.9), max_grad_norm=1.0): needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1"),
-    ("a password in a URL", f"{EVAL} api.url=https://me:secret@host/v1 api.model=m", "url: it contains a password, which the run would save"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is not a writable folder; choose another `run`"),

@@ -16,7 +16,7 @@ from tiny import Pieces
 
 import rewards
 from data import Group, Task, Trajectory
-from rewards import Anchor, JudgeConfig, JudgeError, RewardConfig, accuracy, iou, score, structural_mask, token_f1
+from rewards import Anchor, Api, JudgeError, RewardConfig, accuracy, iou, score, structural_mask, token_f1
 from runtime.render import END_OF_TURN
 from study import lab
 from study.lab import Characters, episode_of_turns
@@ -256,7 +256,7 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
             raise JudgeError("gone")
         return 1.0
 
-    judged = RewardConfig(open_answer="judge", judge=JudgeConfig(url="u", model="m"))
+    judged = RewardConfig(open_answer="judge", judge=Api(url="u", model="m"))
     open_question = Task("t", "", (), "oe", "blue")
     episodes = [episode_of_turns([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
     rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge)
