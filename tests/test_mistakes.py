@@ -95,10 +95,12 @@ MISTAKES = [  # the page has more
     ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
     ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
     ("the same of an agent that is asked", 'study/ask.py "Why?" --model thinking --video a.mp4', "thinking: its chat template does not continue a dialogue"),
+    ("other frames than the checkpoint's", f"{SFT} visual.frame_pixels=65536", "made under another visual contract (frame_pixels: this run has 65536, the checkpoint 1024; "),
     ("another family", f"{RL} policy.checkpoint=qwen2", "qwen2 is a 'qwen2_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
     # data
     ("no source", f"{SFT} val.sources=[]", "val: sources = []: name at least one data file"),
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; a relative path starts at"),
+    ("rows of another script", f"{SFT} 'data.sources=[{{path: toy_data/rl.parquet}}]'", "an SFT row needs the field `messages`; this one has prompt"),
     ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),
     # settings that passed the dry run and crashed the run
     ("AdamW's betas", f"{SFT} --dry-run 'optim.betas=[1.5, 0.9]'", "betas=(1.5, 0.9), max_grad_norm=1.0): needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1"),
