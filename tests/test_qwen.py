@@ -12,8 +12,7 @@ import qwen
 import yaml
 from scripts import finish, metrics, start
 from test_contract import template_ids
-from test_data import check_rows_of_a_rollout
-from tiny_checkpoint import noise
+from tiny_checkpoint import check_rows_of_a_rollout, noise
 from transformers import GenerationConfig
 
 from data import Episode, Task, Trajectory

@@ -16,10 +16,12 @@ import numpy as np
 import data
 from data import Episode, Task, Trajectory
 from rollout import AgentContext, RolloutConfig, rollout
+from runtime.dialogue import parse_dialogue
 from runtime.engine import Sample
-from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer
+from runtime.render import CHAT_TEMPLATE, THINK_PREFIX, Renderer, load_tokenizer
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices, window_indices
 from runtime.visual import VisualContract
+from sft import encode_dialogue
 from study import toy
 from tools import TOOLS
 
@@ -179,3 +181,30 @@ def check_trajectory(agent: Trajectory, renderer: Renderer) -> None:
     for clip in agent.clips:
         pads += len(clip) * renderer.contract.frame_tokens(*clip.pixels.shape[2:0:-1])
     assert agent.ids.count(renderer.image_pad) == pads
+
+
+def check_rows_of_a_rollout(renderer, videos, schemas, video: str, opening: str, report: str, thoughts) -> None:
+    """Compare the ids of a rollout with those of rows with the same conversation. Reports are `tool` messages, or text in
+    tags: all in one user turn, or one turn each."""
+    said = turns(*(thought + END for thought in thoughts), report=report)
+    [episode] = play(renderer, said, (Task("t", "What?", (video,), "oe", "red"),), videos=videos)
+    main = episode.main
+    assert [call.error for call in episode.calls] == ["", ""]
+    film = {"type": "video_url", "video_url": {"url": video, "nframes": 4}}
+    question = {"role": "user", "content": [film, {"type": "text", "text": "What?"}]}
+    first, last = ({"role": "assistant", "content": opening + thought} for thought in thoughts)
+    tagged = f"<tool_response>\n{report}\n</tool_response>"
+    for role, reports in (("tool", [report] * 2), ("user", [tagged] * 2), ("user", [f"{tagged}\n{tagged}"])):
+        told = [{"role": role, "content": content} for content in reports]
+        row = {"messages": [question, first, *told, last]}
+        bundle = encode_dialogue(parse_dialogue(row, "file:0", Path("/nowhere")), videos, renderer, schemas)
+        [ids], [mask] = bundle.suffixes, bundle.masks
+        assert ids[: len(main.ids)] == main.ids
+        assert renderer.decode(ids[len(main.ids) :]).strip() == ""
+        forced = len(renderer.encode(THINK_PREFIX))
+        for start, _ in main.turns:  # SFT trains on the opening that a rollout forces
+            assert mask[start : start + forced] == [1] * forced
+            mask[start : start + forced] = [0] * forced
+        assert mask[: len(main.ids)] == main.mask
+        assert not any(mask[len(main.ids) :])
+        assert np.array_equal(bundle.clips[0].pixels, main.clips[0].pixels)
