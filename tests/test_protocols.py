@@ -14,19 +14,17 @@ import yaml
 from scripts import REPO
 from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory
 
-from data import Task, dump, subagent_messages
+from data import Task, dump
 from eval import EvalConfig
 from evals import protocols
 from evals.benchmarks import Cue, Item
 from evals.protocols import WORDS, Prompting, Protocol, run_protocol
 from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
 from runtime import config
-from runtime.dialogue import Dialogue, Media
 from runtime.engine import EngineError
-from runtime.render import Live, Renderer, clock
+from runtime.render import Renderer, clock
 from runtime.visual import ContractError, VisualContract
-from sft import encode_dialogue
-from tools import TOOLS, UNPARSEABLE
+from tools import UNPARSEABLE
 
 TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))  # 60 s, 2 frames per second
 END = "<|im_end|>"
@@ -104,14 +102,13 @@ def test_protocols_of_one_turn_ask_once_and_grade_the_tags(ask, protocol):
     for kind in ("mcq", "tvg", "oe"):
         task = dataclasses.replace(TASK, kind=kind)
         outcome, model = ask(protocol, ["<answer>A</answer> no <answer> B </answer>" + END], task, words={})
-        assert outcome.answer == "B" and len(model.read) == 1 and model.read[0].count("#") == 4
-        assert WORDS[protocol][kind] in model.read[0] and TASK.question in model.read[0]
-        assert ("<|im_start|>system" in model.read[0]) is (protocol == "think")
-        assert "{" not in model.read[0]  # every {place} is filled
-        assert ("runs over 00:00-01:00." in model.read[0]) is (protocol == "rewatch_r1")
-    for said, of_direct in (("The answer is B.", "The answer is B."), ("<answer>B", "B"), ("<answer></answer>", None)):
-        outcome, _ = ask(protocol, [said + END], words={})
-        assert outcome.answer == (of_direct if protocol == "direct" else None)
+        [prompt] = model.read
+        assert outcome.answer == "B"
+        assert prompt.count("#") == 4
+        assert WORDS[protocol][kind] in prompt and TASK.question in prompt
+        assert "{" not in prompt  # every {place} is filled
+    outcome, _ = ask(protocol, ["The answer is B." + END], words={})
+    assert outcome.answer == ("The answer is B." if protocol == "direct" else None)
     assert ask(protocol, ["<think>Option A says that he"], words={})[0].answer is None  # cut off in a thought
 
 
@@ -121,13 +118,12 @@ def test_the_overview_has_the_protocols_rate_and_at_most_k_frames(ask):
         return outcome.episode.main.clips[0].times
 
     assert times("rewatch_r1", 192) == tuple(i / 2 for i in range(120))  # 2 fps: all of them
-    assert times("video_zoomer", 64) == times("video_zoomer", 30) == tuple(range(0, 60, 2))  # 0.5 fps
-    assert times("longvt", 64) == tuple(range(60))
-    assert times("video_zoomer", 4) == times("longvt", 4) == times("direct", 4) == (0.0, 20.0, 39.5, 59.5)
+    assert times("video_zoomer", 64) == tuple(range(0, 60, 2))  # 0.5 fps
+    assert times("video_zoomer", 4) == times("direct", 4) == (0.0, 20.0, 39.5, 59.5)
     assert len(times("direct", 64)) == 64
 
 
-@pytest.mark.parametrize("protocol, k", [("agent", 4), ("think", 8), ("rewatch_r1", 1000), ("video_zoomer", 64)])
+@pytest.mark.parametrize("protocol, k", [("agent", 4), ("rewatch_r1", 1000), ("video_zoomer", 64)])
 def test_the_prompt_holds_the_cues_of_the_shown_frames_and_no_others(ask, protocol, k):
     cues = tuple(Cue(t, t + 0.3, f"cue{t}.") for t in range(0, 60, 3))  # some frames have one, some have none
     outcome, model = ask(protocol, ["x" + END], k=k, item=Item(TASK, cues), words={})
@@ -159,7 +155,7 @@ Think between <think> and </think>, then give the final answer between <answer> 
 The frames are only a sample. If they do not show enough, call tools before you answer: several calls in one turn run in parallel, and each returns a report."""  # noqa: E501
 
 
-@pytest.mark.parametrize("row", ["paravt_8b", "qwen3vl_8b", "own/paravt_8b", "own/qwen3vl_8b"])
+@pytest.mark.parametrize("row", ["paravt_8b", "own/paravt_8b"])
 def test_a_row_is_told_what_is_so(renderer, row):
     """Past bug: rows that show bare images and return frames had a prompt about times and reports."""
     cfg = config.load(EvalConfig, REPO / "configs" / "eval" / f"{row}.yaml")
@@ -184,18 +180,14 @@ def test_a_row_is_told_what_is_so(renderer, row):
 
 
 def test_without_stamps_nobody_is_told_of_times_in_training_either(renderer):
-    blind, videos = Renderer(renderer.tokenizer, dataclasses.replace(CONTRACT, stamp="")), MemoryVideos()
+    blind = Renderer(renderer.tokenizer, dataclasses.replace(CONTRACT, stamp=""))
     model = Model(blind, "look</think>" + crop(0, 9) + END, "a cat" + END, ANSWER)
-    context = AgentContext(model, blind, videos, RolloutConfig(temperature=0.0))
+    context = AgentContext(model, blind, MemoryVideos(), RolloutConfig(temperature=0.0))
     run_episode(context, TASK, 4, render_prompt(TASK, 4, context), 7)
-    said = ({"role": "assistant", "content": ["a cat"]},)
-    for asked, agent in zip(model.read, ("main", "sub")):
-        row = Dialogue("d", agent, "", (Media("/data/v.mp4", 4),), said)
-        [learned] = encode_dialogue(row, videos, blind, [TOOLS["crop_video"].schema]).suffixes
-        head = asked.partition("#")[0]  # the system prompt and the tools
-        assert blind.decode(learned).startswith(head) and "time." not in head and "when" not in head
-    words = Live("<think>, each after its time")  # a tool's own
-    assert subagent_messages(None, (0.0, 4.0), blind, system=words)[0]["content"] is words
+    for asked in model.read[:2]:  # of the main agent and of its sub-agent
+        system = asked.partition("#")[0]
+        assert "frames of" in system
+        assert "time." not in system and "when" not in system
 
 
 # ---- several turns
@@ -251,11 +243,6 @@ FLOWS = {
         [CONAN, told("00:00:20#00:00:21#00:00:50#" + MORE), told("00:00:21#|last")],
         [("", (20, 50)), ("", (20, 21))], "B",
     ),
-    "conan: it never looks after its third turn": (
-        [clips(f"00:00:0{i}-00:00:1{i}", "C" * i) for i in range(4)], [CONAN, ..., ...],
-        [("", (0, 10)), ("", (1, 11))], "CC",
-    ),
-    "conan: no tags are no answer": (["no tags" + END], [CONAN], [], None),
     "conan: clips without frames are errors": (
         [clips("the end"), clips("00:02:00-00:03:00"), clips("", "B")],
         [CONAN, told(UNREADABLE + MORE), told(NO_FRAMES + "|last")],
@@ -276,10 +263,6 @@ FLOWS = {
     "longvt: five rounds of calls": ([crop(0, 2) + END] * 7, [...] * 6, [("", (0, 2))] * 5, None),
     "longvt: then in a box": (["\\boxed{A} or \\boxed{\\text{B}} 7" + END], [...], [], "B"),
     "longvt: then a number": (["It lasts 12.5." + END], [...], [], "12.5"),
-    "longvt: a letter alone is none": (["It is B" + END], [...], [], None),
-    "longvt: the first answer of all turns": (
-        ["<answer>early</answer>" + crop(0, 2) + END, ANSWER], [..., ...], [("", (0, 2))], "early"
-    ),
 
     # int(1.5 * 2) = 3 frames from frame 20 to frame 24.
     "video_zoomer: stamps count anew in every segment": (
@@ -289,10 +272,6 @@ FLOWS = {
     ),
     "video_zoomer: too many frames": (
         [zoom(0, 17, 1), BOX], [ZOOMER, zoomed(MANY, "repair")], [("bad_arguments", None)], "A"
-    ),
-    "video_zoomer: no time": (
-        [zoom('"x"', 2, 1), BOX], [..., zoomed("start must be a number, not 'x'.", "repair")],
-        [("bad_arguments", None)], "A",
     ),
     "video_zoomer: two requests": (
         ['<video_zoom> {"fps": 1} {"segment": [0, 1]} </video_zoom>', BOX], [..., zoomed(NO_REQUEST, "repair")],
@@ -308,7 +287,6 @@ FLOWS = {
         [..., *(zoomed(f"<frame0_time{i}.00s>#", "go on, v.mp4" + "|last" * (i == 3)) for i in range(4))],
         [("", (i, i + 1)) for i in range(4)], None,
     ),
-    "video_zoomer: a span needs no box": (["<answer>12 - 20</answer>" + END], [ZOOMER], [], "12 - 20"),
 }  # fmt: skip
 
 
@@ -347,17 +325,15 @@ def test_a_turn_of_video_zoomer_ends_with_its_request_to_the_token(ask, renderer
     outcome, model = ask("video_zoomer", said)
     main = outcome.episode.main
     start, end = main.turns[0]
-    assert renderer.decode(main.ids[start:end]) == zoom(10, 12, 1) and main.mask[start:end] == [1] * (end - start)
-    assert len(main.ids) == len(main.logprobs) == len(main.versions)
-    assert main.mask[end] == 0  # the end of the turn was not sampled
+    assert renderer.decode(main.ids[start:end]) == zoom(10, 12, 1)
+    assert main.mask[start : end + 1] == [1] * (end - start) + [0]  # the end of the turn was not sampled
     assert "And the frames" not in model.read[1] and outcome.answer == "B"
 
 
 def test_other_models_answer_where_their_own_code_looks(ask):
     """Our agent's answer stands in its last turn, behind its thought, as under `direct`. Theirs can stand in a thought or before a call."""
     thought = "<think>So <answer>B</answer></think>" + END
-    for protocol in ("think", "conan"):
-        assert ask(protocol, [thought])[0].answer == "B"
+    assert ask("think", [thought])[0].answer == "B"
     early = "<answer>A</answer>" + zoom(10, 12, 1)
     assert ask("video_zoomer", [early, "<think>Nothing new.</think>" + END])[0].answer == "A"
     assert ask("agent", [thought])[0].answer is ask("direct", [thought])[0].answer is None
@@ -368,11 +344,7 @@ def test_other_models_answer_where_their_own_code_looks(ask):
 
 def test_what_a_tool_shows_has_the_area_of_crops_in_the_shape_of_the_video(renderer):
     renderer = Renderer(renderer.tokenizer, dataclasses.replace(CONTRACT, crop_frame_pixels=32 * 32))
-    for protocol, said in (
-        ("conan", [clips("00:00:21-00:00:22"), clips("", "B")]),
-        ("longvt", [crop(10, 13) + END, ANSWER]),
-        ("video_zoomer", [zoom(10, 12, 1.5), ANSWER]),
-    ):
+    for protocol, said in (("longvt", [crop(10, 13) + END, ANSWER]), ("video_zoomer", [zoom(10, 12, 1.5), ANSWER])):
         cfg = RolloutConfig(temperature=0.0, max_context=100_000)
         context = AgentContext(Model(renderer, *said), renderer, MemoryVideos(size=(128, 64)), cfg)
         episode, _ = run_protocol(context, Item(TASK), 4, 7, Prompting(protocol))
@@ -398,23 +370,15 @@ def test_what_cannot_run_costs_one_question_and_keeps_what_was_played(ask, rende
     assert len(outcome.episode.main.turns) == 1 and outcome.answer is None
 
 
-def test_a_bug_of_ours_is_not_swallowed(ask, renderer):
-    model = Model(renderer)
-    model.reply = lambda prompt, seed: {}["bug"]
-    with pytest.raises(KeyError, match="bug"):
-        ask("conan", [], model=model)
-
-
 def test_what_does_not_fit_and_what_is_cut_off_ends_the_episode(ask):
     conan = clips("00:00:20-00:00:40")
-    for protocol, said in (("conan", conan), ("longvt", crop(0, 30) + END), ("video_zoomer", zoom(0, 16, 1))):
+    for protocol, said in (("conan", conan), ("video_zoomer", zoom(0, 16, 1))):
         full, _ = ask(protocol, [said, "x" + END])
         room = full.episode.main.turns[0][1] + 30
         outcome, model = ask(protocol, [said, "x" + END], cfg={"max_context": room})
         assert outcome.episode.main.finish == "length" and len(model.read) == 1 and not outcome.episode.error
-    for protocol, said in (("conan", conan.removesuffix(END)), ("longvt", crop(0, 30))):
-        outcome, model = ask(protocol, [said + "." * 500, "x" + END], cfg={"max_new_tokens": 300})
-        assert len(model.read) == 1 and not outcome.episode.calls and outcome.episode.main.finish == "length"
+    outcome, model = ask("conan", [conan.removesuffix(END) + "." * 500, "x" + END], cfg={"max_new_tokens": 300})
+    assert (len(model.read), outcome.episode.main.finish, outcome.episode.calls) == (1, "length", [])
 
 
 def test_a_question_can_hold_no_tags_but_our_words_can(ask, renderer):
@@ -426,11 +390,10 @@ def test_a_question_can_hold_no_tags_but_our_words_can(ask, renderer):
         outcome, model = ask(protocol, ["x" + END] * 9, evil, words={})
         prompt = outcome.episode.main.ids[: outcome.episode.main.prompt_length]
         ours = words.get("system", "") + words["user"]
-        pictures = sum(map(len, outcome.episode.main.clips[:1])) * 4  # tokens of a frame
+        pictures = len(outcome.episode.main.clips[0]) * 4  # tokens of a frame
         assert prompt.count(live["<|image_pad|>"]) == pictures
         assert prompt.count(live["</think>"]) == ours.count("</think>")
         assert prompt.count(live[END]) == 1 + ("system" in words or protocol == "longvt")
-    assert "<tool_call>" in WORDS["longvt"]["user"]
 
 
 def test_only_the_agent_knows_several_videos(ask):
@@ -461,9 +424,8 @@ def test_nothing_that_a_model_says_raises(ask, renderer, protocol):
 def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path):
     """Past bug: the model read an unknown {place} literally."""
     for protocol, text, rule in (
-        ("think", "systm: x", "'systm' must be a string and a text of 'think': .*system"),
-        ("conan", "user: '{frames} {qestion}'", r"'user' of 'conan' cannot use qestion, only .*question"),
-        ("video_zoomer", "last: '{error}'", r"cannot use error, .* Write \{\{word\}\} for"),
+        ("think", "systm: x", "'systm' must be a string and a text of 'think'"),
+        ("conan", "user: '{frames} {qestion}'", "'user' of 'conan' cannot use qestion"),
     ):
         file = tmp_path / f"{protocol}.yaml"
         file.write_text(text)
@@ -484,8 +446,5 @@ def test_a_kind_may_have_a_template_of_its_own(ask):
     assert read == [choice, choice, "When is 'he sits.'?", "When is 'During which part: he sits?'?"]
 
 
-@pytest.mark.parametrize(
-    "seconds, text", [(0, "00:00:00"), (59.9, "00:00:59"), (3725, "01:02:05"), (36000, "10:00:00")]
-)
-def test_a_clock_has_sixty_minutes_an_hour(seconds, text):
-    assert clock(seconds) == text
+def test_a_clock_has_sixty_minutes_an_hour():
+    assert (clock(59.9), clock(3725)) == ("00:00:59", "01:02:05")

@@ -34,8 +34,13 @@ from tools import (
 TASK = Task("t", "What happens?", ("/data/first.mp4", "/data/second.mp4"), "oe", "")
 
 
-def call_text(**arguments) -> str:
-    return f"<tool_call>\n{json.dumps({'name': 'crop_video', 'arguments': arguments})}\n</tool_call>"
+def call_text(tool="crop_video", **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+
+def calling(tool: str, **arguments):
+    """Return an agent that calls a tool once."""
+    return turns(f"So.</think>{call_text(tool, **arguments)}{END}", f"x</think>{END}")
 
 
 def crop(videos=None, **arguments) -> ClipForSubagent:
@@ -67,26 +72,21 @@ def test_the_pretrained_habit_is_read_as_literals_and_never_run():
     first, second = parse_calls(text)
     assert (first.name, first.arguments) == ("crop_video", {"video_path": "a.mp4", "start_time": -1.5, "end_time": 20})
     assert second.error == "unparseable"  # the block is Python, so its other statements are bad calls
-    for evil in ("crop_video(start_time=__import__('os').getpid())", "crop_video(**{})", "crop_video(*[])", "x = 1"):
+    for evil in ("crop_video(start_time=__import__('os').getpid())", "crop_video(**{})", "x = 1"):
         assert errors(f"<tool_code>{evil}</tool_code>") == ["unparseable"], evil
 
 
 WINDOW = {"start_time": 1, "end_time": 2.5}
 CODE_CALLS = {
     "a plain call": ("crop_video(start_time=1, end_time=2.5)", WINDOW),
-    "print": ("print(crop_video(start_time=1, end_time=2.5))", WINDOW),
-    "a dotted name": ("tools.video.crop_video(start_time=1, end_time=2.5)", WINDOW),
-    "both": ("print(tools.crop_video(start_time=1, end_time=2.5))", WINDOW),
+    "print and a dotted name": ("print(tools.crop_video(start_time=1, end_time=2.5))", WINDOW),
     "positional": ("crop_video('a.mp4', 1, 2.5)", {"video_path": "a.mp4"} | WINDOW),
-    "few positional": ("crop_video('a.mp4')", {"video_path": "a.mp4"}),
     "several lines": ("print(\n  crop_video(\n    start_time=1,\n    end_time=2.5,\n  )\n)", WINDOW),
     "text around it": ("I look:\n  print(crop_video(start_time=1, end_time=2.5))\nThen I answer.", WINDOW),
-    "a fence": ("```python\ncrop_video(start_time=1, end_time=2.5)\n```", WINDOW),
-    "a broken line": ("crop_video(start_time=1,\ncrop_video(start_time=1, end_time=2.5)", WINDOW),
 }
 
 
-@pytest.mark.parametrize("end", ["</tool_code>", "", END, "\n<|endoftext|>"])
+@pytest.mark.parametrize("end", ["</tool_code>", "", "\n<|endoftext|>"])
 @pytest.mark.parametrize("code, arguments", CODE_CALLS.values(), ids=CODE_CALLS)
 def test_code_is_read_as_the_release_reads_it(code, arguments, end):
     """Past bug: Qwen's own way to call, `<tool_code>print(crop_video(...))` without a closing tag, was unparseable."""
@@ -97,19 +97,15 @@ def test_code_is_read_as_the_release_reads_it(code, arguments, end):
 NO_CODE_CALLS = {
     "four positional": "crop_video('a.mp4', 1, 2, 3)",
     "positional beside keywords": "crop_video('a.mp4', start_time=1, end_time=2)",
-    "a name": "crop_video(start_time=start, end_time=end)",
-    "print of a text": "print('crop_video')",
     "print of two": "print(crop_video(start_time=1, end_time=2), crop_video(start_time=3, end_time=4))",
     "cut off": "print(crop_video(start_time=1, end_ti",
-    "prose": "I call crop_video (from 1 to 2).\nThen I answer.",
     "nothing": "",
 }
 
 
-@pytest.mark.parametrize("end", ["</tool_code>", "", END])
 @pytest.mark.parametrize("code", NO_CODE_CALLS.values(), ids=NO_CODE_CALLS)
-def test_code_without_a_call_is_one_unparseable_call(code, end):
-    assert errors(f"<tool_code>{code}{end}") == ["unparseable"]
+def test_code_without_a_call_is_one_unparseable_call(code):
+    assert errors(f"<tool_code>{code}") == ["unparseable"]
 
 
 def test_an_unclosed_tool_call_does_not_run():
@@ -170,18 +166,13 @@ def test_nothing_that_a_model_writes_breaks_a_turn(pieces):
 
 @pytest.mark.parametrize(
     ("written", "seconds"),
-    [(12, 12), (12.5, 12.5), ("12.5", 12.5), ("12.5s", 12.5), ("12 seconds", 12), ("2:05", 125), ("01:02:03", 3723)]
-    + [(" 00:07.5 ", 7.5), ("-3", -3), ("1e1", 10)],
+    [(12.5, 12.5), ("12.5", 12.5), ("12.5s", 12.5), ("12 seconds", 12), (" 00:07.5 ", 7.5), ("01:02:03", 3723)],
 )
 def test_times_are_read_as_people_write_them(written, seconds):
     assert read_time({"t": written}, "t") == seconds
 
 
-NO_TIMES = [None, True, False, math.nan, math.inf, -math.inf, "nan", "inf", "soon", "", [], {}]
-NO_TIMES += [10**400, "9" * 400, "1:2:3:4", "\ud800"]
-
-
-@pytest.mark.parametrize("written", NO_TIMES, ids=ascii)
+@pytest.mark.parametrize("written", [None, True, math.nan, "inf", "soon", [], 10**400, "9" * 400, "\ud800"], ids=ascii)
 def test_what_is_no_time_is_a_text_for_the_model(written):
     with pytest.raises(ToolError, match="start_time must be a number") as caught:
         read_time({"start_time": written}, "start_time")
@@ -195,7 +186,9 @@ def test_windows_are_clamped_and_an_impossible_one_names_the_range():
     assert crop(start=1, end="0:05").window == (1, 5)
     assert crop(start_time=1, end=5).window == (1, 5)
     assert crop(start_time=1, end_time=5, start=2, end=3).window == (1, 5)  # the names of the schema come first
-    for start, end in ((10, 10), (20, 10), (60, 70), (-9, -1)):
+    with pytest.raises(ToolError, match="^end must be a number, not 'soon'"):  # by the name that the model wrote
+        crop(start=1, end="soon")
+    for start, end in ((10, 10), (60, 70), (-9, -1)):
         with pytest.raises(ToolError, match="from 0 to 60.0 seconds"):
             crop(start_time=start, end_time=end)
 
@@ -225,11 +218,10 @@ def test_the_models_path_only_picks_among_the_tasks_own_videos():
         crop(videos, video_path=path, start_time=0, end_time=5)
         assert set(videos.opened) == {expected}, path
     # Past bug: if the model misspelled a video's name, it got a report on the first video without a warning.
-    for path in ("/etc/passwd", 7, "first.mp4\0"):
-        videos = MemoryVideos()
-        with pytest.raises(ToolError, match="There is no video .*; there is first.mp4, second.mp4"):
-            crop(videos, video_path=path, start_time=0, end_time=5)
-        assert not videos.opened
+    videos = MemoryVideos()
+    with pytest.raises(ToolError, match="There is no video .*; there is first.mp4, second.mp4"):
+        crop(videos, video_path="/etc/passwd", start_time=0, end_time=5)
+    assert not videos.opened
     alone = replace(TASK, videos=TASK.videos[:1])
     assert choose_video(alone, {"video_path": "/etc/passwd"}) == first
 
@@ -261,16 +253,6 @@ def test_the_published_schema_is_what_the_published_model_was_shown():
     assert json.dumps(TOOLS["crop_video"].schema) == '{"type": "function", "function": {"name": "crop_video", "description": "Look closely at a part of the video. Times are in seconds.", "parameters": {"type": "object", "properties": {"video_path": {"type": "string"}, "start_time": {"type": "number"}, "end_time": {"type": "number"}, "num_frames": {"type": "integer"}}, "required": ["start_time", "end_time"]}}}'  # fmt: skip
 
 
-def test_a_bad_window_is_told_by_the_names_that_the_model_wrote():
-    """Past bug: a model that wrote `end` read that end_time must be a number."""
-    with pytest.raises(ToolError, match="^end must be a number, not 'soon'"):
-        crop(start=1, end="soon")
-    with pytest.raises(ToolError, match="^start must be less than end; "):
-        crop(start=3, end=2)
-    with pytest.raises(ToolError, match="^end_time must be a number, not None"):
-        crop(start=3)
-
-
 # ---- what a tool returns
 
 
@@ -282,14 +264,8 @@ def clip_of(pixels=TWO, times=(1.0, 2.0), window=(1, 2), **more) -> ClipForSubag
 
 
 RETURNS = {
-    "nothing": (None, "it returned NoneType: return a str, or wrap"),
-    "a dict": ({"frames": []}, "it returned dict: return a str"),
-    "frames": (
-        Clip(TWO, (1.0, 2.0)),
-        r"it returned Clip: return a str, or wrap frames in ClipForSubagent\(frames, window\)",
-    ),
+    "frames": (Clip(TWO, (1.0, 2.0)), r"it returned Clip: .* wrap frames in ClipForSubagent\(frames, window\)"),
     "no request": (clip_of(request=None), "it returned ClipForSubagent: .*, whose texts are str"),
-    "a list": (clip_of(pixels=[[1]]), "has no attribute 'dtype'"),
     "floats": (clip_of(np.zeros((2, 64, 96, 3))), r"it returned float64 \(2, 64, 96, 3\) and 2 times"),
     "one frame alone": (clip_of(np.zeros((64, 96, 3), np.uint8)), r"it returned uint8 \(64, 96, 3\) and 2 times"),
     "grey": (clip_of(np.zeros((2, 64, 96, 1), np.uint8)), "return uint8"),
@@ -298,19 +274,10 @@ RETURNS = {
     "odd sides": (clip_of(np.zeros((2, 60, 96, 3), np.uint8)), "frames of 96 x 60: decode them at contract.crop_size"),
     "too small": (clip_of(np.zeros((2, 32, 32, 3), np.uint8)), "frames of 32 x 32"),
     "too large": (clip_of(np.broadcast_to(np.uint8(0), (2, 8192, 8192, 3))), "frames of 8192 x 8192"),
-    "no window": (clip_of(window=None), "cannot unpack"),
     "two windows": (clip_of(window=(8, 2)), r"its window is \(8, 2\): .* must not end before it starts"),
-    "an endless window": (clip_of(window=(math.nan, 2)), r"its window is \(nan, 2\): it must be finite"),
-    "a time that is none": (
-        clip_of(times=(1.0, math.nan)),
-        r"its frames have the times \(1.0, nan\): each must be finite",
-    ),
-    "words": (clip_of(times=("soon", "later")), "could not convert string to float"),
+    "a time that is none": (clip_of(times=(1.0, math.nan)), r"its frames have the times \(1.0, nan\)"),
     "an exception": (KeyError("a bug of the fork"), "a bug of the fork"),
-    "an exit": (
-        SystemExit("the fork's tool leaves"),
-        "the fork's tool leaves",
-    ),  # past bug: it ended the episode's thread
+    "an exit": (SystemExit("the tool leaves"), "the tool leaves"),  # past bug: it ended the episode's thread
 }
 
 
@@ -325,8 +292,8 @@ def test_a_mistake_in_a_tool_costs_its_call_and_is_logged(renderer, monkeypatch,
 
     monkeypatch.setitem(TOOLS, "wrong", make_tool(run, "Wrong.", [], {}))
     monkeypatch.setattr(tools, "_logged", set())
-    calls = f'<tool_call>{{"name": "wrong", "arguments": {{}}}}</tool_call>{call_text(start_time=0, end_time=8)}'
-    said = turns(f"Both.</think>{calls}{END}", f"Seen.</think><answer>red</answer>{END}", report="It is red.")
+    both = call_text("wrong") + call_text(start_time=0, end_time=8)
+    said = turns(f"Both.</think>{both}{END}", f"Seen.</think><answer>red</answer>{END}", report="It is red.")
     [episode] = play(renderer, said, tools=("wrong", "crop_video"))
     bad, good = episode.calls
     assert bad.error == "crashed" and re.match(f"The tool failed: [A-Za-z]+: .*{says}", bad.text)
@@ -335,39 +302,17 @@ def test_a_mistake_in_a_tool_costs_its_call_and_is_logged(renderer, monkeypatch,
     assert "tool wrong crashed" in record.getMessage() and re.search(says, str(record.exc_info[1]))
 
 
-def wrong(task, arguments, videos, contract) -> str:
-    """A tool that obeys its argument `do`."""
-    if arguments["do"] == "refuse":
-        raise ToolError("bad_arguments", "No.")
-    if arguments["do"] == "work":
-        return "Done."
-    raise {"key": KeyError, "value": ValueError}[arguments["do"]]("one line\nand another")
+def test_a_crash_leaves_one_traceback_of_its_type(monkeypatch, caplog):
+    """Past bug: a step logged the same traceback for each of its 15 calls."""
 
+    def wrong(task, arguments, videos, contract):
+        raise {"key": KeyError, "value": ValueError}[arguments["do"]]("one line\nand another")
 
-@pytest.fixture
-def do(monkeypatch):
-    """do("value"): call `wrong`, and return what the model reads."""
     monkeypatch.setitem(TOOLS, "wrong", make_tool(wrong, "Wrong.", ["do"], {"do": "string"}))
     monkeypatch.setattr(tools, "_logged", set())
-
-    def run(what: str) -> str:
-        try:
-            return run_tool(Call(0, "wrong", {"do": what}), TASK, ("wrong",), MemoryVideos(), CONTRACT)
-        except ToolError as error:
-            return str(error)
-
-    return run
-
-
-def test_a_crash_tells_the_model_why_and_leaves_one_traceback_of_its_type(do, caplog):
-    """Past bugs: the model read only "The tool failed.", and a step logged the same traceback for each of its 15 calls."""
-    assert [do(what) for what in ("value", "value", "key", "value", "key")] == [
-        "The tool failed: ValueError: one line",
-        "The tool failed: ValueError: one line",
-        "The tool failed: KeyError: 'one line\\nand another'",
-        "The tool failed: ValueError: one line",
-        "The tool failed: KeyError: 'one line\\nand another'",
-    ]
+    for do in ("value", "value", "key", "value", "key"):
+        with pytest.raises(ToolError, match="^The tool failed: (Key|Value)Error: '?one line"):
+            run_tool(Call(0, "wrong", {"do": do}), TASK, ("wrong",), MemoryVideos(), CONTRACT)
     assert [record.exc_info[0] for record in caplog.records] == [ValueError, KeyError]
 
 
@@ -375,9 +320,8 @@ def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatc
     """Past bug: np.float32 times cannot be written as JSON, so they ended the run when it dumped its episodes."""
     returned = clip_of(times=np.float32([1, 2]), window=np.float32([1, 2]))
     monkeypatch.setitem(TOOLS, "fine", make_tool(lambda *_: returned, "Fine.", [], {}))
-    said = turns(f'I look.</think><tool_call>{{"name": "fine", "arguments": {{}}}}</tool_call>{END}', f"x</think>{END}")
     for tool_return in ("subagent", "frames"):
-        [episode] = play(renderer, said, tools=("fine",), tool_return=tool_return)
+        [episode] = play(renderer, calling("fine"), tools=("fine",), tool_return=tool_return)
         [call] = episode.calls
         assert (call.error, call.window) == ("", (1.0, 2.0))
         dump(episode, io.StringIO(), renderer)
@@ -397,13 +341,12 @@ def test_a_tool_that_changes_its_arguments_changes_no_record(renderer, monkeypat
 
     monkeypatch.setitem(TOOLS, "pop", make_tool(pop, "Pop.", [], {}))
     written = {"do": "it", "at": [1]}
-    call = f"<tool_call>{json.dumps({'name': 'pop', 'arguments': written})}</tool_call>"
-    [episode] = play(renderer, turns(f"So.</think>{call}{END}", f"x</think>{END}"), tools=("pop",))
+    [episode] = play(renderer, calling("pop", **written), tools=("pop",))
     assert (episode.calls[0].text, episode.calls[0].arguments) == ("Done.", written)
     dump(episode, io.StringIO(), renderer)
 
 
-@pytest.mark.parametrize("kind", ["", None, ["bad"]])
+@pytest.mark.parametrize("kind", ["", ["bad"]])
 def test_an_error_of_no_kind_is_a_mistake_of_the_tool(renderer, monkeypatch, kind):
     """Past bug: a call that raised ToolError("", ...) counted as one that ran."""
 
@@ -411,8 +354,7 @@ def test_an_error_of_no_kind_is_a_mistake_of_the_tool(renderer, monkeypatch, kin
         raise ToolError(kind, "No.")
 
     monkeypatch.setitem(TOOLS, "refuse", make_tool(refuse, "Refuse.", [], {}))
-    call = '<tool_call>{"name": "refuse", "arguments": {}}</tool_call>'
-    [episode] = play(renderer, turns(f"So.</think>{call}{END}", f"x</think>{END}"), tools=("refuse",))
+    [episode] = play(renderer, calling("refuse"), tools=("refuse",))
     assert episode.n_executed == 0
     assert episode.calls[0].error == "crashed"
     assert "must be a word" in episode.calls[0].text
@@ -427,10 +369,7 @@ def test_a_long_text_of_a_tool_is_clipped_and_none_can_spell_control_tokens(rend
 
     for run in (lambda *_: film, refuse):
         monkeypatch.setitem(TOOLS, "read", make_tool(run, "Read.", [], {}))
-        said = turns(
-            f'I read.</think><tool_call>{{"name": "read", "arguments": {{}}}}</tool_call>{END}', f"x</think>{END}"
-        )
-        [episode] = play(renderer, said, tools=("read",), max_context=32_768)
+        [episode] = play(renderer, calling("read"), tools=("read",), max_context=32_768)
         [call] = episode.calls
         assert call.text == film[:4000] + " ... (clipped)" and call.error == ("too_dark" if run is refuse else "")
         delta = episode.main.ids[episode.main.turns[0][1] : episode.main.turns[1][0]]
