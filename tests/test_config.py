@@ -67,40 +67,22 @@ def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
     "text, overrides, says",
     [
         ("name: a\nstpes: 3", [], "stpes = 3: unknown key; did you mean steps?"),
-        ("name: a\noptim: {lrr: 1}", [], "optim.lrr = 1: unknown key; did you mean optim.lr?"),
         ("name: a\nlr: 1", [], "lr = 1: unknown key; choose from name, steps, credit, seed, optim, sources, weights"),
-        ("name:", [], "name = None: must be str, not NoneType"),
-        ("name: a\nsteps: many", [], "steps = 'many': must be int, not str"),
         ("name: a\nsteps: true", [], "steps = True: must be int"),
         ("name: a\ncredit: strict", [], "credit = 'strict': must be one of 'struct', 'off'"),
         ("name: a\nsources: {path: x}", [], "sources = {'path': 'x'}: must be a list"),
         ("name: a\nsources: [{path: 3}]", [], "sources[0].path = 3: must be str"),
         ("name: a\nweights: {x: y}", [], "weights.x = 'y': must be float"),
-        ("name: a\noptim: {lr: -1}", [], "optim.lr = -1.0: must be finite and not negative"),
-        ("name: a\noptim: {lr: .nan}", [], "optim.lr = nan: must be finite and not negative"),
         ("name: a\noptim: {betas: [.inf]}", [], "optim.betas[0] = inf: must be finite and not negative"),
-        ("name: a\nweights: {x: -2}", [], "weights.x = -2.0: must be finite and not negative"),
         ("name: a\nseed: -1", [], "seed = -1: must be finite and not negative"),
         ("name: a\noptim: {lr: 0}", [], "optim: lr = 0.0: must be positive"),
-        ("steps: 3", [], "name: required, but not given"),
         ("# steps: 3", [], "name: required, but not given"),  # a file of comments is one without keys
         ("name: a", ["steps"], "write it as key.sub=value"),
         ("name: a\nsteps: 3", ["steps.x=1"], "override 'steps.x=1': steps must be a mapping"),
         ("name: [", [], "not a readable YAML file"),
         # Past bugs: the last of two keys won, so a second section dropped the first. A key that is no text was a traceback.
-        (
-            "optim: {lr: 1}\nname: a\noptim: {warmup: 7}",
-            [],
-            "run.yaml: not a readable YAML file: the key 'optim' in line 3 stands twice",
-        ),
-        (
-            "name: a\noptim:\n  lr: 1\n  lr: 1",
-            [],
-            "the key 'lr' in line 4 stands twice in its mapping: keep one of the two",
-        ),
-        ("name: a", ["optim={lr: 1, lr: 2}"], "the key 'lr' in line 1 stands twice"),
-        ("name: a\non: 1", [], "run.yaml: not a readable YAML file: the key 'on' in line 2 is no text: quote it"),
-        ("name: a\noptim: {1: 2}", [], "the key '1' in line 2 is no text"),
+        ("optim: {lr: 1}\nname: a\noptim: {warmup: 7}", [], "the key 'optim' in line 3 stands twice"),
+        ("name: a\non: 1", [], "the key 'on' in line 2 is no text"),
         ("base: nowhere.yaml", [], "nowhere.yaml: not a readable YAML file: [Errno 2] No such file"),
     ],
 )
@@ -136,25 +118,18 @@ def test_every_script_sets_the_allocator_before_torch_reads_the_setting():
     probe = """
 import os, runpy, sys
 import torch
-from study import ask
-
-def run(name, *arguments):
+for script, config in ("sft.py", "toy_sft"), ("eval.py", "eval/toy"), ("rl.py", "toy_grpo"):
     os.environ.pop("PYTORCH_ALLOC_CONF", None)
-    sys.argv = [name, *arguments]
+    sys.argv = [script, f"configs/{config}.yaml", "nonsense=1"]
     try:
-        ask.main() if name == "ask" else runpy.run_path(name, run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     except SystemExit:
-        print(name, os.environ.get("PYTORCH_ALLOC_CONF"))
-
-run("sft.py", "configs/toy_sft.yaml", "nonsense=1")
-run("eval.py", "configs/eval/toy.yaml", "nonsense=1")
-run("ask", "Why?", "--model", "toy_data/model", "--video", "gone.mp4")
-run("rl.py", "configs/toy_grpo.yaml", "nonsense=1")
-print("torch", torch._C._accelerator_getAllocatorSettings(), torch.cuda.is_initialized())
+        print(script, os.environ.get("PYTORCH_ALLOC_CONF"))
+print(torch._C._accelerator_getAllocatorSettings(), torch.cuda.is_initialized())
 """
     told = subprocess.run([sys.executable, "-c", probe], cwd=REPO, capture_output=True, text=True, check=True).stdout
-    scripts = "".join(f"{name} expandable_segments:True\n" for name in ("sft.py", "eval.py", "ask", "rl.py"))
-    assert told == scripts + "torch expandable_segments:True False\n"
+    scripts = [f"{script} expandable_segments:True" for script in ("sft.py", "eval.py", "rl.py")]
+    assert told.splitlines() == [*scripts, "expandable_segments:True False"]
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):

@@ -42,7 +42,6 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     row = {"video": "a.mp4", "prompt": [{"role": "user", "content": "Why?"}]}
     (root / "mine" / "rows.jsonl").write_text(json.dumps(row))
     shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths are now wrong
-    shutil.copytree(toy_dir / "model", root / "qwen2")
     for name, change in (("unknown", {"model_type": "foo_vl"}), ("shards", {}), ("thinking", {})):
         shutil.copytree(toy_dir / "model", root / name)
         shape = json.loads((root / name / "config.json").read_text())
@@ -57,8 +56,6 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     (root / "other" / "state" / "step-00000009").mkdir(parents=True)
     (root / "other" / "metrics.jsonl").write_text("")
     (root / "other" / "config.yaml").write_text("run: other\ngroup_size: 8\nsteps: 9")
-    shape = json.loads((root / "qwen2" / "config.json").read_text())
-    (root / "qwen2" / "config.json").write_text(json.dumps(shape | {"model_type": "qwen2_vl"}))
     return root
 
 
@@ -94,11 +91,9 @@ MISTAKES = [  # the page has more
     ("an unknown family in an evaluation", f"{EVAL} checkpoint=unknown --dry-run", "not 'foo_vl'; install SGLang, or set rollout.urls"),
     ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
     ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
-    ("the same of an agent that is asked", 'study/ask.py "Why?" --model thinking --video a.mp4', "thinking: its chat template does not continue a dialogue"),
     ("other frames than the checkpoint's", f"{SFT} visual.frame_pixels=65536", "made under another visual contract (frame_pixels: this run has 65536, the checkpoint 1024; "),
-    ("another family", f"{RL} policy.checkpoint=qwen2", "qwen2 is a 'qwen2_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
+    ("another family", f"{RL} policy.checkpoint=unknown", "unknown is a 'foo_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
     # data
-    ("no source", f"{SFT} val.sources=[]", "val: sources = []: name at least one data file"),
     ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; a relative path starts at"),
     ("rows of another script", f"{SFT} 'data.sources=[{{path: toy_data/rl.parquet}}]'", "an SFT row needs the field `messages`; this one has prompt"),
     ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),
@@ -155,11 +150,8 @@ def test_a_dry_run_tells_what_it_did_not_look_up_and_which_prompts_are_not_ours(
     """Past bug: it said "ok" to any name that looks like one on the hub."""
     for script, key in ((SFT, "policy.checkpoint"), (EVAL, "checkpoint")):
         _, told = typed(f"{script} run=run {key}=Qwen/Qwen3-VL-2B-Instruct --dry-run")
-        assert (
-            "  note    checkpoint: Qwen/Qwen3-VL-2B-Instruct was not looked up; the run fetches it from the hub\n"
-            in told
-        )
-        assert "note    this machine has 0 GPUs\n" in told and "note    prompts" not in told
+        assert "  note    checkpoint: Qwen/Qwen3-VL-2B-Instruct was not looked up" in told
+        assert "note    prompts" not in told
         told = typed(f"{script} run=run prompts=words.yaml --dry-run")[1]
         assert "  note    prompts: not ours: system, before_question\n" in told
 
@@ -180,12 +172,9 @@ def test_a_run_goes_on_longer_or_cured_but_not_as_another_one(desk, typed):
             status == 1
             and "once belongs to a run with other settings (batch_rows: 2, now 4), so it cannot resume" in told
         )
-        # A setting that is newer than the run had its default value there. A setting that was removed: another version.
+        # A setting that is newer than the run had its default value there.
         saved = desk / "once" / "config.yaml"
         tree = yaml.safe_load(saved.read_text())
-        saved.write_text(yaml.safe_dump(tree | {"gone": 1}))
-        status, told = typed(f"{base} steps=2")
-        assert status == 1 and "another version of this code (once/config.yaml: gone = 1: unknown key" in told
         del tree["tools"], tree["data"]["seed"]
         saved.write_text(yaml.safe_dump(tree))
         assert not typed(f"{base} steps=2 optim.lr=1e-4 decoders=2")[0]
@@ -204,17 +193,9 @@ def test_a_resumed_run_may_find_its_data_elsewhere_but_not_mix_them_anew(tmp_pat
     config.save_run(cfg(), tmp_path)
     (tmp_path / "state" / "step-00000001").mkdir(parents=True)
     checks.check_run(cfg("data.sources=[{path: elsewhere/rl.parquet}]", "data.video_root=elsewhere"))
-    for change in (
-        "data.sources=[{path: rl.parquet, weight: 2}]",
-        "data.sources=[{path: rl.parquet, first: true}]",
-        "data.sources=[{path: toy_data/sft.parquet}]",
-        "data.seed=1",
-        "seed=1",
-    ):
+    for change in ("data.sources=[{path: rl.parquet, weight: 2}]", "data.sources=[{path: sft.parquet}]", "data.seed=1"):
         key = change.partition("=")[0]
-        with pytest.raises(
-            ConfigError, match=rf"belongs to a run with other settings \({key}: .*, so it cannot resume"
-        ):
+        with pytest.raises(ConfigError, match=rf"belongs to a run with other settings \({key}: "):
             checks.check_run(cfg(change))
 
 

@@ -7,17 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import scripts
 import yaml
-from test_sft import write_config
 from tiny_checkpoint import END, TASK, MemoryVideos, play, turns
 
 import sft
-from data import main_messages, subagent_messages, subagent_system_prompt, system_prompt
+from data import subagent_messages, subagent_system_prompt, system_prompt
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import checks, config
 from runtime.dialogue import Dialogue, Media
-from runtime.prompts import OURS, Prompts
+from runtime.prompts import Prompts
 from runtime.render import Renderer
 from runtime.visual import ContractError
 from sft import SFTConfig, encode_dialogue
@@ -56,31 +56,28 @@ def test_every_agent_reads_the_own_words_in_rollouts_and_in_sft_rows(renderer):
     assert TEXTS["system_without_tools"] in direct and TEXTS["system"] not in direct
 
     said = ({"role": "assistant", "content": ["a cat"]},)
-    media = {
-        "main": Media("/data/v.mp4"),
-        "direct": Media("/data/v.mp4"),
-        "sub": Media("/data/v.mp4", start=4, end=9.5),
-    }
-    for agent, prompt in (("main", main), ("direct", direct), ("sub", sub)):
-        row = Dialogue("d", agent, TASK.question if agent != "sub" else "", (media[agent],), said)
+    film = Media("/data/v.mp4")
+    for agent, prompt, question, media in (
+        ("main", main, TASK.question, film),
+        ("direct", direct, TASK.question, film),
+        ("sub", sub, "", dataclasses.replace(film, start=4, end=9.5)),
+    ):
+        row = Dialogue("d", agent, question, (media,), said)
         [learned] = encode_dialogue(row, MemoryVideos(), own, SCHEMAS).suffixes
         assert read(own, learned).startswith(prompt.removesuffix("<|im_start|>assistant\n"))
 
 
-def test_a_window_can_be_written_as_minutes_and_seconds(renderer):
+def test_a_window_can_be_written_as_minutes_and_seconds():
     texts = {
         "subagent_system": "{start_minutes}-{end_minutes}",
         "subagent_request": "{end_minutes} is {end}, {minutes}",
     }
-    for window, system, request in (
-        ((4.0, 9.5), "00:04-00:09", "00:09 is 9.5, {minutes}"),
-        ((59.99, 6001.2), "00:59-100:01", "100:01 is 6001.2, {minutes}"),
-    ):
-        filled = Prompts(**texts).fill(window)
-        assert (filled.subagent_system, filled.subagent_request) == (system, request)
+    filled = Prompts(**texts).fill((59.99, 6001.2))
+    assert filled.subagent_system == "00:59-100:01"
+    assert filled.subagent_request == "100:01 is 6001.2, {minutes}"
 
 
-@pytest.mark.parametrize("before, asked_after", [(None, "#\n"), ("", "#"), ("\n\nQ: ", "#\n\nQ: ")])
+@pytest.mark.parametrize("before, asked_after", [(None, "#\n"), ("", "#")])
 def test_the_line_break_before_the_question_can_be_left_out(renderer, before, asked_after):
     own = Renderer(renderer.tokenizer, renderer.contract, Prompts(before_question=before))
     assert f"{asked_after}{TASK.question}<|im_end|>" in asked(own)[0]
@@ -91,8 +88,7 @@ def test_the_line_break_before_the_question_can_be_left_out(renderer, before, as
 
 def test_a_text_that_is_not_replaced_is_ours(renderer):
     ours = asked(renderer)
-    assert asked(Renderer(renderer.tokenizer, renderer.contract, Prompts())) == ours
-    assert subagent_system_prompt() in ours[1] and "\nWhat happens here?" in ours[1]
+    assert subagent_system_prompt() in ours[1]
     one = Renderer(renderer.tokenizer, renderer.contract, Prompts(subagent_request="Go."))
     assert asked(one) == [ours[0], ours[1].replace("What happens here?", "Go.")]
     # A tool's own texts go first.
@@ -105,46 +101,37 @@ def test_a_system_text_may_be_empty_or_declare_the_tools_itself(renderer):
     """The tools are declared once in any case."""
     for text, declared in (("", "crop_video"), ("Mine: <tools>look()</tools>, called in <tool_call>.", "look()")):
         main, _ = asked(Renderer(renderer.tokenizer, renderer.contract, Prompts(text)))
-        assert (
-            main.count("<tools>") == 1 and declared in main and main.count("crop_video") == (declared == "crop_video")
-        )
-        assert text in main and system_prompt(True) not in main
-    empty = Renderer(renderer.tokenizer, renderer.contract, Prompts(""))
-    assert [message["role"] for message in main_messages("?", ["v.mp4"], [[]], empty, True)] == ["user"]
+        assert main.count("<tools>") == 1
+        assert text in main and declared in main
+        assert system_prompt(True) not in main
 
 
 def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path):
     """SFT writes them, RL under other words is refused with both, and the same file is accepted."""
     words = tmp_path / "words.yaml"
     words.write_text(yaml.safe_dump(TEXTS))
-    cfg = config.load(SFTConfig, write_config(tmp_path / "sft.yaml", toy_dir, steps=1, prompts=str(words)))
+    file = scripts.write_config(tmp_path / "c.yaml", toy_dir, "sft.parquet", steps=1, batch_rows=2, prompts=str(words))
+    cfg = config.load(SFTConfig, file)
     sft.main(cfg)
     model = Path(cfg.run) / "model"
     assert Prompts.load(model) == cfg.prompts == Prompts(**TEXTS)
-    checks.check_run(cfg)  # it can resume
-    with pytest.raises(config.ConfigError, match="other settings .prompts.system: 'Watch, call and answer.', now None"):
-        checks.check_run(dataclasses.replace(cfg, prompts=OURS))
 
     rl = RLConfig(run="r", policy=cfg.policy, data=cfg.data, visual=cfg.visual, prompts=cfg.prompts)
     rl = dataclasses.replace(rl, policy=dataclasses.replace(cfg.policy, checkpoint=str(model)))
     _, renderer = checks.check_checkpoint(rl)
     assert renderer.prompts == Prompts(**TEXTS)
     other = dataclasses.replace(rl, prompts=dataclasses.replace(rl.prompts, system="Hi."))
-    with pytest.raises(
-        ContractError, match=r"with other prompts \(prompts.system: 'Watch, call and answer.', now 'Hi.'\)"
-    ):
+    with pytest.raises(ContractError, match=r"prompts.system: 'Watch, call and answer.', now 'Hi.'"):
         checks.check_checkpoint(other)
-    assert Prompts.load(toy_dir / "model") == OURS  # a checkpoint that was not trained here accepts any words
-    other.prompts.check(toy_dir / "model")
+    other.prompts.check(toy_dir / "model")  # a checkpoint that was not trained here accepts any words
 
 
 def test_a_file_of_words_with_another_name_is_refused(toy_dir, tmp_path):
     words = tmp_path / "words.yaml"
     words.write_text("sytem: Hello.\n")
+    file = scripts.write_config(tmp_path / "c.yaml", toy_dir, "sft.parquet", prompts=str(words))
     with pytest.raises(config.ConfigError, match="prompts.sytem = 'Hello.': unknown key; did you mean prompts.system?"):
-        config.load(SFTConfig, write_config(tmp_path / "sft.yaml", toy_dir, prompts=str(words)))
-    with pytest.raises(config.ConfigError, match="gone.yaml: not a readable YAML file"):
-        config.load(SFTConfig, write_config(tmp_path / "sft.yaml", toy_dir, prompts="gone.yaml"))
+        config.load(SFTConfig, file)
 
 
 def test_ask_uses_the_checkpoints_words_or_a_files(toy_dir, tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from test_rollout import play as roll_out
-from test_rollout import turns
+from tiny_checkpoint import play as roll_out
+from tiny_checkpoint import turns
 
 from data import Task, dump
 from evals.results import RECORD
