@@ -190,6 +190,7 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
         ([{"role": "user", "content": [{"type": "audio"}]}, SAID], "neither text, video nor image"),
         ([user("gone.mp4"), SAID], "/nowhere/gone.mp4: no such file"),
         ([*ASKED[:1], {"role": "assistant", "content": [{"image": __file__}, "a"]}], "the assistant's turn shows a video or an image"),
+        ([{"role": "system", "content": [{"image": __file__}]}, *ASKED], "the system's turn shows a video or an image"),
         ([*ASKED, {"role": "user", "content": "<tool_response>\na\n</tool_response>\nWhat else?"}, ASKED[1]], "after the last </tool_response>"),
         # Past bugs: the remaining rows ended the run, some only when they were encoded.
         ([user(__file__, video_start=3, video_end=3)], "video_start = 3, video_end = 3: must be seconds"),
