@@ -1,6 +1,7 @@
 """Shared fixtures. Most tests use a small toy, which is built once per session."""
 
 import fcntl
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -17,9 +18,11 @@ import scripts
 os.environ |= scripts.ONE_THREAD  # before torch is imported: the workers share the cores
 
 import tiny
-import tiny_checkpoint
+from scripted import Scripted, by_chance
 
 import eval as evaluation
+import rl
+from rewards import give_rewards
 from runtime.checks import USER_ERRORS
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
@@ -70,10 +73,11 @@ def toy_renderer(tokenizer) -> Renderer:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(request, tmp_path_factory) -> Path:
     """A checkpoint with a small vocabulary and several tokens per frame. Its random weights are large, so that the
-    distributions are far from uniform: greedy text varies, and rows differ."""
-    return tiny_checkpoint.build(tmp_path_factory.mktemp("tiny"), initializer_range=0.1)
+    distributions are far from uniform: greedy text varies, and rows differ. A test's parameter can choose its family."""
+    model_type = getattr(request, "param", "qwen3_vl")
+    return tiny.build(tmp_path_factory.mktemp("tiny"), model_type=model_type, initializer_range=0.1)
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +88,7 @@ def model(checkpoint):
 
 @pytest.fixture(scope="session")
 def renderer(checkpoint) -> Renderer:
-    return tiny_checkpoint.renderer(checkpoint)
+    return tiny.renderer(checkpoint)
 
 
 @pytest.fixture(scope="session")
@@ -96,6 +100,32 @@ def videos():
 @pytest.fixture(scope="session")
 def schemas() -> list[dict]:
     return [TOOLS["crop_video"].schema]
+
+
+@pytest.fixture
+def paid_by_chance(monkeypatch):
+    """Reward episodes at random: an untrained policy earns nothing, and without rewards no weight would change."""
+
+    def give(groups, renderer, cfg, judge):
+        give_rewards(groups, renderer, cfg, judge)
+        for episode in [episode for group in groups for episode in group.episodes]:
+            episode.rewards["R"] = float(sum(episode.main.ids) % 5)
+
+    monkeypatch.setattr(rl, "give_rewards", give)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Run rl.main with scripted engines instead of a model. Their log-probs differ from the trainer's."""
+    engines = []
+
+    def open_it(source, renderer, *_):
+        engines.append(Scripted(renderer, by_chance, latency=0.1))
+        return engines[-1]
+
+    monkeypatch.setattr(rl, "start_engine", open_it)
+    monkeypatch.setattr("runtime.run.GAP_LIMIT", math.inf)
+    return engines
 
 
 @pytest.fixture

@@ -185,6 +185,22 @@ def write_config(path: Path, toy_dir: Path, rows: str, **changes) -> Path:
     return path
 
 
+def rl_config(path: Path, toy_dir: Path, **changes) -> Path:
+    small = {"gating": [4, 8], "steps": 6, "batch_tasks": 2, "save_every": 2}
+    small["rollout"] = {"max_turns": 1, "max_new_tokens": 48, "temperature": 1.0, "subagents": {"max_new_tokens": 8}}
+    changes["grpo"] = {"group_size": 4} | changes.get("grpo", {})
+    return write_config(path, toy_dir, "rl.parquet", **small | changes)
+
+
+def sft_config(path: Path, toy_dir: Path, **changes) -> Path:
+    perception = {"path": str(toy_dir / "perception.parquet"), "loss_weight": 10}
+    small = {"steps": 12, "batch_rows": 4, "pack_tokens": 700, "save_every": 3, "kind_weights": {"answer": 5}}
+    small["policy"] = {"checkpoint": str(toy_dir / "model"), "freeze": []}
+    small["data"] = {"sources": [perception, {"path": str(toy_dir / "sft.parquet")}]}
+    small["optim"] = {"lr": 1e-3, "warmup": 0.1, "schedule": "cosine"}
+    return write_config(path, toy_dir, "sft.parquet", **small | changes)
+
+
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

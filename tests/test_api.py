@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from endpoint import Endpoint
 from PIL import Image
+from scripted import MemoryVideos
 from scripts import start, wait_for
-from tiny_checkpoint import MemoryVideos
 
 import eval as evaluation
 from data import Task

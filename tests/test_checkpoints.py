@@ -293,6 +293,32 @@ def test_an_export_of_a_stock_checkpoint_tells_its_contract_and_carries_no_other
     assert not [p.name for p in (tmp_path / "out").iterdir() if p.suffix in (".bin", ".pth", ".pt", ".gguf")]
 
 
+def test_qwen25_vls_weights_have_their_published_names_in_files_and_both_names_are_read(tmp_path):
+    """SGLang skips a weight whose name it does not know, without a word."""
+    source = tiny.write(tmp_path / "source", tied=False, model_type="qwen2_5_vl")
+    stored = load_file(source / "model.safetensors")  # transformers itself writes published names
+    assert {name.split(".")[0] for name in stored} == {"model", "visual", "lm_head"}
+    policy = load(PolicyConfig(str(source)), tiny.NEVER_SAMPLED)
+    export(policy, tmp_path / "out", tiny.CONTRACT_14)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name]) for name in stored)
+    state = {name: weight.detach().contiguous() for name, weight in policy.model.named_parameters()}
+    save_file(state, source / "model.safetensors", {"format": "pt"})  # under the names of transformers' model
+    again = load(PolicyConfig(str(source)), train=False).model
+    assert all(torch.equal(weight, state[name]) for name, weight in again.named_parameters())
+
+
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
+def test_an_export_of_a_published_checkpoint_says_the_same_in_plain_transformers(checkpoint, model, renderer, tmp_path):
+    policy = load(PolicyConfig(str(tiny.as_published(checkpoint, tmp_path / "published"))), renderer.never_sampled)
+    export(policy, tmp_path / "out", tiny.CONTRACT_14)
+    assert tiny.renderer(tmp_path / "out").contract == tiny.CONTRACT_14
+    exported, (ids, clips) = tiny.plain(tmp_path / "out"), tiny.prompts_of(renderer)[3]
+    ours, theirs = (tiny.plain_logprobs(m, renderer.never_sampled, ids, clips) for m in (exported, model))
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("free, images, in_memory", [(1.5, 0, False), (2.5, 0, True), (2.5, 1, False)])
 def test_snapshots_lie_in_memory_where_two_have_room(path, tmp_path, monkeypatch, capsys, free, images, in_memory):
     """The room beside images is in multiples of the weights. Two must fit: the old one and the one being written."""

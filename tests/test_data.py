@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
+from scripted import Scripted, check_rows_of_a_rollout
 from scripts import REPO
-from tiny_checkpoint import Scripted, check_rows_of_a_rollout
 
 from data import Task, draw_k, main_messages, overview, parse_task
 from grpo import GRPOConfig

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 import requests
 import tiny
-import tiny_checkpoint
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scripts import alive, fake_server, wait_for
-from tiny_checkpoint import noise
+from tiny import at_once, check_logprobs, noise, prompts_of, request
 
 from rollout import RolloutConfig
 from runtime import packing
@@ -32,6 +31,8 @@ from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, draw
 from runtime.servers import MAX_FAILURES, Failure, SGLang
 from runtime.visual import ContractError
 
+both_families = pytest.mark.parametrize("checkpoint", tiny.CELL, indirect=True)
+
 
 @pytest.fixture(scope="module")
 def engine(checkpoint, renderer):
@@ -41,35 +42,7 @@ def engine(checkpoint, renderer):
 
 @pytest.fixture(scope="module")
 def prompts(renderer):
-    """Prompts of different lengths: no image, one, several, of different sizes."""
-    shown = [[], [noise(1)], [noise(3, seed=1)], [noise(2, seed=2, width=96), noise(1, seed=3, height=128)]]
-    made = []
-    for i, clips in enumerate(shown):
-        made.append((question(renderer, clips, "What happens?" + " Say it." * i), clips))
-    return made
-
-
-def question(renderer, clips: list, text: str) -> list[int]:
-    return renderer.render([{"role": "user", "content": [*clips, text]}], generate=True).ids
-
-
-def at_once(engine, requests_: list[dict]) -> list[Sample]:
-    """Send each request from its own thread, and announce the threads to the engine."""
-    engine.announce(len(requests_))
-    with ThreadPoolExecutor(len(requests_)) as pool:
-
-        def ask(request):
-            try:
-                return engine.generate(**request)
-            finally:
-                engine.announce(-1)
-
-        return list(pool.map(ask, requests_))
-
-
-def request(ids, clips, seed=1, temperature=1.0, max_new_tokens=24, **more) -> dict:
-    more = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **more}
-    return {"ids": ids, "clips": clips, **more}
+    return prompts_of(renderer)
 
 
 def assert_close_frees_who_waits(engine, row: dict) -> None:
@@ -87,15 +60,7 @@ def assert_close_frees_who_waits(engine, row: dict) -> None:
 # ---- in this process
 
 
-def check_logprobs(model, renderer, row: dict, sample: Sample, tolerance: float = 1e-5) -> None:
-    """Compare a sample's log-probs with one plain forward over the whole sequence."""
-    ids, temperature = row["ids"] + sample.ids, row["temperature"]
-    with torch.no_grad():
-        expected = tiny.plain_logprobs(model, renderer.never_sampled, ids, row["clips"], temperature)
-    expected = expected[len(row["ids"]) - 1 :]
-    assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=tolerance, rtol=0)
-
-
+@both_families
 def test_greedy_text_is_what_transformers_generates(engine, model, renderer, prompts):
     """Compare one ragged batch, with and without images, with `generate` row by row."""
     samples = at_once(engine, [request(ids, clips, temperature=0.0) for ids, clips in prompts])
@@ -106,10 +71,11 @@ def test_greedy_text_is_what_transformers_generates(engine, model, renderer, pro
         assert sample.ids == theirs[0, len(ids) :].tolist() and len(set(sample.ids)) > 3
 
 
+@both_families
 def test_logprobs_are_those_of_a_plain_forward(engine, model, renderer, prompts):
     rows = [request(*prompt, temperature=tau, seed=i) for i, prompt in enumerate(prompts) for tau in (0.0, 0.7, 1.5)]
     for row, sample in zip(rows, at_once(engine, rows)):
-        check_logprobs(model, renderer, row, sample)
+        check_logprobs(model, renderer, row, sample, tolerance=1e-4)
 
 
 def test_a_shared_prompt_changes_nothing(engine, model, renderer, prompts):
@@ -220,8 +186,9 @@ def test_short_prompts_of_any_length_are_one_batch(longest, batches):
     assert len(cut_into_batches(requests, 8000)) <= batches
 
 
-def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, renderer, prompts, tmp_path):
-    other = tiny_checkpoint.build(tmp_path / "other", seed=1, initializer_range=0.1)
+@both_families
+def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, model, renderer, prompts, tmp_path):
+    other = tiny.build(tmp_path / "other", 1, model.config.model_type, initializer_range=0.1)
     engine, fresh = InProcess(checkpoint, renderer), InProcess(other, renderer)
     row = request(*prompts[2], temperature=0.0)
     before = engine.generate(**row)

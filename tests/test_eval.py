@@ -23,8 +23,8 @@ import pytest
 import torch
 import yaml
 from endpoint import Endpoint
+from scripted import Scripted, is_subagent
 from scripts import REPO, Forked, finish, start, wait_for
-from tiny_checkpoint import Scripted, is_subagent
 
 import eval as evaluation
 from data import load_episodes

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import scripts
 import tiny
-import tiny_checkpoint
 import torch
 import torch.nn.functional as F
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -231,25 +230,25 @@ def with_tokenizer(folder: Path, model_type: str = "qwen3_vl") -> Path:
     sizes = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
     sizes |= {"num_hidden_layers": 8, "num_key_value_heads": 8, "rope_parameters": text["rope_parameters"]}
     if not GPU:
-        contract = tiny_checkpoint.CONTRACT if qwen3 else tiny_checkpoint.CONTRACT_14
-        return tiny_checkpoint.build(folder, contract, model_type=model_type)
+        contract = tiny.CONTRACT if qwen3 else tiny.CONTRACT_14
+        return tiny.build(folder, model_type=model_type, contract=contract)
     contract = VisualContract() if qwen3 else VisualContract(patch=14, frame_pixels=224 * 224)  # 64 tokens a frame
     tower = (EIGHT_B if qwen3 else SEVEN_B)["vision_config"] | {"out_hidden_size": text["hidden_size"]}
-    return tiny_checkpoint.build(folder, contract, model_type=model_type, vision=tower, **sizes)
+    return tiny.build(folder, model_type=model_type, contract=contract, vision=tower, **sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen2_5_vl"])
 def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path, model_type):
     path = with_tokenizer(tmp_path / "model", model_type)
-    renderer = tiny_checkpoint.renderer(path, VisualContract.load(path))
+    renderer = tiny.renderer(path)
     engine = InProcess(path, renderer, device=WHERE, dtype="bfloat16" if GPU else "float32")
     assert (engine.kernel != "sdpa") == GPU
 
     # prompts of different lengths, each sampled four times
     count, max_new_tokens = (64, 256) if GPU else (8, 8)
     cell = renderer.contract.cell
-    clip = tiny_checkpoint.noise(16, width=5 * cell, height=3 * cell)  # 15 tokens a frame, two windows of Qwen2.5-VL's
+    clip = tiny.noise(16, width=5 * cell, height=3 * cell)  # 15 tokens a frame, two windows of Qwen2.5-VL's
     prompts, jobs, samples = [], [], {}
     for i in range(count):
         messages = [{"role": "user", "content": [clip, "What happens?" + " Say it." * (i // 4)]}]

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny_checkpoint import noise
+from scripted import group_that_said
+from tiny import noise
 
 import grpo
-from data import Call, Group, Task, Trajectory
+from data import Call, Group, Trajectory
 from grpo import GRPOConfig, assign_advantages, group_advantage, share_prompts, token_losses
-from rewards import Anchor, RewardConfig, give_rewards, structural_mask
+from rewards import Anchor, RewardConfig, structural_mask
 from rl import RLConfig
 from runtime.engine import EngineError
 from runtime.packing import Bundle
@@ -19,7 +20,6 @@ from runtime.policy import PolicyConfig, load
 from runtime.render import END_OF_TURN
 from runtime.run import self_check
 from runtime.video import Clip
-from study.lab import episode_of_turns
 
 TIDY = f"<think>\nA clip shows it.\n</think>\n<answer>red</answer>{END_OF_TURN}"
 LOOSE = f"<think>\nA clip shows it.\nThe answer is red.{END_OF_TURN}"
@@ -36,22 +36,6 @@ def settings(credit: str = "struct", grpo: dict | None = None, **changes) -> RLC
 @pytest.fixture
 def policy(toy_renderer, toy_dir):
     return load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
-
-
-def group(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
-    """Return a group of one-turn episodes with behaviour log-probs and rewards."""
-    task, episodes = Task(name, "Which?", (), "oe", "red"), []
-    for i, turn in enumerate(turns):
-        episode = episode_of_turns([turn], task, renderer)
-        main = episode.main
-        main.ids, main.mask = [*prompt, *main.ids], [0] * len(prompt) + main.mask
-        main.turns, main.prompt_length = [(a + len(prompt), b + len(prompt)) for a, b in main.turns], len(prompt)
-        main.logprobs = [-0.1 * (i + 1) * m for m in main.mask]
-        main.versions = [m - 1 for m in main.mask]
-        episodes.append(episode)
-    one = Group(task, 64, episodes)
-    give_rewards([one], renderer, cfg.reward)
-    return one
 
 
 def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
@@ -93,7 +77,7 @@ def test_a_flat_group_has_no_advantage_whatever_rounding_leaves(rewards):
 def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
     """All four answers are right, so R is flat and any advantage comes from the anchor."""
     cfg = settings()
-    one = group(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
+    one = group_that_said(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
     (train_group,) = train_groups_of([one], cfg)
     anchored = group_advantage([0.7, -0.3, 0.0, 0.7])
     at = 0
@@ -111,16 +95,19 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
 
 def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
     cfg = settings("off")
-    one = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
+    one = group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
     (train_group,) = train_groups_of([one], cfg)
     expected = np.repeat(group_advantage([1, 0, 0]), lengths_of(one))
     assert train_group.advantages == pytest.approx(expected.astype(np.float32))
-    assert not train_groups_of([group(toy_renderer, cfg, [TIDY, LOOSE])], cfg)  # both right: nothing to learn
+    assert not train_groups_of([group_that_said(toy_renderer, cfg, [TIDY, LOOSE])], cfg)  # both right: nothing to learn
 
 
 def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_renderer, monkeypatch):
     cfg = settings("off")
-    groups = [group(toy_renderer, cfg, [TIDY, WRONG], "a"), group(toy_renderer, cfg, [TIDY, TIDY], "b")]
+    groups = [
+        group_that_said(toy_renderer, cfg, [TIDY, WRONG], "a"),
+        group_that_said(toy_renderer, cfg, [TIDY, TIDY], "b"),
+    ]
     tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
     monkeypatch.setattr(grpo, "sum_over_ranks", lambda counts: {name: 2 * count for name, count in counts.items()})
     _, total_tokens = make_train_groups(groups, cfg)
@@ -135,7 +122,10 @@ def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(monkeypat
 def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_anchor(toy_renderer, monkeypatch):
     """Past bug: the std left out flat groups, so normalisation was a constant factor."""
     cfg = settings(grpo={"normalise": "batch", "kl_coef": 0.1})
-    varied, flat = group(toy_renderer, cfg, [TIDY, WRONG, LOOSE], "a"), group(toy_renderer, cfg, [TIDY] * 3, "b")
+    varied, flat = (
+        group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE], "a"),
+        group_that_said(toy_renderer, cfg, [TIDY] * 3, "b"),
+    )
     own = group_advantage([1, 0, 1])
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, [4.0, -4.0]])  # another rank
     train_groups = train_groups_of([varied, flat], cfg)
@@ -146,8 +136,10 @@ def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_an
 
 def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     cfg = settings()
-    one = group(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
-    reporter = group(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main  # its tags are not structural
+    one = group_that_said(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
+    reporter = (
+        group_that_said(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main
+    )  # its tags are not structural
     one.episodes[0].calls = [Call(0, "crop_video", {}, subagent=reporter)]
     train_groups, total_tokens = make_train_groups([one], cfg, subagents=True)
     (report,) = [part for part in train_groups if part.bundle.prompt == [50, 51]]
@@ -160,7 +152,7 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
 
 def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     cfg = settings()
-    one = group(toy_renderer, cfg, [TIDY, WRONG, WRONG])
+    one = group_that_said(toy_renderer, cfg, [TIDY, WRONG, WRONG])
     one.episodes[2].error_kind = "EngineError"
     (train_group,) = train_groups_of([one], cfg)
     assert len(train_group.bundle.suffixes) == 2
@@ -237,7 +229,9 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
     cfg = settings(grpo={"train_tokens": budget})
     frames, pad = noise(2, width=32, height=32), toy_renderer.image_pad
     prompts = {"a": (40, pad, 41, pad, 42), "b": (40, pad, 41, pad, 43)}
-    groups = [group(toy_renderer, cfg, [TIDY, WRONG, LOOSE], name, prompt) for name, prompt in prompts.items()]
+    groups = [
+        group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE], name, prompt) for name, prompt in prompts.items()
+    ]
     policy = load(PolicyConfig(str(toy_dir / "model"), freeze=()), toy_renderer.never_sampled)
     plain = tiny.plain(toy_dir / "model")
 
@@ -274,7 +268,7 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
 
 @pytest.fixture
 def exact_group(toy_renderer, policy):
-    one = group(toy_renderer, settings(), [TIDY, WRONG])
+    one = group_that_said(toy_renderer, settings(), [TIDY, WRONG])
     sampled_exactly(policy, one)
     return one
 

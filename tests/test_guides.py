@@ -35,7 +35,7 @@ class Fork:
         for room in ("runtime", "evals", "study", "configs"):
             shutil.copytree(REPO / room, root / room)
         (root / "tests").mkdir()
-        for name in ("conftest", "scripts", "tiny_checkpoint"):
+        for name in ("conftest", "scripts", "scripted", "tiny"):
             shutil.copy(REPO / "tests" / f"{name}.py", root / "tests")
         (root / "toy_data").mkdir()
         for path in toy.iterdir():  # files that a guide adds there stay in the copy
@@ -84,7 +84,8 @@ def fork(tmp_path, toy_dir):
 def a_zoom_shows_the_quarter_around_its_point() -> None:
     """Red grows from left to right and green from top to bottom, so a crop's colours show its position."""
     import numpy as np
-    from tiny_checkpoint import CONTRACT, MemoryVideos
+    from scripted import MemoryVideos
+    from tiny import CONTRACT
 
     from data import Call, Task
     from rl import RLConfig
@@ -258,7 +259,7 @@ def read_hub(hub: Path, code: str) -> None:
 
 def evaluate(command: list[str]) -> None:
     """Run eval.py. Where it would load 8B weights, the model says B after a thought."""
-    from tiny_checkpoint import Scripted
+    from scripted import Scripted
 
     import rollout
 

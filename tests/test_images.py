@@ -13,7 +13,7 @@ import pytest
 import requests
 from PIL import Image
 from scripts import fake_server
-from tiny_checkpoint import noise
+from tiny import noise
 
 import rollout
 from rollout import RolloutConfig

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from scripts import Forked, fake_server, finish
-from test_rl import write_config as rl_config
+from scripts import Forked, fake_server, finish, rl_config
 
 import rl
 from runtime import checks, cleanup, config, run, servers

@@ -33,17 +33,27 @@ from runtime.policy import (
 )
 
 torch.set_num_threads(1)
-CELL = 32
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=["qwen3_vl tied", "qwen3_vl untied", "qwen2_5_vl untied"])
 def checkpoint(request, tmp_path_factory):
-    return tiny.write(tmp_path_factory.mktemp("tiny") / "model", tied=request.param)
+    model_type, tied = request.param.split()
+    return tiny.write(tmp_path_factory.mktemp("tiny") / "model", tied == "tied", model_type=model_type)
+
+
+@pytest.fixture(scope="module", params=tiny.CELL)
+def family(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return tiny.write(tmp_path_factory.mktemp("tiny") / "model")
+def cell(family):
+    return tiny.CELL[family]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory, family):
+    return tiny.write(tmp_path_factory.mktemp("tiny") / "model", model_type=family)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +84,8 @@ def relative_error(ours: dict, theirs: dict) -> float:
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
 def test_gradients_are_those_of_plain_rows(checkpoint, seed):
-    bundles, rows = tiny.random_bundles(seed, images=seed != 3)
     policy, model = load(PolicyConfig(str(checkpoint), freeze=()), tiny.NEVER_SAMPLED), tiny.plain(checkpoint)
+    bundles, rows = tiny.random_bundles(seed, seed != 3, tiny.CELL[model.config.model_type])
     logprobs = policy(bundles).logprobs
     advantages = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(seed))
     ours = gradients(policy.model, (logprobs * advantages).sum())
@@ -89,18 +99,18 @@ def test_gradients_are_those_of_plain_rows(checkpoint, seed):
 @settings(max_examples=25, derandomize=True)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.7, 1.0, 1.3]))
 @example(7016, True, 1.0)  # rows without a prompt, and suffixes of one token and of none
-def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, seed, images, temperature):
+def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, cell, seed, images, temperature):
     """So the positions are those of get_rope_index, and a suffix sees neither its siblings nor other bundles. The oracle
     removes the columns of the banned ids."""
-    bundles, rows = tiny.random_bundles(seed, images)
+    bundles, rows = tiny.random_bundles(seed, images, cell)
     with torch.no_grad():
         scores, expected = shared(bundles, temperature), tiny.plain_scores(oracle, bundles, rows, temperature)
     for ours, theirs in zip(scores, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_without_bans_the_probability_of_all_ids_counts(path, oracle, shared):
-    bundles, rows = tiny.random_bundles(11)
+def test_without_bans_the_probability_of_all_ids_counts(path, oracle, shared, cell):
+    bundles, rows = tiny.random_bundles(11, cell=cell)
     with torch.no_grad():
         logprobs = load(PolicyConfig(str(path), freeze=()))(bundles, 0.7).logprobs
         expected, _ = tiny.plain_scores(oracle, bundles, rows, 0.7, banned=())
@@ -111,13 +121,13 @@ def test_without_bans_the_probability_of_all_ids_counts(path, oracle, shared):
 # ------------------------------------------------------------------------------------------------ edges
 
 
-def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path):
+def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path, cell):
     """Invariant 10: under FSDP2, other ranks wait for a collective if a rank leaves a parameter out."""
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
     calls = []
     policy.vision.register_forward_hook(lambda *_: calls.append(1))
     nothing, untargeted, empty = [], [Bundle([5], [[6]], [[0]], [])], [Bundle.conversation([], [], [])]
-    text, images = [Bundle([5, 6], [[7, 8]], [[1, 1]], [])], tiny.random_bundles(4)[0]
+    text, images = [Bundle([5, 6], [[7, 8]], [[1, 1]], [])], tiny.random_bundles(4, cell=cell)[0]
     for bundles, count in ((nothing, 0), (untargeted, 0), (empty, 0), (text, 2), (images, None)):
         calls.clear()
         scores = policy(bundles)
@@ -128,9 +138,9 @@ def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path):
         assert count != 0 or not any(g.any() for g in grads.values())
 
 
-def test_bundles_that_contradict_themselves_are_refused(shared):
+def test_bundles_that_contradict_themselves_are_refused(shared, cell):
     rng = np.random.default_rng(5)
-    good, _ = tiny.bundle(rng, (5, 1), [(5, 1)])
+    good, _ = tiny.bundle(rng, (5, 1), [(5, 1)], cell)
 
     def variant(**changes):
         return [replace(good, **changes)]
@@ -151,10 +161,10 @@ def test_bundles_that_contradict_themselves_are_refused(shared):
 # ------------------------------------------------------------------------------------------------ vision
 
 
-def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared):
+def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared, cell):
     policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
     assert not any(p.requires_grad for p in policy.vision.parameters())
-    bundles, _ = tiny.random_bundles(4)
+    bundles = [*tiny.random_bundles(4, cell=cell)[0], Bundle([5, 6], [[7, 8]], [[1, 1]], [])]
     features = policy.vision_features(bundles)
     calls = []
     policy.vision.register_forward_hook(lambda *_: calls.append(1))
@@ -172,9 +182,9 @@ def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared
 # ------------------------------------------------------------------------------------------------ memory and kernels
 
 
-def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path):
+def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, cell):
     policy, at_once = (load(PolicyConfig(str(path), logit_chunk=n), tiny.NEVER_SAMPLED) for n in (7, 1024))
-    bundle, _ = tiny.bundle(np.random.default_rng(0), (60, 2), [(20, 0), (15, 0), (18, 0)])
+    bundle, _ = tiny.bundle(np.random.default_rng(0), (60, 2), [(20, 0), (15, 0), (18, 0)], cell)
     attend = mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention)
     compute = mock.patch.object(policy, "_logits", wraps=policy._logits)
     with attend as attended, compute as computed:
@@ -190,7 +200,7 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path):
 
 
 @pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen])
-def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, monkeypatch, attend):
+def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, cell, monkeypatch, attend):
     """The kernels need a GPU. A reference implementation replaces them, so that the rest of their path runs here."""
     calls = []
 
@@ -204,7 +214,7 @@ def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, share
     policy.kernel = "flash" if attend is tiny.flash_attn_2 else "varlen"
     layers = len(policy.text.layers) + len(policy.vision.blocks)
     for seed in range(2):
-        bundles, _ = tiny.random_bundles(seed)
+        bundles, _ = tiny.random_bundles(seed, cell=cell)
         calls.clear()
         logprobs, expected = policy(bundles).logprobs, shared(bundles).logprobs
         assert len(calls) == layers  # for all segments, and for all frames
@@ -313,30 +323,32 @@ def whole(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def micro_batches(rank: int, world: int) -> list[list[Bundle]]:
+def micro_batches(rank: int, world: int, cell: int) -> list[list[Bundle]]:
     """Make micro-batches for ranks with several bundles, with text only, and without bundles."""
-    bundles, text = tiny.random_bundles(4)[0], tiny.random_bundles(7, images=False)[0]
+    bundles, text = tiny.random_bundles(4, cell=cell)[0], tiny.random_bundles(7, images=False)[0]
     mine = bundles[len(bundles) * rank // world : len(bundles) * (rank + 1) // world]
     return [mine, text if rank == 0 else []]
 
 
-RANK_CASES = {  # tied, freeze, dtype
-    "tied": (True, (), "fp32"),
-    "frozen": (False, ("vision",), "fp32"),
-    "bf16 untied": (False, (), "bf16"),
-    "two nodes": (False, (), "fp32"),  # two ranks each; the other cases have one node of two ranks
+RANK_CASES = {  # checkpoint, freeze, dtype
+    "tied": ("qwen3_vl tied", (), "fp32"),
+    "frozen": ("qwen3_vl untied", ("vision",), "fp32"),
+    "bf16 untied": ("qwen3_vl untied", (), "bf16"),
+    "Qwen2.5-VL": ("qwen2_5_vl untied", (), "fp32"),
+    "two nodes": ("qwen3_vl untied", (), "fp32"),  # two ranks each; the other cases have one node of two ranks
 }
 
 
 def all_ranks(folder, cases):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     for name in cases:
-        tied, freeze, dtype = RANK_CASES[name]
-        policy = load(PolicyConfig(str(folder / f"tied{tied}"), freeze=freeze, dtype=dtype), tiny.NEVER_SAMPLED)
+        source, freeze, dtype = RANK_CASES[name]
+        policy = load(PolicyConfig(str(folder / source), freeze=freeze, dtype=dtype), tiny.NEVER_SAMPLED)
         assert all(isinstance(p, DTensor) is p.requires_grad for p in policy.parameters())
         assert all(p.dtype == torch.float32 for p in policy.parameters() if p.requires_grad)
-        mine = micro_batches(rank(), world_size())
-        stepped = step_on(policy, mine, tiny.random_bundles(4)[0])
+        cell = tiny.CELL[source.split()[0]]
+        mine = micro_batches(rank(), world_size(), cell)
+        stepped = step_on(policy, mine, tiny.random_bundles(4, cell=cell)[0])
         reference = load(policy.cfg, tiny.NEVER_SAMPLED, train=False)
         with torch.no_grad():  # ranks with different shares, and the policy's own numbers before its step
             scores = reference(mine[0])
@@ -348,8 +360,9 @@ def all_ranks(folder, cases):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    for tied in (True, False):
-        path = tiny.write(folder / f"tied{tied}", tied) / "config.json"
+    for source in {source for source, *_ in RANK_CASES.values()}:
+        model_type, tied = source.split()
+        path = tiny.write(folder / source, tied == "tied", model_type=model_type) / "config.json"
         # Past bug: our own exports say bfloat16, and transformers builds each part in the dtype of its config.
         written = json.loads(path.read_text())
         for part in (written, written["text_config"], written["vision_config"]):
@@ -365,12 +378,13 @@ def test_ranks_are_one_process(ranks, case):
 
     One pass without backward comes before the gradients, another before the step. By default, FSDP2 leaves the root's
     weights gathered after such a pass, and they would miss the step."""
-    tied, freeze, dtype = RANK_CASES[case]
+    source, freeze, dtype = RANK_CASES[case]
+    cell = tiny.CELL[source.split()[0]]
     if case == "two nodes":
         tiny.on_ranks(all_ranks, 4, ranks, [case])
     by_rank = [torch.load(path, weights_only=True) for path in sorted(ranks.glob(f"{case}?.pt"))]
-    one = load(PolicyConfig(str(ranks / f"tied{tied}"), freeze=freeze), tiny.NEVER_SAMPLED)
-    expected = step_on(one, micro_batches(0, 1), tiny.random_bundles(4)[0])
+    one = load(PolicyConfig(str(ranks / source), freeze=freeze), tiny.NEVER_SAMPLED)
+    expected = step_on(one, micro_batches(0, 1, cell), tiny.random_bundles(4, cell=cell)[0])
     close = 1e-5 if dtype == "fp32" else 0.1
     [norm] = {one_rank["norm"] for one_rank in by_rank}
     assert norm == pytest.approx(expected["norm"], rel=close)
@@ -386,9 +400,9 @@ def test_ranks_are_one_process(ranks, case):
 # ------------------------------------------------------------------------------------------------ optimizer
 
 
-def test_clipping_returns_the_norm_and_scales_to_the_limit(path):
+def test_clipping_returns_the_norm_and_scales_to_the_limit(path, cell):
     policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
-    before = gradients(policy, policy(tiny.random_bundles(4)[0]).logprobs.sum())
+    before = gradients(policy, policy(tiny.random_bundles(4, cell=cell)[0]).logprobs.sum())
     flat = torch.cat([g.flatten() for g in before.values()])
     norm = clip_gradients(policy, 1.0)
     assert norm == pytest.approx(flat.norm().item(), rel=1e-5) and norm > 1
@@ -419,13 +433,13 @@ def test_the_betas_of_the_config_are_those_of_the_moments():
         assert optimizer.state[p]["exp_avg_sq"].allclose(0.5 * p.grad**2)
 
 
-def test_the_optimizer_trains_what_is_not_frozen_and_decays_matrices_only(path):
+def test_the_optimizer_trains_what_is_not_frozen_and_decays_matrices_only(path, cell):
     policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
     optimizer = make_optimizer(policy, OptimConfig(lr=1e-3, weight_decay=0.5))
     held = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {id(p) for p in policy.parameters() if p.requires_grad} == held.keys()
     assert held[id(policy.text.norm.weight)] == 0 and held[id(policy.text.embed_tokens.weight)] == 0.5
-    bundles, _ = tiny.random_bundles(4)
+    bundles, _ = tiny.random_bundles(4, cell=cell)
     losses = []
     for step in range(8):
         loss = -policy(bundles).logprobs.mean()

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-import scripts
 import yaml
-from tiny_checkpoint import END, TASK, MemoryVideos, play, turns
+from scripted import END, TASK, MemoryVideos, play, turns
+from scripts import sft_config
 
 import sft
 from data import subagent_messages, subagent_system_prompt, system_prompt
@@ -110,8 +110,7 @@ def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path
     """SFT writes them, RL under other words is refused with both, and the same file is accepted."""
     words = tmp_path / "words.yaml"
     words.write_text(yaml.safe_dump(TEXTS))
-    file = scripts.write_config(tmp_path / "c.yaml", toy_dir, "sft.parquet", steps=1, batch_rows=2, prompts=str(words))
-    cfg = config.load(SFTConfig, file)
+    cfg = config.load(SFTConfig, sft_config(tmp_path / "sft.yaml", toy_dir, steps=1, batch_rows=2, prompts=str(words)))
     sft.main(cfg)
     model = Path(cfg.run) / "model"
     assert Prompts.load(model) == cfg.prompts == Prompts(**TEXTS)
@@ -129,9 +128,8 @@ def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path
 def test_a_file_of_words_with_another_name_is_refused(toy_dir, tmp_path):
     words = tmp_path / "words.yaml"
     words.write_text("sytem: Hello.\n")
-    file = scripts.write_config(tmp_path / "c.yaml", toy_dir, "sft.parquet", prompts=str(words))
     with pytest.raises(config.ConfigError, match="prompts.sytem = 'Hello.': unknown key; did you mean prompts.system?"):
-        config.load(SFTConfig, file)
+        config.load(SFTConfig, sft_config(tmp_path / "sft.yaml", toy_dir, prompts=str(words)))
 
 
 def test_ask_uses_the_checkpoints_words_or_a_files(toy_dir, tmp_path, monkeypatch):

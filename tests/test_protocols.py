@@ -11,8 +11,9 @@ from typing import get_args
 
 import pytest
 import yaml
+from scripted import MemoryVideos, Scripted, check_trajectory
 from scripts import REPO
-from tiny_checkpoint import CONTRACT, MemoryVideos, Scripted, check_trajectory
+from tiny import CONTRACT
 
 from data import Task, dump
 from eval import EvalConfig

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import qwen
 import yaml
+from scripted import check_rows_of_a_rollout
 from scripts import finish, metrics, start
-from test_contract import template_ids
-from tiny_checkpoint import check_rows_of_a_rollout, noise
+from tiny import noise, template_ids
 from transformers import GenerationConfig
 
 from data import Episode, Task, Trajectory

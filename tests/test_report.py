@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from tiny_checkpoint import play as roll_out
-from tiny_checkpoint import turns
+from scripted import play as roll_out
+from scripted import turns
 
 from data import Task, dump
 from evals.results import RECORD

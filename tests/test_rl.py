@@ -12,12 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import scripts
 import tiny
 import torch
-from scripts import fake_server, metrics, wait_for
-from test_grpo import group as group_that_said
-from tiny_checkpoint import Scripted, is_subagent
+from scripted import RIGHT_OR_WRONG, Scripted, by_chance, group_that_said, is_subagent
+from scripts import fake_server, metrics, rl_config, wait_for
+from short_runs import train
 
 import rl
 from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
@@ -27,42 +26,15 @@ from rl import RLConfig
 from rollout import RolloutConfig, render_prompt
 from runtime import config
 from runtime.api import JudgeError
-from runtime.checks import dry_run
 from runtime.dataset import Dataset, RowError
 from runtime.engine import EngineError
 from runtime.policy import PolicyConfig, load
-from runtime.render import END_OF_TURN
 from runtime.run import Run, check_gap, self_check, trainer_logprobs
 from runtime.servers import SGLang, ask
 from runtime.video import Videos
 from runtime.weights import WeightSync
 
 # ------------------------------------------------------------------------------------------------ short runs
-
-
-def write_config(path: Path, toy_dir: Path, **changes) -> Path:
-    small = {"gating": [4, 8], "steps": 6, "batch_tasks": 2, "save_every": 2}
-    small["rollout"] = {"max_turns": 1, "max_new_tokens": 48, "temperature": 1.0, "subagents": {"max_new_tokens": 8}}
-    changes["grpo"] = {"group_size": 4} | changes.get("grpo", {})
-    return scripts.write_config(path, toy_dir, "rl.parquet", **small | changes)
-
-
-def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
-    """Run rl.py in this process. Return its metrics."""
-    rl.main(config.load(RLConfig, write_config(path, toy_dir, **changes)))
-    return metrics(path.with_suffix(""))
-
-
-@pytest.fixture
-def paid_by_chance(monkeypatch):
-    """Reward episodes at random: an untrained policy earns nothing, and without rewards no weight would change."""
-
-    def give(groups, renderer, cfg, judge):
-        give_rewards(groups, renderer, cfg, judge)
-        for episode in [episode for group in groups for episode in group.episodes]:
-            episode.rewards["R"] = float(sum(episode.main.ids) % 5)
-
-    monkeypatch.setattr(rl, "give_rewards", give)
 
 
 def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir, tmp_path, monkeypatch):
@@ -101,46 +73,15 @@ def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted
     """The memory plan counts the tower once."""
     held = []
     monkeypatch.setattr(rl, "train", lambda cfg, *policies: held.extend(policies[:2]))
-    rl.main(config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, steps=1, grpo={"kl_coef": 0.1})))
+    rl.main(config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, steps=1, grpo={"kl_coef": 0.1})))
     policy, reference = held
     assert reference.vision is policy.vision and reference.text is not policy.text
     assert not any(p.requires_grad for p in reference.parameters())
 
 
-def try_out(cfg: RLConfig) -> None:
-    dry_run(cfg, parse_task, rl.check_hardware, "")
-
-
 # ------------------------------------------------------------------------------------------------ the loop's parts
 
-CROP = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}\n</tool_call>'
-
-RIGHT_OR_WRONG = "I see it.\n</think>\n<answer>{}</answer>" + END_OF_TURN
-
 NO_UPDATE = {"loss": 0.0, "learned_tokens": 0, "logprob_gap": 0.0, "logprob_gap_max": 0.0}
-
-
-def play(prompt: str, seed: int) -> str:
-    """Reply so that episodes call or do not, and answer well or badly, depending on their seeds."""
-    if is_subagent(prompt):
-        return f"A red flash at 3 s.{END_OF_TURN}"
-    if "<tools>" in prompt and "<tool_response>" not in prompt and seed % 3:
-        return f"I look.\n</think>\n{CROP}{END_OF_TURN}"
-    return RIGHT_OR_WRONG.format("red" if seed % 2 else "blue")
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """Run rl.main with scripted engines instead of a model. Their log-probs differ from the trainer's."""
-    engines = []
-
-    def open_it(source, renderer, cfg, frames):
-        engines.append(Scripted(renderer, play, latency=0.1))
-        return engines[-1]
-
-    monkeypatch.setattr(rl, "start_engine", open_it)
-    monkeypatch.setattr("runtime.run.GAP_LIMIT", math.inf)
-    return engines
 
 
 @pytest.fixture
@@ -148,8 +89,8 @@ def draw(toy_dir, tmp_path, toy_renderer, videos):
     """draw(*steps, ...changes of the config) -> a sampler's groups for the last step, and its engine."""
 
     def sample(*steps: int, **changes):
-        cfg = config.load(RLConfig, write_config(tmp_path / "draw.yaml", toy_dir, **changes))
-        engine = Scripted(toy_renderer, play)
+        cfg = config.load(RLConfig, rl_config(tmp_path / "draw.yaml", toy_dir, **changes))
+        engine = Scripted(toy_renderer, by_chance)
         with contextlib.closing(rl.Sampler(cfg, engine, toy_renderer, videos)) as sampler:
             for step in steps:
                 sampler.start(step)
@@ -518,7 +459,7 @@ def test_an_update_has_the_loss_and_gradient_of_one_pass_at_the_sampling_tempera
 def test_a_step_whose_log_probs_are_not_numbers_ends_the_run(scripted, toy_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(rl, "accumulate", lambda *_: NO_UPDATE | {"logprob_gap": math.nan, "logprob_gap_max": math.nan})
     with pytest.raises(EngineError, match="step 1: .* differ by nan on average, nan at most"):
-        rl.main(config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, steps=1)))
+        rl.main(config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, steps=1)))
 
 
 def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_dir):
@@ -559,7 +500,7 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
 
 
 def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, toy_renderer, tmp_path, monkeypatch):
-    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://shared"]}))
+    cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://shared"]}))
     policy = load(cfg.policy, toy_renderer.never_sampled)
     owner = SGLang("", toy_renderer, gpus=(0,), launch=lambda port: fake_server(toy_renderer, port))
     other = SGLang("", toy_renderer, urls=owner.urls)

@@ -5,8 +5,8 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
-from scripts import REPO
-from test_rl import try_out, write_config
+from scripts import REPO, rl_config
+from short_runs import try_out
 
 import rl
 import sft
@@ -46,13 +46,13 @@ def test_a_config_that_does_not_say_takes_64_episodes_a_step_and_the_betas_of_th
     ],
 )
 def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
-    path = write_config(tmp_path / "c.yaml", toy_dir, **({"rollout": {}} | changes))
+    path = rl_config(tmp_path / "c.yaml", toy_dir, **({"rollout": {}} | changes))
     with pytest.raises(config.ConfigError, match=says):
         config.load(RLConfig, path)
 
 
 def test_every_rank_has_a_task(toy_dir, tmp_path, monkeypatch):
-    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3))
+    cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3))
     monkeypatch.setattr(rl, "world_size", lambda: 3)
     rl.check_hardware(cfg)
     monkeypatch.setattr(rl, "world_size", lambda: 4)
@@ -61,7 +61,7 @@ def test_every_rank_has_a_task(toy_dir, tmp_path, monkeypatch):
 
 
 def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
-    path = write_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
+    path = rl_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
     with pytest.raises(config.ConfigError, match="no server answers at http://127.0.0.1:9"):
         rl.check_hardware(config.load(RLConfig, path))
 

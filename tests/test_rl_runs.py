@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from scripted import Scripted
 from scripts import (
     Forked,
     alive,
@@ -22,16 +24,14 @@ from scripts import (
     finish,
     kill_at_random,
     metrics,
+    rl_config,
     same_metrics,
     same_weights,
+    sft_config,
     start,
     wait_for,
 )
-from test_rl import paid_by_chance as paid_by_chance
-from test_rl import scripted as scripted
-from test_rl import train, try_out, write_config
-from test_sft import write_config as sft_config
-from tiny_checkpoint import Scripted
+from short_runs import train, try_out
 
 import rl
 import runtime.run
@@ -70,6 +70,19 @@ def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chanc
     assert moved and not any(".visual." in name for name in moved)  # the vision tower is frozen
 
 
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
+def test_a_published_qwen25_vl_trains_and_its_result_trains_on(checkpoint, toy_dir, tmp_path, paid_by_chance):
+    stock = tiny.as_published(checkpoint, tmp_path / "stock")
+    (stock / "visual.json").unlink()
+    changes = {"visual": {"patch": 14, "frame_pixels": 6 * 28 * 28}, "steps": 2, "grpo": {"kl_coef": 0.1}}
+    lines = train(tmp_path / "one.yaml", toy_dir, policy={"checkpoint": str(stock)}, **changes)
+    lines += train(tmp_path / "two.yaml", toy_dir, policy={"checkpoint": str(tmp_path / "one" / "model")}, **changes)
+    assert all(line["logprob_gap"] < 1e-4 and not line["failed_rate"] and line["kl"] >= 0 for line in lines)
+    before, after = (load_file(folder / "model.safetensors") for folder in (stock, tmp_path / "two" / "model"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and not any(name.startswith("visual") for name in changed)
+
+
 def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(toy_dir, tmp_path, paid_by_chance):
     """A model is written before the state of its step: after a kill between the two, the resumed run writes it again."""
     train(tmp_path / "short.yaml", toy_dir, steps=2)
@@ -106,7 +119,7 @@ def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy
     train(tmp_path / "c.yaml", toy_dir, **more)
     weights = load_file("start/model.safetensors")
     save_file({name: w + 0.01 for name, w in weights.items()}, "start/model.safetensors", {"format": "pt"})
-    cfg = config.load(RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **more | {"steps": 2}))
+    cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, **more | {"steps": 2}))
     changed = r"'start' has changed since .*/c started from it: restore it"
     with pytest.raises(config.ConfigError, match=changed):
         rl.main(cfg)
@@ -167,7 +180,7 @@ def uninterrupted(toy_dir, cold_start, tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_two_processes_have_the_metrics_of_one(uninterrupted, toy_dir, cold_start, tmp_path):
     """Batches of other shapes round differently, so at some step a sampled token differs. Compare the first steps."""
-    finish(run(write_config(tmp_path / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)}, steps=3), ranks=2))
+    finish(run(rl_config(tmp_path / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)}, steps=3), ranks=2))
     for one, two in zip(metrics(uninterrupted)[:3], metrics(tmp_path / "run"), strict=True):
         for name in ("R", "R_acc", "f", "kappa", "R_anchor", "loss", "kl", "entropy", "grad_norm", "learned_tokens"):
             assert two[name] == pytest.approx(one[name], abs=1e-4, rel=1e-4), name
@@ -177,7 +190,7 @@ def test_two_processes_have_the_metrics_of_one(uninterrupted, toy_dir, cold_star
 def test_a_rank_without_any_task_keeps_step(toy_dir, tmp_path):
     """Invariant 10: with one task for two ranks, the second rank has nothing to sample or train on. A run that begins like
     this is refused, but ranks can also lose their tasks."""
-    cfg = write_config(tmp_path / "run.yaml", toy_dir, batch_tasks=1, steps=2)
+    cfg = rl_config(tmp_path / "run.yaml", toy_dir, batch_tasks=1, steps=2)
     assert "batch_tasks = 1: each of 2 ranks needs a task" in finish(run(cfg, ranks=2), code=1)
     finish(Forked(partial(unchecked, cfg), ranks=2))
     assert len(metrics(tmp_path / "run")) == 2
@@ -190,7 +203,7 @@ def unchecked(cfg: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, toy_dir, cold_start, tmp_path):
-    cfg = write_config(tmp_path / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)})
+    cfg = rl_config(tmp_path / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)})
     lines = tmp_path / "run" / "metrics.jsonl"
     steps = lambda: len(lines.read_text().splitlines()) if lines.exists() else 0  # noqa: E731
     kills = kill_at_random(partial(run, cfg), steps, random.Random(1), 2, 1.0)
@@ -227,7 +240,7 @@ BESIDE_SERVERS = {"rollout": {"server_gpus": [0, 1], "max_turns": 1}, "staleness
 
 @pytest.mark.parametrize("number, told", [(signal.SIGKILL, "exit code -9"), (signal.SIGSTOP, "Read timed out")])
 def test_a_server_that_dies_or_hangs_costs_no_step_and_no_episode(toy_dir, tmp_path, number, told):
-    cfg = write_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
+    cfg = rl_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
     output = finish(Forked(partial(train_beside_servers, cfg, "generate", 3, (number, 0)), ranks=2))
     lines = metrics(tmp_path / "c")
     assert [line["failed_rate"] for line in lines] == [0] * 5
@@ -237,7 +250,7 @@ def test_a_server_that_dies_or_hangs_costs_no_step_and_no_episode(toy_dir, tmp_p
 
 @pytest.mark.parametrize("verb, call", [("generate", 3), ("update_weights", 0)])
 def test_one_interrupt_ends_a_run_whose_servers_hang(toy_dir, tmp_path, verb, call):
-    cfg = write_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
+    cfg = rl_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
     process = Forked(partial(train_beside_servers, cfg, verb, call, (signal.SIGSTOP, signal.SIGSTOP)))
     wait_for(lambda: "disturbed" in Path(process.log).read_text(), process)
     pids = re.search(r"^disturbed (\d+) (\d+)$", Path(process.log).read_text(), re.M).groups()

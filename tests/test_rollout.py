@@ -9,7 +9,8 @@ import threading
 import time
 
 import pytest
-from tiny_checkpoint import CONTRACT, END, TASK, MemoryVideos, Scripted, check_trajectory, is_subagent, play, turns
+from scripted import END, TASK, MemoryVideos, Scripted, check_trajectory, is_subagent, play, turns
+from tiny import CONTRACT
 
 import data
 import rollout

@@ -17,10 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import REPO, Forked, alive, finish, metrics, start, wait_for
+from scripts import REPO, Forked, alive, finish, metrics, rl_config, sft_config, start, wait_for
 from test_cleanup import children
-from test_rl import write_config as rl_config
-from test_sft import write_config as sft_config
 
 import rl
 import rollout

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import scripts
 import tiny
 import torch
-from scripts import metrics, start
+from scripts import metrics, sft_config, start
 
 import sft
 from data import main_messages, overview, parse_task
@@ -26,15 +25,6 @@ from sft import TOKEN_KINDS, SFTConfig, batch_loss, target_kinds
 from tools import TOOLS
 
 run = partial(start, "sft.py")
-
-
-def write_config(path: Path, toy_dir: Path, **changes) -> Path:
-    perception = {"path": str(toy_dir / "perception.parquet"), "loss_weight": 10}
-    small = {"steps": 12, "batch_rows": 4, "pack_tokens": 700, "save_every": 3, "kind_weights": {"answer": 5}}
-    small["policy"] = {"checkpoint": str(toy_dir / "model"), "freeze": []}
-    small["data"] = {"sources": [perception, {"path": str(toy_dir / "sft.parquet")}]}
-    small["optim"] = {"lr": 1e-3, "warmup": 0.1, "schedule": "cosine"}
-    return scripts.write_config(path, toy_dir, "sft.parquet", **small | changes)
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -85,7 +75,7 @@ def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(said, expec
 
 def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tmp_path, videos):
     """Compare the packed step with plain transformers, row by row."""
-    cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_rows=12, pack_tokens=900))
+    cfg = config.load(SFTConfig, sft_config(tmp_path / "c.yaml", toy_dir, batch_rows=12, pack_tokens=900))
     batch = sft.Batches(cfg.data, cfg, videos, toy_renderer).make(0)
     assert len(batch) > 1 and any(len(micro.bundles) > 1 for micro in batch)
     policy = load(cfg.policy, toy_renderer.never_sampled)
@@ -117,7 +107,7 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
 
 def test_a_rank_reads_its_own_share_of_the_rows(toy_dir, toy_renderer, tmp_path, videos, monkeypatch):
     """If every rank read all rows, the gradient would be the same at N times the cost."""
-    cfg = config.load(SFTConfig, write_config(tmp_path / "c.yaml", toy_dir, batch_rows=7))
+    cfg = config.load(SFTConfig, sft_config(tmp_path / "c.yaml", toy_dir, batch_rows=7))
     shares = []
     for rank in range(3):
         monkeypatch.setattr(sft, "rank", lambda rank=rank: rank)
@@ -152,7 +142,7 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
 
 def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
     """Run sft.py in this process and return its metrics."""
-    sft.main(config.load(SFTConfig, write_config(path, toy_dir, **changes)))
+    sft.main(config.load(SFTConfig, sft_config(path, toy_dir, **changes)))
     return metrics(path.with_suffix(""))
 
 

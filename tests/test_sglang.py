@@ -12,15 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-import tiny_checkpoint
 import torch
-from scripts import metrics
-from test_engine import at_once, check_logprobs, question, request
-from test_families import as_published
-from test_families import prompts as prompts_of_families
-from test_rl import paid_by_chance as paid_by_chance
-from test_rl import write_config
-from tiny_checkpoint import CONTRACT_14, MemoryVideos, noise
+from scripted import MemoryVideos
+from scripts import metrics, rl_config
+from tiny import CONTRACT_14, as_published, at_once, check_logprobs, prompts_of, request
 
 import rl
 from data import Task
@@ -42,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    return tiny_checkpoint.build(tmp_path_factory.mktemp("other"), seed=1, initializer_range=0.1)
+    return tiny.build(tmp_path_factory.mktemp("other"), seed=1, initializer_range=0.1)
 
 
 def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
@@ -66,15 +61,7 @@ def client(checkpoint, renderer):
 
 @pytest.fixture(scope="module")
 def prompts(renderer):
-    """Text only; one, several, and differently shaped images; a second turn whose first was sampled strangely."""
-    made = []
-    for clips in ([], [noise(1)], [noise(6, seed=1)], [noise(2, seed=2, width=96), noise(1, seed=3, height=128)]):
-        made.append((question(renderer, clips, "What happens?"), clips))
-    ids, clips = made[2]
-    spelled = [token for letter in "a cat" for token in renderer.encode(letter)]
-    delta = renderer.continuation([[noise(2, seed=7), "seen"], "nothing"])
-    made.append((ids + spelled + [renderer.end_of_turn] + delta.ids, [*clips, *delta.clips]))
-    return made
+    return prompts_of(renderer)
 
 
 def check_rows(client, model, renderer, prompts, temperatures=(1.0,)) -> None:
@@ -160,7 +147,7 @@ def test_training_samples_one_step_ahead_on_a_server_of_its_own(
     sampling = {"max_turns": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
     changes = {"optim": {"lr": 2e-5}, "batch_tasks": 8, "staleness": 1, "rollout": sampling}
     try:  # its first batch is checked against GAP_LIMIT
-        rl.main(config.load(rl.RLConfig, write_config(tmp_path / "c.yaml", toy_dir, **changes)))
+        rl.main(config.load(rl.RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, **changes)))
     finally:
         client.close()
     lines = metrics(tmp_path / "c")
@@ -174,11 +161,11 @@ def test_an_exported_qwen25_vl_serves_what_plain_transformers_says(tmp_path):
     """SGLang skips weights whose names it does not know, so an export or a snapshot under other names would go unnoticed."""
     stock, other = tmp_path / "stock", tmp_path / "other"
     for path, seed in ((stock, 0), (other, 1)):
-        tiny_checkpoint.build(path, CONTRACT_14, seed, "qwen2_5_vl", initializer_range=0.1)
+        tiny.build(path, seed, "qwen2_5_vl", initializer_range=0.1)
     policy = load(PolicyConfig(str(as_published(stock, tmp_path / "published"))))
     export(policy, tmp_path / "out", CONTRACT_14)
-    renderer = tiny_checkpoint.renderer(tmp_path / "out", CONTRACT_14)
-    rows = prompts_of_families(renderer)
+    renderer = tiny.renderer(tmp_path / "out")
+    rows = prompts_of(renderer)
     client = serve(tmp_path / "out", renderer)
     try:
         check_rows(client, tiny.plain(stock), renderer, rows, temperatures=(0.0, 1.0))

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_checkpoint import CONTRACT, END, MemoryVideos, play, turns
+from scripted import END, MemoryVideos, play, turns
+from tiny import CONTRACT
 
 import tools
 from data import Call, Task, dump

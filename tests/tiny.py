@@ -1,10 +1,13 @@
-"""A tiny random Qwen3-VL or Qwen2.5-VL without a tokenizer, random bundles, and two oracles: plain transformers for log-probs, and a
-reference implementation of the GPU's attention kernels."""
+"""Tiny random models of both families, without a tokenizer (`write`) or with one (`build`); random bundles and requests; and two
+oracles: plain transformers for log-probs, and a reference implementation of the GPU's attention kernels."""
 
 import contextlib
+import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,18 +16,28 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+import data
 from runtime.distributed import init_distributed, rank, world_size
+from runtime.engine import Sample
 from runtime.packing import Bundle
 from runtime.policy import Policy, PolicyConfig, load
+from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer, template_with_tools
 from runtime.video import Clip
-from runtime.visual import patchify
+from runtime.visual import VisualContract, patchify
 from study import toy
+from tools import TOOLS
 
 # An odd vocabulary: two ranks hold different numbers of its rows.
 VOCABULARY, IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END = 129, 120, 121, 122, 123
 NEVER_SAMPLED = (IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
 TOKENS = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|image_pad|>": IMAGE_PAD, "<|video_pad|>": VIDEO_PAD}
 TOKENS |= {"<|vision_start|>": VISION_START, "<|vision_end|>": VISION_END}
+
+CELL = {"qwen3_vl": 32, "qwen2_5_vl": 28}  # pixels of a visual token's side, by family
+# Four tokens per frame: with one, M-RoPE positions are plain positions, and the tests would prove nothing.
+CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)
+# For Qwen2.5-VL. A frame is 2 x 3 tokens, and windows are 2 x 2, so it has two windows.
+CONTRACT_14 = VisualContract(patch=14, frame_pixels=2 * 3 * 28 * 28, overview_frames=4, crop_max_frames=4)
 
 
 class Pieces:
@@ -69,8 +82,61 @@ def write(
     return path
 
 
+def build(
+    path: Path, seed: int = 0, model_type: str = "qwen3_vl", contract: VisualContract | None = None,
+    vision: dict | None = None, **sizes,
+) -> Path:  # fmt: skip
+    """Write a checkpoint with a tokenizer and a chat template."""
+    prompts = [data.system_prompt(with_tools=True), data.subagent_system_prompt()]
+    texts = [*prompts, CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
+    contract = contract or (CONTRACT if model_type == "qwen3_vl" else CONTRACT_14)
+    if model_type == "qwen3_vl" and not vision:
+        vision = {"deepstack_visual_indexes": [0, 1]}  # with one level, as in the toy, a wrong order would go unnoticed
+    toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, vision, model_type, **sizes)
+    return path
+
+
+def renderer(path: Path) -> Renderer:
+    return Renderer(load_tokenizer(path), VisualContract.load(path))
+
+
+def as_published(path, folder):
+    """Write a checkpoint as Qwen publishes it: a flat config.json, and a chat template without tools."""
+    shutil.copytree(path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text |= {
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    for name in ("model_type", "architectures"):
+        text.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(text | config))
+    (folder / "chat_template.jinja").write_text(STOCK_TEMPLATE)
+    return folder
+
+
+# It has the same form as Qwen2.5-VL's: a system turn of its own if there is none, images, and no tools.
+STOCK_TEMPLATE = """
+{%- for message in messages -%}
+{%- if loop.first and message.role != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n{% endif -%}
+<|im_start|>{{ message.role }}\n{% if message.content is string %}{{ message.content }}<|im_end|>\n{% else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif -%}
+{%- endfor %}<|im_end|>\n{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}
+""".replace("\\n", "{{ '\\n' }}").strip()
+
+
 def plain(path: Path, attention: str = "eager") -> PreTrainedModel:
     return AutoModelForImageTextToText.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
+
+
+def noise(count: int, seed: int = 0, width: int = 64, height: int = 64) -> Clip:
+    pixels = np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+    return Clip(pixels, tuple(map(float, range(count))))
 
 
 @dataclass
@@ -201,6 +267,72 @@ def flash_attn_2(q, *args, causal, softmax_scale):
 def torch_varlen(q, *args, window_size, scale, enable_gqa):
     assert window_size in ((-1, 0), (-1, -1)) and scale == q.shape[-1] ** -0.5 and enable_gqa
     return varlen_reference(q, *args, window_size == (-1, 0))
+
+
+def question(renderer, clips: list, text: str) -> list[int]:
+    return renderer.render([{"role": "user", "content": [*clips, text]}], generate=True).ids
+
+
+def prompts_of(renderer) -> list[tuple[list[int], list[Clip]]]:
+    """Text only; one and several images of different sizes; a second turn with frames of a tool, whose first was spelled oddly."""
+    made, cell = [], renderer.contract.cell
+
+    def show(count: int, columns: int = 2, rows: int = 2, seed: int = 0) -> Clip:
+        return noise(count, seed, columns * cell, rows * cell)
+
+    shown = [[], [show(1)], [show(3, seed=1)], [show(2, columns=5, rows=3, seed=2), show(1, rows=4, seed=3)]]
+    for i, clips in enumerate(shown):
+        made.append((question(renderer, clips, "What happens?" + " Say it." * i), clips))
+    ids, clips = made[2]
+    spelled = [token for letter in "a cat" for token in renderer.encode(letter)]
+    delta = renderer.continuation([[show(2, seed=7), "seen"], "nothing"])
+    made.append((ids + spelled + [renderer.end_of_turn] + delta.ids, [*clips, *delta.clips]))
+    return made
+
+
+def at_once(engine, requests_: list[dict]) -> list[Sample]:
+    """Send each request from its own thread, and announce the threads to the engine."""
+    engine.announce(len(requests_))
+    with ThreadPoolExecutor(len(requests_)) as pool:
+
+        def ask(request):
+            try:
+                return engine.generate(**request)
+            finally:
+                engine.announce(-1)
+
+        return list(pool.map(ask, requests_))
+
+
+def request(ids, clips, seed=1, temperature=1.0, max_new_tokens=24, **more) -> dict:
+    more = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **more}
+    return {"ids": ids, "clips": clips, **more}
+
+
+def check_logprobs(model, renderer, row: dict, sample: Sample, tolerance: float = 1e-5) -> None:
+    """Compare a sample's log-probs with one plain forward over the whole sequence."""
+    ids, temperature = row["ids"] + sample.ids, row["temperature"]
+    with torch.no_grad():
+        expected = plain_logprobs(model, renderer.never_sampled, ids, row["clips"], temperature)
+    expected = expected[len(row["ids"]) - 1 :]
+    assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=tolerance, rtol=0)
+
+
+def template_ids(renderer, messages, schemas) -> list[int]:
+    """Return the ids that a user of plain transformers gets for the conversation."""
+    plain = []
+    for message in messages:
+        content = message["content"]
+        parts = []
+        for part in [content] if isinstance(content, str) else content:
+            if isinstance(part, str):
+                parts.append({"type": "text", "text": part})
+            else:
+                for time in part.times:
+                    parts += [{"type": "text", "text": f"<{time:.1f} seconds>"}, {"type": "image"}]
+        plain.append({"role": message["role"], "content": parts})
+    options = {"chat_template": template_with_tools(renderer.tokenizer.chat_template), "add_generation_prompt": True}
+    return renderer.tokenizer.apply_chat_template(plain, tools=schemas, return_dict=False, **options)
 
 
 def on_ranks(work, world: int, *args) -> None:

@@ -14,10 +14,8 @@ import tempfile
 from pathlib import Path
 
 from conftest import SMALL
-from scripts import ONE_THREAD, REPO, metrics, same_metrics, wait_for
+from scripts import ONE_THREAD, REPO, metrics, rl_config, same_metrics, sft_config, wait_for
 from test_cleanup import children
-from test_rl import write_config as rl_config
-from test_sft import write_config as sft_config
 
 from study import toy
 

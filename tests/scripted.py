@@ -1,10 +1,8 @@
-"""Fixtures for tests of the rollout and of tools: an untrained Qwen3-VL with a tokenizer and chat template, in-memory
-videos and scripted agents.
+"""Scripted agents and in-memory videos, for tests of the rollout and of tools.
 
-    [episode] = play(renderer, turns("Closer.</think>" + call + END, last, report="It is red."), tools=("my_tool",))
+[episode] = play(renderer, turns("Closer.</think>" + call + END, last, report="It is red."), tools=("my_tool",))
 """
 
-import json
 import threading
 import time
 import zlib
@@ -12,48 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from tiny import noise
 
 import data
-from data import Episode, Task, Trajectory
+from data import Episode, Group, Task, Trajectory
+from rewards import give_rewards
 from rollout import AgentContext, RolloutConfig, rollout
 from runtime.dialogue import parse_dialogue
 from runtime.engine import Sample
-from runtime.render import CHAT_TEMPLATE, THINK_PREFIX, Renderer, load_tokenizer
+from runtime.render import END_OF_TURN, THINK_PREFIX, Renderer
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices, window_indices
-from runtime.visual import VisualContract
 from sft import encode_dialogue
-from study import toy
-from tools import TOOLS
-
-# Four tokens per frame: with one, M-RoPE positions are plain positions, and the tests would prove nothing.
-CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)
-# For Qwen2.5-VL. A frame is 2 x 3 tokens, and windows are 2 x 2, so it has two windows.
-CONTRACT_14 = VisualContract(patch=14, frame_pixels=2 * 3 * 28 * 28, overview_frames=4, crop_max_frames=4)
-
+from study.lab import episode_of_turns
 
 TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
 END = "<|im_end|>"
-
-
-def build(
-    path: Path, contract: VisualContract = CONTRACT, seed: int = 0, model_type: str = "qwen3_vl",
-    vision: dict | None = None, **sizes,
-) -> Path:  # fmt: skip
-    prompts = [data.system_prompt(with_tools=True), data.subagent_system_prompt()]
-    texts = [*prompts, CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
-    if model_type == "qwen3_vl" and not vision:
-        vision = {"deepstack_visual_indexes": [0, 1]}  # with one level, as in the toy, a wrong order would go unnoticed
-    toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, vision, model_type, **sizes)
-    return path
-
-
-def renderer(path: Path, contract: VisualContract = CONTRACT) -> Renderer:
-    return Renderer(load_tokenizer(path), contract)
-
-
-def noise(count: int, seed: int = 0, width: int = 64, height: int = 64) -> Clip:
-    pixels = np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
-    return Clip(pixels, tuple(map(float, range(count))))
 
 
 class MemoryVideos:
@@ -156,6 +127,20 @@ def turns(*said, report="I saw a cat."):
     return reply
 
 
+CROP = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}\n</tool_call>'
+
+RIGHT_OR_WRONG = "I see it.\n</think>\n<answer>{}</answer>" + END_OF_TURN
+
+
+def by_chance(prompt: str, seed: int) -> str:
+    """Reply so that episodes call or do not, and answer well or badly, depending on their seeds."""
+    if is_subagent(prompt):
+        return f"A red flash at 3 s.{END_OF_TURN}"
+    if "<tools>" in prompt and "<tool_response>" not in prompt and seed % 3:
+        return f"I look.\n</think>\n{CROP}{END_OF_TURN}"
+    return RIGHT_OR_WRONG.format("red" if seed % 2 else "blue")
+
+
 def play(
     renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, engine=None, videos=None, k=4, step=0, **cfg
 ) -> list[Episode]:
@@ -208,3 +193,19 @@ def check_rows_of_a_rollout(renderer, videos, schemas, video: str, opening: str,
         assert mask[: len(main.ids)] == main.mask
         assert not any(mask[len(main.ids) :])
         assert np.array_equal(bundle.clips[0].pixels, main.clips[0].pixels)
+
+
+def group_that_said(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
+    """Return a group of one-turn episodes with behaviour log-probs and rewards."""
+    task, episodes = Task(name, "Which?", (), "oe", "red"), []
+    for i, turn in enumerate(turns):
+        episode = episode_of_turns([turn], task, renderer)
+        main = episode.main
+        main.ids, main.mask = [*prompt, *main.ids], [0] * len(prompt) + main.mask
+        main.turns, main.prompt_length = [(a + len(prompt), b + len(prompt)) for a, b in main.turns], len(prompt)
+        main.logprobs = [-0.1 * (i + 1) * m for m in main.mask]
+        main.versions = [m - 1 for m in main.mask]
+        episodes.append(episode)
+    one = Group(task, 64, episodes)
+    give_rewards([one], renderer, cfg.reward)
+    return one
