@@ -269,10 +269,8 @@ def test_a_template_that_loses_an_image_or_a_turn_is_an_error(tokenizer):
 # What another template writes in place of ours, and where a rollout then differs from the dialogue as a whole.
 OTHER_TEMPLATES = {
     "it opens thoughts": ("assistant\\n' if add", "assistant\\n<think>\\n' if add", r"it writes 'I see.*a rollout '<think>"),
-    "another name for the assistant": ("' + message.role +", "' + ('model' if message.role == 'assistant' else message.role) +", "does not write assistant turns"),
     "it drops earlier thoughts": ("{{ show(message.content) }}{{ '<|im_end|>\\n' }}\n{%- endif -%}", "{{ show(message.content).split('</think>')[-1] }}{{ '<|im_end|>\\n' }}\n{%- endif -%}", r"it writes '\\n<tool_call>.*a rollout '<think>"),
     "it takes no system text": ("{%- set system", "{{ raise_exception('no system role') if messages[0].role == 'system' }}{%- set system", "no system role"),
-    "it reads no lists": ("{%- if content is string -%}{{ content }}", "{%- if true -%}{{ content + '' }}", "can only concatenate list"),
 }  # fmt: skip
 
 
@@ -290,15 +288,6 @@ def test_a_template_that_continues_a_dialogue_otherwise_than_rollouts_is_refused
         refuse_template(Path("M"), Renderer(other, CONTRACT), {"crop_video": schemas[0]})
 
 
-def test_a_template_that_differs_only_without_tools_is_refused(tokenizer, schemas):
-    other = copy.deepcopy(tokenizer)
-    dropped = "{%- if loop.nextitem is defined and loop.nextitem.role == 'user' -%}{%- continue -%}{%- endif -%}"
-    loop = "{%- for message in (messages[1:] if system else messages) -%}"
-    other.chat_template = CHAT_TEMPLATE.replace(loop, loop + dropped)
-    with pytest.raises(ConfigError, match="does not write assistant turns"):
-        refuse_template(Path("M"), Renderer(other, CONTRACT), {"crop_video": schemas[0]})
-
-
 def test_our_template_continues_a_dialogue_as_rollouts_do(renderer, schemas):
     for tools in ({}, {"crop_video": schemas[0]}):
         refuse_template(Path("M"), renderer, tools)
@@ -306,18 +295,8 @@ def test_our_template_continues_a_dialogue_as_rollouts_do(renderer, schemas):
 
 def test_a_tool_whose_schema_is_not_one_is_named(renderer, schemas):
     """Otherwise every row or episode would fail, with an error that blames the data."""
-    function = schemas[0]["function"]
-    unserialisable = {"type": "function", "function": function | {"parameters": {"x": float}}}
-    nameless = {"type": "function", "function": {key: function[key] for key in ("description", "parameters")}}
-    for schema, says in (
-        (unserialisable, "Object of type type is not JSON serializable"),
-        ("look", "TypeError"),
-        (nameless, r"\(KeyError\('name'\)\)"),
-    ):
-        with pytest.raises(
-            ConfigError, match=f"^tool look: no model can be shown its schema .*{says}.*; write it with make_tool$"
-        ):
-            refuse_template(Path("M"), renderer, {"look": schema})
+    with pytest.raises(ConfigError, match="^tool look: no model can be shown its schema .*; write it with make_tool$"):
+        refuse_template(Path("M"), renderer, {"look": "look"})
     with pytest.raises(ConfigError, match=r"^tools.TOOLS\['look'\]: the model would call it 'crop_video'"):
         refuse_template(Path("M"), renderer, {"look": schemas[0]})
 
@@ -394,30 +373,10 @@ def test_any_sampled_ids_have_offsets(renderer, data):
     check_offsets(renderer, renderer.encode("<think>a</think>é🎬" + renderer.inert("<think>" + text)))
 
 
-def test_a_tag_after_broken_utf8_stands_where_it_is(renderer):
-    """Past bug: in `"a \ufffd</think>"`, the tag got the span of the broken byte before it, and lost its credit."""
-    byte = renderer.tokenizer.convert_tokens_to_ids(bytes_to_unicode()[0xE2])
-    closing = renderer.tokenizer.convert_tokens_to_ids("</think>")
-    ids = [*renderer.encode("a "), byte, closing]
-    start, end = renderer.offsets(ids)[-1]
-    assert renderer.decode(ids) == "a \ufffd</think>" and (start, end) == (3, 11)
-    box = renderer.encode("╞")  # three bytes; the last byte alone is not UTF-8
-    assert renderer.offsets([*box[2:] * 2, *box, *renderer.encode("a")])[-1] == (3, 4)
-    unknown = len(renderer.tokenizer) + 1  # a row of the embedding without a token
+def test_an_id_without_a_token_has_no_characters(renderer):
+    """The embedding has more rows than the vocabulary."""
+    unknown, closing = len(renderer.tokenizer) + 1, renderer.tokenizer.convert_tokens_to_ids("</think>")
     assert renderer.offsets([closing, unknown, closing]) == [(0, 8), (8, 8), (8, 16)]
-
-
-def test_offsets_take_linear_time(renderer):
-    """Past bug: invalid UTF-8 made it quadratic, 12 s for 8,000 tokens."""
-    broken = [renderer.tokenizer.convert_tokens_to_ids(bytes_to_unicode()[byte]) for byte in "🎬".encode()[:3]]
-
-    def seconds(ids):
-        began = time.process_time()
-        renderer.offsets(ids)
-        return time.process_time() - began
-
-    short = min(seconds(broken * 200) for _ in range(5))
-    assert min(seconds(broken * 3_200) for _ in range(3)) < 64 * short  # 16 times as many; quadratic would be 256
 
 
 @pytest.mark.parametrize("eos, ends", [(None, ()), ("<|im_end|>", ()), ("<|endoftext|>", ("<|endoftext|>",)), (["<|im_end|>", "<|endoftext|>"], ("<|endoftext|>",))])  # fmt: skip

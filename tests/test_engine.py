@@ -1,7 +1,6 @@
 """Both engines: the in-process engine against plain transformers, and SGLang's client against a small fake server."""
 
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -178,14 +177,6 @@ def test_batches_have_bounded_size_and_padding(sizes, max_tokens):
         assert len(batch) == 1 or (keys <= max_tokens and padding <= max_tokens / 4)
 
 
-@pytest.mark.parametrize("longest, batches", [(64, 1), (900, 8)])
-def test_short_prompts_of_any_length_are_one_batch(longest, batches):
-    """Past bug: each batch held prompts of similar length, so 64 texts were decoded as five batches."""
-    lengths = np.linspace(8, longest, 64).astype(int)
-    requests = [Request([0] * n, (), 2, 1.0, 0, frozenset(), n - 1) for n in lengths]
-    assert len(cut_into_batches(requests, 8000)) <= batches
-
-
 @both_families
 def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, model, renderer, prompts, tmp_path):
     other = tiny.build(tmp_path / "other", 1, model.config.model_type, initializer_range=0.1)
@@ -247,22 +238,6 @@ def test_each_prompt_is_read_once_and_no_padding(checkpoint, renderer, prompts):
     at_once(engine, rows)
     engine.close()
     assert read == [(1, len(long) + sum(map(len, tails)) + len(short)), (4, 1), (4, 1)]
-
-
-def test_short_clips_are_encoded_together_up_to_the_frames_of_an_overview(checkpoint, renderer):
-    """The clips have different sizes. (The tests above compare the samples with those of each request alone.)"""
-    engine, frames, rows = InProcess(checkpoint, renderer), [], []
-    tower = engine.model.model.visual
-    tower.register_forward_pre_hook(
-        lambda _, __, given: frames.append(int(given["grid_thw"][:, 0].sum())), with_kwargs=True
-    )
-    for i, count in enumerate((1, 2, 1, 4, 3)):  # an overview has 4
-        content = [noise(count, seed=i, width=64 + 32 * (i % 2)), "What?"]
-        ids = renderer.render([{"role": "user", "content": content}], generate=True).ids
-        rows.append(request(ids, [content[0]], max_new_tokens=1))
-    at_once(engine, rows)
-    engine.close()
-    assert sorted(frames) == [3, 4, 4]
 
 
 def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monkeypatch):

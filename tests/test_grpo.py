@@ -14,11 +14,8 @@ from data import Call, Group, Trajectory
 from grpo import GRPOConfig, assign_advantages, group_advantage, share_prompts, token_losses
 from rewards import Anchor, RewardConfig, structural_mask
 from rl import RLConfig
-from runtime.engine import EngineError
-from runtime.packing import Bundle
 from runtime.policy import PolicyConfig, load
 from runtime.render import END_OF_TURN
-from runtime.run import self_check
 from runtime.video import Clip
 
 TIDY = f"<think>\nA clip shows it.\n</think>\n<answer>red</answer>{END_OF_TURN}"
@@ -31,19 +28,6 @@ def settings(credit: str = "struct", grpo: dict | None = None, **changes) -> RLC
     reward = RewardConfig(w_fmt=0, w_tool=0, untagged_answer="stated", anchor=Anchor(credit=credit))
     grpo = GRPOConfig(**{"kl_coef": 0.0} | (grpo or {}))
     return RLConfig(run="run", policy=PolicyConfig(""), data=None, grpo=grpo, reward=reward, **changes)
-
-
-@pytest.fixture
-def policy(toy_renderer, toy_dir):
-    return load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
-
-
-def sampled_exactly(policy, one: Group, temperature: float = 1.0) -> None:
-    """Give the episodes the log-probs of an engine that agrees with the policy."""
-    for main in (episode.main for episode in one.episodes):
-        with torch.no_grad():
-            found = policy([Bundle.conversation(main.ids, main.mask, [])], temperature).logprobs.tolist()
-        main.logprobs = [found.pop(0) if m else 0.0 for m in main.mask]
 
 
 def make_train_groups(groups, cfg, subagents=False):
@@ -261,25 +245,3 @@ def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_
             expected = expected - (advantage[1:] * logprobs_of(main)).sum() / n
     expected.backward()
     tiny.assert_close(tiny.gradients(policy.model), tiny.gradients(plain), 1e-4)
-
-
-# ------------------------------------------------------------------------------------------------ the first batch
-
-
-@pytest.fixture
-def exact_group(toy_renderer, policy):
-    one = group_that_said(toy_renderer, settings(), [TIDY, WRONG])
-    sampled_exactly(policy, one)
-    return one
-
-
-def test_the_first_batch_is_checked_against_the_trainer(exact_group, policy, monkeypatch):
-    monkeypatch.setattr("runtime.run.GAP_LIMIT", 1e-3)
-    self_check(policy, [exact_group], 1.0)
-    self_check(policy, [], 1.0)  # a rank without episodes
-    with pytest.raises(EngineError, match="trainer and engine disagree"):
-        self_check(policy, [exact_group], 0.3)
-    main = exact_group.episodes[0].main
-    main.logprobs = [2 * p for p in main.logprobs]
-    with pytest.raises(EngineError, match="the engine's images, weights, temperature or banned tokens differ"):
-        self_check(policy, [exact_group], 1.0)

@@ -1,7 +1,6 @@
 """The memory plan equals the model's real parameters, and the activations that autograd really keeps. It warns if a run may
 not fit, and refuses a run that cannot."""
 
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -75,12 +74,6 @@ def test_knobs_move_the_sum_in_their_direction():
     assert plan_training(EIGHT, 4, 8192).gib > base > plan_training(EIGHT, 8, 4096).gib
     for change in ({"freeze": ()}, {"logit_chunk": 4096}, {"activation_checkpointing": False}):
         assert plan_training(PolicyConfig(EIGHT.checkpoint, **change), 8, 8192).gib > base
-
-
-def test_the_key_that_the_plan_advises_is_a_key():
-    """Past bug: it advised `kl = 0`."""
-    [key] = re.findall(r"none if grpo.(\w+) = 0", " ".join(plan_training(EIGHT, 8, 8192, reference=True).held))
-    assert key in GRPOConfig.__dataclass_fields__
 
 
 def rl_plans(**changes):

@@ -85,47 +85,32 @@ def test_f_release_reads_what_was_sampled_and_stands_beside_our_f_even_in_spam()
 CODE = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
 CASES = {
     # name: (turns, executed calls, R_acc, R_fmt, R_tool, R_anchor), and f where the cap of 0.9 hides part of R_fmt.
-    # Past bugs: a thought closed twice had R_anchor 0 and an open one -0.3, so a group of both preferred the former. A thought
-    # before <tool_code> earned nothing, although <tool_code> runs as well.
     "tidy direct answer": ([DONE], 0, 1, 0.2 + 0.3 + 0.2 + 0.1, 0, 0.7),
     "tidy trajectory with tools": ([LOOK, DONE], 1, 1, 1.0, 0.8, 0.7),
     "call without execution": ([LOOK, DONE], 0, 1, 0.8, 0.1, 0.7),
     "an answer before the reports": ([LOOK.replace("<tool_call>", "<answer>B</answer><tool_call>"), DONE.replace("<answer>B</answer>", "ok")], 1, 0, 0.5, 0.3, 0.4),
     "a call beside the answer": ([DONE.replace("<answer>", f"{CALL}<answer>")], 1, 1, 0.9, 0.3, 0.4, 0.9),
     "an answer inside the last thought": ([f"<think>\nThe clip shows it.\n</think><think>\nIt is blue, so <answer>B</answer>\n</think>\nok{END_OF_TURN}"], 0, 0, 0.2, 0, 0.4),
-    "three rounds of calls": ([LOOK, LOOK, LOOK, DONE], 3, 1, 1.0, 0.8, 0.7),
     "executed, but the answer is wrong": ([LOOK, DONE.replace("B<", "A<")], 1, 0, 1.0, 0.3, 0.7),
     "unreadable call": ([LOOK.replace('{"name"', "{name"), DONE], 0, 1, 0.8, 0, 0.7),
-    "unreadable call and no answer": ([LOOK.replace('{"name"', "{name")], 0, 0, 0.2, 0, 0.4),
-    "a thought behind the call": ([f"{CALL}<think>\nLet me look closer.\n</think>{END_OF_TURN}"], 1, 0, 0.2, 0.3, 0.4),
     "a thought before <tool_code>": ([LOOK.replace(CALL, CODE), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
-    "a thought behind <tool_code>": ([CODE + LOOK.replace(CALL, ""), DONE], 1, 1, 0.7, 0.8, 0.7, 0.9),
     "a thought behind an empty one and the call": ([LOOK.replace("<think>", f"<think></think>{CALL}<think>"), DONE], 1, 1, 0.7, 0.8, 0.7, 0.9),
-    "empty tags": ([f"<think></think><answer></answer>{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
     "empty thought": ([EMPTY_DONE], 0, 1, 0.5 + 0.1, 0, 0.0),
     "short thought": ([DONE.replace("The clip shows it.", "See it.")], 0, 1, 0.5 + 0.1, 0, 0.0),
     "a thought of ten letters": ([DONE.replace("The clip shows it.", "It is so blue")], 0, 1, 0.8, 0, 0.7),
-    "a thought of ten syllables": ([DONE.replace("The clip shows it.", "영상에서파란색이보임")], 0, 1, 0.8, 0, 0.7),
     "a thought of dots": ([DONE.replace("The clip shows it.", 10 * "." + 10 * "\u200b")], 0, 1, 0.5 + 0.1, 0, 0.0),
     "a thought of tags": ([EMPTY_DONE.replace("</think>", "<answer></answer></think>")], 0, 1, 0.5, 0, 0.0),
     "an empty thought before the call": ([EMPTY_LOOK, DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
-    "an empty thought before the answer": ([LOOK, EMPTY_DONE], 1, 1, 0.5 + 0.3 + 0.1, 0.8, 0.0),
     "an empty thought before the second call": ([LOOK, EMPTY_LOOK, DONE], 2, 1, 0.5 + 0.1, 0.8, 0.0),
-    "the first think unclosed": ([LOOK.replace("</think>", ""), DONE], 1, 1, 0.5, 0.8, -0.3),
     "a thought closed twice": ([DONE.replace("<answer>", "</think><answer>")], 0, 1, 0.2 + 0.5, 0, -0.3),
     "a thought closed twice before a call": ([LOOK.replace("</think>", "</think></think>"), DONE], 1, 1, 0.9, 0.8, -0.3, 1.0 - 0.15),
-    "an answer closed twice after a call": ([LOOK, DONE.replace("</answer>", "</answer></answer>")], 1, 1, 0.9, 0.8, 0.4, 0.9),
-    "a call that ran and twenty unclosed ones": ([LOOK.replace(END_OF_TURN, 20 * "<tool_call>" + END_OF_TURN), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
     "a second call without its opening tag": ([LOOK.replace(CALL, CALL + CALL.replace("<tool_call>", "")), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
     "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.7, 0, 0.7, 0.9),
     "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
-    "unclosed think after a call": ([LOOK, DONE.replace("</think>", "")], 1, 0, 0.3 + 0, 0.3, -0.3),
     "no think": ([f"<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5, 0, 0.0),
     "unclosed answer": ([f"<think>\nIt is clearly blue.\n</think>\n<answer>B{END_OF_TURN}"], 0, 0, 0.2, 0, 0.4),
     "prose only": ([f"The answer is B.{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
-    "answer repeated after the end": ([DONE.replace(END_OF_TURN, "B</answer>" + END_OF_TURN)], 0, 1, 0.7, 0, 0.4),
     "as many answers as are no spam": ([DONE.replace("<answer>B", 2 * "<answer>A</answer>" + "<answer>B")], 0, 1, 0.7, 0, 0.4),
-    "nested answers": ([DONE.replace("<answer>B", "<answer>A<answer>B")], 0, 1, 0.7, 0, 0.4),
     "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7, 0, -0.3),
     "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, -0.3),
     "closed before it is opened": ([DONE.replace("<think>", "</think><think>").replace("</think>\n<answer>", "<answer>")], 0, 0, 0, 0, -0.3),
@@ -135,7 +120,6 @@ CASES = {
     "a comparison is no tag": ([DONE.replace("shows it", "shows that 3 < 5").replace(">B<", "> B, <= 5<")], 0, 1, 0.8, 0, 0.7),
     "a broken tag is not text": ([DONE.replace(">B<", ">B</answe<")], 0, 1, 0.7, 0, 0.4),
     "<tool_code> before the answer": ([DONE.replace("<answer>", "<tool_code><answer>")], 0, 1, 0.7, 0, 0.4),
-    "a thought of <tool_code>": ([DONE.replace("The clip shows it.", "<tool_code> It </tool_code> is")], 0, 1, 0.5, 0, 0.0),
     "call tags in the thought": ([f"<think>\nI could {CALL} here.\n</think>\n<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.7, 0.1, 0.7, 0.9),
 }  # fmt: skip
 
@@ -201,19 +185,11 @@ def test_no_text_one_edit_from_an_honest_one_earns_as_much_unless_it_is_well_for
 
 HONEST_THOUGHTS = (
     "The clip shows it.",
-    "At <12.5 seconds> a man opens the door, so 3 < 5 frames are enough.",
     "If a<b and b<c, then a<c holds; also x <= y.",
-    "The question says <video>, so I look at the overview.",
     "The title reads <b>News</b> in <i>bold</i>.",
-    "He walks left <- right, then -> back <-> again.",
     "The score is 2:1 (<90 min). Q&A: \"who?\" - 'nobody'.",
-    "1. First, a car.\n2. Then, **a bus**.\n\n- So it is `B`.",
     "视频中有一把红伞，所以选择B。时间<20秒。",
-    "Let $t < 20$ and \\(u > 3\\), so \\boxed{B} fits.",
-    "if (i<n) { std::vector<int> v; } is on the screen",
     "He writes I <3 U on the wall :> and draws <*)))><.",
-    "The sign shows <<EXIT>> and an arrow <=.",
-    "영상에서 파란색이 보입니다. <화면>",
     "A <top> view: <the red car> passes an <animal>; x<then, vector<any> and a table's <th> are text.",
     "",
 )  # fmt: skip
@@ -281,13 +257,10 @@ def test_closure_is_the_share_of_opened_tags_that_were_closed_in_their_turn():
     assert earned([DONE + "</answer>"])["closure/answer"] == 1  # extra closing tags do not raise it
 
 
-def test_closure_also_counts_the_code_of_pretrained_models_which_has_no_limit():
-    closed = LOOK.replace(CALL, CODE)
-    unclosed = LOOK.replace(CALL, CODE.removesuffix("</tool_code>"))
-    parts = earned([closed, unclosed, DONE])
+def test_the_code_of_pretrained_models_counts_for_closure_and_has_no_limit():
+    parts = earned([LOOK.replace(CALL, CODE), LOOK.replace(CALL, CODE.removesuffix("</tool_code>")), DONE])
     assert parts["closure/tool_code"] == 0.5
-    assert "spam/tool_code" not in parts and "surplus/tool_code" not in parts
-    assert "closure/tool_code" not in earned([DONE])
+    assert "spam/tool_code" not in parts
 
 
 def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
@@ -340,17 +313,12 @@ OPEN_THOUGHT = "<think>\nThe clip shows it."
         (DONE, 1, 1, 1),
         (f"{THOUGHT}The answer is A. No, the answer is B.", 0, 1, 1),
         (f"{THOUGHT}The correct answer is:\n\n**B. blue**", 0, 0, 1),
-        (f"{THOUGHT}It is not red. **B**", 0, 0, 1),
-        (f"{THOUGHT}B</answe", 0, 0, 1),
-        (f"{THOUGHT}<answer>B", 0, 0, 1),
         (f"{THOUGHT}{CALL}\nB", 0, 0, 1),
         (f"{THOUGHT}ok", 0, 0, 0),  # past bug: the thought's "The answer is" counted
         (f"{THOUGHT}The answer is B. <answer>A</answer>", 0, 0, 0),  # a complete <answer> is what counts
         (f"{OPEN_THOUGHT} <answer>B</answer>", 0, 1, 0),  # past bug: this was paid in every mode
         (f"{OPEN_THOUGHT} The answer is B.", 0, 1, 0),
-        (f"{OPEN_THOUGHT}\nB", 0, 0, 0),
         ("A is red.\n\nB\n", 0, 0, 1),  # without a thought, the last line
-        ("B\nI hope this helps.", 0, 0, 0),
         (LOOK.removesuffix(END_OF_TURN), 0, 0, 0),
         ("", 0, 0, 0),
     ],
@@ -406,7 +374,6 @@ ANSWERED = f"<think></think>\n<answer></answer>{END_OF_TURN}"
         ([DONE], "<think>\n", ANSWERED.removeprefix("<think>")),  # a forced tag earns no credit
         # A premature end is structural.
         ([f"<think>\nIt is B.{END_OF_TURN}"], "", f"<think>{END_OF_TURN}"),
-        ([f"It is B.{END_OF_TURN}"], "", END_OF_TURN),
         ([f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}"], "", f"<think></think>\n<answer>{END_OF_TURN}"),
         # White space right after a closing tag is structural. Past bug: after `</think>` only a wrong second one got credit.
         (["a\n</think>\n\n b"], "", "</think>\n"),  # after that character the decision is made
@@ -427,9 +394,7 @@ def test_structure_is_tags_ends_and_what_follows_a_tag_and_never_their_content(t
         (">\n|?</", ">\n"),
         # ... nor are `>(` and `>[`. But sampling `)</` is the decision to close.
         (">(|B|)</", ")</"),
-        (">[|12.5, 20.1|]</", "]</"),
         (">|A red door|.</", ">|.</"),
-        (">|红色的门|。</", ">|。</"),
         (">\n|B| </", ">\n| </"),
         # Tokens with punctuation after a closing tag or before an opening one are not structural.
         (">|x|</|answer|>,| done| .<|answer|>|B|</", ">|</|answer|answer|>|</"),
@@ -458,13 +423,6 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
 # ------------------------------------------------------------------------------------------------ the judge and the lab
 
 
-def test_the_lab_prints_every_term_and_paints_the_structure(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lab.py", DONE.removesuffix(END_OF_TURN), "--answer", "B"])
-    lab.main()
-    told = capsys.readouterr().out
-    assert "acc   1.00" in told and "[<][a][n][s][w][e][r][>]B[<]" in told
-
-
 @pytest.mark.parametrize("answer, kind", [("B", "mcq"), ("(b)", "mcq"), ("A dog", "oe"), ("red", "oe"), ("7", "oe")]
     + [("[12.5, 20.1]", "tvg"), ("12.5 s to 20.1 s", "tvg"), ("0:12 - 0:20", "tvg"), ("2 cats and 3 dogs", "oe")]
 )  # fmt: skip
@@ -476,16 +434,12 @@ def test_the_labs_kind_follows_from_the_gold_answer(monkeypatch, capsys, answer,
     assert (parts["kind"], float(parts["R_acc"])) == (kind, 1)
 
 
-def test_the_lab_scores_by_the_reward_of_a_config(monkeypatch, capsys):
+def test_the_lab_paints_the_structure_and_scores_by_the_reward_of_a_config(monkeypatch, capsys):
     """The toy pays for the answer alone."""
     told = {}
     for more in ((), ("--config", str(REPO / "configs" / "toy_paragrpo.yaml"))):
         monkeypatch.setattr(sys, "argv", ["lab.py", DONE.removesuffix(END_OF_TURN), "--answer", "B", *more])
         lab.main()
-        told[more] = capsys.readouterr().out.split("\n")[1].split()
-    assert list(told.values()) == [["R", "1.80"], ["R", "1.00"]]
-    monkeypatch.setattr(
-        sys, "argv", ["lab.py", DONE, "--answer", "B", "--config", str(REPO / "configs" / "toy_sft.yaml")]
-    )
-    with pytest.raises(SystemExit, match="error: .*toy_sft.yaml"):
-        lab.main()
+        told[more] = capsys.readouterr().out
+    assert [text.split("\n")[1].split() for text in told.values()] == [["R", "1.80"], ["R", "1.00"]]
+    assert "[<][a][n][s][w][e][r][>]B[<]" in told[()]

@@ -15,7 +15,6 @@ from runtime import config
 from runtime.checks import differences, dry_run
 from runtime.dialogue import parse_dialogue
 from runtime.plan import PlanConfig
-from runtime.policy import PolicyConfig
 
 
 def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
@@ -26,22 +25,12 @@ def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
         assert cfg.workers == workers
 
 
-def test_a_config_that_does_not_say_takes_64_episodes_a_step_and_the_betas_of_the_release():
-    """Past bug: the release's 56 episodes per step became 56 tasks here. The toy's cold starts keep their betas."""
-    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=None)
-    assert cfg.batch_tasks * cfg.grpo.group_size == 64 and cfg.optim.betas == (0.9, 0.999)
-    assert config.read_tree(REPO / "configs" / "toy_sft.yaml")["optim"]["betas"] == [0.9, 0.95]
-    trained = config.read_tree(REPO / "configs" / "paragrpo_8b.yaml")["rollout"]  # `ask` takes the defaults
-    assert (cfg.rollout.max_turns, cfg.rollout.max_calls) == (trained["max_turns"], trained["max_calls"])
-
-
 @pytest.mark.parametrize(
     "changes, says",
     [
         ({"rollout": {"subagents": {"train": True}}}, "needs rollout.subagents.temperature = 0.7"),
         ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
         ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
-        ({"grpo": {"clip_eps": 0}}, "grpo: clip_eps = 0.0: must be greater than 0"),
         ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
     ],
 )
@@ -140,14 +129,7 @@ ABLATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", ABLATIONS)
-def test_an_ablation_differs_from_the_whole_in_what_it_says(name):
-    cfg, whole = (asdict(config.load(RLConfig, REPO / "configs" / f"{n}_8b.yaml")) for n in (name, "paragrpo"))
+@pytest.mark.parametrize("name, model", [*[(name, "8b") for name in ABLATIONS], ("grpo", "qwen25vl_7b")])
+def test_an_ablation_differs_from_the_whole_in_what_it_says(name, model):
+    cfg, whole = (asdict(config.load(RLConfig, REPO / "configs" / f"{n}_{model}.yaml")) for n in (name, "paragrpo"))
     assert set(differences(whole, cfg | {"run": whole["run"]}).values()) == ABLATIONS[name]
-
-
-def test_the_cross_model_rows_share_a_start_and_differ_as_those_of_the_8b():
-    grpo, paragrpo = (
-        asdict(config.load(RLConfig, REPO / "configs" / f"{name}_qwen25vl_7b.yaml")) for name in ("grpo", "paragrpo")
-    )
-    assert set(differences(paragrpo, grpo | {"run": paragrpo["run"]}).values()) == ABLATIONS["grpo"]
