@@ -5,7 +5,6 @@ import dataclasses
 import json
 import re
 import shutil
-import time
 from contextlib import nullcontext
 from pathlib import Path
 

@@ -1,6 +1,7 @@
 """Both engines: the in-process engine against plain transformers, and SGLang's client against a small fake server."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -18,16 +19,19 @@ import tiny
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from PIL import Image
 from scripts import alive, fake_server, wait_for
-from tiny import at_once, check_logprobs, noise, prompts_of, request
+from tiny import at_once, check_logprobs, noise, prompts_of, question, request
 
 from rollout import RolloutConfig
 from runtime import packing
 from runtime.checks import check_servers, check_urls
+from runtime.cleanup import MEMORY
 from runtime.config import ConfigError
 from runtime.engine import EngineError, EngineLost, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, draw
 from runtime.servers import MAX_FAILURES, Failure, SGLang
+from runtime.video import Clip
 from runtime.visual import ContractError
 
 both_families = pytest.mark.parametrize("checkpoint", tiny.CELL, indirect=True)
@@ -280,6 +284,47 @@ def serve(checkpoint, renderer):
     yield start
     for client in clients:
         client.close()
+
+
+def show(client: SGLang, renderer, clip: Clip) -> list[Path]:
+    """Send a request about a clip. Return the files that the server is given."""
+    client.generate(**request(question(renderer, [clip], "What?"), [clip], max_new_tokens=2))
+    return [Path(file.removeprefix("file://")) for file in state_of(client.urls[0])["shown"]]
+
+
+def test_servers_get_the_very_pixels_once_per_clip(serve, renderer):
+    client, clip = serve(), noise(3, width=512, height=512)
+    with ThreadPoolExecutor(8) as rollouts:  # a group's rollouts start together
+        first, *others = rollouts.map(lambda _: show(client, renderer, clip), range(8))
+    assert others == [first] * 7 and {*Path(client._frames).rglob("*.bmp")} == {*first}
+    assert all((np.array(Image.open(file)) == pixels).all() for file, pixels in zip(first, clip.pixels, strict=True))
+
+
+def test_a_clips_files_live_as_long_as_the_clip(serve, renderer):
+    client, kept = serve(), noise(2)
+    files, folder = show(client, renderer, kept), Path(client._frames)
+    for seed in range(5):
+        passing = noise(1, seed)
+        [file] = show(client, renderer, passing)
+        assert (np.array(Image.open(file)) == passing.pixels[0]).all()
+        del passing
+        assert not file.exists()
+    assert {*folder.rglob("*.bmp")} == {*files}
+    client.close()
+    assert not folder.exists()
+
+
+def test_frames_lie_in_memory_or_where_there_is_room(renderer, monkeypatch, tmp_path):
+    def folder_of_frames(**options) -> Path:
+        with contextlib.closing(SGLang("", renderer, urls=["http://127.0.0.1:9"], **options)) as client:
+            return Path(client._frames).parent
+
+    assert folder_of_frames() == MEMORY
+    monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=1e9))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert folder_of_frames() == tmp_path
+    (tmp_path / "run").mkdir()
+    assert folder_of_frames(frames=tmp_path / "run") == tmp_path / "run"
 
 
 def test_a_prompt_that_drifts_is_an_error(serve, prompts, renderer):

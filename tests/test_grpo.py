@@ -207,41 +207,76 @@ def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
 
 
 @pytest.mark.parametrize("budget, passes", [(32, 4), (10_000, 1)])
-def test_a_step_has_the_policy_gradient_of_plain_transformers(toy_renderer, toy_dir, budget, passes):
-    """The gradient is - sum_t A_t grad log pi(o_t) / N, computed row by row at the sampling temperature without banned ids. The
-    token budget splits groups but does not change it."""
-    cfg = settings(grpo={"train_tokens": budget})
+def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer, toy_dir, budget, passes):
+    """Compute them row by row, at the sampling temperature, without banned ids, and with another policy as the reference. The token
+    budget splits groups but changes nothing."""
+    cfg = settings(grpo={"train_tokens": budget, "kl_coef": 0.2})
     frames, pad = noise(2, width=32, height=32), toy_renderer.image_pad
     prompts = {"a": (40, pad, 41, pad, 42), "b": (40, pad, 41, pad, 43)}
-    groups = [
-        group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE], name, prompt) for name, prompt in prompts.items()
-    ]
-    policy = load(PolicyConfig(str(toy_dir / "model"), freeze=()), toy_renderer.never_sampled)
-    plain = tiny.plain(toy_dir / "model")
+    turns = [TIDY, WRONG, LOOSE]
+    groups = [group_that_said(toy_renderer, cfg, turns, name, prompt) for name, prompt in prompts.items()]
+    weights = PolicyConfig(str(toy_dir / "model"), freeze=())
+    policy, reference = (load(weights, toy_renderer.never_sampled) for _ in range(2))
+    plain, other = (tiny.plain(toy_dir / "model") for _ in range(2))
+    with torch.no_grad():
+        for p in (*reference.parameters(), *other.parameters()):
+            p.mul_(1.2)
 
-    def logprobs_of(main):
-        return tiny.plain_logprobs(plain, toy_renderer.never_sampled, main.ids, [frames], 0.7)
+    def logprobs_of(model, main):
+        return tiny.plain_logprobs(model, toy_renderer.never_sampled, main.ids, [frames], 0.7)
 
-    episodes = [e for g in groups for e in g.episodes]
-    for episode in episodes:
-        episode.main.prompt_clips = [frames]
-        with torch.no_grad():  # the engine is exact, so w = 1
-            episode.main.logprobs = [0.0, *logprobs_of(episode.main).tolist()]
+    # The engine is a little off, and once far off.
+    for main in [episode.main for one in groups for episode in one.episodes]:
+        main.prompt_clips = [frames]
+        with torch.no_grad():
+            found = logprobs_of(plain, main)
+        found += 0.5 * torch.arange(len(found)).sin()
+        main.logprobs = [0.0, *found.tolist()]
+    main.logprobs[-3] -= 9
     train_groups, total_tokens = make_train_groups(groups, cfg)
     parts = grpo.micro_batches(train_groups, budget)
     assert len(parts) == passes
     assert all(sum(len(train_group.bundle) for train_group in part) <= budget for part in parts)
-    measured = grpo.accumulate(policy, None, train_groups, total_tokens, 0.7, cfg.grpo)
-    assert measured["logprob_gap_max"] < 1e-5
+    measured = grpo.accumulate(policy, reference, train_groups, total_tokens, 0.7, cfg.grpo)
 
-    expected, n = 0.0, sum(sum(e.main.mask) for e in episodes)
-    for g in groups:
-        own = group_advantage([e.rewards["R"] for e in g.episodes])
-        tags = group_advantage([e.rewards["R_anchor"] for e in g.episodes])
-        for episode, a, t in zip(g.episodes, own, tags, strict=True):
-            main = episode.main
-            struct = torch.tensor(structural_mask(main, toy_renderer), dtype=torch.float32)
-            advantage = (a + 0.5 * t * struct) * torch.tensor(main.mask)
-            expected = expected - (advantage[1:] * logprobs_of(main)).sum() / n
-    expected.backward()
-    tiny.assert_close(tiny.gradients(policy.model), tiny.gradients(plain), 1e-4)
+    # By hand: r = 1, w = pi / pi_behaviour <= 5, the KL, and the mean over all tokens.
+    losses, kls, gaps = [], [], []
+    for one in groups:
+        own = group_advantage([e.rewards["R"] for e in one.episodes])
+        tags = group_advantage([e.rewards["R_anchor"] for e in one.episodes])
+        for main, a, t in zip([e.main for e in one.episodes], own, tags, strict=True):
+            sampled = torch.tensor(main.mask[1:]).bool()
+            new, old = logprobs_of(plain, main)[sampled], torch.tensor(main.logprobs[1:])[sampled]
+            with torch.no_grad():
+                ref = logprobs_of(other, main)[sampled]
+            w = (new.detach() - old).exp()
+            weight = torch.where(w <= cfg.grpo.behaviour_cap, w, 0.0) * (new - new.detach()).exp()
+            kl = weight * ((ref - new).exp() - (ref - new) - 1)
+            struct = torch.tensor(structural_mask(main, toy_renderer)[1:])[sampled]
+            losses.append(cfg.grpo.kl_coef * kl - weight * (a + 0.5 * t * struct))
+            kls.append(kl)
+            gaps.append((new - old).abs())
+    loss, kl, gap = (torch.cat(values) for values in (losses, kls, gaps))
+    loss.mean().backward()
+    assert measured["learned_tokens"] == len(loss) == total_tokens
+    assert measured["loss"] == pytest.approx(loss.mean().item(), rel=1e-4)  # past mutant: divided by the tokens again
+    assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert measured["logprob_gap"] == pytest.approx(gap.mean().item(), rel=1e-4)
+    assert measured["logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-4)
+    tiny.assert_close(tiny.gradients(policy.model), tiny.gradients(plain), 1e-3)
+
+
+def test_an_update_without_a_row_has_no_tokens_and_nan_is_never_hidden(toy_renderer, toy_dir):
+    """Past bug: one token of nothing."""
+    cfg = settings()
+    policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+    assert grpo.accumulate(policy, None, [], 10, 1.0, cfg.grpo)["learned_tokens"] == 0
+    train_groups, total_tokens = make_train_groups([group_that_said(toy_renderer, cfg, [TIDY, WRONG])], cfg)
+    measured = grpo.accumulate(policy, None, train_groups, total_tokens, 1.0, cfg.grpo)
+    with torch.no_grad():
+        expected = policy([train_groups[0].bundle]).entropies.mean().item()
+    assert measured["entropy"] == pytest.approx(expected, rel=1e-4)
+    train_groups[0].behaviour_logprobs[3] = math.nan
+    broken = grpo.accumulate(policy, None, train_groups, total_tokens, 1.0, cfg.grpo)
+    assert math.isnan(broken["logprob_gap"])
+    assert math.isnan(broken["logprob_gap_max"])

@@ -9,8 +9,10 @@ from scripts import REPO, rl_config
 from short_runs import try_out
 
 import rl
+import rollout
 import sft
 from rl import RLConfig
+from rollout import RolloutConfig
 from runtime import config
 from runtime.checks import differences, dry_run
 from runtime.dialogue import parse_dialogue
@@ -110,6 +112,30 @@ def test_tp4_is_one_server_on_all_four_gpus_with_the_requests_and_frames_of_four
         options = engine.options
         assert (options["gpus"], options["tensor_parallel"]) == ((4, 5, 6, 7), size)
         assert f"--max-running-requests={64 * size}" in options["server_args"]
+
+
+def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch, tmp_path):
+    """Past bug: only RL's configs chose SGLang's well-tested paths, so an evaluation's servers had bf16 logits."""
+    monkeypatch.setattr(rollout, "SGLang", lambda *_, server_args, **others: MagicMock(flags=server_args))
+
+    def flags(**cfg) -> tuple[str, ...]:
+        return rollout.open_engine(tmp_path, None, RolloutConfig(**cfg)).flags
+
+    same = {
+        "--enable-fp32-lm-head",
+        "--mm-feature-transport=cpu",
+        "--prefill-decode-interval=0",
+        "--schedule-policy=lpm",
+    }
+    first = flags(server_gpus=(0,), server_args=("--a=1",), max_context=24_576)
+    assert first[-1] == "--a=1" and {*first} == {*same, "--context-length=24592", "--max-running-requests=64", "--a=1"}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    same |= {"--context-length=24592", "--max-running-requests=128"}
+    # With fa3, a server fails an assertion on newer GPUs.
+    for capability, more in (((9, 0), {"--attention-backend=fa3"}), ((10, 0), set()), ((8, 0), set())):
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu, capability=capability: capability)
+        assert {*flags(server_gpus=(4, 5), tensor_parallel=2, max_context=24_576)} == same | more
+    assert flags(urls=("http://node7:1",)) == ()
 
 
 NO_ANCHORING = {
