@@ -179,16 +179,6 @@ def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, ha
         load_state(tmp_path, model, optimizer)
 
 
-def test_a_users_copy_of_a_state_is_left_alone(tmp_path):
-    """Past bug: its name was read as a number, with a traceback."""
-    model, optimizer = small()
-    save_state(tmp_path, model, optimizer, 2)
-    shutil.copytree(tmp_path / "step-00000002", tmp_path / "step-00000002-backup")
-    assert saved_step(tmp_path) == 2 and load_state(tmp_path, model, optimizer) == 2
-    save_state(tmp_path, model, optimizer, 3, keep=1)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-00000002-backup", "step-00000003"}
-
-
 def test_a_state_is_on_the_disk_before_it_gets_its_name(path, tmp_path, monkeypatch):
     """A file that is renamed before it is synced can be empty after a power cut."""
     written, names, fsync, rename = set(), [], os.fsync, Path.rename

@@ -11,11 +11,11 @@ from scripts import REPO
 
 from grpo import GRPOConfig
 from rl import RLConfig
-from runtime import config, packing
+from runtime import config
 from runtime.config import ConfigError
 from runtime.packing import Bundle
 from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training
-from runtime.policy import PolicyConfig, _ChunkedLogprobs, load
+from runtime.policy import PolicyConfig, load
 from runtime.run import utilisation
 from runtime.visual import VisualContract
 from sft import SFTConfig, plan_sft
@@ -170,26 +170,3 @@ def test_activations_are_what_autograd_keeps(tmp_path, model_type, own):
             policy([Bundle(prompt, suffixes, [[1] * 100] * 4, [])])
         [planned] = [size for use, size in plan_training(cfg, 1, tokens).used.items() if "of 2 blocks" in use]
         assert at_block[1] - at_block[0] == pytest.approx(planned / 2, rel=0.01 if checkpointing else 0.15)
-
-
-def test_logits_are_what_the_chunked_head_allocates(tmp_path, monkeypatch):
-    """Past bug: the backward pass took 28 bytes per logit where the plan had 16."""
-    chunk, targets = 128, 300
-    path = tiny.write(tmp_path / "model", text={"vocab_size": 20_000})
-    cfg = PolicyConfig(str(path), logit_chunk=chunk)
-    policy = load(cfg)
-    head = policy.model.lm_head.weight.detach().bfloat16().requires_grad_()
-    hidden = torch.randn(targets, 48, dtype=torch.bfloat16, requires_grad=True)
-    monkeypatch.setattr("runtime.policy.HEAD_BLOCK", 2048)  # a tenth of the vocabulary, as for Qwen3-VL's
-    # A GPU's kernel multiplies bf16 matrices without fp32 copies of them.
-    monkeypatch.setattr(packing, "matmul_fp32", lambda left, right: torch.ones(len(left), right.shape[1]))
-
-    logprobs, _ = _ChunkedLogprobs.apply(hidden, head, torch.randint(100, (targets,)), policy._logits, 0.7, chunk)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        logprobs.sum().backward()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    held = np.cumsum([event.nbytes() for event in events])
-    [planned] = [size for use, size in plan_training(cfg, 1, targets).used.items() if "logits" in use]
-    # Here the head's gradient is still in fp32. The plan has it as it is kept: in bf16, beside a block's backward pass.
-    assert held.max() == pytest.approx(planned + 2 * head.numel(), rel=0.03)

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from scripted import Scripted, by_chance, is_subagent
-from scripts import fake_server, metrics, rl_config, wait_for
+from scripts import metrics, rl_config, wait_for
 from short_runs import train
 
 import rl
@@ -29,7 +29,6 @@ from runtime.dataset import Dataset, RowError
 from runtime.engine import EngineError
 from runtime.policy import PolicyConfig, load
 from runtime.run import Run, check_gap, self_check, trainer_logprobs
-from runtime.servers import SGLang, ask
 from runtime.video import Videos
 from runtime.weights import WeightSync
 
@@ -173,34 +172,29 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     assert rl.describe(groups, (4, 64), step=5) == pytest.approx(expected)
 
 
-def test_calls_are_parallel_if_several_of_one_turn_ran():
-    def rates(*calls: tuple[int, str]) -> dict[str, float]:
-        """Return the rates of an episode that makes these calls (turn, error) and of one that makes none."""
-        task = Task("t", "Which?", ("v.mp4",), "oe", "red")
-        made = [Call(turn, "crop_video", {}, error=error) for turn, error in calls]
-        episodes = [Episode(task, 4, Trajectory(), made), Episode(task, 4, Trajectory())]
-        for episode in episodes:
-            episode.rewards = {"R_acc": 0.0}
-        seen = rl.describe([Group(task, 4, episodes)], (4,), step=0)
-        return {name: seen[name] for name in ("calling_rate", "parallel_rate") if name in seen}
-
-    assert rates((0, ""), (0, ""), (1, "")) == {"calling_rate": 0.5, "parallel_rate": 1}
-    assert rates((0, ""), (1, "")) == {"calling_rate": 0.5, "parallel_rate": 0}
-    assert rates((0, ""), (0, "failed")) == {"calling_rate": 0.5, "parallel_rate": 0}
-    assert rates((0, "failed"), (0, "failed")) == {"calling_rate": 0}
+def figures_of(*calls: Call) -> dict[str, float]:
+    """Return the figures of an episode that makes these calls and of one that makes none."""
+    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
+    episodes = [Episode(task, 4, Trajectory(), [*made], rewards={"R_acc": 0.0}) for made in (calls, ())]
+    return rl.describe([Group(task, 4, episodes)], (4,), step=0)
 
 
-def test_a_call_is_distinct_unless_it_repeats_an_earlier_one_of_its_episode_exactly():
-    def share(*calls: Call) -> float:
-        episode = Episode(Task("t", "Which?", ("v.mp4",), "oe", "red"), 4, Trajectory(), list(calls))
-        episode.rewards = {"R_acc": 0.0}
-        return rl.describe([Group(episode.task, 4, [episode])], (4,), step=0).get("calls/distinct")
+RAN, FAILED = Call(0, "crop_video", {"start_time": 0}), Call(0, "crop_video", {"start_time": 1}, error="failed")
+LATER = replace(RAN, turn=1)
 
-    first, later = (Call(0, "crop_video", {"start_time": start, "end_time": 9}, text="seen") for start in (1, 2))
-    assert share(first, later, replace(first, turn=1, text="again")) == pytest.approx(2 / 3)
-    assert share(first, replace(first, name="zoom")) == 1
-    assert share(replace(first, error="failed"), first) == 1  # the first did not run
-    assert share(replace(first, error="failed")) is None
+
+@pytest.mark.parametrize("calls, calling, parallel", [((RAN, RAN, LATER), 0.5, 1), ((RAN, LATER), 0.5, 0), ((RAN, FAILED), 0.5, 0), ((FAILED, FAILED), 0, None)])  # fmt: skip
+def test_calls_are_parallel_if_several_of_one_turn_ran(calls, calling, parallel):
+    figures = figures_of(*calls)
+    assert (figures["calling_rate"], figures.get("parallel_rate")) == (calling, parallel)
+
+
+OTHER = replace(RAN, arguments={"start_time": 1})
+
+
+@pytest.mark.parametrize("calls, share", [((RAN, OTHER, replace(LATER, text="again")), 2 / 3), ((RAN, replace(RAN, name="zoom")), 1), ((FAILED, OTHER), 1), ((FAILED,), None)])  # fmt: skip
+def test_a_call_is_distinct_unless_it_repeats_an_earlier_one_of_its_episode_exactly(calls, share):
+    assert figures_of(*calls).get("calls/distinct") == pytest.approx(share)
 
 
 def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
@@ -419,24 +413,3 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
         report.prompt_clips = [replace(clip, pixels=255 - clip.pixels) for clip in report.prompt_clips]
     with pytest.raises(EngineError, match="trainer and engine disagree"):
         self_check(policy, groups, 1.0, 0.0)
-
-
-def test_all_ranks_know_the_version_of_the_weights_that_servers_have(toy_dir, toy_renderer, tmp_path, monkeypatch):
-    cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://shared"]}))
-    policy = load(cfg.policy, toy_renderer.never_sampled)
-    owner = SGLang("", toy_renderer, gpus=(0,), launch=lambda port: fake_server(toy_renderer, port))
-    other = SGLang("", toy_renderer, urls=owner.urls)
-    try:
-        owner.wait_until_ready()
-        for rank, engine in enumerate((owner, other)):
-            with monkeypatch.context() as patched:
-                patched.setattr("runtime.weights.local_rank", lambda rank=rank: rank)
-                weights = WeightSync(tmp_path, engine, cfg.rollout, cfg.visual)
-            weights.write(policy, 3)
-            weights.publish(3)
-        assert owner.version == other.version == 3
-        assert ask(owner.urls[0] + "/model_info", 10)["loads"] == 1  # only the first rank pushes
-        sample = other.generate(toy_renderer.encode("Which?"), [], max_new_tokens=4, temperature=1.0, seed=0)
-        assert sample.version == 3
-    finally:
-        other.close(), owner.close()

@@ -187,21 +187,6 @@ def test_two_processes_have_the_metrics_of_one(uninterrupted, toy_dir, cold_star
 
 
 @pytest.mark.slow
-def test_a_rank_without_any_task_keeps_step(toy_dir, tmp_path):
-    """Invariant 10: with one task for two ranks, the second rank has nothing to sample or train on. A run that begins like
-    this is refused, but ranks can also lose their tasks."""
-    cfg = rl_config(tmp_path / "run.yaml", toy_dir, batch_tasks=1, steps=2)
-    assert "batch_tasks = 1: each of 2 ranks needs a task" in finish(run(cfg, ranks=2), code=1)
-    finish(Forked(partial(unchecked, cfg), ranks=2))
-    assert len(metrics(tmp_path / "run")) == 2
-
-
-def unchecked(cfg: Path) -> None:
-    rl.check_hardware = lambda *_: None
-    rl.main(config.load(RLConfig, cfg))
-
-
-@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, toy_dir, cold_start, tmp_path):
     cfg = rl_config(tmp_path / "run.yaml", toy_dir, policy={"checkpoint": str(cold_start)})
     lines = tmp_path / "run" / "metrics.jsonl"

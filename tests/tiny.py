@@ -20,7 +20,6 @@ import data
 from runtime.distributed import init_distributed, rank, world_size
 from runtime.engine import Sample
 from runtime.packing import Bundle
-from runtime.policy import Policy, PolicyConfig, load
 from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer, template_with_tools
 from runtime.video import Clip
 from runtime.visual import VisualContract, patchify
@@ -351,13 +350,3 @@ def _rank(number: int, world: int, port: int, work, args) -> None:
     assert (rank(), world_size()) == (number, world)
     work(*args)
     torch.distributed.destroy_process_group()
-
-
-def assert_loaded_as_in_transformers(path: Path) -> tuple[Policy, PreTrainedModel, dict[str, torch.Tensor]]:
-    """Compare all weights and buffers of a loaded policy with those of plain transformers. Return both, and the buffers."""
-    policy, model = load(PolicyConfig(str(path)), train=False), plain(path)
-    for kind in ("named_parameters", "named_buffers"):
-        ours, expected = dict(getattr(policy.model, kind)()), dict(getattr(model, kind)())
-        assert ours.keys() == expected.keys()
-        assert all(torch.equal(ours[name], expected[name]) for name in expected)
-    return policy, model, expected
