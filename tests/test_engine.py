@@ -244,6 +244,21 @@ def test_each_prompt_is_read_once_and_no_padding(checkpoint, renderer, prompts):
     assert read == [(1, len(long) + sum(map(len, tails)) + len(short)), (4, 1), (4, 1)]
 
 
+def test_short_clips_are_encoded_together_up_to_the_frames_of_an_overview(checkpoint, renderer):
+    """The clips have different sizes. (The tests above compare the samples with those of each request alone.)"""
+    engine, frames, rows = InProcess(checkpoint, renderer), [], []
+    tower = engine.model.model.visual
+    tower.register_forward_pre_hook(
+        lambda _, __, given: frames.append(int(given["grid_thw"][:, 0].sum())), with_kwargs=True
+    )
+    for i, count in enumerate((1, 2, 1, 4, 3)):  # an overview has 4
+        clip = noise(count, seed=i, width=64 + 32 * (i % 2))
+        rows.append(request(question(renderer, [clip], "What?"), [clip], max_new_tokens=1))
+    at_once(engine, rows)
+    engine.close()
+    assert sorted(frames) == [3, 4, 4]
+
+
 def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monkeypatch):
     """On the meta device, torch checks signature, shapes, dtypes and devices without computing."""
     engine, chosen = InProcess(checkpoint, renderer, dtype="bfloat16"), []
