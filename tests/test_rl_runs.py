@@ -213,7 +213,8 @@ def train_beside_servers(cfg: Path, verb: str, call: int, signals: tuple[int, in
         if rank() == 0 and engine.version == 2 and next(calls) == call:
             for server, number in zip(engine.servers, signals):
                 os.killpg(server.process.pid, number)
-            print("disturbed", *[server.process.pid for server in engine.servers], flush=True)
+            pids = " ".join(str(server.process.pid) for server in engine.servers)
+            os.write(1, f"\ndisturbed {pids}\n".encode())  # at once: other threads print, too
         return plain(engine, *given, **more)
 
     setattr(SGLang, verb, disturbed)
