@@ -212,21 +212,25 @@ class SGLang(Engine):
 
     def _read_sample(self, reply: Any, ids: list[int], version: int) -> Sample:
         """Parse a reply. Refuse one that has the wrong weights, or does not continue the prompt that the trainer reads."""
-        meta = reply["meta_info"]
-        finish = meta["finish_reason"]["type"]
+        try:
+            meta = reply["meta_info"]
+            finish = meta["finish_reason"]["type"]
+            label = meta["weight_version"]
+            prompt = list(reply["prompt_token_ids"])
+            logprobs = [float(logprob) for logprob, _, _ in meta["output_token_logprobs"]]
+            sampled = [int(token) for _, token, _ in meta["output_token_logprobs"]]
+        except (LookupError, TypeError, ValueError):
+            raise Failure(f"a reply does not fit: {str(reply)[:300]}") from None
         if finish not in ("stop", "length"):
             raise Failure(f"finish reason {meta['finish_reason']}")
-        if self.snapshot and meta["weight_version"] != str(version):
-            raise Failure(f"sampled by weights {meta['weight_version']!r}, expected {version}")
+        if self.snapshot and label != str(version):
+            raise Failure(f"sampled by weights {label!r}, expected {version}")
 
         # The server read the same ids that the trainer will read.
-        prompt = reply["prompt_token_ids"]
         if prompt != ids:
             same = len(os.path.commonprefix([ids, prompt]))
             differ = f"the server and the trainer read prompts that differ from position {same} on"
             raise ContractError(f"{differ}: compare preprocessor_config.json with the run's `visual` keys")
-        sampled = [token for _, token, _ in meta["output_token_logprobs"]]
-        logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
         return Sample(sampled, logprobs, finish, version)
 
     # -------------------------------------------------------------------------------------------- servers

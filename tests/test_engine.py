@@ -621,3 +621,23 @@ def test_weights_of_another_run_are_replaced_even_under_the_same_number(serve, p
     assert other_rank.generate(**request(*prompts[0])).version == 3
     assert state_of(first.urls[0])["loads"] == 2
     second.close(), other_rank.close()
+
+
+NO_FIT = [("meta_info", {}), ("prompt_token_ids", None), ("finish_reason", None)]
+NO_FIT += [("output_token_logprobs", [[None, 5, None]]), ("output_token_logprobs", [[-1.0, 5]])]
+
+
+@pytest.mark.parametrize("name, value", NO_FIT)
+def test_a_reply_that_does_not_fit_is_a_failure_of_the_server(checkpoint, renderer, name, value):
+    """Past bug: some of these ended the training with a traceback."""
+    client = SGLang(checkpoint, renderer, urls=["http://127.0.0.1:9"])
+    client.snapshot = "somewhere"
+    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
+    good = {"meta_info": meta, "prompt_token_ids": [1, 2]}
+    assert client._read_sample(good, [1, 2], 0) == Sample([5], [-1.0], "stop", 0)
+    change = {"meta_info": meta | {name: value}} if name in meta else {name: value}
+    with pytest.raises(Failure, match="a reply does not fit: "):
+        client._read_sample(good | change, [1, 2], 0)
+    with pytest.raises(Failure, match="sampled by weights '0', expected 1"):
+        client._read_sample(good, [1, 2], 1)
+    client.close()
