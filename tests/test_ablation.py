@@ -6,8 +6,7 @@ import re
 import shlex
 
 import pytest
-from scripts import REPO
-from test_eval import line, lines, sections, write_results
+from scripts import REPO, line, lines, sections, write_results
 
 import eval as evaluation
 import rl

@@ -15,11 +15,6 @@ from runtime.cleanup import kill_group, start_group
 from runtime.weights import snapshot_folders
 
 
-def children(pid: int) -> list[int]:
-    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(child) for child in told.stdout.split()]
-
-
 def keep_weights(run: Path, user: int) -> None:
     """Keep a file in a run's folder in memory, as this user, until the file RUN/end appears."""
     os.setuid(user)

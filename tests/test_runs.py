@@ -17,8 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import REPO, Forked, alive, finish, metrics, rl_config, sft_config, start, wait_for
-from test_cleanup import children
+from scripts import REPO, Forked, alive, children, finish, metrics, rl_config, sft_config, start, wait_for
 
 import rl
 import rollout

@@ -14,8 +14,7 @@ import tempfile
 from pathlib import Path
 
 from conftest import SMALL
-from scripts import ONE_THREAD, REPO, metrics, rl_config, same_metrics, sft_config, wait_for
-from test_cleanup import children
+from scripts import ONE_THREAD, REPO, children, metrics, rl_config, same_metrics, sft_config, wait_for
 
 from study import toy
 
