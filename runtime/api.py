@@ -93,6 +93,8 @@ def ask(api: Api, messages: list[dict], **settings) -> tuple[str, str]:
         choice = reply.json()["choices"][0]
         said, finish = choice["message"]["content"], choice["finish_reason"]
         refusal = choice["message"].get("refusal")
+        if not isinstance(said, str | None):
+            raise TypeError("its content is no text")
     except (requests.RequestException, LookupError, TypeError) as error:
         told = f"{error} {text}".replace(key or "no key", "[the key]")
         raise EngineError(f"{api.url}: {told[:300]}") from None
