@@ -21,6 +21,7 @@ import difflib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 from dataclasses import dataclass, replace
@@ -391,6 +392,7 @@ def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
 if __name__ == "__main__":
     first = "".join(sys.argv[1:2])
     if first in tables.COMMANDS:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
         sys.exit(tables.main(sys.argv[1:]))
     if (near := difflib.get_close_matches(first, tables.COMMANDS)) and not Path(first).exists():
         sys.exit(f"error: {first}: neither a config nor a command; did you mean {near[0]}?")

@@ -17,7 +17,6 @@ Deliberately missing: significance tests, several seeds of a row (`make paradox`
 
 import argparse
 import json
-import signal
 import statistics
 import sys
 from collections import Counter
@@ -335,7 +334,6 @@ def main(arguments: Sequence[str]) -> None:
     ablation.add_argument("trainings", help="their folders, with NAME in place of the row's name")
     ablation.add_argument("evaluations", help="the folders of their results, likewise")
     args = parser.parse_args(arguments)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     try:
         if args.command == "table":
             report(args.runs, args.baseline, args.by, args.tagged)

@@ -566,7 +566,7 @@ def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
     write_results(tmp_path, "lvbench", lines("1"))
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-c", f"from evals import tables; tables.main(['table', {str(tmp_path)!r}])"]
+    command = [sys.executable, "eval.py", "table", str(tmp_path)]
     ended = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert ended.stderr == ""
