@@ -284,7 +284,7 @@ def ask(url: str, seconds: float, payload: dict | None = None) -> Any:
         session.trust_env = False  # do not ask by way of a proxy
         reply = session.request("POST" if payload else "GET", url, json=payload, timeout=(10.0, seconds))
     if reply.status_code == 400:
-        raise EngineError(f"{url}: {reply.text[:500]}")
+        raise EngineError(f"{url} refuses the request: {reply.text[:500]}")
     reply.raise_for_status()
     return reply.json()
 
