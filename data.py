@@ -1,9 +1,5 @@
-"""data.py: the data types, the prompts, and the parser that turns RL rows into tasks.
+"""data.py: the prompts, and the parser that turns RL rows into tasks.
 
-    Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
-    packing.Bundle (one prompt and the suffixes that continue it): the unit of training for both SFT and RL
-
-    dump(episode, file, renderer);  load_episodes(path) -> episodes          # one line of JSON is one episode
     parse_task(RL row) -> Task;  overview(task, k, videos, contract) -> clips
     main_messages(question, paths, clips, renderer, with_tools=True) -> messages for renderer.render
 
@@ -11,231 +7,26 @@ SFT, RL, evaluation and `ask` all build their prompts with the functions here. T
 reports: only a rollout has the switch `tool_return: frames`. runtime/dataset.py streams the rows, and `--check-data`
 checks them.
 
-rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them.
-
-Deliberately missing: prompts per dataset, pixels in the records of episodes, reading the records of another version of this code.
+Deliberately missing: prompts per dataset.
 """
 
 import functools
 import hashlib
-import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-import numpy as np
-
+from episode import Task
 from runtime.answers import LETTERS, normalise, parse_span
-from runtime.dataset import DataError, RowError, decode_json, resolve_path
+from runtime.dataset import RowError, decode_json, resolve_path
 from runtime.render import Live, Renderer
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
-
-# ------------------------------------------------------------------------------------------------ data types
-
-
-@dataclass(frozen=True)
-class Task:
-    """One question about one video (or several)."""
-
-    id: str  # K and all seeds derive from it
-    question: str  # as the user asks it, including the options
-    videos: tuple[str, ...]  # absolute paths with distinct base names: a call names a video by its base name
-    kind: str  # mcq (multiple choice) | tvg (a span of time) | oe (open-ended)
-    answer: str  # gold: a letter, "[start, end]" in seconds, or free text
-    options: tuple[str, ...] = ()  # mcq: the option texts without their letters, if the source lists them
-
-
-@dataclass
-class Trajectory:
-    """One agent's exact tokens, append-only: the prompt, sampled ids as the engine returned them, tool turns.
-
-    `ids`, `mask`, `logprobs`, `versions` and `structural` have one entry per token. The episodes of a group share their
-    prompt: equal ids, and the same frame arrays, which grpo.share_prompts compares by identity."""
-
-    ids: list[int] = field(default_factory=list)  # image pads expanded
-    mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy
-    logprobs: list[float] = field(default_factory=list)  # behaviour log-prob under temperature tau; 0 where mask is 0
-    versions: list[int] = field(default_factory=list)  # version of the weights that sampled it; -1 where mask is 0
-    prompt_clips: list[Clip] = field(default_factory=list)  # clips in the prompt, in the order of their pads
-    prompt_length: int = 0  # ids before the first assistant turn's content
-    turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end), forced <think> included
-    finish: str = ""  # why the last turn ended: stop | length
-    call_clips: list[Clip] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
-    structural: list[int] = field(default_factory=list)  # 1 = sampled, in struct(o); empty until rewards.py fills it
-
-    @property
-    def n_sampled(self) -> int:
-        return sum(self.mask)
-
-    @property
-    def suffix(self) -> list[int]:
-        """The ids after the prompt."""
-        return self.ids[self.prompt_length :]
-
-    @property
-    def clips(self) -> list[Clip]:
-        """All clips that the agent sees, in the order of their pads."""
-        return self.prompt_clips + self.call_clips
-
-
-CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed", "engine", "crashed")
-
-
-@dataclass(frozen=True)
-class Call:
-    """One tool call of the main agent. rollout.run_calls returns each call with its outcome: the fields from `text` on."""
-
-    turn: int  # the assistant's turn that makes the call; 0 is the first
-    name: str  # name and arguments are as the model wrote them
-    arguments: dict[str, Any]
-    text: str = ""  # what the model reads: a report, an error, or a line about its frames
-    error: str = ""  # "": the call ran; otherwise one of CALL_ERRORS, or a tool's own kind
-    window: tuple[float, float] | None = None  # seconds, after clamping
-    seconds: float = 0.0  # wall-clock, including the sub-agent's report
-    subagent: Trajectory | None = None  # the sub-agent that answered
-
-
-@dataclass
-class Episode:
-    """One attempt at a task. The rollout fills the fields down to `error_text`; rewards.py and grpo.py fill the rest."""
-
-    task: Task
-    k: int  # requested overview frames; a shorter video has fewer
-    main: Trajectory
-    calls: list[Call] = field(default_factory=list)  # calls whose results the main agent read, in call order
-    seed: int = 0
-    seconds: float = 0.0  # wall-clock
-    # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
-    error_kind: str = ""
-    error_text: str = ""  # the reason
-    rewards: dict[str, float] = field(default_factory=dict)  # R and its parts, by name
-    advantage: float = 0.0  # A_i, for every sampled token
-    anchor_advantage: float = 0.0  # A_anchor_i, for structural tokens only (credit: struct)
-
-    def fail(self, error: Exception) -> None:
-        self.error_kind = type(error).__name__
-        self.error_text = str(error)
-
-    @property
-    def error(self) -> str:
-        """The error in one line, "" if the episode ran."""
-        return f"{self.error_kind}: {self.error_text}" if self.error_kind else ""
-
-    @property
-    def subagents(self) -> list[Trajectory]:
-        return [call.subagent for call in self.calls if call.subagent is not None]
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        return [self.main, *self.subagents]
-
-    @property
-    def n_executed(self) -> int:
-        """Calls that ran. The metric kappa is their mean per episode."""
-        return sum(not call.error for call in self.calls)
-
-    @property
-    def all_tokens(self) -> int:
-        """Tokens that all agents sampled."""
-        return sum(trajectory.n_sampled for trajectory in self.trajectories)
-
-    @property
-    def critical_tokens(self) -> int:
-        """Sampled tokens on the critical path: the main agent's, and the longest report of each turn."""
-        longest: dict[int, int] = {}
-        for call in self.calls:
-            if call.subagent is not None:
-                longest[call.turn] = max(longest.get(call.turn, 0), call.subagent.n_sampled)
-        return self.main.n_sampled + sum(longest.values())
-
-
-@dataclass
-class Group:
-    """G episodes of one task with the same K, so with the same prompt."""
-
-    task: Task
-    k: int
-    episodes: list[Episode]
-
-    @property
-    def ran(self) -> list[Episode]:
-        """The episodes that did not fail. Only they are rewarded, compared and trained on."""
-        return [episode for episode in self.episodes if not episode.error_kind]
-
-
-# ------------------------------------------------------------------------------------------------ records of episodes
-
-# The pixels of all recorded clips: one array, so the prompts of a group are still the same.
-NO_PIXELS = np.zeros((0, 0, 0, 3), np.uint8)
-
-
-def dump(episode: Episode, file: TextIO, renderer: Renderer) -> None:
-    """Write an episode as one line of JSON: exact ids, readable text, and the times of its frames, but no pixels."""
-
-    def record_of(trajectory: Trajectory) -> dict:
-        text = renderer.decode(renderer.compact(trajectory.ids))
-        prompt_clips = [clip.times for clip in trajectory.prompt_clips]
-        call_clips = [clip.times for clip in trajectory.call_clips]
-        return vars(trajectory) | {"prompt_clips": prompt_clips, "call_clips": call_clips, "text": text}
-
-    calls = []
-    for call in episode.calls:
-        calls.append(vars(call) | {"subagent": call.subagent and record_of(call.subagent)})
-    record = vars(episode) | {"task": vars(episode.task), "main": record_of(episode.main), "calls": calls}
-    file.write(json.dumps(record) + "\n")
-    file.flush()
-
-
-def keep_episodes(groups: Sequence[Group], renderer: Renderer, path: Path) -> None:
-    """Write all episodes of the groups to a new file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for group in groups:
-            for episode in group.episodes:
-                dump(episode, file, renderer)
-
-
-def load_episodes(path: str | Path) -> list[Episode]:
-    """Read the episodes of a file. Their clips have times, but no pixels."""
-    return [episode_of(json.loads(line)) for line in Path(path).read_text("utf-8").splitlines()]
-
-
-def episode_of(record: dict) -> Episode:
-    """Rebuild an episode from a record of `dump`."""
-    _check_fields(record, Episode)
-    task = record["task"]
-    task = Task(**task | {"videos": tuple(task["videos"]), "options": tuple(task["options"])})
-    calls = []
-    for call in record["calls"]:
-        _check_fields(call, Call)
-        window = call["window"] and tuple(call["window"])
-        subagent = call["subagent"] and _trajectory_of(call["subagent"])
-        calls.append(Call(**call | {"window": window, "subagent": subagent}))
-    return Episode(**record | {"task": task, "main": _trajectory_of(record["main"]), "calls": calls})
-
-
-def _trajectory_of(record: dict) -> Trajectory:
-    fields = {name: value for name, value in record.items() if name != "text"}
-    _check_fields(fields, Trajectory)
-    for name in ("prompt_clips", "call_clips"):
-        fields[name] = [Clip(NO_PIXELS, tuple(times)) for times in record[name]]
-    return Trajectory(**fields | {"turns": [tuple(turn) for turn in record["turns"]]})
-
-
-def _check_fields(names: Iterable[str], kind: type) -> None:
-    """Refuse a record from a version of this code in which the type had other fields."""
-    differ = set(names) ^ kind.__dataclass_fields__.keys()
-    if differ:
-        told = f"whose {kind.__name__} has other fields ({', '.join(sorted(differ))})"
-        raise DataError(f"an episode of another version of this code, {told}: read it with that version, or run again")
-
 
 # ------------------------------------------------------------------------------------------------ prompts
 

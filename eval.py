@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from data import Episode, dump
+from episode import Episode, dump
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
@@ -236,7 +236,7 @@ def run_job(job: EvalJob, kept: list[dict], items: list[Item], context: AgentCon
         if cfg.save_episodes:
             episodes.parent.mkdir(exist_ok=True)
             with episodes_lock, episodes.open("a", encoding="utf-8") as file:
-                dump(episode, file, context.renderer)
+                dump(episode, file, context.renderer.readable)
         return line
 
     bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")

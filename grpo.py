@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import Episode, Group, Trajectory
+from episode import Episode, Group, Trajectory
 from rewards import Anchor
 from runtime.distributed import gather, sum_over_ranks
 from runtime.packing import Bundle, best_fit

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
-from data import Episode, Group, Task, Trajectory
+from episode import Episode, Group, Task, Trajectory
 from runtime.answers import normalise, parse_span, read_answer, words_of
 from runtime.api import Api, Judge, JudgeError
 from runtime.render import END_OF_TURN, Renderer

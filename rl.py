@@ -29,7 +29,8 @@ from typing import Literal
 
 import torch
 
-from data import CALL_ERRORS, Episode, Group, Task, draw_k, keep_episodes, overview, parse_task
+from data import draw_k, overview, parse_task
+from episode import CALL_ERRORS, Episode, Group, Task, keep_episodes
 from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_train_groups
 from rewards import TAG, RewardConfig, give_rewards
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, rollout
@@ -207,7 +208,9 @@ def train(
 
         # Log.
         if rank() == 0:
-            keep_episodes(groups[: cfg.dump_groups], renderer, run.folder / "episodes" / f"step-{step:06d}.jsonl")
+            keep_episodes(
+                groups[: cfg.dump_groups], renderer.readable, run.folder / "episodes" / f"step-{step:06d}.jsonl"
+            )
         run.log(step, measured)
 
         # Save.

@@ -31,7 +31,8 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from data import Call, Episode, Group, Task, Trajectory, main_messages, overview, subagent_messages
+from data import main_messages, overview, subagent_messages
+from episode import Call, Episode, Group, Task, Trajectory
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import RowError, row_errors
 from runtime.engine import ActiveCallers, Engine, EngineError, run_all

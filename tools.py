@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data import Call, Task
+from episode import Call, Task
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import VisualContract
 

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data import Task, listed_options, parse_task, read_options
+from data import listed_options, parse_task, read_options
+from episode import Task
 from rewards import RewardConfig, accuracy
 from runtime.answers import LEAD, LETTERS, read_answer, unboxed
 from runtime.api import Judge

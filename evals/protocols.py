@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 
 import rollout
-from data import Call, Episode, Task, Trajectory
+from episode import Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, ask_with_subtitles
 from rewards import ANSWER, final_answer, last_answer, turn_texts
 from runtime.answers import LETTERS, parse_span, unboxed

@@ -290,7 +290,7 @@ def published_scores(name: str, published: dict) -> dict[str, float]:
 
 
 def executed(record: dict) -> int:
-    """Count the calls that ran, like `data.Episode.n_executed`."""
+    """Count the calls that ran, like `episode.Episode.n_executed`."""
     return sum(not call["error"] for call in record["calls"])
 
 

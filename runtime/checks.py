@@ -27,6 +27,7 @@ import requests
 import torch
 from tqdm import tqdm
 
+from episode import RecordError
 from runtime.config import ConfigError, differences, git_commit, load
 from runtime.dataset import DataError, Dataset, RowError, Rows, check_rows, row_errors
 from runtime.distributed import barrier, gather, print0, rank, saved_step
@@ -38,7 +39,7 @@ from runtime.video import Videos
 from runtime.visual import ContractError, read_json
 
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
-USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, EngineLost, FileNotFoundError, FloatingPointError)
+USER_ERRORS = (ConfigError, ContractError, DataError, RecordError, EngineError, EngineLost, FileNotFoundError)
 # Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
 # steps and rows. A name without a dot stands for the whole section. In data.sources only the folders may change.
 MAY_CHANGE = {

@@ -163,6 +163,10 @@ class Renderer:
         """Return exactly the text of the ids, control tokens included."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
+    def readable(self, ids: list[int]) -> str:
+        """Return the text of the ids with one image pad per image."""
+        return self.decode(self.compact(ids))
+
     def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
         """Return each token's span [start, end) in `decode(ids)`. If tokens share a character of several bytes, their spans
         overlap. Bytes that are not UTF-8 decode to U+FFFD."""

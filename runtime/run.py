@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from tqdm import tqdm
 
+from episode import Group, Trajectory
 from runtime.checks import weights_digest
 from runtime.config import refuse_below_1, save_run, write_whole
 from runtime.dataset import DataConfig
@@ -233,7 +234,7 @@ GAP_WARNING = 0.2  # other projects report poor convergence above this mean, and
 _warned: list[str] = []  # warnings that this process has printed
 
 
-def refuse_empty(groups: Sequence, step: int) -> None:
+def refuse_empty(groups: Sequence[Group], step: int) -> None:
     """Refuse a step in which no episode ran on any rank. The run would go on and replace its good states."""
     errors = sum(gather([episode.error for group in groups for episode in group.episodes]), [])
     if all(errors):
@@ -241,9 +242,8 @@ def refuse_empty(groups: Sequence, step: int) -> None:
         raise EngineError(f"step {step + 1}: none of its {len(errors)} episodes ran; the last error: {reason}")
 
 
-def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_temperature: float = 0.0) -> None:
-    """Refuse a first batch whose log-probs the trainer does not reproduce. `groups` are data.Group; this file only reads
-    their fields."""
+def self_check(policy: Policy, groups: Sequence[Group], temperature: float, subagent_temperature: float = 0.0) -> None:
+    """Refuse a first batch whose log-probs the trainer does not reproduce."""
     # Check one episode: the shortest with a call, since crops differ in size from the overview; else the shortest.
     ran = [episode for group in groups for episode in group.ran]
     main, subagent = [], []
@@ -260,14 +260,14 @@ def self_check(policy: Policy, groups: Sequence, temperature: float, subagent_te
     print0(f"trainer and engine agree: their log-probs differ by {largest:.4f} on average")
 
 
-def logprob_gap(policy: Policy, trajectories: Sequence, temperature: float) -> float:
+def logprob_gap(policy: Policy, trajectories: Sequence[Trajectory], temperature: float) -> float:
     """Return the mean |trainer's - engine's log-prob| of the sampled tokens; 0 if there are none. All ranks call it."""
     engines = torch.tensor([p for t in trajectories for p, m in zip(t.logprobs, t.mask) if m])
     gaps = (trainer_logprobs(policy, trajectories, temperature) - engines).abs()
     return gaps.sum().item() / max(1, len(gaps))
 
 
-def trainer_logprobs(policy: Policy, trajectories: Sequence, temperature: float) -> Tensor:
+def trainer_logprobs(policy: Policy, trajectories: Sequence[Trajectory], temperature: float) -> Tensor:
     """Return the trainer's log-probs of the sampled tokens. All ranks call it."""
     bundles = [Bundle.conversation(t.ids, t.mask, t.clips) for t in trajectories]
     with torch.no_grad():

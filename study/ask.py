@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data import Call, Task, dump
+from episode import Call, Task, dump
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, run_episode
 from runtime import config
 from runtime.checks import USER_ERRORS, check_servers, find_checkpoint, refuse_template
@@ -89,7 +89,7 @@ def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
     if args.trace:
         with args.trace.open("w", encoding="utf-8") as file:
-            dump(episode, file, context.renderer)
+            dump(episode, file, context.renderer.readable)
     return int(bool(episode.error_kind))
 
 

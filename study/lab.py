@@ -11,7 +11,7 @@ import re
 import sys
 from dataclasses import replace
 
-from data import Episode, Task, Trajectory
+from episode import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
 from rl import RLConfig
 from runtime import config

@@ -22,7 +22,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from data import Episode, Trajectory, episode_of
+from episode import Episode, Trajectory, episode_of
 from evals import results
 from evals.tables import outcomes
 from rewards import final_answer, turn_texts

@@ -13,7 +13,7 @@ import numpy as np
 from tiny import noise
 
 import data
-from data import Episode, Group, Task, Trajectory
+from episode import Episode, Group, Task, Trajectory
 from rewards import give_rewards
 from rollout import AgentContext, RolloutConfig, rollout
 from runtime.dialogue import parse_dialogue

@@ -15,7 +15,7 @@ from scripted import MemoryVideos
 from scripts import start, wait_for
 
 import eval as evaluation
-from data import Task
+from episode import Task
 from eval import EvalConfig
 from evals.benchmarks import Item
 from evals.protocols import Prompting, run_protocol

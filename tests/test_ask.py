@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data import load_episodes
+from episode import load_episodes
 from rollout import RolloutConfig
 from runtime import checks, inprocess
 from runtime.engine import Sample

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from scripts import REPO
 
-from data import Task
+from episode import Task
 from eval import EvalConfig, dry_run
 from evals import results
 from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, count_items, figures, grade, load_split

@@ -18,7 +18,8 @@ from PIL import Image
 from scripted import Scripted, check_rows_of_a_rollout
 from scripts import REPO
 
-from data import Task, draw_k, main_messages, overview, parse_task
+from data import draw_k, main_messages, overview, parse_task
+from episode import Task
 from grpo import GRPOConfig
 from rl import RLConfig, Sampler
 from rl import count_tokens as count_prompt

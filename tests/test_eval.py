@@ -27,7 +27,7 @@ from scripted import Scripted, is_subagent
 from scripts import REPO, Forked, finish, line, lines, sections, start, wait_for, write_results
 
 import eval as evaluation
-from data import load_episodes
+from episode import load_episodes
 from eval import EvalConfig, as_trained, dry_run, with_names
 from evals import protocols, results, tables
 from evals.benchmarks import SPLITS, load_split

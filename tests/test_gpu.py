@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from data import Trajectory
+from episode import Trajectory
 from rollout import run_all
 from runtime.distributed import load_state, peak_memory, save_state
 from runtime.inprocess import InProcess

@@ -10,7 +10,7 @@ from scripted import group_that_said
 from tiny import noise
 
 import grpo
-from data import Call, Group, Trajectory
+from episode import Call, Group, Trajectory
 from grpo import GRPOConfig, assign_advantages, group_advantage, share_prompts, token_losses
 from rewards import Anchor, RewardConfig, structural_mask
 from rl import RLConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scripts import REPO
 
-from data import Group, episode_of
+from episode import Group, episode_of
 from evals.tables import markdown
 from grpo import assign_advantages, make_train_groups, token_advantages, token_losses
 from rewards import give_rewards

@@ -15,7 +15,7 @@ from scripted import MemoryVideos, Scripted, check_trajectory
 from scripts import REPO
 from tiny import CONTRACT
 
-from data import Task, dump
+from episode import Task, dump
 from eval import EvalConfig
 from evals import protocols
 from evals.benchmarks import Cue, Item
@@ -83,7 +83,7 @@ def ask(renderer, tmp_path_factory):
 
 def check(episode, renderer, model) -> None:
     """Check that an episode can be dumped, and that each turn is sampled as a whole from all tokens before it."""
-    dump(episode, io.StringIO(), renderer)
+    dump(episode, io.StringIO(), renderer.readable)
     for agent in episode.trajectories:
         check_trajectory(agent, renderer)
         assert all(all(agent.mask[start:end]) for start, end in agent.turns)

@@ -15,7 +15,7 @@ from scripts import finish, metrics, start
 from tiny import noise, template_ids
 from transformers import GenerationConfig
 
-from data import Episode, Task, Trajectory
+from episode import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
 from runtime.packing import Bundle
 from runtime.render import THINK_PREFIX, Live, Renderer, load_tokenizer

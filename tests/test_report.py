@@ -17,7 +17,7 @@ from PIL import Image
 from scripted import play as roll_out
 from scripted import turns
 
-from data import Task, dump
+from episode import Task, dump
 from evals.results import RECORD
 from rewards import structural_mask
 from runtime.render import Renderer, load_tokenizer
@@ -52,7 +52,7 @@ def write_run(folder, rows, episodes=(), renderer=None, steps=(0,), **config):
     for step in steps if episodes else ():
         with (folder / "episodes" / f"step-{step:06d}.jsonl").open("w") as file:
             for episode in episodes:
-                dump(episode, file, renderer)
+                dump(episode, file, renderer.readable)
     return folder
 
 
@@ -202,7 +202,7 @@ def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, 
     played = play(renderer, videos, Task("t", "What?", (path,), "oe", "red"))
     with (tmp_path / "trace.jsonl").open("w") as file:
         for episode in played:
-            dump(episode, file, renderer)
+            dump(episode, file, renderer.readable)
     run = read_run(tmp_path / "trace.jsonl", {}, toy_dir / "model")
     clips = [clip for agent in played[0].trajectories for clip in agent.clips]
     assert len(run.pictures) == len({pixels.tobytes() for clip in clips for pixels in clip.pixels})

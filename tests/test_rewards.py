@@ -15,7 +15,7 @@ from scripts import REPO
 from tiny import Pieces
 
 import rewards
-from data import Group, Task, Trajectory
+from episode import Group, Task, Trajectory
 from rewards import Anchor, Api, JudgeError, RewardConfig, accuracy, iou, score, structural_mask, token_f1
 from runtime.render import END_OF_TURN
 from study import lab

@@ -19,7 +19,8 @@ from scripts import metrics, rl_config, wait_for
 from short_runs import train
 
 import rl
-from data import CALL_ERRORS, Call, Episode, Group, Task, Trajectory, parse_task
+from data import parse_task
+from episode import CALL_ERRORS, Call, Episode, Group, Task, Trajectory
 from grpo import make_train_groups
 from rewards import give_rewards
 from rl import RLConfig

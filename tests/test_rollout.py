@@ -14,10 +14,9 @@ from tiny import CONTRACT
 
 import data
 import rollout
-from data import Episode, Task, dump, load_episodes
+from episode import Episode, RecordError, Task, dump, load_episodes
 from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, render_prompt
 from runtime import dataset
-from runtime.dataset import DataError
 from runtime.engine import EngineError
 from runtime.render import IMAGE_PAD
 from runtime.video import VideoError
@@ -428,14 +427,14 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
     episode.main.structural = [*episode.main.mask]  # as scoring fills it
     path = tmp_path / "episodes.jsonl"
     with open(path, "w") as file:
-        dump(episode, file, renderer)
-        dump(episode, file, renderer)
+        dump(episode, file, renderer.readable)
+        dump(episode, file, renderer.readable)
     text = json.loads(path.read_text().splitlines()[0])["main"]["text"]  # the readable text
     assert "y</think>" in text and text.count(IMAGE_PAD) == sum(map(len, episode.main.clips))
     again = tmp_path / "again.jsonl"
     with open(again, "w") as file:
         for loaded in load_episodes(path):
-            dump(loaded, file, renderer)
+            dump(loaded, file, renderer.readable)
             decode_frames(loaded, MemoryVideos(), CONTRACT)
             for ours, theirs in zip(episode.trajectories, loaded.trajectories, strict=True):
                 assert all((a.pixels == b.pixels).all() for a, b in zip(ours.clips, theirs.clips, strict=True))
@@ -448,10 +447,10 @@ def test_an_episode_of_an_older_version_is_refused_in_a_sentence(renderer, tmp_p
     [episode] = play(renderer, turns("x</think>" + call() + END, "y</think>" + END))
     path = tmp_path / "episodes.jsonl"
     with open(path, "w") as file:
-        dump(episode, file, renderer)
+        dump(episode, file, renderer.readable)
     path.write_text(path.read_text().replace('"subagent"', '"agent"'))
     with pytest.raises(
-        DataError, match=r"of another version of this code, whose Call has other fields \(agent, subagent\)"
+        RecordError, match=r"of another version of this code, whose Call has other fields \(agent, subagent\)"
     ):
         load_episodes(path)
 

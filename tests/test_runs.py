@@ -21,7 +21,7 @@ from scripts import REPO, Forked, alive, children, finish, metrics, rl_config, s
 
 import rl
 import rollout
-from data import Call
+from episode import Call
 from runtime import config, distributed
 from runtime.cleanup import run_memory
 from runtime.run import Metrics

@@ -18,7 +18,7 @@ from scripts import metrics, rl_config
 from tiny import CONTRACT_14, as_published, at_once, check_logprobs, prompts_of, request
 
 import rl
-from data import Task
+from episode import Task
 from rollout import AgentContext, RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.engine import EngineError

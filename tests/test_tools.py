@@ -17,7 +17,7 @@ from scripted import END, MemoryVideos, play, turns
 from tiny import CONTRACT
 
 import tools
-from data import Call, Task, dump
+from episode import Call, Task, dump
 from runtime.video import Clip
 from tools import (
     TOOLS,
@@ -325,7 +325,7 @@ def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatc
         [episode] = play(renderer, calling("fine"), tools=("fine",), tool_return=tool_return)
         [call] = episode.calls
         assert (call.error, call.window) == ("", (1.0, 2.0))
-        dump(episode, io.StringIO(), renderer)
+        dump(episode, io.StringIO(), renderer.readable)
         shown = [
             clip for agent in episode.trajectories for clip in agent.clips if clip.pixels is returned.frames.pixels
         ]
@@ -344,7 +344,7 @@ def test_a_tool_that_changes_its_arguments_changes_no_record(renderer, monkeypat
     written = {"do": "it", "at": [1]}
     [episode] = play(renderer, calling("pop", **written), tools=("pop",))
     assert (episode.calls[0].text, episode.calls[0].arguments) == ("Done.", written)
-    dump(episode, io.StringIO(), renderer)
+    dump(episode, io.StringIO(), renderer.readable)
 
 
 @pytest.mark.parametrize("kind", ["", ["bad"]])
