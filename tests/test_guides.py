@@ -87,7 +87,7 @@ def a_zoom_shows_the_quarter_around_its_point() -> None:
     from scripted import MemoryVideos
     from tiny import CONTRACT
 
-    from data import Call, Task
+    from episode import Call, Task
     from rl import RLConfig
     from runtime import config
     from runtime.video import Clip
@@ -135,7 +135,7 @@ def test_a_tool_is_a_function_and_an_entry(fork):
 
 def brevity_is_paid_and_logged() -> None:
     """Reward episodes of 44 and 45 tokens (here: characters) with the guide's config, and read what a step logs."""
-    from data import Group, Task
+    from episode import Group, Task
     from rewards import score
     from rl import RLConfig, describe
     from runtime import config
@@ -173,7 +173,8 @@ def test_a_reward_is_a_weighted_part_and_logged_by_its_name(fork):
 def rows_are_tasks_and_items() -> None:
     from dataclasses import replace
 
-    from data import Task, parse_task
+    from data import parse_task
+    from episode import Task
     from eval import EvalConfig
     from evals.benchmarks import load_split
     from runtime import config
