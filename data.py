@@ -1,13 +1,8 @@
-"""data.py: the prompts, and the parser that turns RL rows into tasks.
+"""data.py: turn RL rows into tasks, and show a task's videos.
 
     parse_task(RL row) -> Task;  overview(task, k, videos, contract) -> clips
-    main_messages(question, paths, clips, renderer, with_tools=True) -> messages for renderer.render
 
-SFT, RL, evaluation and `ask` all build their prompts with the functions here. The prompt of an SFT row always promises
-reports: only a rollout has the switch `tool_return: frames`. runtime/dataset.py streams the rows, and `--check-data`
-checks them.
-
-Deliberately missing: prompts per dataset.
+runtime/dataset.py streams the rows, and `--check-data` checks them. runtime/prompts.py makes the prompts.
 """
 
 import functools
@@ -22,87 +17,10 @@ from typing import Any
 from episode import Task
 from runtime.answers import LETTERS, normalise, parse_span
 from runtime.dataset import RowError, decode_json, resolve_path
-from runtime.render import Live, Renderer
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
-
-# ------------------------------------------------------------------------------------------------ prompts
-
-# Our texts. A run's `prompts` can replace each of them (runtime/prompts.py).
-SUBAGENT_REQUEST = "What happens here?"
-
-
-def system_prompt(with_tools: bool, stamped: bool = True, tool_return: str = "subagent") -> str:
-    """Return the main agent's system prompt. It mentions times only if frames are stamped, and reports only if calls return
-    them."""
-    frames = "You see frames of it, each after its time." if stamped else "You see frames of it."
-    answer_format = (
-        "Think between <think> and </think>, then give the final answer between <answer> and </answer>: "
-        "an option's letter, a time span as start - end in seconds, or a few words."
-    )
-    lines = [f"You answer questions about a video. {frames}", answer_format]
-    if with_tools:
-        result = "frames of its window" if tool_return == "frames" else "a report"
-        lines.append(
-            "The frames are only a sample. If they do not show enough, call tools before you answer: "
-            f"several calls in one turn run in parallel, and each returns {result}."
-        )
-    return "\n".join(lines)
-
-
-def subagent_system_prompt(stamped: bool = True) -> str:
-    """Return the system prompt of a sub-agent whose tool does not bring one."""
-    if not stamped:
-        return "You see frames of one part of a video. Report briefly what happens in it."
-    return "You see frames of one part of a video, each after its time. Report briefly what happens in it, and when."
-
-
-def main_messages(
-    question: str,
-    paths: Sequence[str],
-    clips: Sequence[Clip],
-    renderer: Renderer,
-    with_tools: bool,
-    tool_return: str = "subagent",
-) -> list[dict]:
-    """Return the main agent's first messages. `clips`: one overview per video."""
-    # The user's message: the overview of each video, then the question.
-    parts: list[str | Clip] = []
-    for path, clip in zip(paths, clips, strict=True):
-        if len(paths) > 1:  # tools pick a video by its name
-            parts.append(f"\n{os.path.basename(path)}: ")
-        parts.append(clip)
-    before = renderer.prompts.before_question
-    parts.append(("\n" if before is None else before) + question)
-
-    # The system prompt: the run's own text, or else ours.
-    own = renderer.prompts.system if with_tools else renderer.prompts.system_without_tools
-    system = system_prompt(with_tools, renderer.contract.stamped, tool_return) if own is None else own
-    return _opening(Live(system), parts)  # Live: its tags become control tokens
-
-
-def subagent_messages(
-    clip: Clip, window: tuple[float, float], renderer: Renderer, request="", system="", question=""
-) -> list[dict]:
-    """Return a sub-agent's first messages. `window`: that of the clip, in seconds. `request` and `system` are the tool's own
-    texts, if it has any; they are used verbatim. Only an SFT row can add a question; a rollout never does."""
-    own = renderer.prompts.fill(window)
-    system = system or own.subagent_system
-    if system is None:
-        system = subagent_system_prompt(renderer.contract.stamped)
-    request = request or own.subagent_request or SUBAGENT_REQUEST
-    if question:
-        request += f"\nQuestion: {question}"
-    return _opening(system, [clip, "\n" + request])
-
-
-def _opening(system: str, user: list[str | Clip]) -> list[dict]:
-    messages = [{"role": "user", "content": user}]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
-    return messages
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Clip]:

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from tqdm import tqdm
 
-from data import main_messages, overview, subagent_messages
+from data import overview
 from episode import Call, Episode, Group, Task, Trajectory
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import RowError, row_errors
@@ -169,7 +169,9 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     cfg, renderer = context.cfg, context.renderer
     clips = overview(task, k, context.videos, renderer.contract)
     with_tools = cfg.dispatch != "none"
-    messages = main_messages(task.question, task.videos, clips, renderer, with_tools, cfg.tool_return)
+    messages = renderer.prompts.main_messages(
+        task.question, task.videos, clips, renderer.contract, with_tools, cfg.tool_return
+    )
     return renderer.render(messages, cfg.schemas, generate=True)
 
 
@@ -350,7 +352,9 @@ def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tup
     """Ask a sub-agent for a report: same weights, fresh context. It reads only these frames and the tool's request, not the
     question (as in the paper)."""
     cfg, renderer = context.cfg.subagents, context.renderer
-    messages = subagent_messages(clip.frames, clip.window, renderer, clip.request, clip.system)
+    messages = renderer.prompts.subagent_messages(
+        clip.frames, clip.window, renderer.contract, clip.request, clip.system
+    )
     trajectory = open_trajectory(renderer.render(messages, generate=True))
     sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
     start, end = trajectory.prompt_length, len(trajectory.ids)

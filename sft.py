@@ -25,7 +25,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from data import main_messages, subagent_messages
 from rewards import TAG
 from runtime.checks import USER_ERRORS, open_run, work_of
 from runtime.config import refuse_below_1, suggest
@@ -241,23 +240,26 @@ def count_tokens(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos:
 
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
     """Encode a dialogue as tokens and frames, with mask 1 on the assistant's tokens only."""
-    clips = [media.frames(videos, renderer.contract) for media in dialogue.media]
+    prompts, contract = renderer.prompts, renderer.contract
+    clips = [media.frames(videos, contract) for media in dialogue.media]
 
     # Open with the prompt that this agent gets in a rollout.
     if dialogue.agent == "sub":
         if len(clips) != 1:
             raise RowError(f"a sub-agent's row must show one video or image, and this one shows {len(clips)}")
         window = dialogue.media[0].window(videos)
-        messages = subagent_messages(clips[0], window, renderer, dialogue.request, dialogue.system, dialogue.question)
+        messages = prompts.subagent_messages(
+            clips[0], window, contract, dialogue.request, dialogue.system, dialogue.question
+        )
     else:
         paths = [media.path for media in dialogue.media]
-        messages = main_messages(dialogue.question, paths, clips, renderer, with_tools=dialogue.agent == "main")
+        messages = prompts.main_messages(dialogue.question, paths, clips, contract, with_tools=dialogue.agent == "main")
 
     # Append the turns, and decode their media.
     for turn in dialogue.turns:
         content = []
         for part in turn["content"]:
-            content.append(part.frames(videos, renderer.contract) if isinstance(part, Media) else part)
+            content.append(part.frames(videos, contract) if isinstance(part, Media) else part)
         messages.append({"role": turn["role"], "content": content})
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)

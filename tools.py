@@ -51,8 +51,8 @@ class ClipForSubagent:
 
     frames: Clip
     window: tuple[float, float]  # seconds
-    request: str = ""  # the sub-agent's instruction; empty: data.SUBAGENT_REQUEST
-    system: str = ""  # its system prompt; empty: data.subagent_system_prompt
+    request: str = ""  # the sub-agent's instruction; empty: prompts.SUBAGENT_REQUEST
+    system: str = ""  # its system prompt; empty: prompts.subagent_system_prompt
 
 
 @dataclass

@@ -36,7 +36,8 @@ from rewards import ANSWER, final_answer, last_answer, turn_texts
 from runtime.answers import LETTERS, parse_span, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
-from runtime.render import Live, Renderer, clock
+from runtime.prompts import Live
+from runtime.render import Renderer, clock
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices
 from runtime.visual import ContractError
 from tools import ToolError, parse_calls, read_number, run_tool

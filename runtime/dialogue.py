@@ -2,7 +2,7 @@
 
 Published rows write the same turns in many ways. A Dialogue has the form that a rollout produces: one turn per tool response,
 a line break after `<think>`, no white space around a report. Deliberately missing: prompts. A row's system prompt is dropped,
-because SFT, RL and evaluation share the prompts of data.py.
+because SFT, RL and evaluation share the prompts of prompts.py.
 """
 
 import itertools
@@ -53,8 +53,8 @@ class Dialogue:
     question: str
     media: tuple[Media, ...]  # videos and images beside the question
     turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
-    request: str = ""  # the sub-agent's instruction, as in tools.ClipForSubagent; empty: data.SUBAGENT_REQUEST
-    system: str = ""  # the sub-agent's system prompt; empty: data.subagent_system_prompt
+    request: str = ""  # the sub-agent's instruction, as in tools.ClipForSubagent; empty: prompts.SUBAGENT_REQUEST
+    system: str = ""  # the sub-agent's system prompt; empty: prompts.subagent_system_prompt
 
 
 def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:

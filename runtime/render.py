@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from jinja2 import TemplateError
 
-from runtime.prompts import OURS, Prompts
+from runtime.prompts import OURS, Live, Prompts
 from runtime.video import Clip
 from runtime.visual import ContractError, VisualContract, read_json
 
@@ -69,10 +69,6 @@ _CUT = "\U000f0000"
 _REMOVED = re.compile(f"[\ud800-\udfff{_CUT}]")
 _ASSISTANT = "<|im_start|>assistant\n"
 _ASSISTANT_TURN = re.compile(rf"(?<={re.escape(_ASSISTANT)})(.*?{re.escape(END_OF_TURN)})", re.DOTALL)
-
-
-class Live(str):
-    """Text of our own. Control tokens in it are live."""
 
 
 def clock(seconds: float) -> str:

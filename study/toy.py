@@ -38,8 +38,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from tqdm import tqdm
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-import data
 from runtime.policy import MODELS
+from runtime.prompts import SUBAGENT_REQUEST, subagent_system_prompt, system_prompt
 from runtime.render import CHAT_TEMPLATE, TEMPLATE_TAGS
 from runtime.video import uniform_indices, window_indices
 from runtime.visual import VisualContract
@@ -392,8 +392,8 @@ def build_toy(root: Path, seed: int = 0, sizes: dict[str, int] = SIZES) -> None:
         pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
 
     # Train the tokenizer on the prompts' boilerplate, every stamp, and the text of the rows.
-    boilerplate = [data.system_prompt(with_tools=True), data.system_prompt(with_tools=False)]
-    boilerplate += [data.subagent_system_prompt(), data.SUBAGENT_REQUEST, CHAT_TEMPLATE]
+    boilerplate = [system_prompt(with_tools=True), system_prompt(with_tools=False)]
+    boilerplate += [subagent_system_prompt(), SUBAGENT_REQUEST, CHAT_TEMPLATE]
     boilerplate.append(json.dumps(TOOLS["crop_video"].schema))
     stamps = [CONTRACT.stamp.format(i / FPS) for i in range(DURATIONS[-1] * FPS)]
     texts = boilerplate * 8 + stamps * 4

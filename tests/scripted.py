@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from tiny import noise
 
-import data
 from episode import Episode, Group, Task, Trajectory
 from rewards import give_rewards
 from rollout import AgentContext, RolloutConfig, rollout
 from runtime.dialogue import parse_dialogue
 from runtime.engine import Sample
+from runtime.prompts import subagent_system_prompt
 from runtime.render import END_OF_TURN, THINK_PREFIX, Renderer
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices, window_indices
 from sft import encode_dialogue
@@ -112,7 +112,7 @@ class Scripted:
 
 
 def is_subagent(prompt: str) -> bool:
-    return data.subagent_system_prompt() in prompt
+    return subagent_system_prompt() in prompt
 
 
 def turns(*said, report="I saw a cat."):

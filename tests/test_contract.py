@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from data import main_messages, overview
+from data import overview
 from episode import Task
 from runtime.checks import refuse_template
 from runtime.config import ConfigError
@@ -237,7 +237,7 @@ def test_outside_text_never_becomes_a_control_token(renderer, question, reply):
 
 
 def test_our_own_system_prompt_has_the_live_tags_of_the_chat_template(toy_renderer):
-    messages = main_messages("Which?", [], [], toy_renderer, with_tools=True)
+    messages = toy_renderer.prompts.main_messages("Which?", [], [], toy_renderer.contract, with_tools=True)
     plain = [message | {"content": "".join(message["content"])} for message in messages]
     theirs = toy_renderer.tokenizer.apply_chat_template(plain, return_dict=False)
     assert toy_renderer.render(messages).ids == theirs

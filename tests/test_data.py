@@ -18,7 +18,7 @@ from PIL import Image
 from scripted import Scripted, check_rows_of_a_rollout
 from scripts import REPO
 
-from data import draw_k, main_messages, overview, parse_task
+from data import draw_k, overview, parse_task
 from episode import Task
 from grpo import GRPOConfig
 from rl import RLConfig, Sampler
@@ -63,7 +63,8 @@ def test_the_frames_of_several_videos_share_k_and_carry_their_names(toy_dir, ren
     task = Task("t", "Which?", paths, "oe", "red")
     frames = overview(task, 8, videos, renderer.contract)
     assert [len(f) for f in frames] == [3, 3, 2]
-    text = renderer.decode(renderer.render(main_messages(task.question, task.videos, frames, renderer, False)).ids)
+    messages = renderer.prompts.main_messages(task.question, paths, frames, renderer.contract, with_tools=False)
+    text = renderer.decode(renderer.render(messages).ids)
     places = [text.index(f"train0000{i}.mp4: <0.0 seconds>") for i in range(3)]
     assert places == sorted(places)
     assert [len(f) for f in overview(task, 2, videos, renderer.contract)] == [1, 1, 1]  # past bug: it ended the run

@@ -12,12 +12,11 @@ from scripted import END, TASK, MemoryVideos, play, turns
 from scripts import sft_config
 
 import sft
-from data import subagent_messages, subagent_system_prompt, system_prompt
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import checks, config
 from runtime.dialogue import Dialogue, Media
-from runtime.prompts import Prompts
+from runtime.prompts import Prompts, subagent_system_prompt, system_prompt
 from runtime.render import Renderer
 from runtime.visual import ContractError
 from sft import SFTConfig, encode_dialogue
@@ -92,8 +91,7 @@ def test_a_text_that_is_not_replaced_is_ours(renderer):
     one = Renderer(renderer.tokenizer, renderer.contract, Prompts(subagent_request="Go."))
     assert asked(one) == [ours[0], ours[1].replace("What happens here?", "Go.")]
     # A tool's own texts go first.
-    trained = Renderer(renderer.tokenizer, renderer.contract, Prompts(**TEXTS))
-    own = subagent_messages(None, (4.0, 9.5), trained, "What is read out?", "You read.")
+    own = Prompts(**TEXTS).subagent_messages(None, (4.0, 9.5), renderer.contract, "What is read out?", "You read.")
     assert [own[0]["content"], own[1]["content"][1]] == ["You read.", "\nWhat is read out?"]
 
 

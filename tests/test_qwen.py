@@ -18,7 +18,8 @@ from transformers import GenerationConfig
 from episode import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
 from runtime.packing import Bundle
-from runtime.render import THINK_PREFIX, Live, Renderer, load_tokenizer
+from runtime.prompts import Live
+from runtime.render import THINK_PREFIX, Renderer, load_tokenizer
 from sft import target_kinds
 
 pytestmark = pytest.mark.qwen

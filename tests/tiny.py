@@ -16,10 +16,10 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-import data
 from runtime.distributed import init_distributed, rank, world_size
 from runtime.engine import Sample
 from runtime.packing import Bundle
+from runtime.prompts import subagent_system_prompt, system_prompt
 from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer, template_with_tools
 from runtime.video import Clip
 from runtime.visual import VisualContract, patchify
@@ -86,7 +86,7 @@ def build(
     vision: dict | None = None, **sizes,
 ) -> Path:  # fmt: skip
     """Write a checkpoint with a tokenizer and a chat template."""
-    prompts = [data.system_prompt(with_tools=True), data.subagent_system_prompt()]
+    prompts = [system_prompt(with_tools=True), subagent_system_prompt()]
     texts = [*prompts, CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
     contract = contract or (CONTRACT if model_type == "qwen3_vl" else CONTRACT_14)
     if model_type == "qwen3_vl" and not vision:
