@@ -25,11 +25,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from data import Dialogue, Media, parse_dialogue
 from rewards import TAG
 from runtime.checks import USER_ERRORS, open_run, work_of
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
-from runtime.dialogue import Dialogue, Media, parse_dialogue
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import Bundle, best_fit
 from runtime.plan import Plan, plan_training

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 from tiny import noise
 
+from data import parse_dialogue
 from episode import Episode, Group, Task, Trajectory
 from rewards import give_rewards
 from rollout import AgentContext, RolloutConfig, rollout
-from runtime.dialogue import parse_dialogue
 from runtime.engine import Sample
 from runtime.prompts import subagent_system_prompt
 from runtime.render import END_OF_TURN, THINK_PREFIX, Renderer

@@ -19,11 +19,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from data import overview
+from data import Media, overview
 from episode import Task
 from runtime.checks import refuse_template
 from runtime.config import ConfigError
-from runtime.dialogue import Media
 from runtime.policy import PolicyConfig, load
 from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer
 from runtime.visual import ContractError, VisualContract, patchify

@@ -18,7 +18,7 @@ from PIL import Image
 from scripted import Scripted, check_rows_of_a_rollout
 from scripts import REPO
 
-from data import draw_k, overview, parse_task
+from data import Media, draw_k, overview, parse_dialogue, parse_task
 from episode import Task
 from grpo import GRPOConfig
 from rl import RLConfig, Sampler
@@ -27,7 +27,6 @@ from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import config, dataset
 from runtime.checks import check_data, check_row
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
-from runtime.dialogue import Media, parse_dialogue
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.video import Videos

@@ -12,10 +12,10 @@ from scripted import END, TASK, MemoryVideos, play, turns
 from scripts import sft_config
 
 import sft
+from data import Dialogue, Media
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import checks, config
-from runtime.dialogue import Dialogue, Media
 from runtime.prompts import Prompts, subagent_system_prompt, system_prompt
 from runtime.render import Renderer
 from runtime.visual import ContractError

@@ -11,11 +11,11 @@ from short_runs import try_out
 import rl
 import rollout
 import sft
+from data import parse_dialogue
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import config
 from runtime.checks import differences, dry_run
-from runtime.dialogue import parse_dialogue
 from runtime.plan import PlanConfig
 
 

@@ -12,9 +12,9 @@ import torch
 from scripts import metrics, sft_config, start
 
 import sft
+from data import parse_dialogue
 from runtime import config
 from runtime.dataset import DataError, Dataset
-from runtime.dialogue import parse_dialogue
 from runtime.packing import Bundle
 from runtime.policy import PolicyOutput, load
 from sft import TOKEN_KINDS, SFTConfig, batch_loss, target_kinds

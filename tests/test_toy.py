@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import parse_task
+from data import parse_dialogue, parse_task
 from runtime.dataset import Rows
-from runtime.dialogue import parse_dialogue
 from runtime.render import END_OF_TURN, TEMPLATE_TAGS
 from study import toy
 from tools import parse_calls
