@@ -26,7 +26,7 @@ from typing import Any
 
 from episode import Task
 from runtime.answers import LETTERS, normalise, parse_span
-from runtime.dataset import RowError, decode_json, resolve_path
+from runtime.dataset import RowError, decode_json
 from runtime.render import NO_REPORT, THINK_PREFIX
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract
@@ -75,20 +75,27 @@ def _read_question(row: dict) -> str:
 
 def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
     """Return the paths of all videos. Every one must exist, because a question can have another answer without it."""
-    paths = []
+    urls = []
     for video in decode_json(row.get("videos") or [], "videos"):
         if isinstance(video, dict) and (video.get("video_start") or video.get("video_end")):
             raise RowError(f"{video}: RL shows whole videos; cut the window out, and remove video_start and video_end")
-        paths.append(resolve_path(video["video"] if isinstance(video, dict) else video, root))
-    if not paths:
+        urls.append(video["video"] if isinstance(video, dict) else video)
+    if not urls:
         raise RowError(f"`videos` names no video; the row has {', '.join(row)}")
-    missing = [path for path in paths if not os.path.exists(path)]
-    if missing:
-        raise RowError(f"{', '.join(missing)}: no such file")
+    paths = _read_paths(urls, root)
     names = [os.path.basename(path) for path in set(paths)]
     if len(set(names)) < len(names):
         raise RowError(f"two videos are called {max(names, key=names.count)}, but calls use that name: rename one")
     return tuple(paths)
+
+
+def _read_paths(urls: Sequence[str], root: Path) -> list[str]:
+    """Return absolute paths without file://. Relative ones start at `root`. Refuse a file that does not exist."""
+    paths = [os.path.abspath(os.path.join(root, url.removeprefix("file://"))) for url in urls]
+    missing = [path for path in paths if not os.path.exists(path)]
+    if missing:
+        raise RowError(f"{', '.join(missing)}: no such file")
+    return paths
 
 
 def _read_gold(answer: Any, kind: str) -> str:
@@ -288,8 +295,10 @@ def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> lis
         count = asked.count(placeholder)
         if count != len(entries):
             column = placeholder.strip("<>") + "s"
-            told = f"{count} {placeholder} in user and tool turns, but `{column}` names {len(entries)}"
-            raise RowError(f"{told}: write one {placeholder} for each")
+            raise RowError(
+                f"{count} {placeholder} in user and tool turns, but `{column}` names {len(entries)}: "
+                f"write one {placeholder} for each"
+            )
     placed = []
     for role, parts in contents:
         if role in ("user", "tool"):
@@ -354,9 +363,7 @@ def _read_media(part: dict, root: Path) -> Media:
     if isinstance(url, dict):  # options can be in it, beside the URL
         options = url | part
         url = url["url"]
-    path = resolve_path(url, root)
-    if not os.path.exists(path):
-        raise RowError(f"{path}: no such file")
+    [path] = _read_paths([url], root)
     nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
     windowed = start is not None or end is not None
     if windowed and not -math.inf < start < end < math.inf:  # only one given: a TypeError, so a RowError

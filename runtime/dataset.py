@@ -13,7 +13,6 @@ Deliberately missing: epochs in the trainers, worker processes that load data (v
 import contextlib
 import json
 import logging
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -226,11 +225,6 @@ def check_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
 def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
     """Return how many rows of each source an epoch has."""
     return [round(source.weight * len(rows)) for source, rows in pool]
-
-
-def resolve_path(url: str, root: Path) -> str:
-    """Return an absolute path without file://. A relative path starts at `root`."""
-    return os.path.abspath(os.path.join(root, url.removeprefix("file://")))
 
 
 def decode_json(value: Any, what: str) -> Any:
