@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -120,19 +120,22 @@ class Rows:
         return row
 
 
-class Draw(NamedTuple):
+Parsed = TypeVar("Parsed")  # what `parse` makes of a row: a Task or a Dialogue
+
+
+class Draw(NamedTuple, Generic[Parsed]):
     """A row of a batch."""
 
-    item: Any  # the parsed row: a Task or a Dialogue
+    item: Parsed
     epoch: int
     loss_weight: float  # of its source
 
 
-class Dataset:
+class Dataset(Generic[Parsed]):
     """An endless, seeded shuffle of the sources' rows, read by step number."""
 
-    # parse(row, its name, where relative paths start) -> a Task or a Dialogue
-    def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path], Any]):
+    # parse(row, its name, where relative paths start)
+    def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path], Parsed]):
         self.cfg, self._parse = cfg, parse
         self._first, self._mixture = [], []  # (source, its rows)
         for source in cfg.sources:
@@ -156,7 +159,7 @@ class Dataset:
         """Return the number of rows in an epoch of the mixture."""
         return sum(_draws(self._mixture))
 
-    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw]:
+    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw[Parsed]]:
         """Return this rank's share of a step's batch. It is shorter if rows are bad."""
         draws = []
         # In the first epoch a rank has its share of the rows. Each later epoch deals the rows out anew.
