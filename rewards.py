@@ -25,15 +25,8 @@ from typing import Literal
 from episode import Episode, Group, Task, Trajectory
 from runtime.answers import normalise, parse_span, read_answer, words_of
 from runtime.api import Api, Judge, JudgeError
-from runtime.render import END_OF_TURN, Renderer
+from runtime.render import END_OF_TURN, TAG, TAG_PIECE, TAGS_AND_CODE, Renderer
 
-TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")
-TAG = re.compile("|".join(TAGS))
-TAGS_AND_CODE = (*TAGS, "<tool_code>", "</tool_code>")  # a call in <tool_code> runs, but the format does not ask for it
-# A piece of a tag is the name of a tag behind `<` or `</`, as in `<think now`, or a tag that the end of a text cuts off: `</answ`.
-# Reports are not the model's to write, so <tool_response> counts as well. `a<b`, `<video>`, `<the car>`, `</b>` and `<-` are text.
-CUT_OFF = "|".join(tag[:length] for tag in TAGS_AND_CODE for length in range(1, len(tag)))
-TAG_PIECE = re.compile(rf"</?(?:think|tool_call|tool_code|answer|tool_response)[a-z_]*>?|(?:{CUT_OFF})\Z")
 PARTS = ("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed")
 # A turn with more opening or closing tags of one kind is spam, and its episode scores 0.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}

@@ -32,7 +32,7 @@ import torch
 from data import draw_k, overview, parse_task
 from episode import CALL_ERRORS, Episode, Group, Task, keep_episodes
 from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_train_groups
-from rewards import TAG, RewardConfig, give_rewards
+from rewards import RewardConfig, give_rewards
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, rollout
 from runtime.api import Judge
 from runtime.checks import USER_ERRORS, check_servers, open_run, work_of
@@ -53,7 +53,7 @@ from runtime.distributed import (
 from runtime.engine import Engine
 from runtime.plan import plan_rl
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
-from runtime.render import Renderer
+from runtime.render import TAG, Renderer
 from runtime.run import Clock, Run, RunConfig, check_gap, check_room, refuse_empty, self_check, utilisation
 from runtime.script import command_line, run_script
 from runtime.servers import IMAGE_BYTES

@@ -30,6 +30,13 @@ THINK_PREFIX = "<think>\n"  # every turn of a main agent begins with it: rollout
 NO_REPORT = "(empty report)"  # replaces a tool result without text
 # The tags of chat templates and of our prompts. In some vocabularies they are no single tokens.
 TEMPLATE_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>")  # those of the format
+TAG = re.compile("|".join(TAGS))
+TAGS_AND_CODE = (*TAGS, "<tool_code>", "</tool_code>")  # a call in <tool_code> runs, but the format does not ask for it
+# A piece of a tag is the name of a tag behind `<` or `</`, as in `<think now`, or a tag that the end of a text cuts off: `</answ`.
+# Reports are not the model's to write, so <tool_response> counts as well. `a<b`, `<video>`, `<the car>`, `</b>` and `<-` are text.
+CUT_OFF = "|".join(tag[:length] for tag in TAGS_AND_CODE for length in range(1, len(tag)))
+TAG_PIECE = re.compile(rf"</?(?:think|tool_call|tool_code|answer|tool_response)[a-z_]*>?|(?:{CUT_OFF})\Z")
 CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja").read_text(encoding="utf-8")
 
 

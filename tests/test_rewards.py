@@ -17,7 +17,7 @@ from tiny import Pieces
 import rewards
 from episode import Group, Task, Trajectory
 from rewards import Anchor, Api, JudgeError, RewardConfig, accuracy, iou, score, structural_mask, token_f1
-from runtime.render import END_OF_TURN
+from runtime.render import END_OF_TURN, TAG, TAGS, TAGS_AND_CODE
 from study import lab
 from study.lab import Characters, episode_of_turns
 
@@ -138,7 +138,7 @@ def one_edit_away(turns: list[str]) -> list[list[str]]:
     """Return the texts in which a tag is left out, replaced or swapped with the next, or a tag, a pair of tags, a piece of one or
     a word is added before or after any tag."""
     added = [
-        *rewards.TAGS_AND_CODE,
+        *TAGS_AND_CODE,
         " ok ",
         "</answe",
         "<",
@@ -148,12 +148,12 @@ def one_edit_away(turns: list[str]) -> list[list[str]]:
     ]
     edited = []
     for i, turn in enumerate(turns):
-        tags = [(tag.start(), tag.end()) for tag in rewards.TAG.finditer(turn)]
+        tags = [(tag.start(), tag.end()) for tag in TAG.finditer(turn)]
         texts = []
         for place in {0, len(turn), *itertools.chain(*tags)}:
             texts += [turn[:place] + more + turn[place:] for more in added]
         for start, end in tags:
-            texts += [turn[:start] + other + turn[end:] for other in ("", *rewards.TAGS) if other != turn[start:end]]
+            texts += [turn[:start] + other + turn[end:] for other in ("", *TAGS) if other != turn[start:end]]
         for (a, b), (c, d) in itertools.pairwise(tags):
             texts.append(turn[:a] + turn[c:d] + turn[b:c] + turn[a:b] + turn[d:])
         edited += [[*turns[:i], text, *turns[i + 1 :]] for text in texts]
@@ -417,7 +417,7 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
         assert parts["R"] == pytest.approx(parts["R_acc"] + parts["R_fmt"] + parts["R_tool"])
     assert 0 <= parts["R_acc"] <= 1 and 0 <= parts["R_tool"] <= 1
     assert -0.15 <= parts["f"] <= 1 and -0.3 <= parts["R_anchor"] <= 0.7
-    assert rewards.TAG.sub("", painted([turn])).replace(END_OF_TURN, "").strip() == ""
+    assert TAG.sub("", painted([turn])).replace(END_OF_TURN, "").strip() == ""
 
 
 # ------------------------------------------------------------------------------------------------ the judge and the lab
