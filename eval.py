@@ -37,8 +37,9 @@ from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
 from evals.results import EvalJob, read_results, resume, unlike_published
-from rewards import RewardConfig, final_answer, score, turn_texts
+from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
+from runtime.answers import final_answer
 from runtime.api import Api, Judge, JudgeError, OpenAI, check_api
 from runtime.checks import (
     USER_ERRORS,
@@ -145,7 +146,7 @@ def ask_item(
         if not tagged:
             answer = final_answer(turns, cfg.grading.untagged_answer)
         try:
-            verdict = grade(item, answer, cfg.grading, judge)
+            verdict = grade(item, answer, cfg.grading.open_answer, judge)
         except JudgeError as error:
             episode.fail(error)
 

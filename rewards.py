@@ -16,14 +16,14 @@ import contextlib
 import json
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from episode import Episode, Group, Task, Trajectory
-from runtime.answers import normalise, parse_span, read_answer, words_of
+from episode import Episode, Group, Trajectory
+from runtime.answers import accuracy, final_answer, read_answer
 from runtime.api import Api, Judge, JudgeError
 from runtime.render import END_OF_TURN, TAG, TAG_PIECE, TAGS_AND_CODE, Renderer
 
@@ -94,7 +94,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     # Score the answer and the calls.
     task = episode.task
     said = read_answer(final_answer(texts, cfg.untagged_answer), task.kind, task.options)
-    acc = accuracy(said, task, cfg, judge)
+    acc = accuracy(said, task.kind, task.answer, cfg.open_answer, judge and partial(judge, task.question))
     tool = tool_reward(episode, acc)
 
     # Score the format.
@@ -151,47 +151,6 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
         else:
             texts.append(renderer.decode(ids))
     return texts
-
-
-ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
-STATED = re.compile(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", re.I | re.S)
-CALL_BLOCK = re.compile(r"<(tool_call|tool_code)>.*?(?:</\1>|\Z)", re.S)
-
-
-def final_answer(texts: list[str], untagged: str = "off") -> str | None:
-    """Return the content of the last complete <answer> in the last turn, after its last </think>. If there is none, return
-    what `untagged` accepts. Under `off` and `fallback`, a turn whose thought is never closed has no answer."""
-    if not texts:
-        return None
-    turn = texts[-1].replace(END_OF_TURN, "")
-    after_thought = turn.rpartition("</think>")[2]
-    in_open_thought = "<think>" in after_thought
-    if in_open_thought and untagged in ("off", "fallback"):
-        return None
-    answer = last_answer(after_thought)
-    if answer is not None or untagged == "off":
-        return answer
-
-    # stated: what follows the last "answer is", to the end of its line
-    stated = STATED.match(after_thought)
-    if untagged == "stated":
-        return stated[1] if stated else None
-
-    # fallback and prose: the text beside calls and tags. fallback reads a turn without a thought by its last line.
-    prose = TAG_PIECE.sub(" ", CALL_BLOCK.sub(" ", after_thought)).strip()
-    if untagged == "fallback" and "</think>" not in turn:
-        prose = prose.rpartition("\n")[2]
-    stated = STATED.match(prose)
-    states = stated and re.search(r"\w", stated[1])  # not the colon of "The answer is:", which ends its line
-    if states and (untagged == "fallback" or in_open_thought):
-        return stated[1]
-    return None if in_open_thought else prose or None
-
-
-def last_answer(text: str) -> str | None:
-    """Return the content of the last complete <answer> in the text."""
-    answers = ANSWER.findall(text)
-    return answers[-1].strip() if answers else None
 
 
 # ------------------------------------------------------------------------------------------------ the elements of a turn
@@ -273,42 +232,6 @@ def tag_metrics(turns: list[Elements]) -> dict[str, float]:
         if opened:
             metrics[f"closure/{name}"] = closed / opened
     return metrics
-
-
-# ------------------------------------------------------------------------------------------------ R_acc
-
-
-def accuracy(
-    said: str | tuple[float, float] | None, task: Task, cfg: RewardConfig, judge: Judge | None = None
-) -> float:
-    """Return R_acc of what `read_answer` returned: equal letters (mcq), temporal IoU (tvg), or token F1, exact match or the
-    judge (oe). No answer: 0."""
-    if said is None:
-        return 0.0
-    if task.kind == "mcq":
-        return float(said == task.answer.strip("() .").upper())
-    if task.kind == "tvg":
-        gold = parse_span(task.answer)
-        return iou(said, gold) if gold else 0.0
-    if cfg.open_answer == "judge":
-        return judge(task.question, task.answer, said)
-    if cfg.open_answer == "exact":
-        return float(normalise(said) == normalise(task.answer))
-    return token_f1(said, task.answer)
-
-
-def iou(a: tuple[float, float], b: tuple[float, float]) -> float:
-    # IoU = |a n b| / |a u b|, of two intervals in seconds
-    overlap = max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
-    union = (a[1] - a[0]) + (b[1] - b[0]) - overlap
-    return overlap / union if union > 0 else 0.0
-
-
-def token_f1(answer: str, gold: str) -> float:
-    # F1 = 2PR / (P + R) = 2 * common / (words of a + words of b), over normalised words
-    a, b = words_of(answer), words_of(gold)
-    common = (Counter(a) & Counter(b)).total()
-    return 2 * common / (len(a) + len(b)) if common else 0.0
 
 
 # ------------------------------------------------------------------------------------------------ R_fmt, R_anchor, R_tool

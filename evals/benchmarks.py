@@ -2,7 +2,7 @@
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
     task = ask_with_subtitles(item, times)                # videomme_wsub: adds the cues of the sampled frames
-    grade(item, answer, cfg, judge)                       # reads it as the rewards do; an unread answer scores 0
+    grade(item, answer, open_answer, judge)               # reads it as the rewards do; an unread answer scores 0
     figures("videomme", records)                          # in percent, the headline figure first
 
 A dataset's folder is what `hf download` leaves, with its archives unpacked anywhere below it. Questions keep their
@@ -23,8 +23,7 @@ from pathlib import Path
 
 from data import listed_options, parse_task, read_options
 from episode import Task
-from rewards import RewardConfig, accuracy
-from runtime.answers import LEAD, LETTERS, read_answer, unboxed
+from runtime.answers import LEAD, LETTERS, accuracy, read_answer, unboxed
 from runtime.api import Judge
 from runtime.dataset import DataError, RowError, Rows
 
@@ -304,7 +303,7 @@ def _hint(name: str, root: str) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None = None) -> dict:
+def grade(item: Item, answer: str | None, open_answer: str, judge: Judge | None = None) -> dict:
     """Grade the text that holds the answer (None: no answer). A judge can raise JudgeError."""
     task = item.task
     text = (answer or "").strip()
@@ -313,9 +312,10 @@ def grade(item: Item, answer: str | None, cfg: RewardConfig, judge: Judge | None
     said = read_answer(text, task.kind, task.options)
     if said is None:
         return UNGRADED
-    judged = task.kind == "oe" and cfg.open_answer == "judge"
+    score = accuracy(said, task.kind, task.answer, open_answer, judge and functools.partial(judge, task.question))
+    judged = task.kind == "oe" and open_answer == "judge"
     prediction = str(list(said)) if task.kind == "tvg" else said
-    return {"prediction": prediction, "score": accuracy(said, task, cfg, judge), "judged": judged}
+    return {"prediction": prediction, "score": score, "judged": judged}
 
 
 def figures(name: str, records: Sequence[dict]) -> dict[str, float]:

@@ -32,8 +32,8 @@ import numpy as np
 import rollout
 from episode import Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, ask_with_subtitles
-from rewards import ANSWER, final_answer, last_answer, turn_texts
-from runtime.answers import LETTERS, parse_span, unboxed
+from rewards import turn_texts
+from runtime.answers import ANSWER, LETTERS, final_answer, last_answer, parse_span, unboxed
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.prompts import Live

@@ -1,4 +1,8 @@
-"""answers.py: read a model's answer: an option's letter, a span of seconds, or plain words.
+"""answers.py: find a model's answer, read it, and compare it with the gold, for rewards and evaluations.
+
+    text = final_answer(turns)                  # the last complete <answer> of the last turn, after its last </think>
+    said = read_answer(text, kind, options)     # a letter (mcq), a span of seconds (tvg), or plain words (oe)
+    accuracy(said, kind, gold)                  # from 0 to 1
 
 A wrong reading is worse than none. The first of these rules that applies reads a letter. A letter that the text denies ("not
 A", "A is wrong") counts in none of them.
@@ -12,6 +16,52 @@ A span is the only two times of a text, or its last range ("12.5 - 20.1"). All p
 
 import re
 import unicodedata
+from collections import Counter
+from collections.abc import Callable
+
+from runtime.render import END_OF_TURN, TAG_PIECE
+
+# ------------------------------------------------------------------------------------------------ the answer
+
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
+STATED = re.compile(r".*answer\s*(?:is|:)[ \t]*([^\n]+)", re.I | re.S)
+CALL_BLOCK = re.compile(r"<(tool_call|tool_code)>.*?(?:</\1>|\Z)", re.S)
+
+
+def final_answer(texts: list[str], untagged: str = "off") -> str | None:
+    """Return the content of the last complete <answer> in the last turn, after its last </think>. If there is none, return
+    what `untagged` accepts. Under `off` and `fallback`, a turn whose thought is never closed has no answer."""
+    if not texts:
+        return None
+    turn = texts[-1].replace(END_OF_TURN, "")
+    after_thought = turn.rpartition("</think>")[2]
+    in_open_thought = "<think>" in after_thought
+    if in_open_thought and untagged in ("off", "fallback"):
+        return None
+    answer = last_answer(after_thought)
+    if answer is not None or untagged == "off":
+        return answer
+
+    # stated: what follows the last "answer is", to the end of its line
+    stated = STATED.match(after_thought)
+    if untagged == "stated":
+        return stated[1] if stated else None
+
+    # fallback and prose: the text beside calls and tags. fallback reads a turn without a thought by its last line.
+    prose = TAG_PIECE.sub(" ", CALL_BLOCK.sub(" ", after_thought)).strip()
+    if untagged == "fallback" and "</think>" not in turn:
+        prose = prose.rpartition("\n")[2]
+    stated = STATED.match(prose)
+    states = stated and re.search(r"\w", stated[1])  # not the colon of "The answer is:", which ends its line
+    if states and (untagged == "fallback" or in_open_thought):
+        return stated[1]
+    return None if in_open_thought else prose or None
+
+
+def last_answer(text: str) -> str | None:
+    """Return the content of the last complete <answer> in the text."""
+    answers = ANSWER.findall(text)
+    return answers[-1].strip() if answers else None
 
 
 def unboxed(text: str) -> str:
@@ -127,3 +177,43 @@ def normalise(text: str) -> str:
 def words_of(text: str) -> list[str]:
     """Return the words of the normalised text, or the single characters of a script without spaces."""
     return re.sub(rf"([{_UNSPACED}])", r" \1 ", normalise(text)).split()
+
+
+# ------------------------------------------------------------------------------------------------ the comparison with the gold
+
+
+def accuracy(
+    said: str | tuple[float, float] | None,
+    kind: str,
+    gold: str,
+    open_answer: str = "f1",
+    judge: Callable[[str, str], float] | None = None,
+) -> float:
+    """Return the score of what `read_answer` returned: equal letters (mcq), temporal IoU (tvg), or `open_answer` (oe): f1 of
+    the words, exact match, or judge(gold, said). No answer: 0."""
+    if said is None:
+        return 0.0
+    if kind == "mcq":
+        return float(said == gold.strip("() .").upper())
+    if kind == "tvg":
+        span = parse_span(gold)
+        return iou(said, span) if span else 0.0
+    if open_answer == "judge":
+        return judge(gold, said)
+    if open_answer == "exact":
+        return float(normalise(said) == normalise(gold))
+    return token_f1(said, gold)
+
+
+def iou(a: tuple[float, float], b: tuple[float, float]) -> float:
+    # IoU = |a n b| / |a u b|, of two intervals in seconds
+    overlap = max(0.0, min(a[1], b[1]) - max(a[0], b[0]))
+    union = (a[1] - a[0]) + (b[1] - b[0]) - overlap
+    return overlap / union if union > 0 else 0.0
+
+
+def token_f1(answer: str, gold: str) -> float:
+    # F1 = 2PR / (P + R) = 2 * common / (words of a + words of b), over normalised words
+    a, b = words_of(answer), words_of(gold)
+    common = (Counter(a) & Counter(b)).total()
+    return 2 * common / (len(a) + len(b)) if common else 0.0

@@ -25,7 +25,8 @@ from PIL import Image
 from episode import Episode, Trajectory, episode_of
 from evals import results
 from evals.tables import outcomes
-from rewards import final_answer, turn_texts
+from rewards import turn_texts
+from runtime.answers import final_answer
 from runtime.config import ConfigError, read_tree
 from runtime.dataset import DataError
 from runtime.render import Renderer, load_tokenizer

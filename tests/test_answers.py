@@ -8,9 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import listed_options
-from rewards import final_answer
 from runtime import config
-from runtime.answers import normalise, parse_letter, parse_span, read_answer, words_of
+from runtime.answers import (
+    accuracy,
+    final_answer,
+    iou,
+    normalise,
+    parse_letter,
+    parse_span,
+    read_answer,
+    token_f1,
+    words_of,
+)
 
 READINGS = config.read_tree(Path(__file__).parent / "readings.yaml")
 
@@ -141,6 +150,15 @@ def test_an_answer_in_prose_is_the_text_after_the_thought_without_calls_and_tags
         assert final_answer([turn], "prose") == answer, turn
 
 
+def test_a_fallback_answer_is_the_text_without_calls_and_pieces_of_tags():
+    for said, answer in (
+        ("a < b <video>", "a < b <video>"),
+        ('<tool_call>\n{"name": "crop_video"}\n</tool_call>red</thinks', "red"),
+        ("Answer: red\nok", "red"),
+    ):
+        assert final_answer([f"<think>\nThe answer is A.\n</think>\n{said}<|im_end|>"], "fallback") == answer, said
+
+
 def test_an_answer_is_a_letter_a_span_or_text():
     assert read_answer("B. blue", "mcq", ("red", "blue")) == "B" and read_answer("3 to 5", "tvg") == (3, 5)
     assert read_answer("a red car", "oe") == "a red car"
@@ -178,3 +196,24 @@ def test_no_answer_breaks_the_readers(pieces):
     span = parse_span(text)
     assert span is None or 0 <= span[0] <= span[1]
     words_of(text), listed_options(text)
+
+
+def test_gold_letters_compare_as_letters_and_not_as_words():
+    """In the released code, gold "A" is dropped as an article, so every answer matches."""
+    assert accuracy("A", "mcq", "A") == 1 and accuracy("B", "mcq", "A") == 0 and accuracy(None, "mcq", "A") == 0
+    assert accuracy("B", "mcq", "(b)") == 1  # some rows write it so
+    assert accuracy("A", "oe", "A") == 1 and accuracy("the", "oe", "A") == 0
+
+
+def test_iou_is_the_shared_part_of_the_joint_part():
+    assert iou((0, 10), (5, 15)) == pytest.approx(5 / 15)
+    assert iou((0, 10), (20, 30)) == 0 and iou((3, 3), (3, 3)) == 0
+    gold = "[12.5, 20.1]"
+    assert accuracy((1.25, 20.1), "tvg", gold) == pytest.approx(7.6 / 18.85)  # equal in the released code
+    assert accuracy((12.5, 20.1), "tvg", gold) == 1 and accuracy(None, "tvg", gold) == 0
+
+
+def test_token_f1_counts_shared_words():
+    assert token_f1("A red car!", "the red bus") == pytest.approx(2 * 1 / 4)
+    assert token_f1("red red", "red") == pytest.approx(2 / 3) and token_f1("1.25", "12.5") == 0
+    assert token_f1("red red", "red red") == 1

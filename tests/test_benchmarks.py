@@ -15,13 +15,9 @@ from eval import EvalConfig, dry_run
 from evals import results
 from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, count_items, figures, grade, load_split
 from evals.protocols import READS
-from rewards import RewardConfig
 from runtime import config
-from runtime.api import Api
 from runtime.dataset import DataError
 from runtime.visual import VisualContract
-
-CFG = RewardConfig(open_answer="exact")  # as eval.py grades
 
 
 def touch(root, *names):
@@ -172,7 +168,7 @@ def test_mlvu_gold_is_a_letter_or_a_text_and_options_are_not_listed_twice(tmp_pa
     assert [item.task.answer for item in items] == ["B", "D", "A", "?"]
     assert items[0].task.question == rows[0]["question"] and items[0].task.options == ("one", "two", "three", "four")
     assert items[1].task.question == rows[0]["question"].replace("(", "").replace(")", ".")  # lettered by us: A. one
-    assert [grade(items[3], text, CFG)["score"] for text in ("A", "?", "eleven", "")] == [0, 0, 0, 0]
+    assert [grade(items[3], text, "exact")["score"] for text in ("A", "?", "eleven", "")] == [0, 0, 0, 0]
     assert len({item.task.id for item in items}) == 4
 
 
@@ -215,7 +211,8 @@ def test_charades_restores_tenths_from_float16_and_counts_every_query(tmp_path, 
     assert len({item.task.id for item in items}) == 4 and items[0].caption == "a person sits."
     # protocols.yaml says how to answer. Otherwise a prompt of the authors could not be verbatim.
     assert items[0].task.question == "During which part of the video does this happen: a person sits?"
-    verdicts = [grade(item, text, CFG) for item, text in zip(items, ("00:24.3 to 00:30.4", "soon", "15 and 20", ""))]
+    texts = ("00:24.3 to 00:30.4", "soon", "15 and 20", "")
+    verdicts = [grade(item, text, "exact") for item, text in zip(items, texts)]
     assert [v["prediction"] for v in verdicts] == ["[24.3, 30.4]", None, "[15.0, 20.0]", None]
     found = figures("charades", records(items, verdicts))
     assert found == pytest.approx({"miou": 37.5, "r@0.3": 50, "r@0.5": 50, "r@0.7": 25})
@@ -286,17 +283,17 @@ MCQ = Item(Task("t", "", (), "mcq", "D", ("red", "blue", "a green car", "Vitamin
 def test_what_cannot_be_read_scores_nothing():
     """test_answers.py tests the forms of an answer."""
     for text, letter in (("D", "D"), ("A. blue", "A"), ("E", None), (None, None), ("", None)):
-        assert grade(MCQ, text, CFG) == verdict(letter, float(letter == "D"))
-    assert grade(SPAN, "12 to 20", CFG) == verdict("[12.0, 20.0]", 1.0)
-    assert grade(OPEN, " the red car ", CFG) == verdict("the red car", 1.0) and grade(OPEN, " ", CFG) == UNGRADED
+        assert grade(MCQ, text, "exact") == verdict(letter, float(letter == "D"))
+    assert grade(SPAN, "12 to 20", "exact") == verdict("[12.0, 20.0]", 1.0)
+    assert grade(OPEN, " the red car ", "exact") == verdict("the red car", 1.0)
+    assert grade(OPEN, " ", "exact") == UNGRADED
 
 
 def test_an_open_answer_is_compared_or_judged():
-    assert grade(OPEN, "The answer is red car.", CFG) == verdict("red car.", 1.0)
-    assert grade(OPEN, "It must be the red car.", CFG) == verdict("It must be the red car.", 0.0)
+    assert grade(OPEN, "The answer is red car.", "exact") == verdict("red car.", 1.0)
+    assert grade(OPEN, "It must be the red car.", "exact") == verdict("It must be the red car.", 0.0)
     judge = lambda question, gold, answer: float("crimson" in answer)  # noqa: E731
-    cfg = RewardConfig(open_answer="judge", judge=Api(url="u", model="m"))
-    assert grade(OPEN, "A crimson car.", cfg, judge) == verdict("A crimson car.", 1.0, judged=True)
+    assert grade(OPEN, "A crimson car.", "judge", judge) == verdict("A crimson car.", 1.0, judged=True)
 
 
 def test_the_published_numbers_are_of_our_splits_and_first_figures():
