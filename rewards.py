@@ -1,19 +1,23 @@
-"""rewards.py: all reward terms and the structural tokens, as pure functions of an episode.
+"""rewards.py: the reward of an episode, and the tokens that Selective Anchoring credits.
 
-    score(episode, renderer, cfg) -> {part: value}           R = R_acc + w_fmt * R_fmt + w_tool * R_tool
-    structural_mask(trajectory, renderer) -> [0 or 1]        struct(o): the tokens that Selective Anchoring credits
-    give_rewards(groups, renderer, cfg)                      writes both into the episodes
+    R        = R_acc + w_fmt * R_fmt + w_tool * R_tool
+    R_acc    = the answer's score against the gold (runtime/answers.py)
+    R_fmt    = min(0.9, s) + 0.1 * [flawless],   s = weights of a thought, a tagged answer, a thought before calls
+    R_tool   = 0.1 for a parsed or 0.3 for an executed call, + 0.5 if the answer is then correct
+    R_anchor = alpha * closed + beta * flow - gamma * unpaired,   for the tokens in struct(o) only
 
-Rewards read only the assistant's turns, including the forced `<think>\\n`. For a tool call they check whether it ran, and
-never read the text it returned. The answer is the last complete `<answer>` of the last turn, after its last `</think>`.
+    score(episode, renderer, cfg, judge) -> {part: value}    all of these by name
+    structural_mask(trajectory, renderer) -> [0 or 1]        struct(o): tags, ends of turns, white space after a tag
+    give_rewards(groups, renderer, cfg, judge)               writes both into the episodes
+
+Rewards are pure functions of an episode. They read only the assistant's turns, including the forced `<think>\\n`. For a tool
+call they check whether it ran, and never read the text it returned.
 
     python -m study.lab TEXT --answer B                      score any text, term by term
 
 Deliberately missing: a learned reward model, and any I/O. If a judge scores open answers, the caller passes it in.
 """
 
-import contextlib
-import json
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -82,14 +86,11 @@ class RewardConfig:
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
     """Return all parts by name, or raise JudgeError. The metric f is R_fmt with lambda * R_anchor inside its cap (see
     format_rewards)."""
-    # Split the turns into tags and text.
+    # Split the turns into tags and text. Tag spam scores 0.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
-
-    # Count the tags, and compute f as the paper reports it. Tag spam scores 0.
-    metrics = tag_metrics(turns) | {"f_release": f_release(sampled_text(episode.main, renderer), cfg)}
-    if any(metrics[f"spam/{name}"] for name in TAG_LIMITS):
-        return score_of_spam(cfg) | metrics
+    if any(is_spam(turns, name) for name in TAG_LIMITS):
+        return score_of_spam(cfg)
 
     # Score the answer and the calls.
     task = episode.task
@@ -102,7 +103,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     tagged = bool(final_answer(texts))
     turns_that_called = {call.turn for call in episode.calls if not call.error}
     fmt, f = format_rewards(turns, tagged, turns_that_called, cfg.anchor.lam * anchor, cfg)
-    parts = {
+    return {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
         "R": acc + cfg.w_fmt * fmt + cfg.w_tool * tool,
         "R_acc": acc,
@@ -112,7 +113,6 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
         "R_anchor": anchor,
         "well_formed": float(well_formed(turns)),
     }
-    return parts | metrics
 
 
 def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
@@ -212,26 +212,9 @@ def thought_ends(turn: Elements) -> list[int]:
     return ends
 
 
-def tag_metrics(turns: list[Elements]) -> dict[str, float]:
-    """Return three metrics per tag. `spam/TAG` is 1 if a turn exceeds the tag's limit. `closure/TAG` is the share of opened
-    tags that were closed in their turn, if any was opened; Format Fragility shows here first. `surplus/TAG` counts the
-    closing tags beyond the opened ones of their turn. <tool_code>, in which pretrained models call, only has its closure."""
-    metrics = {}
-    for name in (*TAG_LIMITS, "tool_code"):
-        opened = closed = surplus = 0  # in all turns
-        highest = 0  # number of opening or of closing tags in a turn
-        for turn in turns:
-            opening, closing = turn.count(f"<{name}>"), turn.count(f"</{name}>")
-            opened += opening
-            closed += min(opening, closing)
-            surplus += max(0, closing - opening)
-            highest = max(highest, opening, closing)
-        if name in TAG_LIMITS:
-            metrics[f"spam/{name}"] = float(highest > TAG_LIMITS[name])
-            metrics[f"surplus/{name}"] = float(surplus)
-        if opened:
-            metrics[f"closure/{name}"] = closed / opened
-    return metrics
+def is_spam(turns: list[Elements], name: str) -> bool:
+    """Return whether a turn has more opening or more closing tags of this name than its limit."""
+    return any(max(turn.count(f"<{name}>"), turn.count(f"</{name}>")) > TAG_LIMITS[name] for turn in turns)
 
 
 # ------------------------------------------------------------------------------------------------ R_fmt, R_anchor, R_tool
@@ -368,58 +351,3 @@ def is_structural(classes: list[str], first: int, last: int) -> bool:
         return True
     punctuation_before_tag = "punctuation" not in token[tag_at[0] :]
     return token[tag_at[0]] == "closing" and punctuation_before_tag
-
-
-# ------------------------------------------------------------------------------------------------ f on the paper's scale
-
-
-def f_release(text: str, cfg: RewardConfig) -> float:
-    """Return f as the released code computes it, to compare with the paper's. It is a metric and no part of R. `text` is the
-    sampled text of all turns. It lacks a forced <think>, so a tidy direct answer scores 0.5."""
-    # s = w_think * [thinks] + w_answer * [answers] + w_think_before_call * [thinks and calls, and <think> comes first]
-    # R_anchor = alpha * [thinks and closed] + beta * [thinks, closed and answers] - gamma * [opened and not closed]
-    # f = min(1, s + lambda * R_anchor + 0.1 * [s + lambda * R_anchor > 0, and the tags are balanced])
-    thinks = len(first_thought(text)) >= 10  # characters
-    answers = any(part.partition("<answer>")[2].strip() for part in text.split("</answer>")[:-1])
-    before_calls = re.split("<tool_call>|<tool_code>", text)[0]
-    thinks_before_call = thinks and "<think>" in before_calls and contains_call(text)
-    opened, closed = "<think>" in text, "</think>" in text
-    names = ("think", "tool_call", "tool_code", "answer")
-    balanced = all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in names)
-
-    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
-    s = weights["think"] * thinks
-    s += weights["answer"] * answers
-    s += weights["think_before_call"] * thinks_before_call
-    anchor = cfg.anchor.alpha * (thinks and closed)
-    anchor += cfg.anchor.beta * (thinks and closed and answers)
-    anchor -= cfg.anchor.gamma * (opened and not closed)
-    if cfg.anchor.credit != "off":
-        s += cfg.anchor.lam * anchor
-    return min(1.0, s + 0.1 * (s > 0 and balanced))
-
-
-def first_thought(text: str) -> str:
-    """Return the first thought as the release reads it. If no </think> follows, it ends at the next call, answer or end of turn."""
-    thought = text.partition("<think>")[2]
-    if "</think>" not in thought:
-        thought = re.split(r"<tool_|<answer>|<\|im_end\|>", thought)[0]
-    return thought.partition("</think>")[0].strip()
-
-
-def contains_call(text: str) -> bool:
-    """Return whether the release finds a call: a JSON object with a name, or a line of code with a bracket. The call's tag need
-    not be closed."""
-    for call in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.S):
-        with contextlib.suppress(ValueError, RecursionError):
-            call = json.loads(call)
-            if isinstance(call, dict) and "name" in call:
-                return True
-    for code in re.findall(r"<tool_code>(?!<\|im_end\|>)(.*?)(?:</tool_code>|\Z)", text, re.S):
-        if any("(" in line and not line.startswith("#") for line in code.splitlines()):
-            return True
-    return False
-
-
-def sampled_text(trajectory: Trajectory, renderer: Renderer) -> str:
-    return renderer.decode([id for id, sampled in zip(trajectory.ids, trajectory.mask) if sampled])

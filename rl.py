@@ -20,7 +20,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -30,8 +30,9 @@ from typing import Literal
 import torch
 
 from data import draw_k, overview, parse_task
-from episode import CALL_ERRORS, Episode, Group, Task, keep_episodes
-from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_train_groups
+from episode import Group, Task, keep_episodes
+from grpo import GRPOConfig, accumulate, assign_advantages, make_train_groups
+from metrics import add_format_metrics, describe, speed
 from rewards import RewardConfig, give_rewards
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, rollout
 from runtime.api import Judge
@@ -53,13 +54,12 @@ from runtime.distributed import (
 from runtime.engine import Engine
 from runtime.plan import plan_rl
 from runtime.policy import Policy, load, make_optimizer, optimizer_step
-from runtime.render import TAG, Renderer
-from runtime.run import Clock, Run, RunConfig, check_gap, check_room, refuse_empty, self_check, utilisation
+from runtime.render import Renderer
+from runtime.run import Clock, Run, RunConfig, check_gap, check_room, refuse_empty, self_check
 from runtime.script import command_line, run_script
 from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folders
-from tools import TOOLS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +171,7 @@ def train(
 
         # Reward the episodes, compare them within their group, and collect what to train on.
         give_rewards(groups, renderer, cfg.reward, judge)
+        add_format_metrics(groups, renderer, cfg.reward)
         refuse_empty(groups, step)
         assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
         train_groups, total_tokens = make_train_groups(groups, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
@@ -198,7 +199,8 @@ def train(
 
         # Evaluate, and gather what this step measured.
         measured |= describe(groups, cfg.choices_of_k, step)
-        measured |= speed(train_groups, policy, clock.seconds["train_seconds"]) | clock.seconds
+        tokens = sum(len(group.bundle) for group in train_groups)
+        measured |= speed(policy.cfg, tokens, clock.seconds["train_seconds"]) | clock.seconds
         measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.rollout.server_gpus or cfg.rollout.urls:
             measured["servers"] = min(gather(len(sampler.engine.servers)))  # a rank stops using a server that fails
@@ -318,81 +320,7 @@ def start_engine(source: Path, renderer: Renderer, cfg: RLConfig, frames: Path) 
     return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), frames=frames)
 
 
-# ------------------------------------------------------------------------------------------------ metrics
-
-
-def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
-    """Return a step's metrics, averaged over all ranks. `ks`: the values of K that are drawn.
-
-    Each metric is a mean over: groups (share/K and flat_groups), all episodes (failed_rate), calls (call_errors/...), calls that
-    ran (calls/distinct: 1 unless an earlier call of the episode was exactly the same), sub-agents' reports (report/...), episodes
-    that called (parallel_rate), or the episodes that ran (all others)."""
-    seen: dict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        for k in ks:
-            seen[f"share/K={k}"].append(group.k == k)
-        seen["flat_groups"].append(not any(e.advantage or e.anchor_advantage for e in group.episodes))
-        for episode in group.episodes:
-            seen["failed_rate"].append(bool(episode.error_kind))
-
-    ran = [episode for group in groups for episode in group.ran]
-    # A fork's tool may add error kinds. All ranks must count the same ones.
-    own_kinds = {call.error for episode in ran for call in episode.calls if call.error}
-    error_kinds = set(CALL_ERRORS).union(*gather(own_kinds))
-    for episode in ran:
-        add_episode(seen, episode, step)
-        add_calls(seen, episode, error_kinds)
-    return mean_over_ranks(seen)
-
-
-def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> None:
-    """Add an episode's rewards, accuracy by K, calls (kappa is their number), lengths and staleness to the metrics."""
-    for name, value in episode.rewards.items():
-        seen[name].append(value)
-    called = "called" if episode.n_executed else "skipped"
-    seen[f"acc/K={episode.k}"].append(episode.rewards["R_acc"])
-    seen[f"acc/K={episode.k}/{called}"].append(episode.rewards["R_acc"])
-    seen["kappa"].append(episode.n_executed)
-    seen[f"kappa/K={episode.k}"].append(episode.n_executed)
-    seen["calling_rate"].append(episode.n_executed > 0)
-    calls_per_turn = Counter(call.turn for call in episode.calls if not call.error)
-    if calls_per_turn:
-        seen["parallel_rate"].append(max(calls_per_turn.values()) > 1)
-    seen["truncated_rate"].append(episode.main.finish == "length")
-    seen["turns"].append(len(episode.main.turns))
-    seen["sampled_tokens"].append(episode.main.n_sampled)
-    seen["critical_tokens"].append(episode.critical_tokens)
-    seen["all_tokens"].append(episode.all_tokens)
-    versions = [version for version in episode.main.versions if version >= 0]
-    if versions:
-        seen["staleness"].append(step - sum(versions) / len(versions))
-
-
-def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[str]) -> None:
-    """Add an episode's calls and their reports to the metrics."""
-    for name in TOOLS:
-        seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
-    ran = []  # the calls that ran before
-    for call in episode.calls:
-        if not call.error:
-            seen["calls/distinct"].append((call.name, call.arguments) not in ran)
-            ran.append((call.name, call.arguments))
-        for kind in error_kinds:
-            seen[f"call_errors/{kind}"].append(call.error == kind)
-        if call.subagent:  # a good report ends by itself, is short and has no tags
-            seen["report/ended"].append(call.subagent.finish == "stop")
-            seen["report/tokens"].append(call.subagent.n_sampled)
-            seen["report/tagged"].append(bool(TAG.search(call.text)))
-
-
-def speed(train_groups: list[TrainGroup], policy: Policy, seconds: float) -> dict[str, float]:
-    """Return the tokens per second of all ranks together, and the MFU."""
-    tokens = sum(gather(sum(len(group.bundle) for group in train_groups)))
-    slowest = max(gather(seconds))
-    return {
-        "trained_tokens_per_second": tokens / slowest,
-        **utilisation(policy.cfg, tokens, slowest, world_size()),
-    }
+# ------------------------------------------------------------------------------------------------ evaluation
 
 
 def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge) -> dict[str, float]:

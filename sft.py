@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from data import Dialogue, Media, parse_dialogue
+from metrics import utilisation
 from runtime.checks import USER_ERRORS, open_run, work_of
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
@@ -34,7 +35,7 @@ from runtime.packing import Bundle, best_fit
 from runtime.plan import Plan, plan_training
 from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
 from runtime.render import TAG, Renderer
-from runtime.run import Run, RunConfig, check_room, utilisation
+from runtime.run import Run, RunConfig, check_room
 from runtime.script import command_line, run_script
 from runtime.video import Videos
 from tools import TOOLS

@@ -36,7 +36,7 @@ from runtime.dataset import DataConfig
 from runtime.distributed import gather, load_state, local_size, peak_memory, print0, rank, save_state
 from runtime.engine import EngineError
 from runtime.packing import Bundle
-from runtime.plan import Plan, PlanConfig, count, meta_policy
+from runtime.plan import Plan, PlanConfig, meta_policy
 from runtime.policy import OptimConfig, Policy, PolicyConfig, dtype_of, learning_rate
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
@@ -44,8 +44,6 @@ from runtime.weights import export
 
 # Metrics that the console shows unless they are 0.
 ALARMS = ("failed_rate", "eval/failed_rate", "call_errors/timeout", "call_errors/engine", "bad_steps")
-# Dense bf16 TFLOPS by a part of the GPU's CUDA name, from the data sheets.
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,17 +106,6 @@ def check_room(cfg: RunConfig, dry: bool, plans: Callable[[RunConfig], list[Plan
     if dry or torch.cuda.is_available():
         for plan in plans(cfg):
             plan.check(cfg.plan.gpu_gib)
-
-
-def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:
-    """Return the MFU, the useful share of the GPUs' peak. Empty on a CPU or an unknown GPU."""
-    for part, tflops in PEAK_TFLOPS.items():
-        if torch.cuda.is_available() and part in torch.cuda.get_device_name():
-            policy = meta_policy(cfg)
-            # 2 N FLOPs per token forward and 4 N backward. Attention adds little at these lengths.
-            flops = 6 * (count(policy, trained=True) - policy.text.embed_tokens.weight.numel()) * tokens
-            return {"mfu": flops / (gpus * tflops * 1e12 * seconds)}
-    return {}
 
 
 class Clock:

@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 
 from episode import Episode, Task, Trajectory
+from metrics import format_metrics
 from rewards import RewardConfig, score, structural_mask
 from rl import RLConfig
 from runtime import config
@@ -77,7 +78,7 @@ def main() -> None:
     episode = episode_of_turns(turns, task, renderer, args.executed)
     try:
         cfg = config.load(RLConfig, args.config).reward if args.config else RewardConfig()
-        parts = score(episode, renderer, cfg, Judge(cfg.judge))
+        parts = score(episode, renderer, cfg, Judge(cfg.judge)) | format_metrics(episode, renderer, cfg)
     except (ConfigError, JudgeError) as error:
         sys.exit(f"error: {error}")
 

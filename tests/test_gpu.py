@@ -25,13 +25,14 @@ import torch.nn.functional as F
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from episode import Trajectory
+from metrics import utilisation
 from rollout import run_all
 from runtime.distributed import load_state, peak_memory, save_state
 from runtime.inprocess import InProcess
 from runtime.packing import Bundle, KeyLayout, Segment, group_packed_attention, pick_kernel
 from runtime.plan import PUBLISHED, plan_training
 from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
-from runtime.run import logprob_gap, utilisation
+from runtime.run import logprob_gap
 from runtime.video import Clip
 from runtime.visual import VisualContract
 from runtime.weights import export

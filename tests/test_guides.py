@@ -136,8 +136,9 @@ def test_a_tool_is_a_function_and_an_entry(fork):
 def brevity_is_paid_and_logged() -> None:
     """Reward episodes of 44 and 45 tokens (here: characters) with the guide's config, and read what a step logs."""
     from episode import Group, Task
+    from metrics import describe
     from rewards import score
-    from rl import RLConfig, describe
+    from rl import RLConfig
     from runtime import config
     from runtime.render import END_OF_TURN
     from study.lab import Characters, episode_of_turns

@@ -6,7 +6,7 @@ import graphlib
 from scripts import REPO
 
 ROOMS = ("runtime", "evals", "study")
-METHOD = ("episode", "data", "tools", "rollout", "rewards", "grpo", "rl", "sft", "eval")
+METHOD = ("episode", "data", "tools", "rollout", "rewards", "metrics", "grpo", "rl", "sft", "eval")
 FILES = [*REPO.glob("*.py"), *(path for room in ROOMS for path in REPO.glob(f"{room}/*.py"))]
 # What each room may import. The data types are a room of their own, on the ground floor. Only they import from it: the video's
 # Clip. `eval` is the only script of the method that may import from evals.
@@ -47,7 +47,7 @@ def test_imports_go_from_study_to_evals_to_the_method_to_the_runtime():
 
 
 def test_the_method_reads_in_one_direction():
-    order = METHOD[:7]
+    order = METHOD[:8]
     for i, module in enumerate(order):
         assert not IMPORTS[module] & set(order[i:]), module
     assert "eval" not in set().union(*(names for module, names in IMPORTS.items() if room_of(module) != "study"))

@@ -16,7 +16,6 @@ from runtime.config import ConfigError
 from runtime.packing import Bundle
 from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training
 from runtime.policy import PolicyConfig, load
-from runtime.run import utilisation
 from runtime.visual import VisualContract
 from sft import SFTConfig, plan_sft
 
@@ -129,17 +128,6 @@ def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     assert plan_training(trained_later, 8, 8192).gib == plan_training(EIGHT, 8, 8192).gib
     path = tiny.write(tmp_path / "model")
     assert count(meta_policy(PolicyConfig(str(path)))) == count(load(PolicyConfig(str(path))))
-
-
-def test_the_mfu_is_six_flops_a_weight_and_token_over_the_peak_of_a_known_gpu(monkeypatch):
-    assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {}  # a CPU
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12)):
-        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
-        mfu = 6 * 7_568_405_504 * 1000 / (2.0 * 4 * peak)  # the embedding is looked up, not multiplied
-        assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {"mfu": pytest.approx(mfu)}
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "another")
-    assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {}
 
 
 @pytest.mark.parametrize("model_type, own", [("qwen3_vl", {"mrope_interleaved": True}), ("qwen2_5_vl", {})])

@@ -3,12 +3,10 @@
 import itertools
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from scripts import REPO
@@ -32,26 +30,6 @@ PLAIN = RewardConfig()
 
 def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
     return score(episode_of_turns(turns, task, Characters(), executed, forced), Characters(), cfg)
-
-
-# ------------------------------------------------------------------------------------------------ the paper's f
-
-OFF = RewardConfig(answer_suffix=False, anchor=Anchor(credit="off"))  # the released recipe of plain GRPO
-RELEASE_F = yaml.safe_load((Path(__file__).parent / "release_f.yaml").read_text("utf-8"))
-
-
-@pytest.mark.parametrize("plain, anchored, text", RELEASE_F)
-def test_f_release_is_that_of_the_released_code(plain, anchored, text):
-    """Past bug: 25 of these texts had another value."""
-    assert rewards.f_release(text, OFF) == pytest.approx(plain)
-    assert rewards.f_release(text, PLAIN) == pytest.approx(anchored)
-
-
-def test_f_release_reads_what_was_sampled_and_stands_beside_our_f_even_in_spam():
-    parts = earned([DONE], forced="<think>\n")
-    assert (parts["f_release"], parts["f"]) == (0.5, pytest.approx(1.0))
-    assert earned([DONE])["f_release"] == 1.0
-    assert earned([DONE.replace("<answer>", "<think>" * 4 + "<answer>")])["f_release"] > 0.5  # R is 0
 
 
 # ------------------------------------------------------------------------------------------------ adversarial completions
@@ -194,12 +172,6 @@ def test_a_piece_of_a_tag_is_no_text(piece):
         assert earned([DONE.replace(closing, piece + closing)])["well_formed"] == 0
 
 
-def test_spam_is_a_rate_over_all_episodes():
-    """Past bug: only spam episodes had the key, so its mean was always 1."""
-    tidy, spam = earned([DONE]), earned([f"<think>{'</think>' * 9}"])
-    assert [parts[f"spam/{tag}"] for parts in (tidy, spam) for tag in rewards.TAG_LIMITS] == [0, 0, 0, 1, 0, 0]
-
-
 def test_a_failed_judge_leaves_an_error_and_no_reward():
     def judge(question, gold, answer):
         if answer == "B":
@@ -221,20 +193,6 @@ def test_a_reward_part_of_numpy_or_torch_is_stored_as_a_float(number, monkeypatc
     episode = episode_of_turns([DONE], MCQ, Characters())
     rewards.give_rewards([Group(MCQ, 64, [episode])], Characters(), PLAIN)
     assert json.dumps(episode.rewards) == '{"R": 1.0, "R_own": 0.5}'
-
-
-def test_closure_is_the_share_of_opened_tags_that_were_closed_in_their_turn():
-    """Past bug: opened and closed tags were summed over all turns, so one tag closed twice hid one left open."""
-    parts = earned([LOOK.replace("</think>", ""), DONE.replace("</think>", "</think></think></think>")])
-    assert parts["closure/think"] == 0.5 and parts["closure/answer"] == 1 == parts["closure/tool_call"]
-    assert parts["surplus/think"] == 2 and parts["surplus/answer"] == 0
-    assert earned([DONE + "</answer>"])["closure/answer"] == 1  # extra closing tags do not raise it
-
-
-def test_the_code_of_pretrained_models_counts_for_closure_and_has_no_limit():
-    parts = earned([LOOK.replace(CALL, CODE), LOOK.replace(CALL, CODE.removesuffix("</tool_code>")), DONE])
-    assert parts["closure/tool_code"] == 0.5
-    assert "spam/tool_code" not in parts
 
 
 def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():

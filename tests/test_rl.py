@@ -1,4 +1,4 @@
-"""rl.py: the update computed by hand, and the loop with its sampler, its metrics and its evaluations."""
+"""rl.py: the update computed by hand, and the loop with its sampler and its evaluations."""
 
 import contextlib
 import math
@@ -20,7 +20,6 @@ from short_runs import train
 
 import rl
 from data import parse_task
-from episode import CALL_ERRORS, Call, Episode, Group, Task, Trajectory
 from grpo import make_train_groups
 from rewards import give_rewards
 from rl import RLConfig
@@ -135,75 +134,6 @@ def test_a_batch_that_is_sampled_ahead_is_that_of_its_step(draw):
     assert seeds_of(groups) == seeds_of(draw(2, steps=3)[0])
     opened = [request for request in engine.asked if "<|im_start|>assistant" in request.prompt[-40:]]
     assert sum(not is_subagent(request.prompt) and "<tool_response>" not in request.prompt for request in opened) == 24
-
-
-def test_the_figures_of_a_step_are_those_counted_by_hand():
-    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
-
-    def agent(sampled: list[int], turns: int, finish: str = "stop") -> Trajectory:
-        versions, mask = [-1, -1, *sampled], [0, 0, *[1] * len(sampled)]
-        return Trajectory([5] * len(mask), mask, [0.0] * len(mask), versions, [], 2, [(2, 3)] * turns, finish)
-
-    # One sub-agent ends its report. The other is cut off, with the main agent's ids. It repeats the first call.
-    ended, cut = agent([3, 3, 3], 1), agent([3, 3, 3, 3, 3, 3], 1, "length")
-    calls = [
-        Call(0, "crop_video", {}, "A red flash.", window=(0.0, 10.0), subagent=ended),
-        Call(0, "crop_video", {}, "red\n</think>\nred red red", window=(4.9, 14.9), subagent=cut),
-        Call(0, "crop_video", {}, error="too_dark"),
-        Call(0, "crop_video", {}, error="unparseable"),
-    ]
-    called = Episode(task, 4, agent([3, 3, 4, 4], 2), calls[:3], advantage=1.0)  # too_dark: a kind of a fork's tool
-    called.rewards = {"R": 2.0, "R_acc": 1.0, "closure/think": 1.0}
-    tried = Episode(task, 4, agent([4, 4], 2, "length"), calls[3:], advantage=-1.0)  # no call ran
-    tried.rewards = {"R": 0.0, "R_acc": 0.0, "closure/think": 0.5}
-    skipped = Episode(task, 64, agent([5], 1), anchor_advantage=0.5)  # not flat: it is trained on
-    skipped.rewards = {"R": 1.0, "R_acc": 1.0}
-    failed = Episode(task, 64, agent([], 0), error_kind="EngineError")
-    groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
-    expected = {f"call_errors/{kind}": 0 for kind in CALL_ERRORS} | {
-        "failed_rate": 1 / 4, "R": 1, "R_acc": 2 / 3, "closure/think": 0.75, "kappa": 2 / 3, "kappa/K=4": 1, "kappa/K=64": 0,
-        "calling_rate": 1 / 3, "parallel_rate": 1,
-        "acc/K=4": 0.5, "acc/K=64": 1, "acc/K=4/called": 1, "acc/K=4/skipped": 0, "acc/K=64/skipped": 1,
-        "truncated_rate": 1 / 3, "turns": 5 / 3, "sampled_tokens": 7 / 3, "calls/crop_video": 2 / 3,
-        "call_errors/unparseable": 1 / 4, "call_errors/too_dark": 1 / 4,
-        "calls/distinct": 1 / 2, "critical_tokens": (4 + 6 + 2 + 1) / 3, "all_tokens": (4 + 9 + 2 + 1) / 3,
-        "report/ended": 1 / 2, "report/tokens": 4.5, "report/tagged": 1 / 2,
-        "staleness": (1.5 + 1 + 0) / 3, "share/K=4": 1 / 3, "share/K=64": 2 / 3, "flat_groups": 1 / 3,
-    }  # fmt: skip
-    assert rl.describe(groups, (4, 64), step=5) == pytest.approx(expected)
-
-
-def figures_of(*calls: Call) -> dict[str, float]:
-    """Return the figures of an episode that makes these calls and of one that makes none."""
-    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
-    episodes = [Episode(task, 4, Trajectory(), [*made], rewards={"R_acc": 0.0}) for made in (calls, ())]
-    return rl.describe([Group(task, 4, episodes)], (4,), step=0)
-
-
-RAN, FAILED = Call(0, "crop_video", {"start_time": 0}), Call(0, "crop_video", {"start_time": 1}, error="failed")
-LATER = replace(RAN, turn=1)
-
-
-@pytest.mark.parametrize("calls, calling, parallel", [((RAN, RAN, LATER), 0.5, 1), ((RAN, LATER), 0.5, 0), ((RAN, FAILED), 0.5, 0), ((FAILED, FAILED), 0, None)])  # fmt: skip
-def test_calls_are_parallel_if_several_of_one_turn_ran(calls, calling, parallel):
-    figures = figures_of(*calls)
-    assert (figures["calling_rate"], figures.get("parallel_rate")) == (calling, parallel)
-
-
-OTHER = replace(RAN, arguments={"start_time": 1})
-
-
-@pytest.mark.parametrize("calls, share", [((RAN, OTHER, replace(LATER, text="again")), 2 / 3), ((RAN, replace(RAN, name="zoom")), 1), ((FAILED, OTHER), 1), ((FAILED,), None)])  # fmt: skip
-def test_a_call_is_distinct_unless_it_repeats_an_earlier_one_of_its_episode_exactly(calls, share):
-    assert figures_of(*calls).get("calls/distinct") == pytest.approx(share)
-
-
-def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
-    """Past mutant: each rank counted only its own kinds, so the rate divided by the calls of those ranks alone."""
-    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
-    episode = Episode(task, 4, Trajectory([5], [0], [0.0], [-1]), [Call(0, "crop_video", {})], rewards={"R_acc": 0.0})
-    monkeypatch.setattr(rl, "gather", lambda mine: [mine, {"too_dark"}])
-    assert rl.describe([Group(task, 4, [episode])], (4,), step=0)["call_errors/too_dark"] == 0
 
 
 def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch, capsys):

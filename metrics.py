@@ -1,0 +1,207 @@
+"""metrics.py: what a step measures, one number per name.
+
+    add_format_metrics(groups, renderer, cfg)    # into the episodes' rewards: their tags, and f on the paper's scale
+    describe(groups, ks, step)                   # means over all ranks: rewards, calls, reports, lengths
+    speed(policy_cfg, tokens, seconds)           # tokens per second, MFU
+
+grpo.accumulate measures the update itself (loss, KL, entropy, log-prob gaps). runtime/run.py writes all of it to
+RUN/metrics.jsonl.
+"""
+
+import contextlib
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from episode import CALL_ERRORS, Episode, Group, Trajectory
+from rewards import FORMAT_WEIGHTS, TAG_LIMITS, Elements, RewardConfig, is_spam, split_turn, turn_texts
+from runtime.distributed import gather, mean_over_ranks, world_size
+from runtime.plan import count, meta_policy
+from runtime.policy import PolicyConfig
+from runtime.render import TAG, Renderer
+from tools import TOOLS
+
+# Dense bf16 TFLOPS by a part of the GPU's CUDA name, from the data sheets.
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
+
+
+# ------------------------------------------------------------------------------------------------ means over a step
+
+
+def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
+    """Return a step's metrics, averaged over all ranks. `ks`: the values of K that are drawn.
+
+    Each metric is a mean over: groups (share/K and flat_groups), all episodes (failed_rate), calls (call_errors/...), calls that
+    ran (calls/distinct: 1 unless an earlier call of the episode was exactly the same), sub-agents' reports (report/...), episodes
+    that called (parallel_rate), or the episodes that ran (all others)."""
+    seen: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for k in ks:
+            seen[f"share/K={k}"].append(group.k == k)
+        seen["flat_groups"].append(not any(e.advantage or e.anchor_advantage for e in group.episodes))
+        for episode in group.episodes:
+            seen["failed_rate"].append(bool(episode.error_kind))
+
+    ran = [episode for group in groups for episode in group.ran]
+    # A fork's tool may add error kinds. All ranks must count the same ones.
+    own_kinds = {call.error for episode in ran for call in episode.calls if call.error}
+    error_kinds = set(CALL_ERRORS).union(*gather(own_kinds))
+    for episode in ran:
+        add_episode(seen, episode, step)
+        add_calls(seen, episode, error_kinds)
+    return mean_over_ranks(seen)
+
+
+def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> None:
+    """Add an episode's rewards, accuracy by K, calls (kappa is their number), lengths and staleness to the metrics."""
+    for name, value in episode.rewards.items():
+        seen[name].append(value)
+    called = "called" if episode.n_executed else "skipped"
+    seen[f"acc/K={episode.k}"].append(episode.rewards["R_acc"])
+    seen[f"acc/K={episode.k}/{called}"].append(episode.rewards["R_acc"])
+    seen["kappa"].append(episode.n_executed)
+    seen[f"kappa/K={episode.k}"].append(episode.n_executed)
+    seen["calling_rate"].append(episode.n_executed > 0)
+    calls_per_turn = Counter(call.turn for call in episode.calls if not call.error)
+    if calls_per_turn:
+        seen["parallel_rate"].append(max(calls_per_turn.values()) > 1)
+    seen["truncated_rate"].append(episode.main.finish == "length")
+    seen["turns"].append(len(episode.main.turns))
+    seen["sampled_tokens"].append(episode.main.n_sampled)
+    seen["critical_tokens"].append(episode.critical_tokens)
+    seen["all_tokens"].append(episode.all_tokens)
+    versions = [version for version in episode.main.versions if version >= 0]
+    if versions:
+        seen["staleness"].append(step - sum(versions) / len(versions))
+
+
+def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[str]) -> None:
+    """Add an episode's calls and their reports to the metrics."""
+    for name in TOOLS:
+        seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
+    ran = []  # the calls that ran before
+    for call in episode.calls:
+        if not call.error:
+            seen["calls/distinct"].append((call.name, call.arguments) not in ran)
+            ran.append((call.name, call.arguments))
+        for kind in error_kinds:
+            seen[f"call_errors/{kind}"].append(call.error == kind)
+        if call.subagent:  # a good report ends by itself, is short and has no tags
+            seen["report/ended"].append(call.subagent.finish == "stop")
+            seen["report/tokens"].append(call.subagent.n_sampled)
+            seen["report/tagged"].append(bool(TAG.search(call.text)))
+
+
+# ------------------------------------------------------------------------------------------------ the tags of an episode
+
+
+def add_format_metrics(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig) -> None:
+    """Add the metrics that no reward needs to the rewards of every episode that ran, where its record shows them."""
+    for group in groups:
+        for episode in group.ran:
+            episode.rewards |= format_metrics(episode, renderer, cfg)
+
+
+def format_metrics(episode: Episode, renderer: Renderer, cfg: RewardConfig) -> dict[str, float]:
+    """Return what the tags of an episode show beside its rewards."""
+    turns = [split_turn(text) for text in turn_texts(episode.main, renderer)]
+    return tag_metrics(turns) | {"f_release": f_release(sampled_text(episode.main, renderer), cfg)}
+
+
+def tag_metrics(turns: list[Elements]) -> dict[str, float]:
+    """Return three metrics per tag. `spam/TAG` is 1 if a turn exceeds the tag's limit. `closure/TAG` is the share of opened
+    tags that were closed in their turn, if any was opened; Format Fragility shows here first. `surplus/TAG` counts the
+    closing tags beyond the opened ones of their turn. <tool_code>, in which pretrained models call, only has its closure."""
+    metrics = {}
+    for name in (*TAG_LIMITS, "tool_code"):
+        opened = closed = surplus = 0  # in all turns
+        for turn in turns:
+            opening, closing = turn.count(f"<{name}>"), turn.count(f"</{name}>")
+            opened += opening
+            closed += min(opening, closing)
+            surplus += max(0, closing - opening)
+        if name in TAG_LIMITS:
+            metrics[f"spam/{name}"] = float(is_spam(turns, name))
+            metrics[f"surplus/{name}"] = float(surplus)
+        if opened:
+            metrics[f"closure/{name}"] = closed / opened
+    return metrics
+
+
+# ------------------------------------------------------------------------------------------------ f on the paper's scale
+
+
+def f_release(text: str, cfg: RewardConfig) -> float:
+    """Return f as the released code computes it, to compare with the paper's. It is a metric and no part of R. `text` is the
+    sampled text of all turns. It lacks a forced <think>, so a tidy direct answer scores 0.5."""
+    # s = w_think * [thinks] + w_answer * [answers] + w_think_before_call * [thinks and calls, and <think> comes first]
+    # R_anchor = alpha * [thinks and closed] + beta * [thinks, closed and answers] - gamma * [opened and not closed]
+    # f = min(1, s + lambda * R_anchor + 0.1 * [s + lambda * R_anchor > 0, and the tags are balanced])
+    thinks = len(first_thought(text)) >= 10  # characters
+    answers = any(part.partition("<answer>")[2].strip() for part in text.split("</answer>")[:-1])
+    before_calls = re.split("<tool_call>|<tool_code>", text)[0]
+    thinks_before_call = thinks and "<think>" in before_calls and contains_call(text)
+    opened, closed = "<think>" in text, "</think>" in text
+    names = ("think", "tool_call", "tool_code", "answer")
+    balanced = all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in names)
+
+    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
+    s = weights["think"] * thinks
+    s += weights["answer"] * answers
+    s += weights["think_before_call"] * thinks_before_call
+    anchor = cfg.anchor.alpha * (thinks and closed)
+    anchor += cfg.anchor.beta * (thinks and closed and answers)
+    anchor -= cfg.anchor.gamma * (opened and not closed)
+    if cfg.anchor.credit != "off":
+        s += cfg.anchor.lam * anchor
+    return min(1.0, s + 0.1 * (s > 0 and balanced))
+
+
+def first_thought(text: str) -> str:
+    """Return the first thought as the release reads it. If no </think> follows, it ends at the next call, answer or end of turn."""
+    thought = text.partition("<think>")[2]
+    if "</think>" not in thought:
+        thought = re.split(r"<tool_|<answer>|<\|im_end\|>", thought)[0]
+    return thought.partition("</think>")[0].strip()
+
+
+def contains_call(text: str) -> bool:
+    """Return whether the release finds a call: a JSON object with a name, or a line of code with a bracket. The call's tag need
+    not be closed."""
+    for call in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.S):
+        with contextlib.suppress(ValueError, RecursionError):
+            call = json.loads(call)
+            if isinstance(call, dict) and "name" in call:
+                return True
+    for code in re.findall(r"<tool_code>(?!<\|im_end\|>)(.*?)(?:</tool_code>|\Z)", text, re.S):
+        if any("(" in line and not line.startswith("#") for line in code.splitlines()):
+            return True
+    return False
+
+
+def sampled_text(trajectory: Trajectory, renderer: Renderer) -> str:
+    return renderer.decode([id for id, sampled in zip(trajectory.ids, trajectory.mask) if sampled])
+
+
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def speed(cfg: PolicyConfig, tokens: int, seconds: float) -> dict[str, float]:
+    """Return the tokens per second of all ranks together, and the MFU, from this rank's tokens and seconds."""
+    tokens = sum(gather(tokens))
+    slowest = max(gather(seconds))
+    return {"trained_tokens_per_second": tokens / slowest} | utilisation(cfg, tokens, slowest, world_size())
+
+
+def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:
+    """Return the MFU, the useful share of the GPUs' peak. Empty on a CPU or an unknown GPU."""
+    for part, tflops in PEAK_TFLOPS.items():
+        if torch.cuda.is_available() and part in torch.cuda.get_device_name():
+            policy = meta_policy(cfg)
+            # 2 N FLOPs per token forward and 4 N backward. Attention adds little at these lengths.
+            flops = 6 * (count(policy, trained=True) - policy.text.embed_tokens.weight.numel()) * tokens
+            return {"mfu": flops / (gpus * tflops * 1e12 * seconds)}
+    return {}

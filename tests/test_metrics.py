@@ -1,0 +1,165 @@
+"""Metrics: figures that were counted by hand, and f as the released code computes it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from episode import CALL_ERRORS, Call, Episode, Group, Task, Trajectory
+from metrics import add_format_metrics, describe, f_release, format_metrics, utilisation
+from rewards import PARTS, TAG_LIMITS, Anchor, RewardConfig, give_rewards
+from runtime.policy import PolicyConfig
+from runtime.render import END_OF_TURN
+from study.lab import Characters, episode_of_turns
+
+CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
+CODE = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
+LOOK = f"<think>\nLet me look closer.\n</think>\n{CALL}{END_OF_TURN}"
+DONE = f"<think>\nThe clip shows it.\n</think>\n<answer>B</answer>{END_OF_TURN}"
+MCQ = Task("t", "Which?\nA. red\nB. blue", (), "mcq", "B", ("red", "blue"))
+PLAIN = RewardConfig()
+EIGHT = PolicyConfig("Qwen/Qwen3-VL-8B-Instruct")
+
+
+def measured(turns, forced=""):
+    return format_metrics(episode_of_turns(turns, MCQ, Characters(), forced=forced), Characters(), PLAIN)
+
+
+# ------------------------------------------------------------------------------------------------ means over a step
+
+
+def test_the_figures_of_a_step_are_those_counted_by_hand():
+    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
+
+    def agent(sampled: list[int], turns: int, finish: str = "stop") -> Trajectory:
+        versions, mask = [-1, -1, *sampled], [0, 0, *[1] * len(sampled)]
+        return Trajectory([5] * len(mask), mask, [0.0] * len(mask), versions, [], 2, [(2, 3)] * turns, finish)
+
+    # One sub-agent ends its report. The other is cut off, with the main agent's ids. It repeats the first call.
+    ended, cut = agent([3, 3, 3], 1), agent([3, 3, 3, 3, 3, 3], 1, "length")
+    calls = [
+        Call(0, "crop_video", {}, "A red flash.", window=(0.0, 10.0), subagent=ended),
+        Call(0, "crop_video", {}, "red\n</think>\nred red red", window=(4.9, 14.9), subagent=cut),
+        Call(0, "crop_video", {}, error="too_dark"),
+        Call(0, "crop_video", {}, error="unparseable"),
+    ]
+    called = Episode(task, 4, agent([3, 3, 4, 4], 2), calls[:3], advantage=1.0)  # too_dark: a kind of a fork's tool
+    called.rewards = {"R": 2.0, "R_acc": 1.0, "closure/think": 1.0}
+    tried = Episode(task, 4, agent([4, 4], 2, "length"), calls[3:], advantage=-1.0)  # no call ran
+    tried.rewards = {"R": 0.0, "R_acc": 0.0, "closure/think": 0.5}
+    skipped = Episode(task, 64, agent([5], 1), anchor_advantage=0.5)  # not flat: it is trained on
+    skipped.rewards = {"R": 1.0, "R_acc": 1.0}
+    failed = Episode(task, 64, agent([], 0), error_kind="EngineError")
+    groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
+    expected = {f"call_errors/{kind}": 0 for kind in CALL_ERRORS} | {
+        "failed_rate": 1 / 4, "R": 1, "R_acc": 2 / 3, "closure/think": 0.75, "kappa": 2 / 3, "kappa/K=4": 1, "kappa/K=64": 0,
+        "calling_rate": 1 / 3, "parallel_rate": 1,
+        "acc/K=4": 0.5, "acc/K=64": 1, "acc/K=4/called": 1, "acc/K=4/skipped": 0, "acc/K=64/skipped": 1,
+        "truncated_rate": 1 / 3, "turns": 5 / 3, "sampled_tokens": 7 / 3, "calls/crop_video": 2 / 3,
+        "call_errors/unparseable": 1 / 4, "call_errors/too_dark": 1 / 4,
+        "calls/distinct": 1 / 2, "critical_tokens": (4 + 6 + 2 + 1) / 3, "all_tokens": (4 + 9 + 2 + 1) / 3,
+        "report/ended": 1 / 2, "report/tokens": 4.5, "report/tagged": 1 / 2,
+        "staleness": (1.5 + 1 + 0) / 3, "share/K=4": 1 / 3, "share/K=64": 2 / 3, "flat_groups": 1 / 3,
+    }  # fmt: skip
+    assert describe(groups, (4, 64), step=5) == pytest.approx(expected)
+
+
+def figures_of(*calls: Call) -> dict[str, float]:
+    """Return the figures of an episode that makes these calls and of one that makes none."""
+    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
+    episodes = [Episode(task, 4, Trajectory(), [*made], rewards={"R_acc": 0.0}) for made in (calls, ())]
+    return describe([Group(task, 4, episodes)], (4,), step=0)
+
+
+RAN, FAILED = Call(0, "crop_video", {"start_time": 0}), Call(0, "crop_video", {"start_time": 1}, error="failed")
+LATER = replace(RAN, turn=1)
+
+
+@pytest.mark.parametrize("calls, calling, parallel", [((RAN, RAN, LATER), 0.5, 1), ((RAN, LATER), 0.5, 0), ((RAN, FAILED), 0.5, 0), ((FAILED, FAILED), 0, None)])  # fmt: skip
+def test_calls_are_parallel_if_several_of_one_turn_ran(calls, calling, parallel):
+    figures = figures_of(*calls)
+    assert (figures["calling_rate"], figures.get("parallel_rate")) == (calling, parallel)
+
+
+OTHER = replace(RAN, arguments={"start_time": 1})
+
+
+@pytest.mark.parametrize("calls, share", [((RAN, OTHER, replace(LATER, text="again")), 2 / 3), ((RAN, replace(RAN, name="zoom")), 1), ((FAILED, OTHER), 1), ((FAILED,), None)])  # fmt: skip
+def test_a_call_is_distinct_unless_it_repeats_an_earlier_one_of_its_episode_exactly(calls, share):
+    assert figures_of(*calls).get("calls/distinct") == pytest.approx(share)
+
+
+def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
+    """Past mutant: each rank counted only its own kinds, so the rate divided by the calls of those ranks alone."""
+    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
+    episode = Episode(task, 4, Trajectory([5], [0], [0.0], [-1]), [Call(0, "crop_video", {})], rewards={"R_acc": 0.0})
+    monkeypatch.setattr("metrics.gather", lambda mine: [mine, {"too_dark"}])
+    assert describe([Group(task, 4, [episode])], (4,), step=0)["call_errors/too_dark"] == 0
+
+
+# ------------------------------------------------------------------------------------------------ the tags of an episode
+
+
+def test_each_episode_that_ran_also_gets_what_no_reward_needs():
+    ran, failed = (episode_of_turns([DONE], MCQ, Characters()) for _ in range(2))
+    failed.error_kind = "JudgeError"
+    groups = [Group(MCQ, 64, [ran, failed])]
+    give_rewards(groups, Characters(), PLAIN)
+    add_format_metrics(groups, Characters(), PLAIN)
+    names = ["spam/think", "surplus/think", "closure/think", "spam/answer", "surplus/answer", "closure/answer"]
+    assert list(ran.rewards) == [*PARTS, *names, "spam/tool_call", "surplus/tool_call", "f_release"]
+    assert not failed.rewards
+
+
+def test_spam_is_a_rate_over_all_episodes():
+    """Past bug: only spam episodes had the key, so its mean was always 1."""
+    tidy, spam = measured([DONE]), measured([f"<think>{'</think>' * 9}"])
+    assert [parts[f"spam/{tag}"] for parts in (tidy, spam) for tag in TAG_LIMITS] == [0, 0, 0, 1, 0, 0]
+
+
+def test_closure_is_the_share_of_opened_tags_that_were_closed_in_their_turn():
+    """Past bug: opened and closed tags were summed over all turns, so one tag closed twice hid one left open."""
+    parts = measured([LOOK.replace("</think>", ""), DONE.replace("</think>", "</think></think></think>")])
+    assert parts["closure/think"] == 0.5 and parts["closure/answer"] == 1 == parts["closure/tool_call"]
+    assert parts["surplus/think"] == 2 and parts["surplus/answer"] == 0
+    assert measured([DONE + "</answer>"])["closure/answer"] == 1  # extra closing tags do not raise it
+
+
+def test_the_code_of_pretrained_models_counts_for_closure_and_has_no_limit():
+    parts = measured([LOOK.replace(CALL, CODE), LOOK.replace(CALL, CODE.removesuffix("</tool_code>")), DONE])
+    assert parts["closure/tool_code"] == 0.5
+    assert "spam/tool_code" not in parts
+
+
+# ------------------------------------------------------------------------------------------------ f on the paper's scale
+
+OFF = RewardConfig(answer_suffix=False, anchor=Anchor(credit="off"))  # the released recipe of plain GRPO
+RELEASE_F = yaml.safe_load((Path(__file__).parent / "release_f.yaml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("plain, anchored, text", RELEASE_F)
+def test_f_release_is_that_of_the_released_code(plain, anchored, text):
+    """Past bug: 25 of these texts had another value."""
+    assert f_release(text, OFF) == pytest.approx(plain)
+    assert f_release(text, PLAIN) == pytest.approx(anchored)
+
+
+def test_f_release_reads_what_was_sampled_even_in_spam():
+    assert measured([DONE], forced="<think>\n")["f_release"] == 0.5
+    assert measured([DONE])["f_release"] == 1.0
+    assert measured([DONE.replace("<answer>", "<think>" * 4 + "<answer>")])["f_release"] > 0.5  # R is 0
+
+
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def test_the_mfu_is_six_flops_a_weight_and_token_over_the_peak_of_a_known_gpu(monkeypatch):
+    assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {}  # a CPU
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12)):
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda name=name: name)
+        mfu = 6 * 7_568_405_504 * 1000 / (2.0 * 4 * peak)  # the embedding is looked up, not multiplied
+        assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {"mfu": pytest.approx(mfu)}
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "another")
+    assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {}
