@@ -41,17 +41,15 @@ from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
 from runtime.answers import final_answer
 from runtime.api import Api, Judge, JudgeError, OpenAI, check_api
+from runtime.checkpoints import find_checkpoint, on_the_hub, weights_digest
 from runtime.checks import (
     USER_ERRORS,
     check_run,
     check_servers,
-    find_checkpoint,
-    on_the_hub,
     only_run_in,
     passed,
     refuse_other_weights,
     refuse_template,
-    weights_digest,
 )
 from runtime.config import ConfigError, refuse_below_1, save_run, suggest, write_whole
 from runtime.dataset import DataError

@@ -36,6 +36,7 @@ from metrics import add_format_metrics, describe, speed
 from rewards import RewardConfig, give_rewards
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, rollout
 from runtime.api import Judge
+from runtime.checkpoints import load_policy
 from runtime.checks import USER_ERRORS, check_servers, open_run, work_of
 from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import Dataset
@@ -53,9 +54,19 @@ from runtime.distributed import (
 )
 from runtime.engine import Engine
 from runtime.plan import plan_rl
-from runtime.policy import Policy, load, make_optimizer, optimizer_step
+from runtime.policy import Policy
 from runtime.render import Renderer
-from runtime.run import Clock, Run, RunConfig, check_gap, check_room, refuse_empty, self_check
+from runtime.run import (
+    Clock,
+    Run,
+    RunConfig,
+    check_gap,
+    check_room,
+    make_optimizer,
+    optimizer_step,
+    refuse_empty,
+    self_check,
+)
 from runtime.script import command_line, run_script
 from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos
@@ -127,10 +138,10 @@ def main(cfg: RLConfig) -> None:
     with open_run(cfg, parse_task, check_hardware) as (source, renderer):
         # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
         policy_cfg = replace(cfg.policy, checkpoint=str(source))
-        policy = load(policy_cfg, renderer.never_sampled)
+        policy = load_policy(policy_cfg, renderer.never_sampled)
         reference = None
         if cfg.grpo.kl_coef:
-            reference = load(policy_cfg, renderer.never_sampled, train=False)
+            reference = load_policy(policy_cfg, renderer.never_sampled, train=False)
             if policy.vision_frozen:  # both share one tower
                 reference.model.model.visual = policy.vision
         run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))

@@ -27,15 +27,16 @@ import torch
 
 from data import Dialogue, Media, parse_dialogue
 from metrics import utilisation
+from runtime.checkpoints import load_policy
 from runtime.checks import USER_ERRORS, open_run, work_of
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
 from runtime.packing import Bundle, best_fit
 from runtime.plan import Plan, plan_training
-from runtime.policy import OptimConfig, Policy, load, make_optimizer, optimizer_step
+from runtime.policy import Policy
 from runtime.render import TAG, Renderer
-from runtime.run import Run, RunConfig, check_room
+from runtime.run import OptimConfig, Run, RunConfig, check_room, make_optimizer, optimizer_step
 from runtime.script import command_line, run_script
 from runtime.video import Videos
 from tools import TOOLS
@@ -94,7 +95,7 @@ def main(cfg: SFTConfig) -> None:
     init_distributed()
     with open_run(cfg, parse_dialogue, check_hardware) as (source, renderer):
         # Load the policy and make the optimizer. Run restores both from the newest state.
-        policy = load(replace(cfg.policy, checkpoint=str(source)), renderer.never_sampled)
+        policy = load_policy(replace(cfg.policy, checkpoint=str(source)), renderer.never_sampled)
         run = Run(cfg, "sft", SHOWN, policy, make_optimizer(policy, cfg.optim))
 
         # Open the training rows, and read the held-out rows once.

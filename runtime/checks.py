@@ -6,11 +6,9 @@ rows, plan.py refuses models that do not fit, and run.self_check compares engine
 
 import contextlib
 import fcntl
-import hashlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import socket
 import time
@@ -28,11 +26,11 @@ import torch
 from tqdm import tqdm
 
 from episode import RecordError
+from runtime.checkpoints import find_checkpoint, on_the_hub, read_config, saved_step, weights_digest
 from runtime.config import ConfigError, differences, git_commit, load
 from runtime.dataset import DataError, Dataset, RowError, Rows, check_rows, row_errors
-from runtime.distributed import barrier, gather, print0, rank, saved_step
+from runtime.distributed import barrier, gather, print0, rank
 from runtime.engine import EngineError, EngineLost
-from runtime.policy import checkpoint_dir, read_config
 from runtime.render import Renderer, load_tokenizer
 from runtime.servers import ask
 from runtime.video import Videos
@@ -276,42 +274,6 @@ def comparable(cfg: Any) -> dict:
     for source in tree.get("data", {}).get("sources", ()):
         source["path"] = Path(source["path"]).name
     return tree
-
-
-def on_the_hub(name: str | Path) -> bool:
-    """Return whether the name looks like owner/model. If the owner is a local folder, the name is a path."""
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))) and not Path(name).parent.is_dir()
-
-
-def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
-    """Return the folder of a checkpoint. Fetch one from the hub; without `weights`, only its small files."""
-    folder = Path(name)
-    if not folder.is_dir():
-        if not on_the_hub(name):
-            raise ConfigError(f"{name}: neither a folder nor a model on the hub; training leaves one in RUN/model")
-        folder = checkpoint_dir(name, None if weights else ("*.json", "*.jinja", "*.txt"))
-    if not (folder / "config.json").exists():
-        raise ConfigError(f"{folder} has no config.json: it is no checkpoint; a training leaves its own in RUN/model")
-    index = read_json(folder / "model.safetensors.index.json") or {"weight_map": {}}
-    missing = sorted(name for name in set(index["weight_map"].values()) if not (folder / name).exists())
-    if weights and missing:
-        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names: copy or download it again")
-    return folder
-
-
-def weights_digest(folder: Path) -> str:
-    """Hash a checkpoint: the names and sizes of its files, and 1024 blocks of 4 KiB spread over each file. Files up to 4 MiB
-    are hashed whole. Training changes weights everywhere; a change that lies between the blocks goes unnoticed."""
-    block = 4096
-    whole = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt", ".safetensors")):
-        size = path.stat().st_size
-        whole.update(f"{path.name}/{size}/".encode())
-        with path.open("rb") as file:
-            for start in range(0, size, max(block, size // 1024)):
-                file.seek(start)
-                whole.update(file.read(block))
-    return whole.hexdigest()[:16]
 
 
 def check_servers(cfg: Any, ranks: int = 0) -> None:

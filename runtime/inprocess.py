@@ -14,7 +14,7 @@ bit for bit, unless a call takes longer than `call_timeout`.
 Deliberately missing: requests that join a running batch, paged keys, tensor parallelism, and a CUDA stream of its own. On
 one GPU, sampling and training therefore take turns, even with `staleness: 1`.
 
-Letters in shapes, as in packing.py: L tokens of the packed prompts, M visual tokens, H hidden, D DeepStack levels. Also B
+Letters in shapes, as in policy.py: L tokens of the packed prompts, M visual tokens, H hidden, D DeepStack levels. Also B
 rows and V words of the vocabulary. `keys` is the number of keys of the longest row.
 """
 
@@ -32,9 +32,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForImageTextToText, Cache, DynamicLayer
 
-from runtime import packing
+from runtime.checkpoints import published_names
 from runtime.engine import Engine, EngineError, Sample
-from runtime.policy import published_names
+from runtime.packing import Bundle, pack_bundles
+from runtime.policy import KeyLayout, encode_frames, matmul_fp32, pick_kernel, prepare_tower, run_text_model
 from runtime.render import Renderer
 from runtime.video import Clip
 
@@ -84,9 +85,9 @@ class InProcess(Engine):
         self.model = AutoModelForImageTextToText.from_pretrained(
             checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention
         )
-        packing.prepare_tower(self.model.model.visual)
+        prepare_tower(self.model.model.visual)
         self.model.to(device).eval().requires_grad_(False)
-        self.kernel = packing.pick_kernel(self.model.device, self.model.dtype)
+        self.kernel = pick_kernel(self.model.device, self.model.dtype)
         self.closed = False
         self._queue: list[Request] = []
         self._announced = 0  # threads that are about to call `generate`; a batch waits for all of them
@@ -169,14 +170,14 @@ def cut_into_batches(requests: Sequence[Request], max_tokens: int) -> list[list[
     return batches
 
 
-def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout=None, **_):
+def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout | None = None, **_):
     """Implement transformers' attention interface: queries [B, heads, tokens, size] -> [B, tokens, heads, size].
 
     The prefill has a `key_layout`. Decoding has one token per row and uses plain matrix products: on a GPU, SDPA with a mask
     would compute all scores in fp32, or through cuDNN make a new plan for each number of keys. `attention_mask`
     [B, 1, 1, keys] marks the real keys."""
     if key_layout:
-        return packing.group_packed_attention(module, query, key, value, None, scaling, key_layout)
+        return key_layout.attend(query, key, value, scaling), None
     # Query heads that share a key head are adjacent, so one product serves them without a copy of the keys.
     groups = query.shape[1] // key.shape[1]
     query = query[:, :, 0].unflatten(1, (-1, groups))  # [B, key heads, groups, size]
@@ -257,7 +258,7 @@ class _Batch:
 
         # 1. Pack the prompts into one sequence. From here on, the requests are in the order of that sequence.
         bundles, self.requests = self._bundles()
-        packed = packing.pack_bundles(bundles, self.renderer.image_pad, contract.cell)
+        packed = pack_bundles(bundles, self.renderer.image_pad, contract.cell)
 
         # 2. Encode the frames. Short clips share a call of at most `overview_frames` frames, which bounds the memory.
         parts: list[list[Clip]] = []
@@ -267,12 +268,12 @@ class _Batch:
                     parts.append([])
                 parts[-1].append(clip)
         tower, kernel = self.model.model.visual, self.engine.kernel
-        features = [packing.encode_frames(tower, part, contract.patch, contract.merge, kernel) for part in parts]
+        features = [encode_frames(tower, part, contract.patch, contract.merge, kernel) for part in parts]
         visual = torch.cat(features, dim=1) if features else None  # [1 + D, M, H]
 
         # 3. Run the text model. It leaves the keys and values of the sequence in the cache.
         cache = {"past_key_values": self.cache, "use_cache": True}
-        hidden = packing.run_text_model(self.model, packed, visual, kernel, **cache)  # [L, H]
+        hidden = run_text_model(self.model, packed, visual, kernel, **cache)  # [L, H]
 
         # 4. Give each request its own row: the indices of its keys in the sequence, padded on the left.
         suffixes = [segment for segment in packed.segments if not segment.is_prompt]
@@ -292,7 +293,7 @@ class _Batch:
             layer.length = longest
         return hidden[places[:, -1]]  # [B, H]
 
-    def _bundles(self) -> tuple[list[packing.Bundle], list[Request]]:
+    def _bundles(self) -> tuple[list[Bundle], list[Request]]:
         """Return one bundle per prompt, with one suffix per request, and the requests in the order of the suffixes."""
         by_prompt: dict[tuple, list[Request]] = {}
         for request in self.requests:
@@ -310,7 +311,7 @@ class _Batch:
                 count, height, width, _ = first.clips[shown].pixels.shape
                 pads -= count * self.renderer.contract.frame_tokens(width, height)
                 shown += 1
-            bundle = packing.Bundle(prompt, [], [], list(first.clips[:shown]))
+            bundle = Bundle(prompt, [], [], list(first.clips[:shown]))
             for request in requests:
                 rest = request.ids[length:]
                 bundle.suffixes.append(rest)
@@ -321,7 +322,7 @@ class _Batch:
 
     def _sample_tokens(self, hidden: Tensor, rows: list[Request]) -> tuple[list[int], list[float]]:
         """Sample the next token of each row. Return the tokens and their log-probs."""
-        logits = packing.matmul_fp32(hidden, self.model.lm_head.weight.t())  # [B, V]
+        logits = matmul_fp32(hidden, self.model.lm_head.weight.t())  # [B, V]
         logits[:, self.renderer.never_sampled] = -torch.inf
         temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
         # Each has 24 random bits. In float64, its product with any total therefore stays below the total (see `draw`).

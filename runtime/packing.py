@@ -1,7 +1,6 @@
-"""packing.py: pack bundles into one flat sequence, each shared prompt once, with attention that keeps them apart.
+"""packing.py: the layout of bundles in one flat sequence, each shared prompt once. policy.py runs the model over it.
 
     packed = pack_bundles(bundles, image_pad, cell)          # ids, positions, segments, and where the targets are
-    hidden = run_text_model(model, packed, visual, kernel)   # [L, H]; the forward of policy.py and inprocess.py
 
     tokens      prompt a | suffix a1 | suffix a2 | prompt b | suffix b1 | ...
     positions   0 .. p-1 | p p+1 ... | p p+1 ... | 0 ...                         p: M-RoPE's position after the prompt
@@ -10,7 +9,7 @@
 For G suffixes of one prompt, the model runs prompt + G * suffix tokens instead of G * (prompt + suffix), and the vision tower
 encodes the prompt's frames once. An SFT row is a bundle with one suffix, so it is packed the same way.
 
-Letters in shapes: L tokens of the flat sequence, N targets among them, M visual tokens, H hidden, D DeepStack levels.
+Letters in shapes: L tokens of the flat sequence, N targets among them.
 
 Deliberately missing: an L x L mask over the sequence, and keys shared across bundles with equal prompts.
 """
@@ -20,15 +19,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import AttentionInterface
 
 from runtime.video import Clip
-from runtime.visual import patchify
-
-# ------------------------------------------------------------------------------------------------ layout
 
 
 @dataclass
@@ -175,175 +167,6 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         predictors=np.concatenate(predictors),
         targets=np.concatenate(targets),
     )
-
-
-# ------------------------------------------------------------------------------------------------ attention
-
-
-class KeyLayout:
-    """The keys that each segment's queries see, as the kernel needs them. All text blocks of a forward pass share one layout.
-
-    sdpa runs once per segment and needs a mask for each suffix. The other kernels run once for all segments and need each
-    segment's keys side by side, so each suffix repeats its prompt's keys."""
-
-    def __init__(self, segments: list[Segment], kernel: str, device: torch.device):
-        self.segments, self.kernel = segments, kernel
-        if kernel == "sdpa":
-            self.masks = []  # by segment; None: causal
-            for segment in segments:
-                prompt = segment.prompt_stop - segment.prompt_start
-                own = segment.stop - segment.start
-                mask = None
-                if prompt:  # see all of it, and the suffix up to the query (`is_causal` aligns top-left)
-                    mask = torch.ones(own, prompt + own, dtype=torch.bool, device=device).tril(prompt)
-                self.masks.append(mask)
-            return
-        keys = []
-        query_ends, key_ends = [0], [0]  # of the segments, one after another
-        for segment in segments:
-            keys.append(segment.key_positions())
-            query_ends.append(query_ends[-1] + segment.stop - segment.start)
-            key_ends.append(key_ends[-1] + len(keys[-1]))
-        self.keys = torch.from_numpy(np.concatenate(keys)).to(device)
-        self.query_ends = torch.tensor(query_ends, dtype=torch.int32, device=device)
-        self.key_ends = torch.tensor(key_ends, dtype=torch.int32, device=device)
-        self.longest_query = max(segment.stop - segment.start for segment in segments)
-        self.longest_key = max(map(len, keys))
-
-
-def group_packed_attention(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout, **_):
-    """Implement transformers' attention interface for the text blocks: [1, heads, L, size] -> [1, L, heads, size].
-    `run_text_model` passes `key_layout`, and transformers passes it on to every block."""
-    if key_layout.kernel == "sdpa":
-        return _attend_by_segment(query, key, value, key_layout, scaling), None
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, size]
-    key, value = key[key_layout.keys], value[key_layout.keys]
-    ends = (key_layout.query_ends, key_layout.key_ends, key_layout.longest_query, key_layout.longest_key)
-    return _attend_in_one_call(key_layout.kernel, query, key, value, ends, scaling, causal=True)[None], None
-
-
-def frames_flash_attention(
-    module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_kernel: str, longest_frame: int, **_
-):
-    """Attend within each frame, many frames in one call: [1, heads, patches, size] -> [1, patches, heads, size].
-    `encode_frames` passes the kernel and the number of patches of the largest frame. In most blocks of Qwen2.5-VL's tower,
-    `cu_seq_lens_q` has the ends of windows instead of frames."""
-    if frame_kernel != "sdpa":
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [patches, heads, size]
-        ends = (cu_seq_lens_q, cu_seq_lens_q, longest_frame, longest_frame)
-        return _attend_in_one_call(frame_kernel, query, key, value, ends, scaling, causal=False)[None], None
-
-    # SDPA needs sequences of one length in a batch, so batch consecutive frames (or windows) of equal size.
-    out = []
-    start = 0
-    lengths, counts = cu_seq_lens_q.diff().unique_consecutive(return_counts=True)
-    for length, count in zip(lengths.tolist(), counts.tolist()):
-        stop = start + count * length
-        batch = [x[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
-        attended = F.scaled_dot_product_attention(*batch, scale=scaling)  # [count, heads, length, size]
-        out.append(attended.transpose(1, 2).flatten(0, 1))  # [count * length, heads, size]
-        start = stop
-    return torch.cat(out)[None], None
-
-
-def _attend_in_one_call(kernel: str, query, key, value, ends: tuple, scaling: float, causal: bool) -> Tensor:
-    """Run one kernel over all segments. A causal mask is aligned bottom-right: the last query sees all keys."""
-    if kernel == "flash":
-        from flash_attn import flash_attn_varlen_func
-
-        return flash_attn_varlen_func(query, key, value, *ends, causal=causal, softmax_scale=scaling)
-    from torch.nn.attention.varlen import varlen_attn
-
-    window = (-1, 0) if causal else (-1, -1)
-    return varlen_attn(query, key, value, *ends, scale=scaling, window_size=window, enable_gqa=True)
-
-
-def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: KeyLayout, scaling: float) -> Tensor:
-    """Call SDPA once per segment, with the keys of its prompt and its own."""
-    out = []
-    for segment, mask in zip(layout.segments, layout.masks):
-        own, prompt = slice(segment.start, segment.stop), slice(segment.prompt_start, segment.prompt_stop)
-        keys = torch.cat([key[:, :, prompt], key[:, :, own]], dim=2)
-        values = torch.cat([value[:, :, prompt], value[:, :, own]], dim=2)
-        causal = mask is None
-        attended = F.scaled_dot_product_attention(
-            query[:, :, own], keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
-        )  # [1, heads, stop - start, size]
-        out.append(attended.transpose(1, 2))
-    return torch.cat(out, dim=1)
-
-
-def pick_kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or one SDPA call per segment."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return "sdpa"
-    try:  # flash-attn-4 installs a folder of the same name, so look for the function itself
-        from flash_attn import flash_attn_varlen_func  # noqa: F401
-
-        return "flash"
-    except ImportError:
-        return "varlen"
-
-
-# ------------------------------------------------------------------------------------------------ the model
-
-
-def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply [m, k] by [k, n] with an fp32 result. bf16 has 8 bits: it would round a logit above 16 by up to 0.06."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32)  # not differentiable
-    return left.float() @ right.float()
-
-
-def prepare_tower(vision) -> None:
-    """Give the vision tower our attention, and embed its flattened patches with a matrix product, since Conv3d is several
-    times slower."""
-    # transformers passes the frames' ends to functions whose name contains "flash", and calls others once per frame. Set
-    # the name after construction: a constructor that reads "flash" looks for the flash-attn package.
-    AttentionInterface.register("frames_flash", frames_flash_attention)
-    vision.config._attn_implementation = "frames_flash"
-    embed = vision.patch_embed
-    embed.forward = lambda x: F.linear(x.to(embed.proj.weight.dtype), embed.proj.weight.flatten(1), embed.proj.bias)
-
-
-def encode_frames(vision, clips: Sequence[Clip], patch: int, merge: int, kernel: str) -> Tensor:
-    """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the vision tower's D DeepStack levels."""
-    patches, grid = patchify(clips, patch, merge, vision.device)
-    longest = int(grid[:, 1:].prod(dim=1).max())  # computed on the host: on the GPU, each layer would wait for it
-    # Merge consecutive frames of one size into one entry, (frames, rows, columns). The tower then computes their positions
-    # once. Each frame still attends only to itself.
-    runs, counts = grid.unique_consecutive(dim=0, return_counts=True)
-    runs[:, 0] = counts
-    encoded = vision(patches, grid_thw=runs.to(vision.device), frame_kernel=kernel, longest_frame=longest)
-    return torch.stack([encoded.pooler_output, *getattr(encoded, "deepstack_features", [])])
-
-
-def count_levels(vision) -> int:
-    """Return 1 + D. A tower without DeepStack, as Qwen2.5-VL's, has D = 0."""
-    return 1 + len(getattr(vision.config, "deepstack_visual_indexes", []))
-
-
-def run_text_model(model, packed: Packed, visual: Tensor | None, kernel: str, **cache) -> Tensor:
-    """Run the text model over a packed sequence. Return its last hidden states [L, H]. `visual` [1 + D, M, H] comes
-    from `encode_frames`; None: no frames."""
-    text = model.model.language_model
-    device = text.norm.weight.device
-    ids = torch.from_numpy(packed.ids).to(device)[None]  # [1, L]
-    embeds = text.embed_tokens(ids)  # [1, L, H]
-    levels = {}
-    if visual is not None:  # replace the frames' pads by their embeddings
-        pads = ids == model.config.image_token_id  # [1, L]
-        embeds = embeds.masked_scatter(pads[..., None], visual[0].to(embeds.dtype))
-        if len(visual) > 1:  # DeepStack adds its levels there
-            levels = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(visual[1:])}
-    return text(
-        inputs_embeds=embeds,
-        # Three rows: time, height, width. transformers reads a fourth as text positions, and splits where they restart.
-        position_ids=torch.from_numpy(packed.positions).to(device)[:, None],  # [3, 1, L]
-        key_layout=KeyLayout(packed.segments, kernel, device),
-        **levels,
-        **cache,
-    ).last_hidden_state[0]
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches

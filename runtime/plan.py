@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from runtime.checks import find_checkpoint, on_the_hub
+from runtime.checkpoints import find_checkpoint, on_the_hub, read_config
 from runtime.config import ConfigError
 from runtime.distributed import local_size, print0, world_size
-from runtime.policy import Policy, PolicyConfig, build_on_meta, read_config
+from runtime.policy import Policy, PolicyConfig, build_on_meta
 
 GIB = 1 << 30
 

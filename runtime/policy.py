@@ -1,17 +1,18 @@
 """policy.py: a vision-language model as a function from bundles to log-probs, on one CPU core or on many GPUs.
 
-    init_distributed()                                       # distributed.py: torchrun's ranks, or a single process
-    policy = load(PolicyConfig(checkpoint), renderer.never_sampled)
-    features = policy.vision_features(bundles)               # frozen vision only: run the tower once for all later passes
-    scores = policy(bundles, temperature=0.7, features=features)      # log-probs [N] of the tokens whose mask is 1
+    policy = load_policy(PolicyConfig(checkpoint), renderer.never_sampled)      # checkpoints.py
+    scores = policy(bundles, temperature=0.7)                                  # log-probs [N] of the tokens whose mask is 1
     (-(scores.logprobs * advantages).sum() / tokens_of_all_ranks).backward()
-    norm = optimizer_step(policy, optimizer, OptimConfig(), step, steps)
 
-Training, the reference and the check of the engine's log-probs use the same forward. It packs several bundles into one
-flat sequence in which a group's prompt appears once (packing.py). Logits exist for one chunk of target tokens at a time,
-even in the backward pass.
+    pack_bundles      bundles -> one flat sequence, in which a group's prompt appears once (packing.py)
+    encode_frames     frames -> [1 + D, M, H]; if the vision tower is frozen, it runs once for all passes over a bundle
+    run_text_model    -> hidden states [L, H], with attention that keeps suffixes apart
+    _ChunkedLogprobs  -> log-probs [N]; logits exist for one chunk of target tokens at a time, even in the backward pass
 
-The ranks of a node shard the text blocks with FSDP2, and each node has all shards (HSDP). Gradients are summed over all
+Training, the reference and the check of the engine's log-probs use the same forward. The engine in this process (inprocess.py)
+runs the same tower and text model.
+
+The ranks of a node shard the text blocks with FSDP2 (`checkpoints.load_policy`), and each node has all shards (HSDP). Gradients are summed over all
 ranks, so a loss divides by the token count of all ranks. Every forward runs the same collectives, even without bundles,
 images or targets.
 
@@ -20,45 +21,31 @@ Deliberately missing: tensor and sequence parallelism, LoRA, the video channel, 
 Shapes: L tokens of the packed sequence, N target tokens, H hidden, V vocabulary, D DeepStack levels, M visual tokens.
 """
 
-import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError, safe_open
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AttentionInterface,
-    AutoConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
 
-from runtime import packing
 from runtime.config import ConfigError
-from runtime.distributed import local_size, own_device, refuse_not_finite, world_size
-from runtime.packing import Bundle
+from runtime.distributed import own_device
+from runtime.packing import Bundle, Packed, Segment, pack_bundles
 from runtime.video import Clip
-from runtime.visual import read_json
+from runtime.visual import patchify
 
 # The classes that this code trains and samples from, by the `model_type` in config.json.
 MODELS = {"qwen3_vl": Qwen3VLForConditionalGeneration, "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration}
-
-# Keep a block's inputs and recompute the rest in the backward pass. The RNG state can go: nothing here draws random numbers.
-recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 HEAD_BLOCK = 16_384  # rows of the head whose gradient is computed at once
 
 
@@ -80,25 +67,6 @@ class PolicyConfig:
     """Target tokens whose logits are in memory at the same time (several fp32 copies of the vocabulary each)."""
 
 
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW, its schedule and the clipping of gradients."""
-
-    lr: float = 2e-6
-    schedule: Literal["constant", "cosine"] = "constant"
-    """The rate after the warm-up. cosine reaches zero one step after the last."""
-    warmup: float = 0.0
-    """Share of the steps in which the rate rises from zero."""
-    weight_decay: float = 0.01
-    betas: tuple[float, ...] = (0.9, 0.999)
-    max_grad_norm: float = 1.0
-
-    def __post_init__(self):
-        betas = len(self.betas) == 2 and max(self.betas) < 1
-        if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or not betas:
-            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1")
-
-
 # ------------------------------------------------------------------------------------------------ the policy
 
 
@@ -115,11 +83,11 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel, cfg: PolicyConfig, never_sampled: Sequence[int] = ()):
         super().__init__()
         self.model, self.cfg, self.never_sampled = model, cfg, list(never_sampled)
-        self.dtype = torch.float32  # dtype of computation; `load` sets it and the kernel
+        self.dtype = torch.float32  # dtype of computation; `load_policy` sets it and the kernel
         self.kernel = "sdpa"  # attention kernel: "sdpa" needs one call per segment, the others one call in all
         self.vision_frozen = "vision" in cfg.freeze
         self.patch, self.merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
-        packing.prepare_tower(self.vision)
+        prepare_tower(self.vision)
 
     @property
     def vision(self) -> nn.Module:
@@ -142,7 +110,7 @@ class Policy(nn.Module):
     ) -> PolicyOutput:
         """Score every token whose mask is 1, given the tokens before it: log softmax(logits / temperature)."""
         # pack the bundles into one sequence, each prompt once
-        packed = packing.pack_bundles(bundles, self.model.config.image_token_id, self.patch * self.merge)
+        packed = pack_bundles(bundles, self.model.config.image_token_id, self.patch * self.merge)
         forbidden = set(self.never_sampled) & set(packed.targets.tolist())
         if forbidden:
             raise ValueError(f"tokens {sorted(forbidden)} have mask 1, but they are never sampled")
@@ -156,7 +124,7 @@ class Policy(nn.Module):
             visual = torch.cat([self._run_tower([]), *features], dim=1)  # [1 + D, 0, H] first: there may be no bundle
 
         # run the text model, and keep the hidden states that predict a target
-        hidden = packing.run_text_model(self.model, packed, visual, self.kernel, use_cache=False)[predictors]  # [N, H]
+        hidden = run_text_model(self.model, packed, visual, self.kernel, use_cache=False)[predictors]  # [N, H]
 
         # score chunk by chunk
         head = self.model.lm_head.weight
@@ -167,30 +135,203 @@ class Policy(nn.Module):
         """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
         nothing = not any(len(clip.pixels) for clip in clips)
         if nothing and self.vision_frozen:
-            levels = packing.count_levels(self.vision)
+            levels = count_levels(self.vision)
             return torch.zeros(levels, 0, self.text.config.hidden_size, dtype=self.dtype, device=self.device)
         if nothing:
             # Every rank must run the tower in every pass. Show it a blank frame and use no row of it: zero gradients.
             side = self.patch * self.merge
             clips = [Clip(np.zeros((1, side, side, 3), np.uint8), (0.0,))]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
-            visual = packing.encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
+            visual = encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
         return visual[:, :0] if nothing else visual
 
     def _logits(self, hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
         """Return the logits of one chunk, divided by the temperature: [n, H], [V, H] -> fp32 [n, V]."""
-        logits = packing.matmul_fp32(hidden, head.t())  # [n, V]
+        logits = matmul_fp32(hidden, head.t())  # [n, V]
         logits /= temperature
         # The engine bans these ids, so mask them here as well. Not with -inf: the entropy would have 0 * inf, a nan.
         logits[:, self.never_sampled] = torch.finfo(torch.float32).min
         return logits
 
 
+# ------------------------------------------------------------------------------------------------ the vision tower
+
+
+def prepare_tower(vision: nn.Module) -> None:
+    """Give the vision tower our attention, and embed its flattened patches with a matrix product, since Conv3d is several
+    times slower."""
+    # transformers passes the frames' ends to functions whose name contains "flash", and calls others once per frame. Set
+    # the name after construction: a constructor that reads "flash" looks for the flash-attn package.
+    AttentionInterface.register("frames_flash", frames_flash_attention)
+    vision.config._attn_implementation = "frames_flash"
+    embed = vision.patch_embed
+    embed.forward = lambda x: F.linear(x.to(embed.proj.weight.dtype), embed.proj.weight.flatten(1), embed.proj.bias)
+
+
+def encode_frames(vision: nn.Module, clips: Sequence[Clip], patch: int, merge: int, kernel: str) -> Tensor:
+    """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the vision tower's D DeepStack levels."""
+    patches, grid = patchify(clips, patch, merge, vision.device)
+    longest = int(grid[:, 1:].prod(dim=1).max())  # computed on the host: on the GPU, each layer would wait for it
+    # Merge consecutive frames of one size into one entry, (frames, rows, columns). The tower then computes their positions
+    # once. Each frame still attends only to itself.
+    runs, counts = grid.unique_consecutive(dim=0, return_counts=True)
+    runs[:, 0] = counts
+    encoded = vision(patches, grid_thw=runs.to(vision.device), frame_kernel=kernel, longest_frame=longest)
+    return torch.stack([encoded.pooler_output, *getattr(encoded, "deepstack_features", [])])
+
+
+def count_levels(vision: nn.Module) -> int:
+    """Return 1 + D. A tower without DeepStack, as Qwen2.5-VL's, has D = 0."""
+    return 1 + len(getattr(vision.config, "deepstack_visual_indexes", []))
+
+
+def frames_flash_attention(
+    module, query, key, value, attention_mask, scaling, cu_seq_lens_q, frame_kernel: str, longest_frame: int, **_
+):
+    """Attend within each frame, many frames in one call: [1, heads, patches, size] -> [1, patches, heads, size].
+    `encode_frames` passes the kernel and the number of patches of the largest frame. In most blocks of Qwen2.5-VL's tower,
+    `cu_seq_lens_q` has the ends of windows instead of frames."""
+    if frame_kernel != "sdpa":
+        qkv = [x[0].transpose(0, 1) for x in (query, key, value)]  # [patches, heads, size]
+        ends = (cu_seq_lens_q, cu_seq_lens_q, longest_frame, longest_frame)
+        return attend_in_one_call(frame_kernel, qkv, ends, scaling, causal=False)[None], None
+
+    # SDPA needs sequences of one length in a batch, so batch consecutive frames (or windows) of equal size.
+    out = []
+    start = 0
+    lengths, counts = cu_seq_lens_q.diff().unique_consecutive(return_counts=True)
+    for length, count in zip(lengths.tolist(), counts.tolist()):
+        stop = start + count * length
+        batch = [x[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
+        attended = F.scaled_dot_product_attention(*batch, scale=scaling)  # [count, heads, length, size]
+        out.append(attended.transpose(1, 2).flatten(0, 1))  # [count * length, heads, size]
+        start = stop
+    return torch.cat(out)[None], None
+
+
+# ------------------------------------------------------------------------------------------------ the text model
+
+
+def run_text_model(model: PreTrainedModel, packed: Packed, visual: Tensor | None, kernel: str, **cache) -> Tensor:
+    """Run the text model over a packed sequence. Return its last hidden states [L, H]. `visual` [1 + D, M, H] comes
+    from `encode_frames`; None: no frames."""
+    text = model.model.language_model
+    device = text.norm.weight.device
+    ids = torch.from_numpy(packed.ids).to(device)[None]  # [1, L]
+    embeds = text.embed_tokens(ids)  # [1, L, H]
+    levels = {}
+    if visual is not None:  # replace the frames' pads by their embeddings
+        pads = ids == model.config.image_token_id  # [1, L]
+        embeds = embeds.masked_scatter(pads[..., None], visual[0].to(embeds.dtype))
+        if len(visual) > 1:  # DeepStack adds its levels there
+            levels = {"visual_pos_masks": pads, "deepstack_visual_embeds": list(visual[1:])}
+    return text(
+        inputs_embeds=embeds,
+        # Three rows: time, height, width. transformers reads a fourth as text positions, and splits where they restart.
+        position_ids=torch.from_numpy(packed.positions).to(device)[:, None],  # [3, 1, L]
+        key_layout=lay_out_keys(packed.segments, kernel, device),
+        **levels,
+        **cache,
+    ).last_hidden_state[0]
+
+
+def group_packed_attention(module, query, key, value, attention_mask, scaling, key_layout: "KeyLayout", **_):
+    """Implement transformers' attention interface for the text blocks: [1, heads, L, size] -> [1, L, heads, size].
+    `run_text_model` passes `key_layout`, and transformers passes it on to every block."""
+    return key_layout.attend(query, key, value, scaling), None
+
+
+class SegmentLayout:
+    """Calls SDPA once per segment, with the keys of its prompt and its own. Each suffix needs a mask."""
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device):
+        self.segments = segments
+        self.masks: list[Tensor | None] = []  # by segment; None: causal
+        for segment in segments:
+            prompt = segment.prompt_stop - segment.prompt_start
+            own = segment.stop - segment.start
+            mask = None
+            if prompt:  # see all of it, and the suffix up to the query (`is_causal` aligns top-left)
+                mask = torch.ones(own, prompt + own, dtype=torch.bool, device=device).tril(prompt)
+            self.masks.append(mask)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        out = []
+        for segment, mask in zip(self.segments, self.masks):
+            own, prompt = slice(segment.start, segment.stop), slice(segment.prompt_start, segment.prompt_stop)
+            keys = torch.cat([key[:, :, prompt], key[:, :, own]], dim=2)
+            values = torch.cat([value[:, :, prompt], value[:, :, own]], dim=2)
+            causal = mask is None
+            attended = F.scaled_dot_product_attention(
+                query[:, :, own], keys, values, attn_mask=mask, is_causal=causal, scale=scaling, enable_gqa=True
+            )  # [1, heads, stop - start, size]
+            out.append(attended.transpose(1, 2))
+        return torch.cat(out, dim=1)
+
+
+class VarlenLayout:
+    """Runs a varlen kernel once for all segments. It needs each segment's keys side by side, so each suffix repeats its prompt's."""
+
+    def __init__(self, segments: Sequence[Segment], kernel: str, device: torch.device):
+        self.kernel = kernel
+        keys = []
+        query_ends, key_ends = [0], [0]  # of the segments, one after another
+        for segment in segments:
+            keys.append(segment.key_positions())
+            query_ends.append(query_ends[-1] + segment.stop - segment.start)
+            key_ends.append(key_ends[-1] + len(keys[-1]))
+        self.keys = torch.from_numpy(np.concatenate(keys)).to(device)
+        self.ends = (
+            torch.tensor(query_ends, dtype=torch.int32, device=device),
+            torch.tensor(key_ends, dtype=torch.int32, device=device),
+            max(segment.stop - segment.start for segment in segments),  # longest query
+            max(map(len, keys)),  # longest key
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, size]
+        qkv = query, key[self.keys], value[self.keys]
+        return attend_in_one_call(self.kernel, qkv, self.ends, scaling, causal=True)[None]
+
+
+KeyLayout = SegmentLayout | VarlenLayout  # the keys that each segment's queries see
+
+
+def lay_out_keys(segments: Sequence[Segment], kernel: str, device: torch.device) -> KeyLayout:
+    """Return the layout that the kernel needs. All text blocks of a forward pass share it."""
+    if kernel == "sdpa":
+        return SegmentLayout(segments, device)
+    return VarlenLayout(segments, kernel, device)
+
+
+def attend_in_one_call(kernel: str, qkv: Sequence[Tensor], ends: tuple, scaling: float, causal: bool) -> Tensor:
+    """Run one kernel over all segments. `ends`: where queries and keys end, and the longest of each. A causal mask is aligned
+    bottom-right: the last query sees all keys."""
+    if kernel == "flash":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(*qkv, *ends, causal=causal, softmax_scale=scaling)
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = (-1, 0) if causal else (-1, -1)
+    return varlen_attn(*qkv, *ends, scale=scaling, window_size=window, enable_gqa=True)
+
+
+# ------------------------------------------------------------------------------------------------ the head
+
+
+def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply [m, k] by [k, n] with an fp32 result. bf16 has 8 bits: it would round a logit above 16 by up to 0.06."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)  # not differentiable
+    return left.float() @ right.float()
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Computes log-probs and entropies chunk by chunk, so that logits exist for one chunk at a time. The backward pass computes
     them again.
 
-    Logits and the head's gradient are fp32 even if everything else is bf16. (With `recompute`, autograd would sum the head's
+    Logits and the head's gradient are fp32 even if everything else is bf16. (With torch's checkpointing, autograd would sum the head's
     gradient over the chunks in bf16. A chunk's gradient is small beside that sum, and bf16 would round it away.)"""
 
     @staticmethod
@@ -219,7 +360,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             hidden_grads.append(logits_grad @ head)
             # Add block by block: the product of all rows would be a second head in fp32.
             for rows, columns in zip(head_grad.split(HEAD_BLOCK), logits_grad.split(HEAD_BLOCK, dim=1)):
-                rows += packing.matmul_fp32(columns.t(), h)
+                rows += matmul_fp32(columns.t(), h)
             del logits, logits_grad, columns  # before the logits of the next chunk
         return torch.cat(hidden_grads[::-1]), head_grad.to(head.dtype), None, None, None, None
 
@@ -242,39 +383,19 @@ def _logits_grad(logits: Tensor, targets: Tensor, grad: Tensor, temperature: flo
     return logits.div_(temperature)
 
 
-# ------------------------------------------------------------------------------------------------ loading
+# ------------------------------------------------------------------------------------------------ building
 
 
-def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) -> Path:
-    """Return a checkpoint's folder. Download a model from the Hugging Face hub, or only its files that match `only`."""
-    if Path(checkpoint).is_dir():
-        return Path(checkpoint)
-    try:  # all ranks call it: the hub's cache locks each file, so each file is downloaded once
-        return Path(snapshot_download(str(checkpoint), allow_patterns=only))
-    except (HFValidationError, OSError) as error:  # OSError: every error of the hub
-        raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
+def pick_kernel(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the fastest kernel that runs here: FlashAttention 2, torch's own, or one SDPA call per segment."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return "sdpa"
+    try:  # flash-attn-4 installs a folder of the same name, so look for the function itself
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
 
-
-def read_config(path: Path) -> PreTrainedConfig:
-    """Read a checkpoint's config.json. Refuse other model families, also those that transformers does not know."""
-    family = (read_json(path / "config.json") or {}).get("model_type")
-    if family not in MODELS:
-        told = f"{path} is a {family!r} model"
-        raise ConfigError(f"{told}; this code trains {' and '.join(MODELS)}: docs/add_a_base_model.md")
-    return AutoConfig.from_pretrained(path)
-
-
-def published_names(model: PreTrainedModel) -> dict[str, str]:
-    """Return each weight's name in published checkpoints, by its name in transformers' model. They differ for Qwen2.5-VL, and
-    SGLang loads only published names."""
-    renamings = [renaming.reverse_transform() for renaming in get_model_conversion_mapping(model, add_legacy=False)]
-    names = {}
-    for name, _ in model.named_parameters():
-        published = name
-        for renaming in reversed(renamings):
-            published, _ = renaming.rename_source_key(published)
-        names[name] = published
-    return names
+        return "flash"
+    except ImportError:
+        return "varlen"
 
 
 def dtype_of(cfg: PolicyConfig, train: bool = True) -> torch.dtype:
@@ -285,73 +406,11 @@ def dtype_of(cfg: PolicyConfig, train: bool = True) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float32
 
 
-def load(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = True) -> Policy:
-    """Build the policy on the meta device, shard it, and let every rank read its own rows of each weight.
-
-    `train=False` builds the reference policy: its weights are in the dtype of computation and have no gradient."""
-    path = checkpoint_dir(cfg.checkpoint)
-    device = own_device()
-    dtype = dtype_of(cfg, train)
-
-    # build the shapes, and set the dtypes
-    policy = build_on_meta(read_config(path), cfg, never_sampled)
-    policy.dtype = dtype
-    policy.kernel = packing.pick_kernel(device, dtype)
-    if not train:
-        policy.requires_grad_(False).to(dtype)
-    if policy.vision_frozen:
-        policy.vision.to(dtype)
-
-    # wrap the blocks for recomputation, then shard
-    blocks = list(policy.text.layers)
-    if not policy.vision_frozen:
-        blocks += policy.vision.blocks
-    if cfg.activation_checkpointing and train:
-        for block in blocks:  # before FSDP2 wraps them, so that its hooks run once per pass
-            block.forward = functools.partial(recompute, block.forward)
-    if dist.is_initialized():
-        shard(policy, blocks, dtype, device)
-
-    # allocate memory, and read the weights into it
-    policy.to_empty(device=device)
-    policy.model.tie_weights()
-    # No checkpoint holds the rotary buffers, and to_empty leaves garbage in them, so compute them.
-    policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(device)
-    rotary = policy.vision.rotary_pos_emb
-    for name, buffer in list(rotary.named_buffers()):  # one buffer; from transformers 5.24 on, two equal ones
-        angles = torch.arange(len(buffer), dtype=torch.float32)
-        setattr(rotary, name, (1 / 10_000 ** (angles / len(angles))).to(device))
-    try:
-        _read_weights(policy.model, path)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
-    refuse_not_finite(dict(policy.model.named_parameters()), str(path))
-    return policy
-
-
-def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
-    """Shard the weights over the ranks of a node: each block is a unit, the rest is the root. A frozen tower is not sharded.
-    Every node has all shards, so gradients travel between nodes, but weights never do."""
-    if local_size() == world_size():
-        mesh = dist.init_device_mesh(device.type, (world_size(),), mesh_dim_names=("ranks",))
-    else:
-        shape = (world_size() // local_size(), local_size())
-        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks"))
-    whole = set(policy.vision.parameters()) if policy.vision_frozen else set()
-    # cast_forward_inputs=False keeps the vision tower's rotary angles in fp32, as in transformers.
-    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
-    for unit in (*blocks, policy):
-        # The root must reshard as well. After a pass without backward it would stay gathered and miss the next update.
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
-        unit.set_gradient_divide_factor(1.0)  # sum the gradients of all ranks
-        unit.set_force_sum_reduction_for_comms(True)
-
-
 def build_on_meta(model_config: PreTrainedConfig, cfg: PolicyConfig, never_sampled: Sequence[int] = ()) -> Policy:
     """Build the policy on the meta device, which allocates no memory."""
     for part in (model_config, model_config.text_config, model_config.vision_config):
         part.dtype = torch.float32  # for master weights; transformers would use the dtype that config.json names
-    AttentionInterface.register("group_packed", packing.group_packed_attention)
+    AttentionInterface.register("group_packed", group_packed_attention)
     model_config.text_config._attn_implementation = "group_packed"
     model_config.vision_config._attn_implementation = "sdpa"
     with torch.device("meta"):
@@ -359,73 +418,3 @@ def build_on_meta(model_config: PreTrainedConfig, cfg: PolicyConfig, never_sampl
     if policy.vision_frozen:
         policy.vision.requires_grad_(False)
     return policy
-
-
-def _read_weights(model: nn.Module, path: Path) -> None:
-    """Fill every parameter from the safetensors files. If it is sharded, read only this rank's rows."""
-    ours = {published: name for name, published in published_names(model).items()}
-    missing = dict(model.named_parameters())  # a tied head is listed once
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for stored_name in tensors.keys():  # noqa: SIM118
-                name = ours.get(stored_name, stored_name)
-                if name not in missing:
-                    continue
-                parameter = missing.pop(name).detach()
-                stored = tensors.get_slice(stored_name)
-                if stored.get_shape() != list(parameter.shape):  # slicing would hide surplus rows
-                    raise ConfigError(f"{file}: {name} is {stored.get_shape()}, in config.json {list(parameter.shape)}")
-                start = 0
-                if isinstance(parameter, DTensor):  # FSDP2 gives rank r the r-th of equal chunks of rows
-                    mesh = parameter.device_mesh["ranks"]  # of one node
-                    rows = math.ceil(len(parameter) / mesh.size())
-                    start = mesh.get_local_rank() * rows
-                    parameter = parameter.to_local()
-                if len(parameter):
-                    parameter.copy_(stored[start : start + len(parameter)])
-    if missing:
-        raise ConfigError(f"{path} lacks {len(missing)} weights: {', '.join(sorted(missing)[:3])} ...")
-
-
-# ------------------------------------------------------------------------------------------------ optimizer
-
-
-def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
-    """Build AdamW over the trainable weights. Norms and biases get no weight decay."""
-    matrices = [p for p in policy.parameters() if p.requires_grad and p.ndim > 1]
-    vectors = [p for p in policy.parameters() if p.requires_grad and p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    # On a GPU, use the fused step: foreach would briefly hold another copy of the weights.
-    fused = policy.device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), fused=fused, foreach=not fused)
-
-
-def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
-    """Return the learning rate of a step in 0 ... steps - 1. It depends only on the step, so resuming needs no state."""
-    rising = cfg.warmup * steps
-    if step < rising:
-        return cfg.lr * (step + 1) / (rising + 1)
-    if cfg.schedule == "constant":
-        return cfg.lr
-    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
-
-
-def clip_gradients(policy: nn.Module, largest: float) -> float:
-    """Scale the gradient to a norm of at most `largest`. Return the norm before, the same on every rank."""
-    trained = [p for p in policy.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
-    return norm.item()
-
-
-def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimConfig, step: int, steps: int) -> float:
-    """Clip the gradient, update the weights, zero the gradient and return its norm. Skip the update if that is not finite."""
-    norm = clip_gradients(policy, cfg.max_grad_norm)
-    if math.isfinite(norm):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(cfg, step, steps)
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm

@@ -1,7 +1,8 @@
-"""run.py: what SFT and RL share: the run's folder, the state it resumes from, its metrics, its result.
+"""run.py: what SFT and RL share: the optimizer, the run's folder, the state it resumes from, its metrics, its result.
 
-    run = Run(cfg, "rl", SHOWN, policy, optimizer)    # resumes from the newest state in RUN/state
+    run = Run(cfg, "rl", SHOWN, policy, make_optimizer(policy, cfg.optim))    # resumes from the newest state in RUN/state
     for step in range(run.steps_done, cfg.steps):
+        norm = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
         run.log(step, measured)                       # appends a line to RUN/metrics.jsonl
         run.save(step)                                # RUN/state, and RUN/models if cfg.export_every is set
     run.export()                                      # RUN/model
@@ -25,25 +26,44 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 from episode import Group, Trajectory
-from runtime.checks import weights_digest
+from runtime.checkpoints import export, load_state, save_state, weights_digest
 from runtime.config import refuse_below_1, save_run, write_whole
 from runtime.dataset import DataConfig
-from runtime.distributed import gather, load_state, local_size, peak_memory, print0, rank, save_state
+from runtime.distributed import gather, local_size, peak_memory, print0, rank
 from runtime.engine import EngineError
 from runtime.packing import Bundle
 from runtime.plan import Plan, PlanConfig, meta_policy
-from runtime.policy import OptimConfig, Policy, PolicyConfig, dtype_of, learning_rate
+from runtime.policy import Policy, PolicyConfig, dtype_of
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
-from runtime.weights import export
 
 # Metrics that the console shows unless they are 0.
 ALARMS = ("failed_rate", "eval/failed_rate", "call_errors/timeout", "call_errors/engine", "bad_steps")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, its schedule and the clipping of gradients."""
+
+    lr: float = 2e-6
+    schedule: Literal["constant", "cosine"] = "constant"
+    """The rate after the warm-up. cosine reaches zero one step after the last."""
+    warmup: float = 0.0
+    """Share of the steps in which the rate rises from zero."""
+    weight_decay: float = 0.01
+    betas: tuple[float, ...] = (0.9, 0.999)
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self):
+        betas = len(self.betas) == 2 and max(self.betas) < 1
+        if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or not betas:
+            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +232,50 @@ class Metrics:
         keys = [key for key in self._shown if key in values] + [key for key in ALARMS if values.get(key)]
         figures = " ".join(f"{key} {values[key]:.4g}" for key in keys)
         print(f"{self._name} step {step + 1}/{self._steps} {figures}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ optimizer
+
+
+def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
+    """Build AdamW over the trainable weights. Norms and biases get no weight decay."""
+    matrices = [p for p in policy.parameters() if p.requires_grad and p.ndim > 1]
+    vectors = [p for p in policy.parameters() if p.requires_grad and p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    # On a GPU, use the fused step: foreach would briefly hold another copy of the weights.
+    fused = policy.device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), fused=fused, foreach=not fused)
+
+
+def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
+    """Return the learning rate of a step in 0 ... steps - 1. It depends only on the step, so resuming needs no state."""
+    rising = cfg.warmup * steps
+    if step < rising:
+        return cfg.lr * (step + 1) / (rising + 1)
+    if cfg.schedule == "constant":
+        return cfg.lr
+    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
+
+
+def clip_gradients(policy: nn.Module, largest: float) -> float:
+    """Scale the gradient to a norm of at most `largest`. Return the norm before, the same on every rank."""
+    trained = [p for p in policy.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
+    return norm.item()
+
+
+def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimConfig, step: int, steps: int) -> float:
+    """Clip the gradient, update the weights, zero the gradient and return its norm. Skip the update if that is not finite."""
+    norm = clip_gradients(policy, cfg.max_grad_norm)
+    if math.isfinite(norm):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg, step, steps)
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 # ------------------------------------------------------------------------------------------------ checks of an RL step

@@ -19,7 +19,8 @@ from pathlib import Path
 from episode import Call, Task, dump
 from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, run_episode
 from runtime import config
-from runtime.checks import USER_ERRORS, check_servers, find_checkpoint, refuse_template
+from runtime.checkpoints import find_checkpoint
+from runtime.checks import USER_ERRORS, check_servers, refuse_template
 from runtime.engine import Engine, Sample
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer

@@ -8,7 +8,7 @@ import pytest
 
 from episode import load_episodes
 from rollout import RolloutConfig
-from runtime import checks, inprocess
+from runtime import inprocess
 from runtime.engine import Sample
 from study import ask
 
@@ -61,7 +61,9 @@ def test_a_bug_of_ours_is_not_one_line(command, monkeypatch):
 
 def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monkeypatch):
     wanted = []
-    monkeypatch.setattr(checks, "checkpoint_dir", lambda name, only: wanted.extend(only) or toy_dir / "model")
+    monkeypatch.setattr(
+        "runtime.checkpoints.checkpoint_dir", lambda name, only: wanted.extend(only) or toy_dir / "model"
+    )
     monkeypatch.setattr(ask, "check_servers", lambda cfg, ranks: None)
     monkeypatch.setattr(ask, "open_engine", lambda *_: None)
     ask.context_of(

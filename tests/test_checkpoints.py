@@ -22,20 +22,14 @@ from scripts import Forked, finish
 from torch import nn
 
 from runtime import distributed
+from runtime.checkpoints import export, load_policy, load_state, save_state, saved_step
 from runtime.cleanup import MEMORY, run_memory
 from runtime.config import ConfigError
-from runtime.distributed import (
-    gather,
-    load_state,
-    mean_over_ranks,
-    rank,
-    save_state,
-    saved_step,
-    sum_over_ranks,
-)
-from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer
+from runtime.distributed import gather, mean_over_ranks, rank, sum_over_ranks
+from runtime.policy import PolicyConfig
+from runtime.run import OptimConfig, make_optimizer
 from runtime.visual import VisualContract
-from runtime.weights import export, snapshot_folders
+from runtime.weights import snapshot_folders
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -54,7 +48,7 @@ def path(tmp_path_factory):
 
 
 def fresh(path, freeze=()):
-    policy = load(PolicyConfig(str(path), freeze=freeze), tiny.NEVER_SAMPLED)
+    policy = load_policy(PolicyConfig(str(path), freeze=freeze), tiny.NEVER_SAMPLED)
     return policy, make_optimizer(policy, OPTIM)
 
 
@@ -213,13 +207,13 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(p
         save_state(tmp_path / "state", policy, optimizer, 2, keep=1)
     with pytest.raises(ConfigError, match=f"/out is not written: weights are not finite, such as {name[6:]}"):
         export(policy, tmp_path / "out", CONTRACT)
-    assert saved_step(tmp_path / "state") == 1 and load(PolicyConfig(str(tmp_path / "out")))
+    assert saved_step(tmp_path / "state") == 1 and load_policy(PolicyConfig(str(tmp_path / "out")))
 
     weights = load_file(tmp_path / "out" / "model.safetensors")
     weights[name[6:]][1, 2] = value
     save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=f"/out: weights are not finite, such as {name[6:]}"):
-        load(PolicyConfig(str(tmp_path / "out")))
+        load_policy(PolicyConfig(str(tmp_path / "out")))
 
 
 # ------------------------------------------------------------------------------------------------ exports
@@ -250,14 +244,14 @@ def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, 
     assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in policy.model.named_parameters())
     bundles, _ = tiny.random_bundles(4)
     with torch.no_grad():
-        again = load(PolicyConfig(str(tmp_path / "out")), tiny.NEVER_SAMPLED)
+        again = load_policy(PolicyConfig(str(tmp_path / "out")), tiny.NEVER_SAMPLED)
         assert torch.equal(again(bundles).logprobs, policy(bundles).logprobs)
 
 
 def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tmp_path):
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"stale": "model.safetensors"}}')
     for computed, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):  # the second replaces the first
-        policy = load(PolicyConfig(str(path), dtype=computed), train=False)
+        policy = load_policy(PolicyConfig(str(path), dtype=computed), train=False)
         export(policy, tmp_path / "out", CONTRACT)
         names = {p.name for p in (tmp_path / "out").iterdir()}
         assert names == {p.name for p in path.iterdir()} - {"model.safetensors.index.json"}
@@ -278,7 +272,7 @@ def test_an_export_of_a_stock_checkpoint_tells_its_contract_and_carries_no_other
     source = tiny.write(tmp_path / "stock")
     for name in ("pytorch_model.bin", "consolidated.00.pth", "training.pt", "model.gguf"):
         (source / name).write_bytes(b"old weights")
-    export(load(PolicyConfig(str(source)), train=False), tmp_path / "out", CONTRACT)
+    export(load_policy(PolicyConfig(str(source)), train=False), tmp_path / "out", CONTRACT)
     assert VisualContract.load(tmp_path / "out") == CONTRACT != VisualContract()
     assert not [p.name for p in (tmp_path / "out").iterdir() if p.suffix in (".bin", ".pth", ".pt", ".gguf")]
 
@@ -288,20 +282,22 @@ def test_qwen25_vls_weights_have_their_published_names_in_files_and_both_names_a
     source = tiny.write(tmp_path / "source", tied=False, model_type="qwen2_5_vl")
     stored = load_file(source / "model.safetensors")  # transformers itself writes published names
     assert {name.split(".")[0] for name in stored} == {"model", "visual", "lm_head"}
-    policy = load(PolicyConfig(str(source)), tiny.NEVER_SAMPLED)
+    policy = load_policy(PolicyConfig(str(source)), tiny.NEVER_SAMPLED)
     export(policy, tmp_path / "out", tiny.CONTRACT_14)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], stored[name]) for name in stored)
     state = {name: weight.detach().contiguous() for name, weight in policy.model.named_parameters()}
     save_file(state, source / "model.safetensors", {"format": "pt"})  # under the names of transformers' model
-    again = load(PolicyConfig(str(source)), train=False).model
+    again = load_policy(PolicyConfig(str(source)), train=False).model
     assert all(torch.equal(weight, state[name]) for name, weight in again.named_parameters())
 
 
 @pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
 def test_an_export_of_a_published_checkpoint_says_the_same_in_plain_transformers(checkpoint, model, renderer, tmp_path):
-    policy = load(PolicyConfig(str(tiny.as_published(checkpoint, tmp_path / "published"))), renderer.never_sampled)
+    policy = load_policy(
+        PolicyConfig(str(tiny.as_published(checkpoint, tmp_path / "published"))), renderer.never_sampled
+    )
     export(policy, tmp_path / "out", tiny.CONTRACT_14)
     assert tiny.renderer(tmp_path / "out").contract == tiny.CONTRACT_14
     exported, (ids, clips) = tiny.plain(tmp_path / "out"), tiny.prompts_of(renderer)[3]

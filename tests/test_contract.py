@@ -21,12 +21,12 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from data import Media, overview
 from episode import Task
+from runtime.checkpoints import export, load_policy
 from runtime.checks import refuse_template
 from runtime.config import ConfigError
-from runtime.policy import PolicyConfig, load
+from runtime.policy import PolicyConfig
 from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer
 from runtime.visual import ContractError, VisualContract, patchify
-from runtime.weights import export
 from tools import crop_video
 
 # ------------------------------------------------------------------------------------------------ pixels
@@ -324,7 +324,7 @@ def test_a_template_without_tools_gets_ours_and_its_export_carries_it(checkpoint
     without_tools = with_ours.decode(with_ours.render(messages[1:], generate=True).ids)
     assert "You are a helpful assistant." in without_tools  # a model that is only asked sees its own template
 
-    export(load(PolicyConfig(str(stock)), renderer.never_sampled), tmp_path / "out", tiny.CONTRACT_14)
+    export(load_policy(PolicyConfig(str(stock)), renderer.never_sampled), tmp_path / "out", tiny.CONTRACT_14)
     assert load_tokenizer(tmp_path / "out").chat_template == renderer.tokenizer.chat_template
     assert not (tmp_path / "out" / "chat_template.json").exists()
 

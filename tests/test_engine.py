@@ -24,12 +24,12 @@ from scripts import alive, fake_server, wait_for
 from tiny import at_once, check_logprobs, noise, prompts_of, question, request
 
 from rollout import RolloutConfig
-from runtime import packing
 from runtime.checks import check_servers, check_urls
 from runtime.cleanup import MEMORY
 from runtime.config import ConfigError
 from runtime.engine import EngineError, EngineLost, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, draw
+from runtime.policy import matmul_fp32
 from runtime.servers import MAX_FAILURES, Failure, SGLang
 from runtime.video import Clip
 from runtime.visual import ContractError
@@ -136,12 +136,10 @@ def test_a_draw_inverts_the_distribution(count, vocabulary):
 
 
 def test_banned_tokens_are_not_sampled_even_if_nothing_else_is_likely(engine, renderer, prompts, monkeypatch):
-    plain = packing.matmul_fp32
-
     def biased(hidden, head):
-        return plain(hidden, head).index_fill(1, torch.tensor(renderer.never_sampled), 1000.0)
+        return matmul_fp32(hidden, head).index_fill(1, torch.tensor(renderer.never_sampled), 1000.0)
 
-    monkeypatch.setattr(packing, "matmul_fp32", biased)
+    monkeypatch.setattr("runtime.inprocess.matmul_fp32", biased)
     for temperature in (0.0, 1.0):
         sample = engine.generate(**request(*prompts[1], temperature=temperature))
         assert not set(sample.ids) & set(renderer.never_sampled) and np.isfinite(sample.logprobs).all()

@@ -27,15 +27,15 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from episode import Trajectory
 from metrics import utilisation
 from rollout import run_all
-from runtime.distributed import load_state, peak_memory, save_state
+from runtime.checkpoints import export, load_policy, load_state, save_state
+from runtime.distributed import peak_memory
 from runtime.inprocess import InProcess
-from runtime.packing import Bundle, KeyLayout, Segment, group_packed_attention, pick_kernel
+from runtime.packing import Bundle, Segment
 from runtime.plan import PUBLISHED, plan_training
-from runtime.policy import OptimConfig, PolicyConfig, load, make_optimizer, optimizer_step
-from runtime.run import logprob_gap
+from runtime.policy import PolicyConfig, lay_out_keys, pick_kernel
+from runtime.run import OptimConfig, logprob_gap, make_optimizer, optimizer_step
 from runtime.video import Clip
 from runtime.visual import VisualContract
-from runtime.weights import export
 
 GPU = torch.cuda.is_available()
 WHERE = torch.device("cuda" if GPU else "cpu")
@@ -119,8 +119,8 @@ def test_kernels_compute_attention_and_its_gradient_to_within_rounding(kernel):
         return out.transpose(1, 2)
 
     def ours(query, key, value):
-        layout = KeyLayout(segments, kernel, query.device)
-        return group_packed_attention(None, query, key, value, None, size**-0.5, layout)[0]
+        layout = lay_out_keys(segments, kernel, query.device)
+        return layout.attend(query, key, value, size**-0.5)
 
     pairs = zip(run(ours, torch.bfloat16, WHERE), run(exact, torch.float32, "cpu"))
     errors = [((a - b).norm() / b.norm()).item() for a, b in pairs]
@@ -136,7 +136,7 @@ OPTIM = OptimConfig(lr=1e-5)
 def train(path: Path, folder: Path) -> None:
     """Train one rank: 2B shapes in bf16 under FSDP2, a group of 8, a long episode, a reference. Save a state, load it."""
     cfg = PolicyConfig(str(path), dtype="bf16", freeze=("vision",))
-    policy, reference = load(cfg, tiny.NEVER_SAMPLED), load(cfg, tiny.NEVER_SAMPLED, train=False)
+    policy, reference = load_policy(cfg, tiny.NEVER_SAMPLED), load_policy(cfg, tiny.NEVER_SAMPLED, train=False)
     reference.model.model.visual = policy.vision
     optimizer = make_optimizer(policy, OPTIM)
     frames, side, said, long = (64, 256, 512, 24_000) if GPU else (2, 64, 8, 200)
@@ -162,7 +162,7 @@ def train(path: Path, folder: Path) -> None:
     note("training", tokens=tokens, loss=first, peak_gib=round(peak_memory(), 2), planned_gib=round(planned.gib, 2))
 
     save_state(folder / "state", policy, optimizer, 1)
-    resumed = load(cfg, tiny.NEVER_SAMPLED)
+    resumed = load_policy(cfg, tiny.NEVER_SAMPLED)
     its_optimizer = make_optimizer(resumed, OPTIM)
     assert load_state(folder / "state", resumed, its_optimizer) == 1
     for ours, theirs in zip(policy.parameters(), resumed.parameters(), strict=True):
@@ -194,7 +194,7 @@ def test_an_update_at_8b_widths_has_its_share_of_the_peak(tmp_path):
 
 
 def update(cfg: PolicyConfig) -> None:
-    policy = load(cfg, tiny.NEVER_SAMPLED)
+    policy = load_policy(cfg, tiny.NEVER_SAMPLED)
     optimizer = make_optimizer(policy, OPTIM)
     bundle = draw_group(policy.model.config, *((64, 256, [512] * 8) if GPU else (2, 64, [8] * 8)))
     for repeat in range(3):
@@ -261,7 +261,7 @@ def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path, model_type
     seconds = time.perf_counter() - began
     engine.close()
 
-    policy = load(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), renderer.never_sampled, train=False)
+    policy = load_policy(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), renderer.never_sampled, train=False)
     trajectories = []
     for i in range(0, count, count // 4):
         ids, sample = prompts[i], samples[i]
@@ -293,7 +293,7 @@ def test_an_sglang_server_agrees_with_the_trainer(toy_dir, tmp_path):
 @pytest.mark.parametrize("frames", [64, 192])
 def test_the_vision_tower_looks_at_many_frames_at_once(tmp_path, frames):
     path = checkpoint(tmp_path / "model", EIGHT_B, layers=1)
-    policy = load(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), tiny.NEVER_SAMPLED, train=False)
+    policy = load_policy(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), tiny.NEVER_SAMPLED, train=False)
     side, count = (256, frames) if GPU else (64, frames // 32)
     bundle = draw_group(policy.model.config, count, side, [1])
     for _ in range(3):

@@ -14,7 +14,8 @@ from episode import Call, Group, Trajectory
 from grpo import GRPOConfig, assign_advantages, group_advantage, share_prompts, token_losses
 from rewards import Anchor, RewardConfig, structural_mask
 from rl import RLConfig
-from runtime.policy import PolicyConfig, load
+from runtime.checkpoints import load_policy
+from runtime.policy import PolicyConfig
 from runtime.render import END_OF_TURN
 from runtime.video import Clip
 
@@ -216,7 +217,7 @@ def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer,
     turns = [TIDY, WRONG, LOOSE]
     groups = [group_that_said(toy_renderer, cfg, turns, name, prompt) for name, prompt in prompts.items()]
     weights = PolicyConfig(str(toy_dir / "model"), freeze=())
-    policy, reference = (load(weights, toy_renderer.never_sampled) for _ in range(2))
+    policy, reference = (load_policy(weights, toy_renderer.never_sampled) for _ in range(2))
     plain, other = (tiny.plain(toy_dir / "model") for _ in range(2))
     with torch.no_grad():
         for p in (*reference.parameters(), *other.parameters()):
@@ -269,7 +270,7 @@ def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer,
 def test_an_update_without_a_row_has_no_tokens_and_nan_is_never_hidden(toy_renderer, toy_dir):
     """Past bug: one token of nothing."""
     cfg = settings()
-    policy = load(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+    policy = load_policy(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
     assert grpo.accumulate(policy, None, [], 10, 1.0, cfg.grpo)["learned_tokens"] == 0
     train_groups, total_tokens = make_train_groups([group_that_said(toy_renderer, cfg, [TIDY, WRONG])], cfg)
     measured = grpo.accumulate(policy, None, train_groups, total_tokens, 1.0, cfg.grpo)

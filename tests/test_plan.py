@@ -12,10 +12,11 @@ from scripts import REPO
 from grpo import GRPOConfig
 from rl import RLConfig
 from runtime import config
+from runtime.checkpoints import load_policy
 from runtime.config import ConfigError
 from runtime.packing import Bundle
 from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training
-from runtime.policy import PolicyConfig, load
+from runtime.policy import PolicyConfig
 from runtime.visual import VisualContract
 from sft import SFTConfig, plan_sft
 
@@ -127,7 +128,7 @@ def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     trained_later = PolicyConfig("runs/sft_8b/model", family=EIGHT.checkpoint)
     assert plan_training(trained_later, 8, 8192).gib == plan_training(EIGHT, 8, 8192).gib
     path = tiny.write(tmp_path / "model")
-    assert count(meta_policy(PolicyConfig(str(path)))) == count(load(PolicyConfig(str(path))))
+    assert count(meta_policy(PolicyConfig(str(path)))) == count(load_policy(PolicyConfig(str(path))))
 
 
 @pytest.mark.parametrize("model_type, own", [("qwen3_vl", {"mrope_interleaved": True}), ("qwen2_5_vl", {})])
@@ -140,7 +141,7 @@ def test_activations_are_what_autograd_keeps(tmp_path, model_type, own):
     tokens = 1000
     for checkpointing in (False, True):
         cfg = PolicyConfig(str(path), activation_checkpointing=checkpointing)
-        policy = load(cfg).to(torch.bfloat16)
+        policy = load_policy(cfg).to(torch.bfloat16)
         weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
         kept, at_block = {}, []
 

@@ -18,19 +18,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from runtime import packing
+from runtime.checkpoints import load_policy
 from runtime.distributed import rank, world_size
 from runtime.packing import Bundle
-from runtime.policy import (
-    OptimConfig,
-    PolicyConfig,
-    _ChunkedLogprobs,
-    clip_gradients,
-    learning_rate,
-    load,
-    make_optimizer,
-    optimizer_step,
-)
+from runtime.policy import PolicyConfig, _ChunkedLogprobs, pick_kernel
+from runtime.run import OptimConfig, clip_gradients, learning_rate, make_optimizer, optimizer_step
 
 torch.set_num_threads(1)
 
@@ -64,7 +56,7 @@ def oracle(path):
 @pytest.fixture(scope="module")
 def shared(path):
     """A policy that no test changes. Its vision tower trains."""
-    return load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
+    return load_policy(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
 
 
 def gradients(model, loss) -> dict[str, torch.Tensor]:
@@ -84,7 +76,7 @@ def relative_error(ours: dict, theirs: dict) -> float:
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
 def test_gradients_are_those_of_plain_rows(checkpoint, seed):
-    policy, model = load(PolicyConfig(str(checkpoint), freeze=()), tiny.NEVER_SAMPLED), tiny.plain(checkpoint)
+    policy, model = load_policy(PolicyConfig(str(checkpoint), freeze=()), tiny.NEVER_SAMPLED), tiny.plain(checkpoint)
     bundles, rows = tiny.random_bundles(seed, seed != 3, tiny.CELL[model.config.model_type])
     logprobs = policy(bundles).logprobs
     advantages = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(seed))
@@ -112,7 +104,7 @@ def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, cell, s
 def test_without_bans_the_probability_of_all_ids_counts(path, oracle, shared, cell):
     bundles, rows = tiny.random_bundles(11, cell=cell)
     with torch.no_grad():
-        logprobs = load(PolicyConfig(str(path), freeze=()))(bundles, 0.7).logprobs
+        logprobs = load_policy(PolicyConfig(str(path), freeze=()))(bundles, 0.7).logprobs
         expected, _ = tiny.plain_scores(oracle, bundles, rows, 0.7, banned=())
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
         assert (shared(bundles, 0.7).logprobs > logprobs).all()
@@ -123,7 +115,7 @@ def test_without_bans_the_probability_of_all_ids_counts(path, oracle, shared, ce
 
 def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path, cell):
     """Invariant 10: under FSDP2, other ranks wait for a collective if a rank leaves a parameter out."""
-    policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
+    policy = load_policy(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
     calls = []
     policy.vision.register_forward_hook(lambda *_: calls.append(1))
     nothing, untargeted, empty = [], [Bundle([5], [[6]], [[0]], [])], [Bundle.conversation([], [], [])]
@@ -162,7 +154,7 @@ def test_bundles_that_contradict_themselves_are_refused(shared, cell):
 
 
 def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared, cell):
-    policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
+    policy = load_policy(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
     assert not any(p.requires_grad for p in policy.vision.parameters())
     bundles = [*tiny.random_bundles(4, cell=cell)[0], Bundle([5, 6], [[7, 8]], [[1, 1]], [])]
     features = policy.vision_features(bundles)
@@ -183,7 +175,7 @@ def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared
 
 
 def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, cell):
-    policy, at_once = (load(PolicyConfig(str(path), logit_chunk=n), tiny.NEVER_SAMPLED) for n in (7, 1024))
+    policy, at_once = (load_policy(PolicyConfig(str(path), logit_chunk=n), tiny.NEVER_SAMPLED) for n in (7, 1024))
     bundle, _ = tiny.bundle(np.random.default_rng(0), (60, 2), [(20, 0), (15, 0), (18, 0)], cell)
     attend = mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention)
     compute = mock.patch.object(policy, "_logits", wraps=policy._logits)
@@ -210,7 +202,7 @@ def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, share
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=counted))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counted)
-    policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
+    policy = load_policy(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
     policy.kernel = "flash" if attend is tiny.flash_attn_2 else "varlen"
     layers = len(policy.text.layers) + len(policy.vision.blocks)
     for seed in range(2):
@@ -226,14 +218,14 @@ def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, share
 
 def test_kernels_are_picked_by_device_and_dtype():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert packing.pick_kernel(cpu, torch.bfloat16) == packing.pick_kernel(gpu, torch.float32) == "sdpa"
-    assert packing.pick_kernel(gpu, torch.bfloat16) in ("flash", "varlen")
+    assert pick_kernel(cpu, torch.bfloat16) == pick_kernel(gpu, torch.float32) == "sdpa"
+    assert pick_kernel(gpu, torch.bfloat16) in ("flash", "varlen")
 
 
 def test_logits_are_not_rounded_where_the_rest_is_bf16(path):
     """Past bug: they were bf16, which rounds a logit above 16 by up to 0.06, more than a healthy gap to the engine. The
     oracle computes with the same bf16 numbers in fp64."""
-    policy = load(PolicyConfig(str(path), logit_chunk=7), tiny.NEVER_SAMPLED)
+    policy = load_policy(PolicyConfig(str(path), logit_chunk=7), tiny.NEVER_SAMPLED)
     torch.manual_seed(0)
     hidden, head = (torch.randn(rows, 256).bfloat16().requires_grad_() for rows in (40, tiny.VOCABULARY))
     targets = torch.randint(0, 100, (40,))
@@ -256,7 +248,7 @@ def test_the_heads_gradient_is_summed_over_chunks_in_fp32(tmp_path):
     bundle, _ = tiny.bundle(np.random.default_rng(0), (10, 0), [(200, 0), (200, 0)])
     grads = {}
     for chunk, dtype in ((1, "bf16"), (1024, "bf16"), (1024, "fp32")):
-        policy = load(PolicyConfig(str(path), dtype=dtype, logit_chunk=chunk), tiny.NEVER_SAMPLED, train=False)
+        policy = load_policy(PolicyConfig(str(path), dtype=dtype, logit_chunk=chunk), tiny.NEVER_SAMPLED, train=False)
         policy.text.requires_grad_(True)
         policy.model.lm_head.requires_grad_(True)
         policy([bundle]).logprobs.sum().backward()
@@ -271,12 +263,12 @@ def test_the_heads_gradient_is_summed_over_chunks_in_fp32(tmp_path):
 
 def test_loading_on_the_meta_device_leaves_nothing_uninitialised(checkpoint):
     """to_empty leaves garbage in buffers that checkpoints do not hold (inv_freq), and unties tied weights."""
-    policy, model = load(PolicyConfig(str(checkpoint)), train=False), tiny.plain(checkpoint)
+    policy, model = load_policy(PolicyConfig(str(checkpoint)), train=False), tiny.plain(checkpoint)
     for kind in ("named_parameters", "named_buffers"):
         ours, expected = dict(getattr(policy.model, kind)()), dict(getattr(model, kind)())
         assert ours.keys() == expected.keys()
         assert all(torch.equal(ours[name], expected[name]) for name in expected)
-    low = load(PolicyConfig(str(checkpoint), dtype="bf16"), train=False).model.named_buffers()
+    low = load_policy(PolicyConfig(str(checkpoint), dtype="bf16"), train=False).model.named_buffers()
     assert all(torch.equal(buffer, expected[name]) for name, buffer in low)  # rounded angles would mean other positions
     tied = model.config.tie_word_embeddings
     assert (policy.model.lm_head.weight is policy.text.embed_tokens.weight) is tied
@@ -289,17 +281,17 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
     weights[norm] = weights[norm][:-1]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="norm.weight is .47., in config.json .48."):
-        load(PolicyConfig(str(path)))
+        load_policy(PolicyConfig(str(path)))
     del weights[norm]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"lacks 1 weights: {norm}"):
-        load(PolicyConfig(str(path)))
+        load_policy(PolicyConfig(str(path)))
     (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match="model: its weights cannot be read: .*header"):
-        load(PolicyConfig(str(path)))
+        load_policy(PolicyConfig(str(path)))
     (path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="model lacks .* weights: "):
-        load(PolicyConfig(str(path)))
+        load_policy(PolicyConfig(str(path)))
 
 
 # ------------------------------------------------------------------------------------------------ ranks
@@ -347,13 +339,13 @@ def all_ranks(folder, cases):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     for name in cases:
         source, freeze, dtype = RANK_CASES[name]
-        policy = load(PolicyConfig(str(folder / source), freeze=freeze, dtype=dtype), tiny.NEVER_SAMPLED)
+        policy = load_policy(PolicyConfig(str(folder / source), freeze=freeze, dtype=dtype), tiny.NEVER_SAMPLED)
         assert all(isinstance(p, DTensor) is p.requires_grad for p in policy.parameters())
         assert all(p.dtype == torch.float32 for p in policy.parameters() if p.requires_grad)
         cell = tiny.CELL[source.split()[0]]
         mine = micro_batches(rank(), world_size(), cell)
         stepped = step_on(policy, mine, tiny.random_bundles(4, cell=cell)[0])
-        reference = load(policy.cfg, tiny.NEVER_SAMPLED, train=False)
+        reference = load_policy(policy.cfg, tiny.NEVER_SAMPLED, train=False)
         with torch.no_grad():  # ranks with different shares, and the policy's own numbers before its step
             scores = reference(mine[0])
         tolerance = 0.02 if dtype == "bf16" else 1e-6
@@ -387,7 +379,7 @@ def test_ranks_are_one_process(ranks, case):
     if case == "two nodes":
         tiny.on_ranks(all_ranks, 4, ranks, [case])
     by_rank = [torch.load(path, weights_only=True) for path in sorted(ranks.glob(f"{case}?.pt"))]
-    one = load(PolicyConfig(str(ranks / source), freeze=freeze), tiny.NEVER_SAMPLED)
+    one = load_policy(PolicyConfig(str(ranks / source), freeze=freeze), tiny.NEVER_SAMPLED)
     expected = step_on(one, micro_batches(0, 1, cell), tiny.random_bundles(4, cell=cell)[0])
     close = 1e-5 if dtype == "fp32" else 0.1
     [norm] = {one_rank["norm"] for one_rank in by_rank}
@@ -405,7 +397,7 @@ def test_ranks_are_one_process(ranks, case):
 
 
 def test_clipping_returns_the_norm_and_scales_to_the_limit(path, cell):
-    policy = load(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
+    policy = load_policy(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
     before = gradients(policy, policy(tiny.random_bundles(4, cell=cell)[0]).logprobs.sum())
     flat = torch.cat([g.flatten() for g in before.values()])
     norm = clip_gradients(policy, 1.0)
@@ -438,7 +430,7 @@ def test_the_betas_of_the_config_are_those_of_the_moments():
 
 
 def test_the_optimizer_trains_what_is_not_frozen_and_decays_matrices_only(path, cell):
-    policy = load(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
+    policy = load_policy(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
     optimizer = make_optimizer(policy, OptimConfig(lr=1e-3, weight_decay=0.5))
     held = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {id(p) for p in policy.parameters() if p.requires_grad} == held.keys()

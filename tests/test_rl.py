@@ -25,9 +25,10 @@ from rewards import give_rewards
 from rl import RLConfig
 from rollout import render_prompt
 from runtime import config
+from runtime.checkpoints import load_policy
 from runtime.dataset import Dataset, RowError
 from runtime.engine import EngineError
-from runtime.policy import PolicyConfig, load
+from runtime.policy import PolicyConfig
 from runtime.run import Run, check_gap, self_check, trainer_logprobs
 from runtime.video import Videos
 from runtime.weights import WeightSync
@@ -294,7 +295,7 @@ def test_gaps_that_are_not_finite_stop_the_run_and_large_ones_are_told_once(monk
 @pytest.mark.parametrize("main", [True, False])
 def test_a_first_batch_with_a_gap_that_is_no_number_is_refused(draw, toy_dir, monkeypatch, main):
     groups, engine = draw(0)
-    policy = load(PolicyConfig(str(toy_dir / "model")), engine.renderer.never_sampled)
+    policy = load_policy(PolicyConfig(str(toy_dir / "model")), engine.renderer.never_sampled)
     gaps = [math.nan, 0.0] if main else [0.0, math.nan]  # max() keeps the first of two, if either is NaN
     monkeypatch.setattr("runtime.run.logprob_gap", lambda *_: gaps.pop(0))
     with pytest.raises(EngineError, match="disagree: their log-probs differ by nan"):
@@ -317,7 +318,7 @@ def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_di
     give_rewards(groups, engine.renderer, cfg.reward)
     train_groups, _ = make_train_groups(groups, cfg.grpo, cfg.reward.anchor)
     assert len(train_groups) == len(groups)  # each prompt is computed once
-    policy = load(cfg.policy, engine.renderer.never_sampled)
+    policy = load_policy(cfg.policy, engine.renderer.never_sampled)
     with torch.no_grad():
         packed = policy([train_group.bundle for train_group in train_groups], 0.7).logprobs
     alone = torch.cat([trainer_logprobs(policy, [episode.main], 0.7) for episode in episodes])
@@ -327,7 +328,7 @@ def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_di
 def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, monkeypatch):
     """Past bug: only the shortest trajectory was checked, usually without calls, so wrong crop sizes passed."""
     groups, engine = draw(0)
-    policy = load(PolicyConfig(str(toy_dir / "model")), engine.renderer.never_sampled)
+    policy = load_policy(PolicyConfig(str(toy_dir / "model")), engine.renderer.never_sampled)
     reports = []
     for episode in [episode for group in groups for episode in group.episodes]:
         reports += episode.subagents

@@ -44,7 +44,7 @@ from runtime.checks import USER_ERRORS
 from runtime.dataset import Dataset
 from runtime.distributed import rank
 from runtime.engine import EngineError
-from runtime.policy import clip_gradients
+from runtime.run import clip_gradients
 from runtime.script import run_script
 from runtime.servers import SGLang
 
@@ -102,7 +102,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_shown(scripted, toy_dir, tm
         return math.nan if len(norms) == 2 else norms[-1]
 
     norms = []
-    monkeypatch.setattr("runtime.policy.clip_gradients", clip)
+    monkeypatch.setattr("runtime.run.clip_gradients", clip)
     train(tmp_path / "two.yaml", toy_dir, steps=2)
     assert [line["bad_steps"] for line in metrics(tmp_path / "two")] == [0, 1]
     assert re.findall(r"step (\d)/2 .* bad_steps 1", capsys.readouterr().out) == ["2"]

@@ -14,9 +14,10 @@ from scripts import metrics, sft_config, start
 import sft
 from data import parse_dialogue
 from runtime import config
+from runtime.checkpoints import load_policy
 from runtime.dataset import DataError, Dataset
 from runtime.packing import Bundle
-from runtime.policy import PolicyOutput, load
+from runtime.policy import PolicyOutput
 from sft import TOKEN_KINDS, SFTConfig, batch_loss, target_kinds
 from tools import TOOLS
 
@@ -74,7 +75,7 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
     cfg = config.load(SFTConfig, sft_config(tmp_path / "c.yaml", toy_dir, batch_rows=12, pack_tokens=900))
     batch = sft.Batches(cfg.data, cfg, videos, toy_renderer).make(0)
     assert len(batch) > 1 and any(len(micro.bundles) > 1 for micro in batch)
-    policy = load(cfg.policy, toy_renderer.never_sampled)
+    policy = load_policy(cfg.policy, toy_renderer.never_sampled)
     measured = batch_loss(policy, batch)
     weights = {}  # of the rows, by their ids
     for draw in Dataset(cfg.data, parse_dialogue).batch(0, 12):

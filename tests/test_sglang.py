@@ -21,11 +21,11 @@ import rl
 from episode import Task
 from rollout import AgentContext, RolloutConfig, SubagentConfig, rollout
 from runtime import config
+from runtime.checkpoints import export, load_policy
 from runtime.engine import EngineError
-from runtime.policy import PolicyConfig, load
+from runtime.policy import PolicyConfig
 from runtime.servers import SGLang, server_command, server_flags
 from runtime.visual import ContractError
-from runtime.weights import export
 
 HERE = Path(__file__).resolve().parent
 VENV = Path(os.environ.get("SGLANG_VENV", HERE.parent / ".venv-sglang"))
@@ -162,7 +162,7 @@ def test_an_exported_qwen25_vl_serves_what_plain_transformers_says(tmp_path):
     stock, other = tmp_path / "stock", tmp_path / "other"
     for path, seed in ((stock, 0), (other, 1)):
         tiny.build(path, seed, "qwen2_5_vl", initializer_range=0.1)
-    policy = load(PolicyConfig(str(as_published(stock, tmp_path / "published"))))
+    policy = load_policy(PolicyConfig(str(as_published(stock, tmp_path / "published"))))
     export(policy, tmp_path / "out", CONTRACT_14)
     renderer = tiny.renderer(tmp_path / "out")
     rows = prompts_of(renderer)

@@ -1,0 +1,379 @@
+"""checkpoints.py: read and write checkpoints, and the states that a training resumes from.
+
+    source = find_checkpoint("Qwen/Qwen3-VL-8B-Instruct")     # a folder, or a name on the hub
+    policy = load_policy(PolicyConfig(str(source)), renderer.never_sampled)
+    export(policy, run / "model", contract)                   # the result of a run, for plain transformers and SGLang
+
+    save_state(run / "state", policy, optimizer, step)        # everything that training needs to resume
+    step = load_state(run / "state", policy, optimizer)       # 0 at the start of a run
+
+A *checkpoint* is a Hugging Face folder: weights in the dtype of computation, config, tokenizer. A *training state* is fp32
+shards of weights and AdamW moments in torch's distributed checkpoint format. Any number of ranks can resume it. Its metadata
+is a pickle, so read it only from the run's own folder.
+
+Both are written under a temporary name and renamed when they are complete. A kill at any moment, or a full disk, therefore
+loses nothing that was complete before. All ranks call all of these functions.
+
+Deliberately missing: saving on SIGTERM (torchrun kills after 30 s, an 8B state takes longer), asynchronous saving.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from runtime.config import ConfigError
+from runtime.distributed import barrier, gather, gloo, local_size, own_device, rank, world_size
+from runtime.policy import MODELS, Policy, PolicyConfig, build_on_meta, dtype_of, pick_kernel
+from runtime.render import write_chat_template
+from runtime.visual import VisualContract, read_json
+
+# ------------------------------------------------------------------------------------------------ finding
+
+
+def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
+    """Return the folder of a checkpoint. Fetch one from the hub; without `weights`, only its small files."""
+    folder = Path(name)
+    if not folder.is_dir():
+        if not on_the_hub(name):
+            raise ConfigError(f"{name}: neither a folder nor a model on the hub; training leaves one in RUN/model")
+        folder = checkpoint_dir(name, None if weights else ("*.json", "*.jinja", "*.txt"))
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{folder} has no config.json: it is no checkpoint; a training leaves its own in RUN/model")
+    index = read_json(folder / "model.safetensors.index.json") or {"weight_map": {}}
+    missing = sorted(name for name in set(index["weight_map"].values()) if not (folder / name).exists())
+    if weights and missing:
+        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names: copy or download it again")
+    return folder
+
+
+def on_the_hub(name: str | Path) -> bool:
+    """Return whether the name looks like owner/model. If the owner is a local folder, the name is a path."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))) and not Path(name).parent.is_dir()
+
+
+def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) -> Path:
+    """Return a checkpoint's folder. Download a model from the Hugging Face hub, or only its files that match `only`."""
+    if Path(checkpoint).is_dir():
+        return Path(checkpoint)
+    try:  # all ranks call it: the hub's cache locks each file, so each file is downloaded once
+        return Path(snapshot_download(str(checkpoint), allow_patterns=only))
+    except (HFValidationError, OSError) as error:  # OSError: every error of the hub
+        raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
+
+
+def read_config(path: Path) -> PreTrainedConfig:
+    """Read a checkpoint's config.json. Refuse other model families, also those that transformers does not know."""
+    family = (read_json(path / "config.json") or {}).get("model_type")
+    if family not in MODELS:
+        raise ConfigError(
+            f"{path} is a {family!r} model; this code trains {' and '.join(MODELS)}: docs/add_a_base_model.md"
+        )
+    return AutoConfig.from_pretrained(path)
+
+
+def weights_digest(folder: Path) -> str:
+    """Hash a checkpoint: the names and sizes of its files, and 1024 blocks of 4 KiB spread over each file. Files up to 4 MiB
+    are hashed whole. Training changes weights everywhere; a change that lies between the blocks goes unnoticed."""
+    block = 4096
+    whole = hashlib.sha256()
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt", ".safetensors")):
+        size = path.stat().st_size
+        whole.update(f"{path.name}/{size}/".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(block, size // 1024)):
+                file.seek(start)
+                whole.update(file.read(block))
+    return whole.hexdigest()[:16]
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+# Keep a block's inputs and recompute the rest in the backward pass. The RNG state can go: nothing here draws random numbers.
+recompute = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
+
+def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: bool = True) -> Policy:
+    """Build the policy on the meta device, shard it, and let every rank read its own rows of each weight.
+
+    `train=False` builds the reference policy: its weights are in the dtype of computation and have no gradient."""
+    path = checkpoint_dir(cfg.checkpoint)
+    device = own_device()
+    dtype = dtype_of(cfg, train)
+
+    # build the shapes, and set the dtypes
+    policy = build_on_meta(read_config(path), cfg, never_sampled)
+    policy.dtype = dtype
+    policy.kernel = pick_kernel(device, dtype)
+    if not train:
+        policy.requires_grad_(False).to(dtype)
+    if policy.vision_frozen:
+        policy.vision.to(dtype)
+
+    # wrap the blocks for recomputation, then shard
+    blocks = list(policy.text.layers)
+    if not policy.vision_frozen:
+        blocks += policy.vision.blocks
+    if cfg.activation_checkpointing and train:
+        for block in blocks:  # before FSDP2 wraps them, so that its hooks run once per pass
+            block.forward = functools.partial(recompute, block.forward)
+    if dist.is_initialized():
+        shard(policy, blocks, dtype, device)
+
+    # allocate memory, and read the weights into it
+    policy.to_empty(device=device)
+    policy.model.tie_weights()
+    # No checkpoint holds the rotary buffers, and to_empty leaves garbage in them, so compute them.
+    policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(device)
+    rotary = policy.vision.rotary_pos_emb
+    for name, buffer in list(rotary.named_buffers()):  # one buffer; from transformers 5.24 on, two equal ones
+        angles = torch.arange(len(buffer), dtype=torch.float32)
+        setattr(rotary, name, (1 / 10_000 ** (angles / len(angles))).to(device))
+    try:
+        _read_weights(policy.model, path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
+    refuse_not_finite(dict(policy.model.named_parameters()), str(path))
+    return policy
+
+
+def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, device: torch.device) -> None:
+    """Shard the weights over the ranks of a node: each block is a unit, the rest is the root. A frozen tower is not sharded.
+    Every node has all shards, so gradients travel between nodes, but weights never do."""
+    if local_size() == world_size():
+        mesh = dist.init_device_mesh(device.type, (world_size(),), mesh_dim_names=("ranks",))
+    else:
+        shape = (world_size() // local_size(), local_size())
+        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("nodes", "ranks"))
+    whole = set(policy.vision.parameters()) if policy.vision_frozen else set()
+    # cast_forward_inputs=False keeps the vision tower's rotary angles in fp32, as in transformers.
+    precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    for unit in (*blocks, policy):
+        # The root must reshard as well. After a pass without backward it would stay gathered and miss the next update.
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
+        unit.set_gradient_divide_factor(1.0)  # sum the gradients of all ranks
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def _read_weights(model: nn.Module, path: Path) -> None:
+    """Fill every parameter from the safetensors files. If it is sharded, read only this rank's rows."""
+    ours = {published: name for name, published in published_names(model).items()}
+    missing = dict(model.named_parameters())  # a tied head is listed once
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for stored_name in tensors.keys():  # noqa: SIM118
+                name = ours.get(stored_name, stored_name)
+                if name not in missing:
+                    continue
+                parameter = missing.pop(name).detach()
+                stored = tensors.get_slice(stored_name)
+                if stored.get_shape() != list(parameter.shape):  # slicing would hide surplus rows
+                    raise ConfigError(f"{file}: {name} is {stored.get_shape()}, in config.json {list(parameter.shape)}")
+                start = 0
+                if isinstance(parameter, DTensor):  # FSDP2 gives rank r the r-th of equal chunks of rows
+                    mesh = parameter.device_mesh["ranks"]  # of one node
+                    rows = math.ceil(len(parameter) / mesh.size())
+                    start = mesh.get_local_rank() * rows
+                    parameter = parameter.to_local()
+                if len(parameter):
+                    parameter.copy_(stored[start : start + len(parameter)])
+    if missing:
+        raise ConfigError(f"{path} lacks {len(missing)} weights: {', '.join(sorted(missing)[:3])} ...")
+
+
+def published_names(model: PreTrainedModel) -> dict[str, str]:
+    """Return each weight's name in published checkpoints, by its name in transformers' model. They differ for Qwen2.5-VL, and
+    SGLang loads only published names."""
+    renamings = [renaming.reverse_transform() for renaming in get_model_conversion_mapping(model, add_legacy=False)]
+    names = {}
+    for name, _ in model.named_parameters():
+        published = name
+        for renaming in reversed(renamings):
+            published, _ = renaming.rename_source_key(published)
+        names[name] = published
+    return names
+
+
+def refuse_not_finite(weights: dict[str, Tensor], where: str) -> None:
+    """Raise ConfigError on every rank if any rank holds a weight that is not finite. The error names the weight."""
+    broken = []
+    for name, weight in weights.items():
+        mine = weight.to_local() if isinstance(weight, DTensor) else weight
+        if not mine.isfinite().all():
+            broken.append(name)
+    broken = sum(gather(broken), [])
+    if broken:
+        fix = "take an earlier state or checkpoint, and lower optim.lr"
+        raise ConfigError(f"{where}: weights are not finite, such as {broken[0]}; {fix}")
+
+
+# ------------------------------------------------------------------------------------------------ exports
+
+NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None:
+    """Write the policy as a Hugging Face checkpoint: its weights in the dtype of computation, and copies of the other files of
+    the checkpoint that it started from. Replace an existing folder. Each rank writes one file."""
+    folder = Path(folder)
+    unfinished = folder.with_name(folder.name + ".tmp")
+    n = world_size()
+
+    # Give the weights their published names. A tied head is listed once, as transformers stores it.
+    published = published_names(policy.model)
+    weights = {published[name]: weight for name, weight in policy.model.named_parameters()}
+    refuse_not_finite(weights, f"{folder} is not written")
+
+    # Make an empty folder.
+    if rank() == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    barrier()
+
+    # Deal the weights into one file per rank: the largest remaining weight goes into the smallest file.
+    files = ["model.safetensors"]
+    if n > 1:
+        files = [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    writer_of = {}  # weight -> the rank that writes it
+    sizes = [0] * n
+    for name in sorted(weights, key=lambda name: -weights[name].numel()):
+        writer_of[name] = sizes.index(min(sizes))
+        sizes[writer_of[name]] += weights[name].numel()
+
+    # All ranks gather each weight. Its writer copies it to the host at once, so a GPU holds one gathered weight.
+    on_host = {}
+    for name, weight in weights.items():
+        weight = weight.detach().to(policy.dtype)
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        if writer_of[name] == rank():
+            on_host[name] = weight.cpu().contiguous()
+    save_file(on_host, unfinished / files[rank()], metadata={"format": "pt"})
+    barrier()
+
+    # Add the other files, and replace the folder.
+    if rank() == 0:
+        if n > 1:
+            total = policy.dtype.itemsize * sum(weight.numel() for weight in weights.values())
+            file_of = {name: files[writer] for name, writer in writer_of.items()}
+            index = {"metadata": {"total_size": total}, "weight_map": file_of}
+            (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        _copy_other_files(checkpoint_dir(policy.cfg.checkpoint), unfinished, policy.dtype)
+        contract.save(unfinished)
+        write_chat_template(unfinished)
+        _replace(folder, unfinished)
+    barrier()
+
+
+def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Copy what is neither weights nor their index. config.json names the dtype of the exported weights."""
+    for path in source.iterdir():
+        if path.is_file() and path.suffix not in NOT_COPIED and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((folder / "config.json").read_text())
+    for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
+        part["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    for path in folder.glob("*.safetensors"):  # safetensors makes them readable only for the owner
+        shutil.copymode(folder / "config.json", path)
+
+
+def _replace(folder: Path, unfinished: Path) -> None:
+    """Give the complete folder its name, and remove the one that had it."""
+    replaced = folder.with_name(folder.name + ".old")
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    unfinished.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------ training state
+
+
+def save_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer, step: int, keep: int = 2) -> None:
+    """Save the trainable weights and AdamW's moments under the step's name. Data, learning rate and random draws need no state:
+    they are functions of the step. Keep the `keep` newest states."""
+    folder = Path(folder)
+    state = _state(policy, optimizer)
+    refuse_not_finite(state["weights"], f"{folder}: no state of step {step} is saved")
+    target = folder / f"step-{step:08d}"
+    unfinished = target.with_suffix(".tmp")
+    if rank() == 0:
+        for left_over in folder.glob("step-*.*"):  # from a process that was killed
+            shutil.rmtree(left_over)
+        unfinished.mkdir(parents=True)
+    barrier()
+    dcp.save(state, checkpoint_id=unfinished, **_group())
+    if rank() == 0:  # here, dcp.save returns once all ranks have written
+        unfinished.rename(target)
+        for old in _states(folder)[:-keep]:
+            doomed = old.with_suffix(".old")  # rename first: only a complete state has a name without suffix
+            old.rename(doomed)
+            shutil.rmtree(doomed)
+    barrier()
+
+
+def load_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer) -> int:
+    """Load the newest complete state. Return its step, or 0 if there is none."""
+    states = _states(Path(folder))
+    if not states:
+        return 0
+    try:
+        dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
+    except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
+        cause = f"{type(error).__name__}: {error}".splitlines()[-1]  # of a rank's traceback: its last line
+        then = f"resume from {states[-2].name}" if states[1:] else "start again"
+        raise ConfigError(f"{states[-1]} cannot be read ({cause}); if it is damaged, delete it to {then}") from None
+    return saved_step(folder)
+
+
+def _group() -> dict[str, Any]:
+    """Return dcp's options: all ranks save or load together, over gloo, whose timeout allows for slow disks."""
+    return {"process_group": gloo()} if world_size() > 1 else {"no_dist": True}
+
+
+def saved_step(folder: str | Path) -> int:
+    """Return the step of the newest complete state, or 0 if there is none."""
+    states = _states(Path(folder))
+    return int(states[-1].name.removeprefix("step-")) if states else 0
+
+
+def _states(folder: Path) -> list[Path]:
+    """List the complete states, oldest first. A state's name has a suffix until it is complete. A user's copies have other names."""
+    return sorted(folder.glob("step-" + 8 * "[0-9]"))
+
+
+def _state(policy: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Return the trainable weights and AdamW's state, by name. dcp.load writes into these tensors."""
+    weights, adamw = {}, {}
+    for name, p in policy.named_parameters():
+        if not p.requires_grad:
+            continue
+        if not optimizer.state[p]:  # AdamW creates it at its first step; before that, create zeros
+            step = torch.zeros((), device=p.device if optimizer.defaults["fused"] else "cpu")  # AdamW's own choice
+            optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        weights[name] = p.detach()
+        adamw[name] = optimizer.state[p]
+    return {"weights": weights, "adamw": adamw}
