@@ -276,7 +276,7 @@ def prompts_of(renderer) -> list[tuple[list[int], list[Clip]]]:
     """Text only; one and several images of different sizes; a second turn with frames of a tool, whose first was spelled oddly."""
     made, cell = [], renderer.contract.cell
 
-    def show(count: int, columns: int = 3, rows: int = 2, seed: int = 0) -> Clip:
+    def show(count: int, columns: int = 2, rows: int = 2, seed: int = 0) -> Clip:
         return noise(count, seed, columns * cell, rows * cell)
 
     shown = [[], [show(1)], [show(3, seed=1)], [show(2, columns=5, rows=3, seed=2), show(1, rows=4, seed=3)]]
