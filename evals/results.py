@@ -1,8 +1,9 @@
-"""results.py: the result files of eval.py: read them, resume them, and compare a run's settings with the published run.
+"""results.py: the result files of eval.py: read them, resume them, average them, and compare a run with the published one.
 
     kept, items = resume(job)           # the records to keep, and the items to ask
     results = read_results(path)        # one file; its name says split, K and arm
     read_runs(["runs/eval/a", ...])     # all files of several runs, for one table
+    costs(results)                      # means per item
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
 the splits. `checks.check_run` refuses to add answers that were given under other settings.
@@ -10,6 +11,8 @@ the splits. `checks.check_run` refuses to add answers that were given under othe
 
 import dataclasses
 import json
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,12 +79,13 @@ def read_results(path: Path) -> Results:
     records = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            records.append(json.loads(line))
-            for name in RECORD:
-                records[-1][name]
-        except (ValueError, TypeError, KeyError):
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict) or not record.keys() >= set(RECORD):
             advice = "delete the line if it is damaged, or the folder if an older version of this code wrote it"
-            raise DataError(f"{path}: line {number} is no result: {advice}, and run again") from None
+            raise DataError(f"{path}: line {number} is no result: {advice}, and run again")
+        records.append(record)
     split, k, arm = path.stem.rsplit("-", 2)
     return Results(split, int(k.removeprefix("K")), arm, records)
 
@@ -120,6 +124,43 @@ def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
     if job.path.exists():
         kept = {record["id"]: record for record in read_results(job.path).records if not record["error"]}
     return list(kept.values()), [item for item in job.items if item.task.id not in kept]
+
+
+# ------------------------------------------------------------------------------------------------ means over items
+
+
+def executed(record: dict) -> int:
+    """Count the calls that ran, like `episode.Episode.n_executed`."""
+    return sum(not call["error"] for call in record["calls"])
+
+
+def outcomes(records: Sequence[dict]) -> dict[str, float]:
+    """Return means over items: f, well_formed, calls (the paper's kappa) and accuracy. Failed items have no format: 0."""
+    columns = {
+        "f": [record.get("f", 0.0) for record in records],
+        "well_formed": [record.get("well_formed", 0.0) for record in records],
+        "calls": [executed(record) for record in records],
+        "accuracy": [record["score"] for record in records],
+    }
+    return {name: statistics.fmean(values) for name, values in columns.items()}
+
+
+def costs(results: Results) -> dict[str, float]:
+    """Return means per item, and rates in percent."""
+    totals = Counter()
+    for record in results.records:
+        ran = executed(record)
+        totals["calls"] += ran
+        totals["tool_usage_rate"] += 100 * (ran > 0)
+        totals["failed_calls"] += len(record["calls"]) - ran
+        for name in ("turns", "tokens", "subagent_tokens", "seconds"):
+            totals[name] += record[name]
+        refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
+        totals["error_rate"] += 100 * (bool(record["error"]) and not refused)
+        totals["refused_rate"] += 100 * refused
+        totals["unparsed_rate"] += 100 * (record["prediction"] is None and not record["error"])
+        totals["truncated_rate"] += 100 * record["truncated"]
+    return {name: total / len(results.records) for name, total in totals.items()}
 
 
 # ------------------------------------------------------------------------------------------------ the published run

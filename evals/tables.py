@@ -19,20 +19,29 @@ import argparse
 import json
 import statistics
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from evals.results import Results, read_published, read_run, read_runs, whole_lines
+from evals.results import Results, costs, read_published, read_run, read_runs, whole_lines
 from runtime.config import ConfigError, suggest
 from runtime.dataset import DataError
 
-Row = dict[str, Results]  # one row of the table of scores: split -> results
 COMMANDS = ("table", "ablation")
+Row = dict[str, Results]  # one row of the table of scores: split -> results
+
+
+class RowKey(NamedTuple):
+    """What the results of a row have in common."""
+
+    name: str  # of the model
+    arm: str
+    k: int | None  # None: as in the paper's table, where Charades has a K of its own
+
 
 # ------------------------------------------------------------------------------------------------ the main table
 
@@ -45,12 +54,13 @@ others. Answers in prose also count as right, as in the published run; with --ta
 Models of other authors are asked with our prompts, unless their run names a prompt_file."""
 
 
-def report(runs: Sequence[str | Path], baseline: str = "", by: str = "", tagged: bool = False) -> str:
+def print_tables(runs: Sequence[str | Path], baseline: str = "", by: str = "", tagged: bool = False) -> str:
     """Print all tables as Markdown, and return the text. `tagged`: only tagged answers count as right."""
     all_results = read_runs(runs)
     if tagged:
-        for record in (record for results in all_results for record in results.records):
-            record["score"] *= record["tagged"]
+        for results in all_results:
+            for record in results.records:
+                record["score"] *= record["tagged"]
     names = list(dict.fromkeys(results.name for results in all_results))
     baseline = baseline or names[0]
     if baseline not in names:
@@ -64,79 +74,103 @@ def report(runs: Sequence[str | Path], baseline: str = "", by: str = "", tagged:
 
 
 def scores_table(all_results: Sequence[Results], baseline: str) -> str:
-    """Write each model's measured scores, with their gains, and its published scores."""
+    """Write each model's measured scores, with their gains, and below them its published scores."""
     published = read_published()["table"]
-    columns = published["columns"]
-    # List the splits in the paper's order, then others.
-    ours = dict.fromkeys(results.split for results in all_results)
-    splits = [split for split in dict.fromkeys([*columns, *ours]) if split in ours]
-
-    # Group the results into rows. The K of the paper's table count as one.
-    rows: dict[tuple, Row] = {}
-    published_k = dict(zip(columns, published["frames"]))
-    for results in all_results:
-        k = "paper" if results.k == published_k.get(results.split) else results.k
-        rows.setdefault((results.name, results.arm, k), {})[results.split] = results
-    first = next(place for place in rows if place[0] == baseline)  # its first arm: `parallel` comes first
-
-    # Write the measured rows. Below a model, write the published scores of the splits that it has finished.
-    lines = []
-    finished: dict[str, set] = {}  # model -> splits
-    for (name, arm, k), row in rows.items():
-        base = rows.get((baseline, first[1], k), rows[first])
-        lines.append({"model": name, "arm": arm} | measured_cells(row, {} if row is base else base, columns))
-        finished.setdefault(name, set()).update(split for split, results in row.items() if results.complete())
-    for name, done in finished.items():
-        scores = {split: score for split, score in published_scores(name, published).items() if split in done}
-        if scores:
-            lines.append({"model": name, "arm": "published"} | scores | average(scores, columns))
-    names = list(finished)
+    rows = group_rows(all_results, published)
+    measured = measured_lines(rows, baseline, published["columns"])
+    lines = measured + published_lines(rows, published)
+    names = [key.name for key in rows]
     lines.sort(key=lambda line: names.index(line["model"]))
-    if len({line.get("K") for line in lines if line["arm"] != "published"}) == 1:
-        for line in lines:
-            line.pop("K", None)
-    order = ["model", "arm", "K", "tagged", *splits, "average"]
-    return write_table("### Scores", order, lines) + LEGEND.format(baseline=baseline)
+
+    # Order the splits as in the paper, then the others. Empty columns are left out, and so is K if all rows have the same.
+    splits = [*published["columns"], *(results.split for results in all_results)]
+    header = list(dict.fromkeys(["model", "arm", "K", "tagged", *splits, "average"]))
+    if len({line["K"] for line in measured}) == 1:
+        header.remove("K")
+    return markdown("### Scores", header, lines) + LEGEND.format(baseline=baseline)
 
 
-def measured_cells(row: Row, base: Row, columns: Sequence[str]) -> dict[str, Any]:
-    """Write a row's K, its share of tagged answers, its scores with their gains, and their average."""
-    tagged = [record["tagged"] for results in row.values() for record in results.records]
-    cells = {"K": ", ".join(dict.fromkeys(str(results.k) for results in row.values()))}
-    cells["tagged"] = f"{100 * statistics.fmean(tagged):.1f}"
-    for split, results in row.items():
-        cells[split] = score_cell(results)
-        if split in base:
-            cells[split] += gain_text(results, base[split])
-    return cells | average({split: r.score() for split, r in row.items() if r.complete()}, columns)
+def group_rows(all_results: Sequence[Results], published: dict) -> dict[RowKey, Row]:
+    """Group the results into the rows of the table."""
+    published_k = dict(zip(published["columns"], published["frames"]))
+    rows: dict[RowKey, Row] = {}
+    for results in all_results:
+        k = None if results.k == published_k.get(results.split) else results.k
+        rows.setdefault(RowKey(results.name, results.arm, k), {})[results.split] = results
+    return rows
+
+
+def measured_lines(rows: dict[RowKey, Row], baseline: str, columns: Sequence[str]) -> list[dict[str, str]]:
+    """Write the cells of each row: its K, its share of tagged answers, its scores with their gains, and their average."""
+    first = next(key for key in rows if key.name == baseline)  # its first arm: `parallel` comes first
+    lines = []
+    for key, row in rows.items():
+        base = rows.get(RowKey(baseline, first.arm, key.k), rows[first])
+        ks = sorted({results.k for results in row.values()})
+        line = {"model": key.name, "arm": key.arm, "K": ", ".join(map(str, ks))}
+        tagged = []
+        finished = {}  # split -> score
+        for split, results in row.items():
+            tagged += [record["tagged"] for record in results.records]
+            line[split] = score_cell(results)
+            if row is not base and split in base:
+                line[split] += gain_text(results, base[split])
+            if results.complete():
+                finished[split] = results.score()
+        line["tagged"] = f"{100 * statistics.fmean(tagged):.1f}"
+        line["average"] = average_cell(finished, columns)
+        lines.append(line)
+    return lines
+
+
+def published_lines(rows: dict[RowKey, Row], published: dict) -> list[dict[str, Any]]:
+    """Write the published scores of each model, on the splits that one of its rows has finished."""
+    finished = defaultdict(set)  # model -> splits
+    for key, row in rows.items():
+        for split, results in row.items():
+            if results.complete():
+                finished[key.name].add(split)
+    lines = []
+    for name, splits in finished.items():
+        scores = {split: score for split, score in published_scores(name, published).items() if split in splits}
+        if scores:
+            average = average_cell(scores, published["columns"])
+            lines.append({"model": name, "arm": "published", **scores, "average": average})
+    return lines
 
 
 def costs_table(all_results: Sequence[Results]) -> str:
     """Write the cost per item, and all figures of the split."""
     rows = []
     for results in all_results:
-        numbers = {name: f"{value:.2f}" for name, value in costs(results).items()}
-        figures = ", ".join(f"{name} {value:.1f}" for name, value in results.figures().items())
-        rows.append(place_cells(results) | {"items": len(results.records)} | numbers | {"figures": figures})
-    return write_table("### Per item", list(rows[0]), rows)
+        row = first_cells(results) | {"items": len(results.records)}
+        for name, value in costs(results).items():
+            row[name] = f"{value:.2f}"
+        row["figures"] = ", ".join(f"{name} {value:.1f}" for name, value in results.figures().items())
+        rows.append(row)
+    return markdown("### Per item", list(rows[0]), rows)
 
 
 def breakdown_table(all_results: Sequence[Results], by: str) -> str:
     """Write the scores of the items with each value of a field of the records."""
     rows = []
     for results in all_results:
-        values = {str(record[by]) for record in results.records if record.get(by) not in (None, "")}
-        for value in sorted(values):
-            part = replace(results, records=[r for r in results.records if str(r.get(by)) == value])
-            rows.append(place_cells(results) | {by: value, "items": len(part.records), "score": f"{part.score():.1f}"})
+        parts = defaultdict(list)  # value -> records
+        for record in results.records:
+            if record.get(by) not in (None, ""):
+                parts[str(record[by])].append(record)
+        for value, records in sorted(parts.items()):
+            score = replace(results, records=records).score()
+            rows.append(first_cells(results) | {by: value, "items": len(records), "score": f"{score:.1f}"})
     if not rows:
         raise DataError(f"--by {by}: no record has that field; those of VideoMME have duration")
-    return write_table(f"### By {by}", list(rows[0]), rows)
+    return markdown(f"### By {by}", list(rows[0]), rows)
 
 
 # ------------------------------------------------------------------------------------------------ the ablation tables
 
 METRICS = ("f", "f_release", "kappa")
+PAPER_K = 64  # of all splits in these tables
 TITLES = {"stages": "A. Training stages", "components": "B. Components", "dispatch": "C. Dispatch"}
 ABLATION_LEGEND = """
 
@@ -145,7 +179,7 @@ f_release: f by the released code, on the sampled text, which lacks a forced <th
 Answers in prose count, as in the published scores."""
 
 
-def report_ablations(trainings: str, evaluations: str) -> str:
+def print_ablations(trainings: str, evaluations: str) -> str:
     """Print one table per block of the paper, and return the text."""
     for pattern in (trainings, evaluations):
         if "NAME" not in pattern:
@@ -163,7 +197,7 @@ def report_ablations(trainings: str, evaluations: str) -> str:
             rows.append({"row": row["name"], "": "paper"} | dict(zip(("f_release", "kappa", *scores), row["scores"])))
         others = dict.fromkeys(column for row in rows for column in row)  # other splits, other K
         order = list(dict.fromkeys(["row", "", "steps", *METRICS, *scores, *others]))
-        tables.append(write_table(f"### {title}", order, rows))
+        tables.append(markdown(f"### {title}", order, rows))
     if not measured:
         raise DataError(f"nothing at {trainings} or {evaluations}, with NAME = grpo, paragrpo, ...: train first")
     text = "\n\n".join(tables) + ABLATION_LEGEND
@@ -185,7 +219,7 @@ def ablation_cells(row: dict, trainings: str, evaluations: str) -> dict[str, str
     evaluation = read_run(evaluations.replace("NAME", row.get("eval") or row["run"]))
     for results in sorted(evaluation.values(), key=lambda results: results.k):
         if results.arm == row.get("arm", "parallel") and results.records:
-            column = results.split if results.k == 64 else f"{results.split}, K={results.k}"
+            column = results.split if results.k == PAPER_K else f"{results.split}, K={results.k}"
             cells[column] = score_cell(results)
     return cells
 
@@ -193,41 +227,21 @@ def ablation_cells(row: dict, trainings: str, evaluations: str) -> dict[str, str
 # ------------------------------------------------------------------------------------------------ text
 
 
-def write_table(title: str, order: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    """Write a table from rows of column -> cell."""
-    lines = []
-    for row in rows:
-        cells = [row.get(column) for column in order]
-        lines.append(["" if cell is None else cell for cell in cells])
-    return markdown(title, order, lines)
+def markdown(title: str, header: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+    """Write a table with aligned columns from rows of column -> cell. Leave out the columns that are empty."""
+    columns = []  # of text, the name first
+    for name in header:
+        cells = ["" if row.get(name) is None else str(row[name]) for row in rows]
+        if any(cells) or not rows:
+            width = max(map(len, [name, *cells]))
+            columns.append([text.ljust(width) for text in (name, *cells)])
+    lines = ["| " + " | ".join(cells) + " |" for cells in zip(*columns)]
+    rule = "|" + "|".join("-" * (len(column[0]) + 2) for column in columns) + "|"
+    return "\n".join([title, "", lines[0], rule, *lines[1:]])
 
 
-def markdown(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Write a table with aligned columns. Leave out the columns that are empty."""
-    widths = {}  # column -> its width
-    for i in range(len(header)):
-        if not rows or any(row[i] != "" for row in rows):
-            widths[i] = max(len(str(row[i])) for row in (header, *rows))
-
-    def line(row: Sequence[str]) -> str:
-        return "| " + " | ".join(str(row[i]).ljust(width) for i, width in widths.items()) + " |"
-
-    rule = "|" + "|".join("-" * (width + 2) for width in widths.values()) + "|"
-    return "\n".join([title, "", line(header), rule, *map(line, rows)])
-
-
-def put_between_marks(path: Path, name: str, writer: str, text: str, title: str) -> None:
-    """Replace a script's section of a file, or append it. The text around it stays."""
-    begin, end = f"<!-- {name}: written by {writer} -->", f"<!-- end of {name} -->"
-    old = path.read_text(encoding="utf-8") if path.exists() else f"# {title}\n"
-    if begin not in old:
-        old = f"{old.rstrip()}\n\n{begin}\n{end}\n"
-    before, _, rest = old.partition(begin)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
-
-
-def place_cells(results: Results) -> dict[str, Any]:
+def first_cells(results: Results) -> dict[str, Any]:
+    """Write the cells that say which results these are."""
     return {"model": results.name, "arm": results.arm, "K": results.k, "split": results.split}
 
 
@@ -274,11 +288,11 @@ def headline(results: Results) -> list[dict]:
     return [record for record in results.records if results.split != "mmvu" or record["kind"] == "mcq"]
 
 
-def average(scores: dict[str, float], columns: Sequence[str]) -> dict[str, str]:
-    """Return the average of the paper's columns as a cell, if all are there."""
+def average_cell(scores: dict[str, float], columns: Sequence[str]) -> str:
+    """Write the average over the paper's columns, or nothing if one of them is missing."""
     if not set(columns) <= set(scores):
-        return {}
-    return {"average": f"{statistics.fmean(scores[column] for column in columns):.1f}"}
+        return ""
+    return f"{statistics.fmean(scores[column] for column in columns):.1f}"
 
 
 def published_scores(name: str, published: dict) -> dict[str, float]:
@@ -287,39 +301,6 @@ def published_scores(name: str, published: dict) -> dict[str, float]:
         if row["name"] == name.partition(" (")[0]:
             return {c: score for c, score in zip(published["columns"], row["scores"]) if score is not None}
     return {}
-
-
-def executed(record: dict) -> int:
-    """Count the calls that ran, like `episode.Episode.n_executed`."""
-    return sum(not call["error"] for call in record["calls"])
-
-
-def outcomes(records: Sequence[dict]) -> dict[str, float]:
-    """Return means over items: f, well_formed, calls (the paper's kappa) and accuracy. Failed items have no format: 0."""
-    columns = {
-        "f": [record.get("f", 0.0) for record in records],
-        "well_formed": [record.get("well_formed", 0.0) for record in records],
-        "calls": [executed(record) for record in records],
-        "accuracy": [record["score"] for record in records],
-    }
-    return {name: statistics.fmean(values) for name, values in columns.items()}
-
-
-def costs(results: Results) -> dict[str, float]:
-    """Return means per item, and rates in percent."""
-    totals = Counter()
-    for record in results.records:
-        totals["calls"] += executed(record)
-        totals["tool_usage_rate"] += 100 * (executed(record) > 0)
-        totals["failed_calls"] += len(record["calls"]) - executed(record)
-        for name in ("turns", "tokens", "subagent_tokens", "seconds"):
-            totals[name] += record[name]
-        refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
-        totals["error_rate"] += 100 * (bool(record["error"]) and not refused)
-        totals["refused_rate"] += 100 * refused
-        totals["unparsed_rate"] += 100 * (record["prediction"] is None and not record["error"])
-        totals["truncated_rate"] += 100 * record["truncated"]
-    return {name: total / len(results.records) for name, total in totals.items()}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -336,8 +317,8 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     try:
         if args.command == "table":
-            report(args.runs, args.baseline, args.by, args.tagged)
+            print_tables(args.runs, args.baseline, args.by, args.tagged)
         else:
-            report_ablations(args.trainings, args.evaluations)
+            print_ablations(args.trainings, args.evaluations)
     except (ConfigError, DataError) as error:
         sys.exit(f"error: {error}")

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from evals.results import read_results
-from evals.tables import markdown, outcomes, put_between_marks
+from evals.results import outcomes, read_results
+from evals.tables import markdown
 from runtime.cleanup import start_group
 from runtime.config import git_commit, read_tree
 from study import toy
@@ -240,8 +240,9 @@ def claims_table(figures: Figures) -> str:
         more, less = (show(figures, row, claim.figure, claim.k) for row in (claim.more, claim.less))
         each = " ".join(f"{gain:.2f}" for gain in gains.values())
         true = f"{len(claim.true_in(figures))} of {len(gains)}"
-        rows.append([claim.text, f"{claim.more} {more}", f"{claim.less} {less}", claim.margin, each, true])
-    return markdown("#### The contrast", ["claim", "figure", "exceeds", "by", "gain, by seed", "holds in"], rows)
+        cells = {"claim": claim.text, "figure": f"{claim.more} {more}", "exceeds": f"{claim.less} {less}"}
+        rows.append(cells | {"by": claim.margin, "gain, by seed": each, "holds in": true})
+    return markdown("#### The contrast", list(rows[0]), rows)
 
 
 def rows_table(figures: Figures) -> str:
@@ -255,7 +256,7 @@ def rows_table(figures: Figures) -> str:
         for name in ("calls", "accuracy"):
             cells += [show(figures, row.name, name, k) for k in (4, 64)]
         if by_seed(figures, row.name, "f"):
-            rows.append([*cells, row.paper])
+            rows.append(dict(zip(header, [*cells, row.paper])))
     return markdown("#### The rows", header, rows)
 
 
@@ -267,7 +268,12 @@ def write_tables(root: Path, page: Path) -> None:
     commits = sorted({marker.read_text() for marker in (root / "done").iterdir()})
     made = f"`python -m study.paradox study` at commit {', '.join(commits)}; mean ± std over seeds."
     text = "\n\n".join([made, claims_table(figures), rows_table(figures)])
-    put_between_marks(page, "tables", "paradox.py", text, "The paradox on the toy")
+
+    # Replace the section between the marks. The text around it stays.
+    begin = "<!-- tables: written by paradox.py -->"
+    end = "<!-- end of tables -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
 def draw(root: Path, rows: Sequence[str], pictures: Path) -> None:

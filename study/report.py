@@ -24,7 +24,6 @@ from PIL import Image
 
 from episode import Episode, Trajectory, episode_of
 from evals import results
-from evals.tables import outcomes
 from rewards import turn_texts
 from runtime.answers import final_answer
 from runtime.config import ConfigError, read_tree
@@ -103,7 +102,7 @@ def read_outcomes(path: Path) -> list[dict[str, float]]:
     for result in results.read_run(path).values():
         if result.arm == "parallel":
             records.setdefault(result.k, []).extend(result.records)
-    return [{"K": k, **outcomes(asked)} for k, asked in sorted(records.items())]
+    return [{"K": k, **results.outcomes(asked)} for k, asked in sorted(records.items())]
 
 
 def load_with_frames(record: dict, videos: Videos, contract: VisualContract) -> Episode:

@@ -19,8 +19,7 @@ from episode import Task
 from eval import EvalConfig
 from evals.benchmarks import Item
 from evals.protocols import Prompting, run_protocol
-from evals.results import read_results, read_run
-from evals.tables import costs
+from evals.results import costs, read_results, read_run
 from rollout import AgentContext, RolloutConfig
 from runtime import api, config
 from runtime.api import RETRY, Api, Judge, JudgeError, OpenAI

@@ -45,6 +45,10 @@ def fenced(text: str) -> str:
     return f"```text\n{re.sub('<.vision_start.>(<.image_pad.>)+<.vision_end.>', '[frame]', text)}\n```"
 
 
+def table(title: str, header: list[str], rows: list[list]) -> str:
+    return markdown(title, header, [dict(zip(header, row, strict=True)) for row in rows])
+
+
 def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     """The record holds the episodes and the log-probs of policy and reference. Rewards, struct(o) and advantages are computed."""
     settings = ["staleness=1", "grpo.kl_coef=0.01"]
@@ -77,7 +81,7 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     parts = np.array([[episode.rewards[name] for name in names] for episode in episodes])  # [G, 5]
     rows.append(["mean", *(f"{x:.4f}" for x in parts.mean(axis=0)), "", ""])
     rows.append(["std", *(f"{x:.4f}" for x in parts.std(axis=0, ddof=1)), "", ""])
-    assert markdown("8 episodes:", ["", *names, "A", "A_anchor"], rows) in PAGE
+    assert table("8 episodes:", ["", *names, "A", "A_anchor"], rows) in PAGE
 
     # one turn, token by token
     episode = episodes[RECORD["torn"]]
@@ -88,7 +92,7 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
         token = code(renderer.decode([episode.main.ids[t]]))
         rows.append([token, sampled, episode.main.structural[t], f"{advantages[t]:.3f}" if sampled else ""])
     title = f"Episode {RECORD['torn'] + 1}, last turn:"
-    assert markdown(title, ["token", "mask", "struct", "A_t"], rows) in PAGE
+    assert table(title, ["token", "mask", "struct", "A_t"], rows) in PAGE
 
     # the packed sequence
     rows = []
@@ -96,7 +100,7 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
         name, sees = ("prompt", "") if i == 0 else (f"suffix {i}", f"{s.prompt_start}–{s.prompt_stop - 1}, ")
         first, last = packed.positions[0, [s.start, s.stop - 1]]
         rows.append([name, f"{s.start}–{s.stop - 1}", f"{first}–{last}", f"{sees}{s.start}–t"])
-    assert markdown(f"{len(packed.ids)} tokens:", ["row", "tokens", "positions", "token t sees"], rows) in PAGE
+    assert table(f"{len(packed.ids)} tokens:", ["row", "tokens", "positions", "token t sees"], rows) in PAGE
 
     # the loss of three tokens, and the denominator
     pi, reference = torch.tensor(RECORD["logprobs"])  # each [N]
@@ -105,8 +109,9 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     columns = {"log π_behaviour": behaviour, "log π": pi, "log π_ref": reference, "A_t": advantages}
     columns |= {"w": (pi - behaviour).exp(), "w · KL": stats["kl"], "l": losses}
     rows = [[name, *(f"{column[n]:.4f}" for n in RECORD["three"])] for name, column in columns.items()]
-    header = ["", *(code(renderer.decode([packed.targets[n]])) for n in RECORD["three"])]
-    assert markdown("Three tokens:", header, rows) in PAGE
+    tokens = [code(renderer.decode([packed.targets[n]])) for n in RECORD["three"]]
+    header = ["", *(f"{i}: {token}" for i, token in enumerate(tokens, 1))]
+    assert table("Three tokens:", header, rows) in PAGE
     total, n = losses.sum().item(), RECORD["total_tokens"]
     assert f"Σ l / N = {total:.3f} / {n:.0f} = {total / n:.5f}, a sum over {n_tokens:.0f} tokens." in PAGE
 
