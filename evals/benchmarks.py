@@ -1,7 +1,7 @@
 """benchmarks.py: the evaluation splits: read a dataset's folder into items, grade answers, and compute the figures.
 
     items = load_split("videomme", "/data/Video-MME")     # refuses an incomplete dataset and says how to complete it
-    task = ask_with_subtitles(item, times)                # videomme_wsub: adds the cues of the sampled frames
+    task = with_subtitles(item, times)                    # videomme_wsub: adds the cues of the sampled frames
     grade(item, answer, open_answer, judge)               # reads it as the rewards do; an unread answer scores 0
     figures("videomme", records)                          # in percent, the headline figure first
 
@@ -176,8 +176,8 @@ def _without_fillers(options: list[str | None]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ subtitles
 
 
-def ask_with_subtitles(item: Item, times: Sequence[float]) -> Task:
-    """Put the cues of the sampled frames before the question, in order, each once: Video-MME's official rule."""
+def with_subtitles(item: Item, times: Sequence[float]) -> Task:
+    """Return the task with the cues of the sampled frames before its question, each once: Video-MME's official rule."""
     shown = [cue.text for cue in item.subtitles if any(cue.start <= t <= cue.end for t in times)]
     if not shown:
         return item.task
@@ -213,10 +213,10 @@ class Split:
 
     hub: str  # the dataset's name on the hub; empty: study/toy.py builds it
     parse: Callable[[dict, int, Files], Item]  # (row, its index, files)
-    tables: str  # glob of the files with the questions, in the root or one folder down
+    question_files: str  # a glob, in the root or one folder down
     counts: tuple[int, ...] = ()  # allowed numbers of items; (): any
     subtitled: int = 0  # how many of its videos have an .srt file
-    gated: bool = False  # whether its terms must be accepted on the hub first
+    needs_terms: bool = False  # whether its terms must be accepted on the hub first
 
 
 _VIDEOMME = Split("lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,))
@@ -224,7 +224,7 @@ SPLITS = {
     "videomme": _VIDEOMME,
     "videomme_wsub": replace(_VIDEOMME, parse=_videomme_wsub, subtitled=744),
     "longvideobench": Split(
-        "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,), gated=True
+        "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,), needs_terms=True
     ),
     "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,)),  # its only split is called train
     # Papers quote either number.
@@ -236,7 +236,7 @@ SPLITS = {
 
 
 def count_items(name: str, root: str) -> int:
-    return sum(len(Rows(table)) for table in _tables(name, root))
+    return sum(len(Rows(path)) for path in _question_files(name, root))
 
 
 def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
@@ -245,8 +245,8 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     split = SPLITS[name]
     hint = _hint(name, root)
     places = []  # (file, index in it) of every row
-    for table in _tables(name, root):
-        rows = Rows(table)
+    for path in _question_files(name, root):
+        rows = Rows(path)
         places += [(rows, n) for n in range(len(rows))]
 
     files = Files(Path(root).expanduser())
@@ -276,16 +276,16 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     return items
 
 
-def _tables(name: str, root: str) -> list[Path]:
+def _question_files(name: str, root: str) -> list[Path]:
     """Find the files with the questions, in the root or one folder down."""
     base = Path(root).expanduser()
-    pattern = SPLITS[name].tables
+    pattern = SPLITS[name].question_files
     if not base.is_dir():
         raise DataError(f"{root}: no such folder, so {name} cannot be read. {_hint(name, root)}")
-    tables = sorted(base.glob(pattern)) or sorted(base.glob(f"*/{pattern}"))
-    if not tables:
+    paths = sorted(base.glob(pattern)) or sorted(base.glob(f"*/{pattern}"))
+    if not paths:
         raise DataError(f"{root}: no file {pattern}, where {name} has its questions. {_hint(name, root)}")
-    return tables
+    return paths
 
 
 def _hint(name: str, root: str) -> str:
@@ -295,9 +295,9 @@ def _hint(name: str, root: str) -> str:
         return f"`python -m study.toy build {folder}` makes it."
     fetch = f"hf download {split.hub} --repo-type dataset --local-dir {folder}"
     moved = f" (since 2026-07-30 it is {split.hub.replace('-lab/', '-eval/')})" if "lmms-lab/" in split.hub else ""
-    gated = f" (accept its terms first, at huggingface.co/datasets/{split.hub})" if split.gated else ""
+    terms = f" (accept its terms first, at huggingface.co/datasets/{split.hub})" if split.needs_terms else ""
     unpack = "unpack its archives (join their parts first), anywhere below it"
-    return f"`{fetch}` fetches the dataset{moved}{gated}; then {unpack}."
+    return f"`{fetch}` fetches the dataset{moved}{terms}; then {unpack}."
 
 
 # ------------------------------------------------------------------------------------------------ figures
@@ -311,7 +311,7 @@ def grade(item: Item, answer: str | None, open_answer: str, judge: Judge | None 
         text = re.sub(LEAD, "", unboxed(text))
     said = read_answer(text, task.kind, task.options)
     if said is None:
-        return UNGRADED
+        return dict(UNGRADED)
     score = accuracy(said, task.kind, task.answer, open_answer, judge and functools.partial(judge, task.question))
     judged = task.kind == "oe" and open_answer == "judge"
     prediction = str(list(said)) if task.kind == "tvg" else said

@@ -31,7 +31,7 @@ import numpy as np
 
 import rollout
 from episode import Call, Episode, Task, Trajectory
-from evals.benchmarks import Item, ask_with_subtitles
+from evals.benchmarks import Item, with_subtitles
 from rewards import turn_texts
 from runtime.answers import ANSWER, LETTERS, final_answer, last_answer, parse_span, unboxed
 from runtime.config import read_tree
@@ -99,7 +99,7 @@ def run_protocol(
             info = context.videos.info(task.videos[0])
             size = context.renderer.contract.frame_size(info.width, info.height)
             frames = [context.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
-            episode.task = ask_with_subtitles(item, frames[0].times)
+            episode.task = with_subtitles(item, frames[0].times)
 
         # Fill `request`, the text of the task's kind, and run the protocol.
         values = values_of(context, episode.task, item.caption) | {"frames": frames}

@@ -13,7 +13,7 @@ from scripts import REPO
 from episode import Task
 from eval import EvalConfig, dry_run
 from evals import results
-from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, ask_with_subtitles, count_items, figures, grade, load_split
+from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, count_items, figures, grade, load_split, with_subtitles
 from evals.protocols import READS
 from runtime import config
 from runtime.dataset import DataError
@@ -105,12 +105,12 @@ def test_subtitles_are_those_of_the_sampled_frames_in_order_each_once(tmp_path, 
     items = load("videomme_wsub", subtitled=1)
     assert items[0].subtitles == (Cue(1, 2.5, "Hello there"), Cue(60, 3600, "The end."))
     assert items[1].subtitles is items[0].subtitles and items[2].subtitles == ()
-    asked = ask_with_subtitles(items[0], [3000.0, 1.5, 2.0, 0.0]).question
+    asked = with_subtitles(items[0], [3000.0, 1.5, 2.0, 0.0]).question
     assert asked.index("Hello there") < asked.index("The end.") < asked.index("Which color?")
     assert asked.count("Hello there") == 1 and asked.endswith(items[0].task.question)
-    assert "Hello" not in ask_with_subtitles(items[0], [61.0]).question
-    assert ask_with_subtitles(items[0], [3.0, 4000.0]) == items[0].task
-    assert ask_with_subtitles(items[2], [1.0]) == items[2].task
+    assert "Hello" not in with_subtitles(items[0], [61.0]).question
+    assert with_subtitles(items[0], [3.0, 4000.0]) == items[0].task
+    assert with_subtitles(items[2], [1.0]) == items[2].task
 
 
 def test_subtitles_that_are_not_all_there_are_refused(tmp_path, load):
