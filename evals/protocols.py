@@ -8,8 +8,8 @@
     longvt                  calls crop_video, and gets the frames themselves in the tool turn
     video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-FLOWS lists the functions of the protocols; every other protocol is `_one_turn`. The last three share one loop,
-`request_frames`. A function adds turns to an Episode of exact tokens. Flows, limits and formats follow the models' own code.
+FLOWS lists the functions of the last three; every other protocol but `agent` is `_one_turn`. A function adds turns to an Episode
+of exact tokens. Flows, limits and formats follow the models' own code; the stamps and sizes of frames are in each model's config.
 The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file` supplies the words of a model's
 authors.
 
@@ -37,7 +37,7 @@ from runtime.answers import ANSWER, LETTERS, final_answer, last_answer, parse_sp
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.prompts import Live
-from runtime.render import Renderer, clock
+from runtime.render import clock
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices
 from runtime.visual import ContractError
 from tools import ToolError, parse_calls, read_number, run_tool
@@ -46,6 +46,7 @@ Protocol = Literal[
     "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",
     "video_thinker", "conan", "longvt", "video_zoomer",
 ]  # fmt: skip
+Shown = tuple[list, tuple[float, float], str]  # by a call: what the model reads, the call's window and its text
 WORDS = read_tree(Path(__file__).with_suffix(".yaml"))  # protocol -> name -> text
 PLACE = re.compile(r"\{\{\w+\}\}|\{(\w+)\}")  # {{word}} is the word in braces
 
@@ -69,12 +70,6 @@ class Prompting:
 
 # Frames per second of the overview, at most K frames in all. All other protocols have K frames.
 OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "video_zoomer": 0.5}
-# How these protocols read frames. They override the run's visual contract.
-READS = {
-    "conan": {"stamp": "{clock}"},
-    "longvt": {"stamp": "", "crop_fps": 1.0, "crop_max_frames": 128},
-    "video_zoomer": {"stamp": "<frame{i}_time{:.2f}s>"},
-}
 
 
 def run_protocol(
@@ -85,10 +80,6 @@ def run_protocol(
     task = item.task
     if len(task.videos) != 1 and cfg.protocol != "agent":
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} takes only one")
-    if cfg.protocol in READS:
-        renderer = context.renderer
-        contract = replace(renderer.contract, **READS[cfg.protocol])
-        context = replace(context, renderer=Renderer(renderer.tokenizer, contract))
     episode = Episode(task, k, Trajectory(), seed=seed)
     answer = None
     started = time.perf_counter()
@@ -105,8 +96,12 @@ def run_protocol(
         values = values_of(context, episode.task, item.caption) | {"frames": frames}
         attempt = Attempt(context, episode, cfg, values)
         values["request"] = attempt.fill(task.kind)
-        flow = FLOWS.get(cfg.protocol, _one_turn)
-        answer = flow(attempt)
+        if cfg.protocol == "agent":
+            episode = run_agent(attempt)
+            answer = final_answer(turn_texts(episode.main, context.renderer))
+        else:
+            flow = FLOWS.get(cfg.protocol, _one_turn)
+            answer = flow(attempt)
     except (EngineError, VideoError, rollout.Stopped) as error:
         episode.fail(error)
     episode.seconds = time.perf_counter() - started
@@ -187,14 +182,14 @@ class Attempt:
             messages.insert(0, {"role": "system", "content": self.fill("system")})
         return rollout.open_trajectory(self.context.renderer.render(messages, tools, generate=True))
 
-    def sample(self, turn: int, closing: str = "") -> str:
-        """Sample one turn, append it and return its text. If the text contains `closing`, the turn ends there and its later
+    def sample(self, closing: str = "") -> str:
+        """Sample the next turn, append it and return its text. If the text contains `closing`, the turn ends there and its later
         tokens are dropped."""
         renderer = self.context.renderer
         cfg = self.context.cfg
         trajectory = self.episode.main
         start = len(trajectory.ids)
-        seed = rollout.derive_seed(self.episode.seed, turn)
+        seed = rollout.derive_seed(self.episode.seed, len(trajectory.turns))
         rollout.sample_turn(self.context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
         ids = trajectory.ids[start:]
         if trajectory.finish == "stop":
@@ -214,22 +209,25 @@ class Attempt:
         delta = self.context.renderer.continuation(contents, role)
         return rollout.append_rendered(self.context, self.episode.main, delta)
 
-    def run_call(self, call: Call, work: Callable[["Attempt", Call, dict], list]) -> list:
-        """Run and record one call. Return what the model reads: the parts that `work` returns, or the text of an error. `work`
-        writes fields of the call into `outcome` as soon as it knows them, so that a failed call keeps them."""
+    def run_call(self, call: Call, work: Callable[["Attempt", Call], Shown]) -> list:
+        """Run and record one call. Return what the model reads: the parts that `work` shows, or the text of an error."""
         started = time.perf_counter()
         parts = []
-        outcome = {}
+        window = None
+        text = call.text
+        error = call.error
         try:
-            if not call.error:
-                parts = work(self, call, outcome)
-        except ToolError as error:
-            outcome |= {"error": error.kind, "text": str(error)}
+            if not error:
+                parts, window, text = work(self, call)
+        except ToolError as problem:
+            error = problem.kind
+            text = str(problem)
         except VideoError:
-            outcome |= {"error": "failed", "text": "The tool failed: it could not read this part of the video."}
-        call = replace(call, **outcome, seconds=time.perf_counter() - started)
+            error = "failed"
+            text = "The tool failed: it could not read this part of the video."
+        call = replace(call, window=window, text=text, error=error, seconds=time.perf_counter() - started)
         self.episode.calls.append(call)
-        return [call.text] if call.error else parts
+        return [text] if error else parts
 
     def decode(self, indices: Sequence[int]) -> Clip:
         """Decode the frames that a tool shows."""
@@ -246,54 +244,21 @@ def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------------------ agent, and one turn
 
 
-def _agent(attempt: Attempt) -> str | None:
-    """Run our agent as in training, with the request as its question."""
+def run_agent(attempt: Attempt) -> Episode:
+    """Run our agent as in training. Its prompt has the request in place of the question."""
     episode = attempt.episode
-    context = attempt.context
-    task = replace(episode.task, question="".join(attempt.values["request"]))
-    prompt = rollout.render_prompt(task, episode.k, context)
-    result = rollout.run_episode(context, task, episode.k, prompt, episode.seed)
-    episode.main = result.main
-    episode.calls = result.calls
-    episode.error_kind = result.error_kind
-    episode.error_text = result.error_text
-    return final_answer(turn_texts(episode.main, context.renderer))
+    asked = replace(episode.task, question="".join(attempt.values["request"]))
+    prompt = rollout.render_prompt(asked, episode.k, attempt.context)
+    return rollout.run_episode(attempt.context, episode.task, episode.k, prompt, episode.seed)
 
 
 def _one_turn(attempt: Attempt) -> str | None:
     """Ask once. The whole reply to `direct` is the answer. All others ask for tags."""
     attempt.episode.main = attempt.open_conversation()
-    text = attempt.sample(0)
+    text = attempt.sample()
     if attempt.cfg.protocol == "direct":
         return final_answer([text], "prose")
     return last_answer(text)
-
-
-# ------------------------------------------------------------------------------------------------ several turns
-
-
-def request_frames(
-    attempt: Attempt,
-    turns: int,
-    parse: Callable[[str, int], list[Call]],
-    show: Callable[[Attempt, Call, int], list],
-    tools: list[dict] | None = None,
-    closing: str = "",
-) -> list[str]:
-    """Let the model request frames in all turns but the last. Return the texts of its turns. `parse` reads the requests of a
-    turn. `show` runs one of them, and returns what the model then reads; it also gets the number of turns that are left."""
-    main = attempt.episode.main = attempt.open_conversation(tools)
-    texts = []
-    for turn in range(turns):
-        texts.append(attempt.sample(turn, closing))
-        left = turns - 1 - turn
-        requests = parse(texts[-1], turn)
-        if not requests or not left or main.finish == "length":
-            break
-        contents = [show(attempt, request, left) for request in requests]
-        if not attempt.append_message(contents, "tool" if tools else "user"):
-            break
-    return texts
 
 
 # ------------------------------------------------------------------------------------------------ conan
@@ -304,22 +269,27 @@ CONAN_FRAMES = 8  # per turn
 
 def _conan(attempt: Attempt) -> str | None:
     """The model may name clips: a user turn shows it frames of them."""
-    texts = request_frames(attempt, CONAN_TURNS, parse_clips, _show_clips)
-    return last_answer(texts[-1])
+    main = attempt.episode.main = attempt.open_conversation()
+    text = attempt.sample()
+    for turn in range(CONAN_TURNS - 1):
+        call = parse_clips(text, turn)
+        if not call or main.finish == "length":
+            break
+        frames = attempt.run_call(call, _retrieve)
+        name = "last" if turn == CONAN_TURNS - 2 else "more"
+        if not attempt.append_message([attempt.fill(name, frames=frames)], "user"):
+            break
+        text = attempt.sample()
+    return last_answer(text)
 
 
-def parse_clips(text: str, turn: int) -> list[Call]:
+def parse_clips(text: str, turn: int) -> Call | None:
     """Read the last <clip> of a turn."""
     wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
-    return [Call(turn, "clip", {"clips": wanted})] if wanted else []
+    return Call(turn, "clip", {"clips": wanted}) if wanted else None
 
 
-def _show_clips(attempt: Attempt, call: Call, left: int) -> list:
-    frames = attempt.run_call(call, _retrieve)
-    return attempt.fill("last" if left == 1 else "more", frames=frames)
-
-
-def _retrieve(attempt: Attempt, call: Call, outcome: dict) -> list:
+def _retrieve(attempt: Attempt, call: Call) -> Shown:
     """Show frames of the clips, evenly spread over those not seen yet."""
     spans = [parse_span(clip) for clip in re.split(r"[,;\n]", call.arguments["clips"])]
     if None in spans:
@@ -335,8 +305,8 @@ def _retrieve(attempt: Attempt, call: Call, outcome: dict) -> list:
     if not new:
         raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
     starts, ends = zip(*spans)
-    outcome["window"] = within(info, min(starts), max(ends))  # spans all clips
-    return [attempt.decode([new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])]
+    window = within(info, min(starts), max(ends))  # spans all clips
+    return [attempt.decode([new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])], window, ""
 
 
 # ------------------------------------------------------------------------------------------------ longvt
@@ -347,9 +317,18 @@ LONGVT_TURNS = 6
 def _longvt(attempt: Attempt) -> str | None:
     """The model may call crop_video, several times a turn. A tool turn shows it the frames."""
     tools = [json.loads(attempt.cfg.texts["tool"])]
-    if attempt.open_conversation(tools).ids == attempt.open_conversation().ids:
+    main = attempt.episode.main = attempt.open_conversation(tools)
+    if main.ids == attempt.open_conversation().ids:
         raise ContractError("the chat template renders no tools: put its authors' template into chat_template.jinja")
-    texts = request_frames(attempt, LONGVT_TURNS, parse_calls, _show_crop, tools)
+    texts = [attempt.sample()]
+    for turn in range(LONGVT_TURNS - 1):
+        calls = parse_calls(texts[-1], turn)
+        if not calls or main.finish == "length":
+            break
+        contents = [attempt.run_call(call, _crop) for call in calls]
+        if not attempt.append_message(contents, "tool"):
+            break
+        texts.append(attempt.sample())
 
     # Read the answer as its authors do: the first <answer> of all turns, else the last box, else a number at the end.
     whole = "\n".join(texts)
@@ -361,19 +340,13 @@ def _longvt(attempt: Attempt) -> str | None:
     return "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
 
 
-def _show_crop(attempt: Attempt, call: Call, left: int) -> list:
-    return attempt.run_call(call, _crop)
-
-
-def _crop(attempt: Attempt, call: Call, outcome: dict) -> list:
+def _crop(attempt: Attempt, call: Call) -> Shown:
     """Show the frames of a window, and say which they are."""
     context = attempt.context
     clip = run_tool(call, attempt.episode.task, ("crop_video",), context.videos, context.renderer.contract)
-    outcome["window"] = clip.window
     start, end = clip.window
     parts = attempt.fill("shown", count=str(len(clip.frames)), start=f"{start:.1f}", end=f"{end:.1f}")
-    outcome["text"] = "".join(parts)
-    return [clip.frames, *parts]
+    return [clip.frames, *parts], clip.window, "".join(parts)
 
 
 # ------------------------------------------------------------------------------------------------ video_zoomer
@@ -385,48 +358,52 @@ ZOOM_END = "</video_zoom>"
 
 def _video_zoomer(attempt: Attempt) -> str | None:
     """The model may request a segment and a frame rate: a user turn shows it the frames."""
-    texts = request_frames(attempt, ZOOM_TURNS, parse_zoom, _show_zoom, closing=ZOOM_END)
+    main = attempt.episode.main = attempt.open_conversation()
+    texts = [attempt.sample(ZOOM_END)]
+    for turn in range(ZOOM_TURNS - 1):
+        call = parse_zoom(texts[-1], turn)
+        if not call or main.finish == "length":
+            break
+        shown = attempt.run_call(call, _zoom)
+        failed = attempt.episode.calls[-1].error
+        parts = attempt.fill("failed", error=shown) if failed else attempt.fill("found", frames=shown)
+        if turn == ZOOM_TURNS - 2:
+            parts += attempt.fill("last")
+        if not attempt.append_message([parts], "user"):
+            break
+        texts.append(attempt.sample(ZOOM_END))
     return unboxed(last_answer("\n".join(texts)) or "")
 
 
-def parse_zoom(text: str, turn: int) -> list[Call]:
+def parse_zoom(text: str, turn: int) -> Call | None:
     """Read the request that ends a turn."""
     if ZOOM_END not in text:
-        return []
+        return None
     try:
         [request] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
         start, end = request["segment"]
-        return [Call(turn, "video_zoom", {"start": start, "end": end, "fps": request["fps"]})]
+        return Call(turn, "video_zoom", {"start": start, "end": end, "fps": request["fps"]})
     except (ValueError, KeyError, TypeError, RecursionError):
         form = '<video_zoom> {"segment": [start, end], "fps": n} </video_zoom>'
         told = f"The request could not be read. Write {form}."
-        return [Call(turn, "video_zoom", {}, text=told, error="unparseable")]
+        return Call(turn, "video_zoom", {}, text=told, error="unparseable")
 
 
-def _show_zoom(attempt: Attempt, call: Call, left: int) -> list:
-    shown = attempt.run_call(call, _zoom)
-    error = attempt.episode.calls[-1].text
-    parts = attempt.fill("failed", error=error) if error else attempt.fill("found", frames=shown)
-    if left == 1:
-        parts += attempt.fill("last")
-    return parts
-
-
-def _zoom(attempt: Attempt, call: Call, outcome: dict) -> list:
+def _zoom(attempt: Attempt, call: Call) -> Shown:
     """Show the requested segment at the requested rate, or nothing if less than one frame is due."""
     start, end, fps = (read_number(call.arguments[name], name) for name in ("start", "end", "fps"))
     wanted = max(0.0, fps * (end - start))
     if wanted >= ZOOM_FRAMES + 1:
         raise ToolError("bad_arguments", f"At most {ZOOM_FRAMES} frames: take a shorter segment or a lower fps.")
-    outcome["window"] = within(attempt.info, start, end)
+    window = within(attempt.info, start, end)
     if wanted < 1:
-        return []
-    first, last = (int(np.abs(attempt.info.times - t).argmin()) for t in outcome["window"])
-    return [attempt.decode(np.linspace(first, last, int(wanted)).round().astype(int).tolist())]
+        return [], window, ""
+    first, last = (int(np.abs(attempt.info.times - t).argmin()) for t in window)
+    return [attempt.decode(np.linspace(first, last, int(wanted)).round().astype(int).tolist())], window, ""
 
 
-# Each function adds turns to the episode and returns the text to grade. Every other protocol is one turn.
-FLOWS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "video_zoomer": _video_zoomer}
+# Each function adds turns to the episode and returns the text to grade. Every other protocol but `agent` is one turn.
+FLOWS = {"conan": _conan, "longvt": _longvt, "video_zoomer": _video_zoomer}
 
 
 # ------------------------------------------------------------------------------------------------ the texts

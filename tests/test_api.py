@@ -62,9 +62,9 @@ def test_the_messages_are_what_the_prompt_spells_turn_by_turn(endpoint, ask, tmp
     first, second = there.bodies
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("m", 0.0, 2048)
     spelled = lambda message: "".join(part.get("text", "#") for part in message["content"])  # noqa: E731
-    question = "00:00:00#00:00:20#00:00:39#00:00:59#|" + TASK.question
+    question = "<0.0 seconds>#<20.0 seconds>#<39.5 seconds>#<59.5 seconds>#|" + TASK.question
     told = [(message["role"], spelled(message)) for message in second["messages"]]
-    assert told == [("user", question), ("assistant", asks), ("user", "00:00:20#|more")]
+    assert told == [("user", question), ("assistant", asks), ("user", "<20.5 seconds>#|more")]
     assert first["messages"] == second["messages"][:1]
     # Each image is the frame whose time stands before it.
     images = [part["image_url"]["url"] for part in first["messages"][0]["content"] if part["type"] == "image_url"]

@@ -31,7 +31,6 @@ from episode import load_episodes
 from eval import EvalConfig, as_trained, dry_run, with_names
 from evals import protocols, results, tables
 from evals.benchmarks import SPLITS, load_split
-from evals.protocols import READS
 from evals.results import costs, read_results
 from evals.tables import interval
 from rl import RLConfig
@@ -586,10 +585,14 @@ def test_a_row_is_asked_in_both_ways(path):
     # As in the published run, all models get the same settings.
     visual, agent, protocol = cfg.visual, cfg.rollout, own.prompting.protocol
     assert (visual.frame_pixels, visual.max_frame_pixels, cfg.frames) == (100352, 602112, (64,))
-    # No stamps, except a protocol's own.
-    assert visual.stamp == READS.get(protocol, {"stamp": ""})["stamp"]
+    # No stamps and the same crops, except a protocol's own.
+    stamps = {"conan": "{clock}", "video_zoomer": "<frame{i}_time{:.2f}s>"}
+    assert visual.stamp == stamps.get(protocol, "")
+    assert (visual.crop_fps, visual.crop_max_frames) == (1.0, 128 if protocol == "longvt" else 16)
+    if protocol in ("conan", "longvt", "video_zoomer"):
+        assert own.visual.stamp == visual.stamp and own.visual.crop_max_frames == visual.crop_max_frames
     assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
-    assert cfg.prompting.protocol == (protocol if protocol in protocols.FLOWS else "think")
+    assert cfg.prompting.protocol == (protocol if cfg.agentic or protocol in protocols.FLOWS else "think")
     if cfg.agentic:
         assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
     # With the authors' settings: the same weights on the same data, in a run and a row of its own.
