@@ -8,10 +8,9 @@
     longvt                  calls crop_video, and gets the frames themselves in the tool turn
     video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-FLOWS lists the functions of the last three; every other protocol but `agent` is `_one_turn`. A function adds turns to an Episode
-of exact tokens. Flows, limits and formats follow the models' own code; the stamps and sizes of frames are in each model's config.
-The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file` supplies the words of a model's
-authors.
+Each of the last three is a function in FLOWS. Flows, limits and formats follow the models' own code; the stamps and sizes of
+frames are in each model's config. The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file`
+supplies the words of a model's authors.
 
 Deliberately missing: top-p, repetition penalties, SAGE's tools, and the video channel: a model that was trained on a video's
 positions reads stamps instead.
@@ -306,7 +305,8 @@ def _retrieve(attempt: Attempt, call: Call) -> Shown:
         raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
     starts, ends = zip(*spans)
     window = within(info, min(starts), max(ends))  # spans all clips
-    return [attempt.decode([new[j] for j in uniform_indices(len(new), CONAN_FRAMES)])], window, ""
+    chosen = [new[j] for j in uniform_indices(len(new), CONAN_FRAMES)]
+    return [attempt.decode(chosen)], window, ""
 
 
 # ------------------------------------------------------------------------------------------------ longvt
@@ -384,9 +384,8 @@ def parse_zoom(text: str, turn: int) -> Call | None:
         start, end = request["segment"]
         return Call(turn, "video_zoom", {"start": start, "end": end, "fps": request["fps"]})
     except (ValueError, KeyError, TypeError, RecursionError):
-        form = '<video_zoom> {"segment": [start, end], "fps": n} </video_zoom>'
-        told = f"The request could not be read. Write {form}."
-        return Call(turn, "video_zoom", {}, text=told, error="unparseable")
+        text = 'The request could not be read. Write <video_zoom> {"segment": [start, end], "fps": n} </video_zoom>.'
+        return Call(turn, "video_zoom", {}, text=text, error="unparseable")
 
 
 def _zoom(attempt: Attempt, call: Call) -> Shown:
@@ -399,10 +398,11 @@ def _zoom(attempt: Attempt, call: Call) -> Shown:
     if wanted < 1:
         return [], window, ""
     first, last = (int(np.abs(attempt.info.times - t).argmin()) for t in window)
-    return [attempt.decode(np.linspace(first, last, int(wanted)).round().astype(int).tolist())], window, ""
+    chosen = np.linspace(first, last, int(wanted)).round().astype(int).tolist()
+    return [attempt.decode(chosen)], window, ""
 
 
-# Each function adds turns to the episode and returns the text to grade. Every other protocol but `agent` is one turn.
+# Each function adds turns to the episode and returns the text to grade.
 FLOWS = {"conan": _conan, "longvt": _longvt, "video_zoomer": _video_zoomer}
 
 

@@ -179,8 +179,8 @@ f_release: f by the released code, on the sampled text, which lacks a forced <th
 Answers in prose count, as in the published scores."""
 
 
-def print_ablations(trainings: str, evaluations: str) -> str:
-    """Print one table per block of the paper, and return the text."""
+def print_ablations(trainings: str, evaluations: str) -> None:
+    """Print one table per block of the paper."""
     for pattern in (trainings, evaluations):
         if "NAME" not in pattern:
             raise DataError(f"{pattern}: write NAME where the rows' names differ, as in runs/NAME_8b")
@@ -200,9 +200,7 @@ def print_ablations(trainings: str, evaluations: str) -> str:
         tables.append(markdown(f"### {title}", order, rows))
     if not measured:
         raise DataError(f"nothing at {trainings} or {evaluations}, with NAME = grpo, paragrpo, ...: train first")
-    text = "\n\n".join(tables) + ABLATION_LEGEND
-    print(text)
-    return text
+    print("\n\n".join(tables) + ABLATION_LEGEND)
 
 
 def ablation_cells(row: dict, trainings: str, evaluations: str) -> dict[str, str]:
@@ -241,7 +239,6 @@ def markdown(title: str, header: Sequence[str], rows: Sequence[dict[str, Any]]) 
 
 
 def first_cells(results: Results) -> dict[str, Any]:
-    """Write the cells that say which results these are."""
     return {"model": results.name, "arm": results.arm, "K": results.k, "split": results.split}
 
 
